@@ -1,0 +1,56 @@
+"""dash-attn: bitwise reproducible attention training.
+
+The scheduling core (masks, problems, schedules, simulation, plans) needs numpy alone; names that need torch are
+imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .generators import GENERATORS, generate
+from .masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
+from .plan import Plan, lower
+from .problem import Problem, Task
+from .schedule import Placement, Schedule
+from .simulate import Machine, Timeline, simulate
+from .validate import ScheduleError
+
+if TYPE_CHECKING:
+    from .api import flash_attn_func
+
+__version__ = "0.1.0"
+
+_NEEDS_TORCH = {"flash_attn_func": ".api"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEEDS_TORCH:
+        return getattr(import_module(_NEEDS_TORCH[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "GENERATORS",
+    "Causal",
+    "Documents",
+    "Full",
+    "Machine",
+    "Mask",
+    "Placement",
+    "Plan",
+    "Prefix",
+    "Problem",
+    "Schedule",
+    "ScheduleError",
+    "Task",
+    "TileMap",
+    "Timeline",
+    "Window",
+    "flash_attn_func",
+    "generate",
+    "lower",
+    "parse_mask",
+    "simulate",
+]

@@ -1,0 +1,54 @@
+"""Lower bounds on the makespan of any schedule of a problem."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from .engine import Costs
+from .problem import Problem
+
+
+class LowerBounds(NamedTuple):
+    """In ticks. No order and no placement can be faster than `best`."""
+
+    work: Fraction
+    longest_chain: Fraction
+    most_loaded_q_tile: Fraction
+    packing: Fraction
+
+    @property
+    def best(self) -> Fraction:
+        return max(self)
+
+
+def lower_bounds(problem: Problem, costs: Costs, workers: int) -> LowerBounds:
+    compute, reduce, latency, overlap = costs
+    # Without overlap a task holds its worker for compute + reduce. With it the slower of the two stages is the pace,
+    # and the last reduce of a worker still follows its last compute.
+    pace = Fraction(compute + reduce) if overlap == 0 else max(Fraction(compute), Fraction(reduce, overlap))
+    tail = reduce if overlap and pace == compute else 0
+    lengths = problem.chain_lengths * problem.group
+    most_ranks = int(problem.ranks_per_q_tile.max(initial=0))
+    if not problem.tasks:
+        return LowerBounds(Fraction(0), Fraction(0), Fraction(0), Fraction(0))
+    return LowerBounds(
+        work=problem.tasks * pace / workers + tail,
+        longest_chain=int(lengths.max()) * pace + tail,
+        most_loaded_q_tile=Fraction(compute + (most_ranks - 1) * max(reduce, latency) + reduce),
+        packing=_pigeonhole(np.sort(lengths), problem.batch * problem.heads, workers) * pace + tail,
+    )
+
+
+def _pigeonhole(ascending: np.ndarray, copies: int, workers: int) -> int:
+    """Of the k * workers + 1 longest chains, k + 1 share a worker: at least the k + 1 shortest of those."""
+    longest_first = ascending[::-1]
+    chains = len(longest_first) * copies
+    best = 0
+    for shared in range(1, (chains - 1) // workers + 1):
+        last = shared * workers  # index of the shortest of those chains
+        indices = np.arange(last - shared, last + 1) // copies
+        best = max(best, int(longest_first[indices].sum()))
+    return best

@@ -1,0 +1,43 @@
+"""Every schedule under its own name. To add one: write a file, list it here, record a golden file (CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..problem import Problem
+from ..schedule import Schedule
+from .alternating import alternating
+from .arrival import arrival
+from .ascending import ascending
+from .auto import auto
+from .descending import descending
+from .shift import shift, shift_blocks
+from .spt import spt
+from .symmetric_shift import symmetric_shift
+from .weave import weave
+
+Generator = Callable[[Problem, int], Schedule]
+
+GENERATORS: dict[str, Generator] = {
+    "ascending": ascending,
+    "descending": descending,
+    "spt": spt,
+    "shift": shift,
+    "shift_blocks": shift_blocks,
+    "symmetric_shift": symmetric_shift,
+    "alternating": alternating,
+    "arrival": arrival,
+    "weave": weave,
+}
+
+
+def generate(name: str, problem: Problem, workers: int) -> Schedule:
+    """The schedule called `name` (or `auto`) for a problem on `workers` workers."""
+    if name == "auto":
+        return auto(problem, workers)
+    if name not in GENERATORS:
+        raise ValueError(f"unknown schedule {name!r}; choose from auto, {', '.join(GENERATORS)}")
+    return GENERATORS[name](problem, workers)
+
+
+__all__ = ["GENERATORS", "Generator", "auto", "generate", *GENERATORS]

@@ -1,0 +1,42 @@
+"""DASH's shift: chains start at different Q tiles and walk cyclically, so that no two meet. Full masks.
+
+KV tiles are cut into blocks. Chain i of a block starts `i * spacing` Q tiles in; ranks go by block, then by step, so
+consecutive ranks are `spacing` steps apart. The chains of a block wait for each other in a circle: a gang.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Order, rank_within
+from ..problem import Problem
+from ..schedule import Schedule
+from ..validate import ScheduleError
+
+
+def shift(problem: Problem, workers: int) -> Schedule:
+    """Blocks as large as the workers allow. Above `workers` KV tiles the blocks, and so the bits, depend on `workers`."""
+    fitting = min(problem.kv_tiles, problem.q_tiles)
+    guarantees = ALL_GUARANTEES if workers >= fitting else (RUN_TO_RUN, BATCH_INVARIANT)
+    return _build(problem, workers, "shift", min(fitting, workers), guarantees)
+
+
+def shift_blocks(problem: Problem, workers: int) -> Schedule:
+    """Blocks of at most 64 chains, two steps apart or more: a function of the problem alone."""
+    return _build(problem, workers, "shift_blocks", max(1, min(64, problem.q_tiles // 2)), ALL_GUARANTEES)
+
+
+def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: tuple[str, ...]) -> Schedule:
+    if not problem.kept.all():
+        raise ScheduleError(f"{name} serves full masks only (every tile kept); got {problem.mask}. Use alternating or weave.")
+    kv_tiles, q_tiles = problem.kv_tiles, problem.q_tiles
+    blocks = -(-kv_tiles // min(largest, kv_tiles))
+    kv = np.arange(kv_tiles)
+    block = kv * blocks // kv_tiles  # blocks of equal size, give or take one
+    place = kv - np.searchsorted(block, block, side="left")
+    spacing = max(1, q_tiles // int(np.bincount(block).max()))
+    step = np.tile(np.arange(q_tiles), kv_tiles)
+    chain = np.repeat(kv, q_tiles)
+    q_tile = (place[chain] * spacing + step) % q_tiles
+    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, block[chain], step), block * q_tiles)
+    return Schedule.build(problem, Order(name, (kind,), guarantees), (kv,), workers)

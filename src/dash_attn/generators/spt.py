@@ -1,0 +1,26 @@
+"""Shortest processing time first, the order FlashAttention-3 uses for causal masks today.
+
+Chains start from the shortest to the longest (causal: from the last KV tile to the first) and rank in that order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..order import HeadOrder, Order, rank_within
+from ..problem import Problem
+from ..schedule import Schedule
+from ._walks import upward
+
+
+def spt(problem: Problem, workers: int) -> Schedule:
+    start = shortest_first(problem)
+    place = np.argsort(start)
+    chain, q_tile = upward(problem)
+    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), np.zeros(problem.kv_tiles))
+    return Schedule.build(problem, Order("spt", (kind,)), (start,), workers)
+
+
+def shortest_first(problem: Problem) -> np.ndarray:
+    """KV tiles by chain length, the later tile first where lengths are equal."""
+    return np.lexsort((-np.arange(problem.kv_tiles), problem.chain_lengths))

@@ -1,0 +1,165 @@
+"""The part of a schedule that decides the bits: the walk of every chain and the rank of every task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .problem import Problem
+
+Ints = NDArray[np.int32]
+
+RUN_TO_RUN = "run-to-run"
+BATCH_INVARIANT = "batch-invariant"
+WORKER_INVARIANT = "worker-count-invariant"
+ALL_GUARANTEES = (RUN_TO_RUN, BATCH_INVARIANT, WORKER_INVARIANT)
+
+
+def frozen_ints(values: Any) -> Ints:
+    array = np.array(values, dtype=np.int32)
+    array.setflags(write=False)
+    return array
+
+
+def rank_within(q_tile: NDArray[Any], *keys: NDArray[Any]) -> NDArray[np.int64]:
+    """Rank of each task among the tasks of its Q tile, smallest first key first."""
+    by_q_tile = np.lexsort((*reversed(keys), q_tile))
+    sorted_q = q_tile[by_q_tile]
+    first_of_group = np.searchsorted(sorted_q, sorted_q, side="left")
+    ranks = np.empty(len(q_tile), dtype=np.int64)
+    ranks[by_q_tile] = np.arange(len(q_tile)) - first_of_group
+    return ranks
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOrder:
+    """Walks and ranks of one head. Chain `kv` owns the slice offsets[kv]:offsets[kv + 1] of the task arrays.
+
+    `first_step` places each chain in a nominal execution without waits; slack and the grids in errors come from it.
+    """
+
+    offsets: Ints
+    q_tile: Ints
+    rank: Ints
+    first_step: Ints
+
+    @classmethod
+    def build(cls, chain: Any, q_tile: Any, rank: Any, first_step: Any) -> HeadOrder:
+        """From task arrays that are sorted by chain."""
+        kv_tiles = len(first_step)
+        offsets = np.searchsorted(chain, np.arange(kv_tiles + 1))
+        return cls(*map(frozen_ints, (offsets, q_tile, rank, first_step)))
+
+    @property
+    def kv_tiles(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def chain(self) -> Ints:
+        """KV tile of every task."""
+        return frozen_ints(np.repeat(np.arange(self.kv_tiles), np.diff(self.offsets)))
+
+    @cached_property
+    def step(self) -> Ints:
+        """Nominal step of every task."""
+        position = np.arange(len(self.q_tile)) - self.offsets[self.chain]
+        return frozen_ints(self.first_step[self.chain] + position)
+
+    def walk(self, kv_tile: int) -> Ints:
+        return self.q_tile[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
+
+    def ranks(self, kv_tile: int) -> Ints:
+        return self.rank[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
+
+    @cached_property
+    def by_rank(self) -> NDArray[np.int64]:
+        """Task indices, sorted by Q tile and then rank: neighbours hand dQ over to each other."""
+        return np.lexsort((self.rank, self.q_tile))
+
+    @cached_property
+    def hand_overs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(earlier task, later task) for every pair of consecutive ranks."""
+        earlier, later = self.by_rank[:-1], self.by_rank[1:]
+        same = self.q_tile[earlier] == self.q_tile[later]
+        return earlier[same], later[same]
+
+    @cached_property
+    def slack(self) -> int | None:
+        """Least steps between consecutive ranks; None when no Q tile has two."""
+        earlier, later = self.hand_overs
+        return int((self.step[later] - self.step[earlier]).min()) if len(later) else None
+
+    def gang(self, start: Sequence[int] | Ints) -> int:
+        """Longest segment of the start order whose chains wait for each other (1: chains wait only for earlier starts)."""
+        position = np.empty(self.kv_tiles, dtype=np.int64)
+        position[np.asarray(start)] = np.arange(self.kv_tiles)
+        latest_needed = np.arange(self.kv_tiles)
+        earlier, later = self.hand_overs
+        np.maximum.at(latest_needed, position[self.chain[later]], position[self.chain[earlier]])
+        cuts = np.flatnonzero(np.maximum.accumulate(latest_needed) <= np.arange(self.kv_tiles))
+        return int(np.diff(cuts, prepend=-1).max())
+
+    def mirrored(self) -> HeadOrder:
+        """The same order played backwards in time: walks and ranks reversed."""
+        ranks_of = np.bincount(self.q_tile, minlength=1)
+        position = np.arange(len(self.q_tile)) - self.offsets[self.chain]
+        reversed_tasks = self.offsets[self.chain + 1] - 1 - position
+        q_tile = self.q_tile[reversed_tasks]
+        last_step = self.first_step + np.diff(self.offsets)
+        return HeadOrder(
+            self.offsets,
+            frozen_ints(q_tile),
+            frozen_ints(ranks_of[q_tile] - 1 - self.rank[reversed_tasks]),
+            frozen_ints(last_step.max() - last_step),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Walks and ranks of all heads. Head h follows `kinds[(h + head_offset) % len(kinds)]`."""
+
+    name: str
+    kinds: tuple[HeadOrder, ...]
+    guarantees: tuple[str, ...] = ALL_GUARANTEES
+
+    def kind_of(self, problem: Problem, head: int) -> int:
+        return (head + problem.head_offset) % len(self.kinds)
+
+    @property
+    def slack(self) -> int | None:
+        known = [kind.slack for kind in self.kinds if kind.slack is not None]
+        return min(known) if known else None
+
+    def same_bits(self, other: Order) -> bool:
+        """Whether both orders sum everything in the same sequence."""
+        pairs = zip(self.kinds, other.kinds, strict=False)
+        return len(self.kinds) == len(other.kinds) and all(
+            np.array_equal(getattr(a, field), getattr(b, field)) for a, b in pairs for field in ("offsets", "q_tile", "rank")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        kinds = [
+            {
+                "first_step": kind.first_step.tolist(),
+                "walks": [kind.walk(kv).tolist() for kv in range(kind.kv_tiles)],
+                "ranks": [kind.ranks(kv).tolist() for kv in range(kind.kv_tiles)],
+            }
+            for kind in self.kinds
+        ]
+        return {"name": self.name, "guarantees": list(self.guarantees), "kinds": kinds}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Order:
+        kinds = []
+        for kind in value["kinds"]:
+            walks, ranks = kind["walks"], kind["ranks"]
+            if [len(w) for w in walks] != [len(r) for r in ranks]:
+                raise ValueError("order JSON: every walk needs one rank per Q tile")
+            chain = np.repeat(np.arange(len(walks)), [len(w) for w in walks])
+            kinds.append(HeadOrder.build(chain, np.concatenate(walks), np.concatenate(ranks), kind["first_step"]))
+        return cls(value["name"], tuple(kinds), tuple(value["guarantees"]))

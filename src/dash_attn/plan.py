@@ -1,0 +1,110 @@
+"""A schedule lowered to small int32 tables. The CPU executor and the GPU kernels walk the same tables.
+
+A chain is a few runs (DESIGN.md, plan tables). Tables are shared by all heads of a kind and all sequences, and
+regular masks need O(1) runs a chain, so a plan is linear in tokens and independent of batch x heads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .order import HeadOrder, Ints, frozen_ints
+from .problem import Problem
+from .runs import Run, compress
+from .schedule import Schedule
+
+RUN_FIELDS = ("q_first", "q_stride", "length", "rank_mul", "rank_add", "rank_div", "partial", "entries")
+MOST_RUNS = 16  # a chain that needs more is listed entry by entry
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a backend needs. Chain `kv` of a head of kind `k` owns the runs chain_runs[k * kv_tiles + kv] up to the next."""
+
+    problem: Problem
+    schedule_name: str
+    guarantees: tuple[str, ...]
+    workers: int
+    lanes: int
+    gang: int
+    kinds: int
+    starts: Ints  # [kinds, kv_tiles]: start order of a head's KV tiles
+    chain_runs: Ints  # [kinds * kv_tiles + 1]
+    runs: Ints  # [runs, 8]: RUN_FIELDS
+    entries: Ints  # [entries, 3]: q_tile, rank, partial
+    ranks_per_q_tile: Ints  # [q_tiles]: chains that add to each dQ tile; 0 means dQ is zero there
+
+    @cached_property
+    def tables_bytes(self) -> int:
+        return sum(t.nbytes for t in self._tables)
+
+    @property
+    def _tables(self) -> tuple[Ints, ...]:
+        return (self.starts, self.chain_runs, self.runs, self.entries, self.ranks_per_q_tile)
+
+    @cached_property
+    def order_hash(self) -> str:
+        """Names the bits: equal for plans that sum everything in the same sequence, whatever the machine."""
+        digest = hashlib.sha256()
+        for kind in range(self.kinds):
+            for kv_tile in range(self.problem.kv_tiles):
+                steps = self.steps(kind, kv_tile)
+                digest.update(np.int64(len(steps)).tobytes() + steps[:, :2].tobytes())
+        return digest.hexdigest()[:16]
+
+    def steps(self, kind: int, kv_tile: int) -> Ints:
+        """The walk of a chain, decoded: rows (q_tile, rank, partial)."""
+        chain = kind * self.problem.kv_tiles + kv_tile
+        decoded = [self._decode(run) for run in self.runs[self.chain_runs[chain] : self.chain_runs[chain + 1]]]
+        return frozen_ints(np.concatenate(decoded)) if decoded else frozen_ints(np.zeros((0, 3)))
+
+    def _decode(self, run: Ints) -> NDArray[np.int64]:
+        q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries = run.tolist()
+        if entries >= 0:
+            return self.entries[entries : entries + length].astype(np.int64)
+        i = np.arange(length)
+        return np.stack([q_first + i * q_stride, (rank_mul * i + rank_add) // rank_div, np.full(length, partial)], axis=1)
+
+
+def lower(schedule: Schedule) -> Plan:
+    """Lower a schedule to tables."""
+    problem = schedule.problem
+    runs: list[Run] = []
+    entries: list[NDArray[np.int64]] = []
+    entry_count = 0
+    chain_runs = [0]
+    for kind in schedule.order.kinds:
+        for kv_tile in range(problem.kv_tiles):
+            steps = _steps_of(kind, kv_tile, problem)
+            compressed = compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), MOST_RUNS)
+            if compressed is None:  # irregular: list every entry
+                compressed = [(0, 0, len(steps), 0, 0, 1, 0, entry_count)]
+                entries.append(steps)
+                entry_count += len(steps)
+            runs += compressed
+            chain_runs.append(len(runs))
+    return Plan(
+        problem=problem,
+        schedule_name=schedule.name,
+        guarantees=schedule.guarantees,
+        workers=schedule.workers,
+        lanes=schedule.placement.lanes,
+        gang=schedule.gang,
+        kinds=len(schedule.order.kinds),
+        starts=frozen_ints(np.stack(schedule.placement.starts)),
+        chain_runs=frozen_ints(chain_runs),
+        runs=frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))),
+        entries=frozen_ints(np.concatenate(entries) if entries else np.zeros((0, 3))),
+        ranks_per_q_tile=frozen_ints(problem.ranks_per_q_tile),
+    )
+
+
+def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> NDArray[np.int64]:
+    """Rows (q_tile, rank, partial) of one chain."""
+    walk = kind.walk(kv_tile)
+    return np.stack([walk, kind.ranks(kv_tile), problem.partial[walk, kv_tile]], axis=1).astype(np.int64)

@@ -1,0 +1,76 @@
+"""Compresses a walk and its ranks into runs: constant Q stride, ranks on a digital line (DESIGN.md, plan tables)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.int64]
+Run = tuple[int, int, int, int, int, int, int, int]
+
+NO_ENTRIES = -1
+
+
+def compress(q_tile: Array, rank: Array, partial: Array, tile_slope: tuple[int, int], most: int) -> list[Run] | None:
+    """The runs of one chain, or None when it needs more than `most`."""
+    stretches = list(_straight(q_tile, partial, most))
+    if len(stretches) > most:
+        return None
+    runs: list[Run] = []
+    for first, stop in stretches:
+        stride = int(q_tile[first + 1] - q_tile[first]) if stop - first > 1 else 1
+        while first < stop:
+            length, line = _longest_line(rank[first:stop], tile_slope)
+            runs.append((int(q_tile[first]), stride, length, *line, int(partial[first]), NO_ENTRIES))
+            first += length
+            if len(runs) > most:
+                return None
+    return runs
+
+
+def _straight(q_tile: Array, partial: Array, most: int) -> Iterator[tuple[int, int]]:
+    """Maximal slices with one Q stride and one partial flag. Gives up (yields more than `most`) on irregular walks."""
+    stride = np.diff(q_tile)
+    same_flag = partial[1:] == partial[:-1]
+    bends = np.flatnonzero((stride[1:] != stride[:-1]) | ~same_flag[1:] | ~same_flag[:-1]) + 1
+    if len(bends) > 3 * most:
+        yield from ((0, 0) for _ in range(most + 1))
+        return
+    first = 0
+    while first < len(q_tile):
+        stop = first + 1
+        if stop < len(q_tile) and same_flag[first]:
+            later = bends[np.searchsorted(bends, first + 1) :]
+            stop = int(later[0]) + 1 if len(later) else len(q_tile)
+        yield first, stop
+        first = stop
+
+
+def _longest_line(rank: Array, tile_slope: tuple[int, int]) -> tuple[int, tuple[int, int, int]]:
+    """Length of the longest prefix with rank[i] == (mul * i + add) // div, and that (mul, add, div)."""
+    if (rank == rank[0]).all():
+        return len(rank), (0, int(rank[0]), 1)
+    slopes = _candidate_slopes(rank, tile_slope)
+    mul, div = slopes[:, :1], slopes[:, 1:]
+    i = np.arange(len(rank))
+    # rank * div <= mul * i + add < (rank + 1) * div bounds `add` from both sides
+    least = np.maximum.accumulate(rank * div - mul * i, axis=1)
+    most = np.minimum.accumulate((rank + 1) * div - 1 - mul * i, axis=1)
+    fits = least <= most
+    lengths = np.where(fits.all(axis=1), len(rank), np.argmin(fits, axis=1))
+    best = int(np.argmax(lengths))
+    length = int(lengths[best])
+    return length, (int(mul[best, 0]), int(least[best, length - 1]), int(div[best, 0]))
+
+
+def _candidate_slopes(rank: Array, tile_slope: tuple[int, int]) -> Array:
+    """Slopes (mul, div) worth trying: flat, the tile ratio, and the pace at which this walk's ranks change."""
+    changes = np.flatnonzero(np.diff(rank))
+    rise = int(rank[changes[0] + 1] - rank[changes[0]])
+    pace = int(changes[1] - changes[0]) if len(changes) > 1 else len(rank)
+    common = gcd(*tile_slope)
+    a, b = tile_slope[0] // common, tile_slope[1] // common
+    return np.array([(0, 1), (rise, 1), (rise, pace), (a, b), (-a, b)])

@@ -1,0 +1,125 @@
+"""Proof that a schedule is complete, deterministic and cannot hang. Every error names a task and shows its surroundings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .engine import Costs, Stuck, execute
+from .order import HeadOrder
+from .problem import Problem, Task
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+
+class ScheduleError(ValueError):
+    """A schedule that is incomplete, ambiguous or can hang."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise ScheduleError unless coverage, ranks, contiguity and freedom from deadlock all hold."""
+    problem, order, placement = schedule.problem, schedule.order, schedule.placement
+    if not 1 <= len(order.kinds) == len(placement.starts):
+        raise ScheduleError(f"{len(order.kinds)} kinds of head need as many start orders; got {len(placement.starts)}")
+    for kind, (head_order, start) in enumerate(zip(order.kinds, placement.starts, strict=True)):
+        _check_shape(problem, head_order)
+        _check_coverage(problem, head_order, kind)
+        _check_ranks(problem, head_order, kind)
+        if sorted(start.tolist()) != list(range(problem.kv_tiles)):
+            raise ScheduleError(f"start order of kind {kind} must name each of the {problem.kv_tiles} KV tiles once; got {start.tolist()}")
+    _check_progress(schedule)
+
+
+def _check_shape(problem: Problem, order: HeadOrder) -> None:
+    tasks = len(order.q_tile)
+    sizes_fit = order.kv_tiles == problem.kv_tiles == len(order.first_step) and len(order.rank) == tasks
+    if not sizes_fit or order.offsets[0] != 0 or order.offsets[-1] != tasks or np.any(np.diff(order.offsets) < 0):
+        raise ScheduleError(f"an order for {problem.kv_tiles} KV tiles needs one contiguous walk and one first step for each")
+
+
+def _check_coverage(problem: Problem, order: HeadOrder, kind: int) -> None:
+    outside = (order.q_tile < 0) | (order.q_tile >= problem.q_tiles)
+    if not outside.any():
+        visits = np.zeros(problem.kept.shape, dtype=np.int64)
+        np.add.at(visits, (order.q_tile, order.chain), 1)
+        if np.array_equal(visits, problem.kept.astype(np.int64)):
+            return
+        outside = ~problem.kept[order.q_tile, order.chain]
+        repeated = visits[order.q_tile, order.chain] > 1
+    if outside.any():
+        index = int(np.argmax(outside))
+        raise ScheduleError(_at(order, index, kind, "is not kept by the mask but stands in a walk"))
+    if repeated.any():
+        index = len(repeated) - 1 - int(np.argmax(repeated[::-1]))
+        raise ScheduleError(_at(order, index, kind, "stands twice in its walk"))
+    q_tile, kv_tile = (int(i[0]) for i in np.nonzero(problem.kept & (visits == 0)))
+    task = Task(kind, q_tile, kv_tile)
+    raise ScheduleError(f"{task} is kept by the mask but missing from the walk of kv{kv_tile}\n{_grid(order, 0, kv_tile)}")
+
+
+def _check_ranks(problem: Problem, order: HeadOrder, kind: int) -> None:
+    expected = problem.ranks_per_q_tile
+    outside = (order.rank < 0) | (order.rank >= expected[order.q_tile])
+    if outside.any():
+        index = int(np.argmax(outside))
+        allowed = int(expected[order.q_tile[index]])
+        raise ScheduleError(_at(order, index, kind, f"has rank {order.rank[index]}; its Q tile has ranks 0..{allowed - 1}"))
+    earlier, later = order.hand_overs
+    twice = order.rank[earlier] == order.rank[later]
+    if twice.any():
+        index = int(later[np.argmax(twice)])
+        other = int(earlier[np.argmax(twice)])
+        rival = Task(kind, int(order.q_tile[other]), int(order.chain[other]))
+        raise ScheduleError(_at(order, index, kind, f"has rank {order.rank[index]}, which {rival} has too"))
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """Freedom from deadlock, by the cheapest proof that applies (DESIGN.md, why no schedule can hang)."""
+    if schedule.gang == 1:
+        return  # chains wait only for earlier starts
+    fits = schedule.gang * schedule.placement.lanes <= schedule.workers
+    if fits and all(kind.slack is None or kind.slack > 0 for kind in schedule.order.kinds):
+        return  # steps grow along walks and along ranks: acyclic, and every gang becomes resident
+    try:
+        execute(schedule, Costs(0, 0, 0, 0))
+    except Stuck as stuck:
+        raise ScheduleError(_deadlock_report(schedule, stuck)) from None
+
+
+def _deadlock_report(schedule: Schedule, stuck: Stuck) -> str:
+    blocked = stuck.blocked
+    lines = [
+        f"deadlock with {schedule.workers} workers: {len(blocked)} resident chains wait for each other or for chains that cannot start"
+        f" (this order needs gangs of {schedule.gang} chains resident together; {schedule.placement.lanes} heads run side by side)"
+    ]
+    for worker, task, rank, awaited in blocked[:4]:
+        lines.append(f"  worker {worker}: {task} (rank {rank}) waits for {awaited}")
+    worker, task, _, _ = blocked[0]
+    head = task.head // schedule.problem.group
+    order = schedule.head_order(head)
+    position = int(np.flatnonzero(order.walk(task.kv_tile) == task.q_tile)[0])
+    return "\n".join(lines) + "\n" + _grid(order, position, task.kv_tile)
+
+
+def _at(order: HeadOrder, index: int, kind: int, what: str) -> str:
+    kv_tile = int(order.chain[index])
+    task = Task(kind, int(order.q_tile[index]), kv_tile)
+    return f"{task} {what}\n{_grid(order, index - int(order.offsets[kv_tile]), kv_tile)}"
+
+
+def _grid(order: HeadOrder, position: int, kv_tile: int, reach: int = 3) -> str:
+    """Steps x chains around one task, as q_tile:rank, with an arrow at the task. One worker runs one chain."""
+    columns = range(max(0, kv_tile - reach), min(order.kv_tiles, kv_tile + reach + 1))
+    here = int(order.first_step[kv_tile]) + position
+    lines = ["step x worker (one chain each), cells are q_tile:rank", "  step  " + "".join(f"{'kv' + str(kv):>11}" for kv in columns)]
+    for step in range(here - reach, here + reach + 1):
+        cells = []
+        for kv in columns:
+            index = step - int(order.first_step[kv])
+            walk, ranks = order.walk(kv), order.ranks(kv)
+            cell = f"q{walk[index]}:{ranks[index]}" if 0 <= index < len(walk) else "."
+            cells.append(("-->" + cell if step == here and kv == kv_tile else cell).rjust(11))
+        lines.append(f"{step:6d}  " + "".join(cells))
+    return "\n".join(lines)
