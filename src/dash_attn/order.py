@@ -94,15 +94,18 @@ class HeadOrder:
         earlier, later = self.hand_overs
         return int((self.step[later] - self.step[earlier]).min()) if len(later) else None
 
-    def gang(self, start: Sequence[int] | Ints) -> int:
-        """Longest segment of the start order whose chains wait for each other (1: chains wait only for earlier starts)."""
+    def segment_ends(self, start: Sequence[int] | Ints) -> NDArray[np.int64]:
+        """Positions of the start order after which nothing waits for a later start: ends of the shortest closed segments."""
         position = np.empty(self.kv_tiles, dtype=np.int64)
         position[np.asarray(start)] = np.arange(self.kv_tiles)
         latest_needed = np.arange(self.kv_tiles)
         earlier, later = self.hand_overs
         np.maximum.at(latest_needed, position[self.chain[later]], position[self.chain[earlier]])
-        cuts = np.flatnonzero(np.maximum.accumulate(latest_needed) <= np.arange(self.kv_tiles))
-        return int(np.diff(cuts, prepend=-1).max())
+        return np.flatnonzero(np.maximum.accumulate(latest_needed) <= np.arange(self.kv_tiles))
+
+    def gang(self, start: Sequence[int] | Ints) -> int:
+        """Longest segment of the start order whose chains wait for each other (1: chains wait only for earlier starts)."""
+        return int(np.diff(self.segment_ends(start), prepend=-1).max())
 
     def mirrored(self) -> HeadOrder:
         """The same order played backwards in time: walks and ranks reversed."""

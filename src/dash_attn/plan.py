@@ -31,6 +31,7 @@ class Plan:
     guarantees: tuple[str, ...]
     workers: int
     lanes: int
+    segments: tuple[int, ...]
     gang: int
     kinds: int
     starts: Ints  # [kinds, kv_tiles]: start order of a head's KV tiles
@@ -94,6 +95,7 @@ def lower(schedule: Schedule) -> Plan:
         guarantees=schedule.guarantees,
         workers=schedule.workers,
         lanes=schedule.placement.lanes,
+        segments=schedule.placement.segments,
         gang=schedule.gang,
         kinds=len(schedule.order.kinds),
         starts=frozen_ints(np.stack(schedule.placement.starts)),

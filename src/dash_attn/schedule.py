@@ -17,14 +17,17 @@ from .validate import validate
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Chains take tickets: `lanes` heads of one kind side by side, then `lanes` heads of the next kind, and so on.
+    """The order in which chains take tickets; a free worker starts the chain with the next ticket.
 
-    `starts[kind]` is the order in which the KV tiles of a head of that kind start.
+    `starts[kind]` is the order in which the KV tiles of a head of that kind start, cut into `segments` (sizes). All
+    heads start their first segment before any starts its second. Inside a segment go `lanes` heads of one kind side
+    by side, then `lanes` heads of the next kind, and so on.
     """
 
     workers: int
     lanes: int
     starts: tuple[Ints, ...]
+    segments: tuple[int, ...]
 
     def __post_init__(self) -> None:
         for name in ("workers", "lanes"):
@@ -32,28 +35,49 @@ class Placement:
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name} must be a whole number >= 1; got {value!r}")
         object.__setattr__(self, "starts", tuple(frozen_ints(start) for start in self.starts))
+        object.__setattr__(self, "segments", tuple(int(size) for size in self.segments))
 
     def tickets(self, problem: Problem) -> NDArray[np.int64]:
         """(sequence, head, kv_tile) of every chain, in the order they start."""
-        kinds = len(self.starts)
+        groups = self._head_groups(problem)
+        parts, first = [], 0
+        for size in self.segments:
+            parts += [_side_by_side(heads, self.starts[kind][first : first + size]) for kind, heads in groups]
+            first += size
+        return np.concatenate(parts)
+
+    def _head_groups(self, problem: Problem) -> list[tuple[int, NDArray[np.int64]]]:
+        """(kind, [(sequence, head), ...]) of the heads that start side by side, in order.
+
+        Kinds take turns. A surplus of the first kind goes before all rounds and a surplus of the last kind behind
+        them, so that heads whose longest chains start first come last.
+        """
+        kinds, lanes = len(self.starts), self.lanes
         heads = np.arange(problem.heads)
-        instances = []  # per kind: (sequence, head) of every head of that kind
+        instances = []
         for kind in range(kinds):
             of_kind = heads[(heads + problem.head_offset) % kinds == kind]
-            sequence, head = np.divmod(np.arange(problem.batch * len(of_kind)), max(1, len(of_kind)))
-            instances.append(np.stack([sequence, of_kind[head] if len(of_kind) else head], axis=1))
-        rounds = min(len(i) for i in instances) // self.lanes
-        groups = [(k, i * self.lanes, (i + 1) * self.lanes) for i in range(rounds) for k in range(kinds)]
-        for kind in range(kinds):  # what is left when one kind has run out
-            rest = range(rounds * self.lanes, len(instances[kind]), self.lanes)
-            groups += [(kind, first, first + self.lanes) for first in rest]
-        return np.concatenate([_group_tickets(instances[k][a:b], self.starts[k]) for k, a, b in groups])
+            sequence = np.repeat(np.arange(problem.batch), len(of_kind))
+            instances.append(np.stack([sequence, np.tile(of_kind, problem.batch)], axis=1))
+        rounds = min(map(len, instances)) // lanes
+        surplus = [len(i) - rounds * lanes for i in instances]
+        groups = _chunks(0, instances[0][: surplus[0]], lanes)
+        for turn in range(rounds):
+            for kind, of_kind in enumerate(instances):
+                first = turn * lanes + (surplus[0] if kind == 0 else 0)
+                groups.append((kind, of_kind[first : first + lanes]))
+        for kind in range(1, kinds):
+            groups += _chunks(kind, instances[kind][rounds * lanes :], lanes)
+        return groups
 
 
-def _group_tickets(instances: NDArray[np.int64], start: Ints) -> NDArray[np.int64]:
-    """Tickets of the heads of one group: position by position, lane by lane."""
-    lanes, positions = len(instances), len(start)
-    return np.concatenate([np.tile(instances, (positions, 1)), np.repeat(start, lanes)[:, None]], axis=1)
+def _chunks(kind: int, heads: NDArray[np.int64], lanes: int) -> list[tuple[int, NDArray[np.int64]]]:
+    return [(kind, heads[i : i + lanes]) for i in range(0, len(heads), lanes)]
+
+
+def _side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[np.int64]:
+    """Tickets of some heads: KV tile by KV tile, head by head."""
+    return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +92,14 @@ class Schedule:
         validate(self)
 
     @classmethod
-    def build(cls, problem: Problem, order: Order, starts: tuple[Any, ...], workers: int) -> Schedule:
+    def build(
+        cls, problem: Problem, order: Order, starts: tuple[Any, ...], workers: int, segments: tuple[int, ...] | None = None
+    ) -> Schedule:
         """Place an order on `workers`: as many heads side by side as fit, gangs never torn."""
         gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
-        side_by_side = gang if gang > 1 else problem.kv_tiles
-        return cls(problem, order, Placement(workers, max(1, workers // side_by_side), starts))
+        segments = (problem.kv_tiles,) if segments is None else segments
+        side_by_side = gang if gang > 1 else max(segments)
+        return cls(problem, order, Placement(workers, max(1, workers // side_by_side), starts, segments))
 
     @property
     def name(self) -> str:
@@ -108,6 +135,7 @@ class Schedule:
             "workers": int(self.workers),
             "lanes": int(self.placement.lanes),
             "starts": [s.tolist() for s in self.placement.starts],
+            "segments": list(self.placement.segments),
         }
         value = {"problem": self.problem.to_json(), "order": self.order.to_json(), "placement": placement}
         return json.dumps(value, indent=1)
@@ -119,5 +147,5 @@ class Schedule:
         return cls(
             Problem.from_json(value["problem"]),
             Order.from_json(value["order"]),
-            Placement(placement["workers"], placement["lanes"], tuple(placement["starts"])),
+            Placement(placement["workers"], placement["lanes"], tuple(placement["starts"]), tuple(placement["segments"])),
         )

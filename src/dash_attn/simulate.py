@@ -141,7 +141,7 @@ class Timeline:
         ready = np.where(position >= drains, ready, compute_end)
         return run.reduce_start - ready
 
-    def _share(self, worker_ticks: int) -> float:
+    def _share(self, worker_ticks: int | np.int64) -> float:
         total = self.schedule.workers * self._ticks
         return float(worker_ticks / total) if total else 0.0
 

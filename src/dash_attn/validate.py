@@ -29,6 +29,8 @@ def validate(schedule: Schedule) -> None:
         _check_ranks(problem, head_order, kind)
         if sorted(start.tolist()) != list(range(problem.kv_tiles)):
             raise ScheduleError(f"start order of kind {kind} must name each of the {problem.kv_tiles} KV tiles once; got {start.tolist()}")
+    if sum(placement.segments) != problem.kv_tiles or min(placement.segments) < 1:
+        raise ScheduleError(f"segments must be sizes >= 1 that add up to {problem.kv_tiles} KV tiles; got {placement.segments}")
     _check_progress(schedule)
 
 
@@ -79,8 +81,11 @@ def _check_progress(schedule: Schedule) -> None:
     """Freedom from deadlock, by the cheapest proof that applies (DESIGN.md, why no schedule can hang)."""
     if schedule.gang == 1:
         return  # chains wait only for earlier starts
-    fits = schedule.gang * schedule.placement.lanes <= schedule.workers
-    if fits and all(kind.slack is None or kind.slack > 0 for kind in schedule.order.kinds):
+    placement, kinds = schedule.placement, schedule.order.kinds
+    cuts = np.cumsum(placement.segments) - 1
+    torn = any(not np.isin(cuts, kind.segment_ends(start)).all() for kind, start in zip(kinds, placement.starts, strict=True))
+    fits = schedule.gang * placement.lanes <= schedule.workers and not torn
+    if fits and all(kind.slack is None or kind.slack > 0 for kind in kinds):
         return  # steps grow along walks and along ranks: acyclic, and every gang becomes resident
     try:
         execute(schedule, Costs(0, 0, 0, 0))
@@ -91,8 +96,8 @@ def _check_progress(schedule: Schedule) -> None:
 def _deadlock_report(schedule: Schedule, stuck: Stuck) -> str:
     blocked = stuck.blocked
     lines = [
-        f"deadlock with {schedule.workers} workers: {len(blocked)} resident chains wait for each other or for chains that cannot start"
-        f" (this order needs gangs of {schedule.gang} chains resident together; {schedule.placement.lanes} heads run side by side)"
+        f"{schedule.name} would deadlock on {schedule.workers} workers: it needs {schedule.gang} chains of a head resident together"
+        f" ({schedule.placement.lanes} heads side by side); {len(blocked)} chains wait for each other or for chains that cannot start"
     ]
     for worker, task, rank, awaited in blocked[:4]:
         lines.append(f"  worker {worker}: {task} (rank {rank}) waits for {awaited}")

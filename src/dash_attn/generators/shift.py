@@ -39,4 +39,5 @@ def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: 
     chain = np.repeat(kv, q_tiles)
     q_tile = (place[chain] * spacing + step) % q_tiles
     kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, block[chain], step), block * q_tiles)
-    return Schedule.build(problem, Order(name, (kind,), guarantees), (kv,), workers)
+    sizes = tuple(np.bincount(block).tolist())
+    return Schedule.build(problem, Order(name, (kind,), guarantees), (kv,), workers, sizes)

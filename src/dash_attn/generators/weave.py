@@ -1,9 +1,12 @@
 """A schedule for any mask: chains claim Q tiles so that they follow each other at a distance.
 
-Chains are taken from the shortest to the longest. Each walks its Q tiles in the order in which the chains before it
-release them (sorting by release time is optimal for one chain), and ranks behind them. Odd heads are the mirror
-image in time, so that over a pair of heads long chains follow short ones on every worker. Chains wait only for
+Chains are taken from the shortest to the longest; each walks its Q tiles in the order in which the chains before it
+release them (sorting by release time is optimal for one chain) and ranks behind them. Every chain waits only for
 earlier starts: no gang, any number of workers.
+
+Where chains differ in length, or would meet too often, they are cut into blocks, longest chains first, so that the
+last chains to start are short and workers end together. All heads start a block before any starts the next, so that
+blocks of one head rarely meet (with fewer than about eight heads in flight they do, and wait).
 """
 
 from __future__ import annotations
@@ -15,22 +18,48 @@ from ..problem import Problem
 from ..schedule import Schedule
 from .spt import shortest_first
 
-DISTANCE = 2  # steps a hand-over takes on an H200
+BLOCK = 32  # chains; smaller balances better with many heads, larger waits less with few (docs/log.md)
+DISTANCES = (2, 1)  # steps between chains on a Q tile: what a hand-over takes on an H200, or what the mask has room for
+EVEN = 0.7  # mean over longest chain length from which one block balances well enough
+WASTE = 0.05  # nominal waiting per task that one block may have
 
 
 def weave(problem: Problem, workers: int) -> Schedule:
-    start = shortest_first(problem)
-    released = np.zeros(problem.q_tiles, dtype=np.int64)
+    blocks = _choose_blocks(problem)
     walks: list[np.ndarray] = [np.arange(0)] * problem.kv_tiles
-    for kv_tile in start:
+    for block in blocks:
+        for kv_tile, walk in zip(block, _walks(problem, block, DISTANCES[0])[0], strict=True):
+            walks[kv_tile] = walk
+    start = np.concatenate(blocks)
+    place = np.argsort(start)
+    chain = np.repeat(np.arange(problem.kv_tiles), [len(w) for w in walks])
+    q_tile = np.concatenate(walks)
+    block_of = np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])[place]
+    first_step = block_of * int(problem.chain_lengths.max())
+    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), first_step)
+    return Schedule.build(problem, Order("weave", (kind,)), (start,), workers, tuple(map(len, blocks)))
+
+
+def _choose_blocks(problem: Problem) -> list[np.ndarray]:
+    """KV tiles in start order, cut into blocks: a function of the mask and the tiles alone."""
+    lengths = problem.chain_lengths
+    ascending = shortest_first(problem)
+    if lengths.mean() >= EVEN * lengths.max() and any(_walks(problem, ascending, d)[1] <= WASTE for d in DISTANCES):
+        return [ascending]
+    blocks = np.array_split(ascending[::-1], -(-problem.kv_tiles // BLOCK))
+    return [block[::-1] for block in blocks]
+
+
+def _walks(problem: Problem, block: np.ndarray, distance: int) -> tuple[list[np.ndarray], float]:
+    """Walks of chains that start together, in this order, and the waiting per task they would have."""
+    released = np.zeros(problem.q_tiles, dtype=np.int64)
+    walks, waiting = [], 0
+    for kv_tile in block:
         wanted = np.flatnonzero(problem.kept[:, kv_tile])
         walk = wanted[np.argsort(released[wanted], kind="stable")]
         position = np.arange(len(walk))
         step = np.maximum.accumulate(released[walk] - position) + position
-        released[walk] = step + DISTANCE
-        walks[kv_tile] = walk
-    chain = np.repeat(np.arange(problem.kv_tiles), [len(w) for w in walks])
-    q_tile = np.concatenate(walks).astype(np.int64)
-    rank = rank_within(q_tile, np.argsort(start)[chain])
-    up = HeadOrder.build(chain, q_tile, rank, np.zeros(problem.kv_tiles))
-    return Schedule.build(problem, Order("weave", (up, up.mirrored())), (start, start[::-1]), workers)
+        released[walk] = step + distance
+        waiting += int(step[-1]) + 1 - len(walk) if len(walk) else 0
+        walks.append(walk)
+    return walks, waiting / max(1, sum(map(len, walks)))
