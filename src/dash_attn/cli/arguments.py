@@ -1,0 +1,76 @@
+"""Command line arguments that describe a problem, a machine and schedules, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..generators import GENERATORS
+from ..masks import MASK_FORMS, parse_mask
+from ..problem import Problem
+from ..simulate import Machine
+
+DEFAULT_TILES = 8
+DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128
+
+
+def add_problem(parser: argparse.ArgumentParser) -> None:
+    problem = parser.add_argument_group("problem")
+    mask_help = f"{MASK_FORMS}; lengths in tokens with --seqlen, else in KV tiles (default: causal)"
+    problem.add_argument("--mask", default="causal", help=mask_help)
+    problem.add_argument("--q-tiles", type=int, metavar="N", help=f"Q tiles of a sequence (default: as KV tiles, or {DEFAULT_TILES})")
+    problem.add_argument("--kv-tiles", type=int, metavar="N", help="KV tiles of a sequence (default: as Q tiles)")
+    problem.add_argument("--seqlen", type=int, metavar="N", help="tokens of a sequence, in place of tile counts")
+    problem.add_argument("--kv-seqlen", type=int, metavar="N", help="key tokens, where they differ from --seqlen")
+    problem.add_argument("--tile-q", type=int, metavar="N", help=f"query tokens of a tile, with --seqlen (default: {DEFAULT_TILE_Q})")
+    problem.add_argument("--tile-kv", type=int, metavar="N", help=f"key tokens of a tile, with --seqlen (default: {DEFAULT_TILE_KV})")
+    problem.add_argument("--heads", type=int, default=1, metavar="N", help="KV heads (default: 1)")
+    problem.add_argument("--group", type=int, default=1, metavar="N", help="query heads per KV head (default: 1)")
+    problem.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default: 1)")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--workers", type=int, default=132, metavar="N", help="workers, one per SM (default: 132)")
+    machine.add_argument("--compute", type=float, default=1.0, metavar="TIME", help="compute time of a task (default: 1)")
+    machine.add_argument("--reduce", type=float, default=0.3, metavar="TIME", help="reduce time of a task (default: 0.3)")
+    machine.add_argument("--overlap", type=int, default=0, metavar="N", help="reduces that may go on behind computes (default: 0)")
+    machine.add_argument(
+        "--latency", type=float, default=0.0, metavar="TIME", help="least time between two reduces of a dQ tile (default: 0)"
+    )
+
+
+def read_problem(arguments: argparse.Namespace) -> Problem:
+    rest = {"heads": arguments.heads, "group": arguments.group, "batch": arguments.batch}
+    by_tokens = ("kv_seqlen", "tile_q", "tile_kv")
+    if arguments.seqlen is None:
+        _refuse(arguments, by_tokens, "goes with --seqlen")
+        q_tiles, kv_tiles = arguments.q_tiles, arguments.kv_tiles
+        q_tiles = q_tiles if q_tiles is not None else kv_tiles if kv_tiles is not None else DEFAULT_TILES
+        return Problem.from_tiles(arguments.mask, q_tiles, q_tiles if kv_tiles is None else kv_tiles, **rest)
+    _refuse(arguments, ("q_tiles", "kv_tiles"), "cannot be combined with --seqlen, which decides the tile counts")
+    kv_len = arguments.seqlen if arguments.kv_seqlen is None else arguments.kv_seqlen
+    tile_q = DEFAULT_TILE_Q if arguments.tile_q is None else arguments.tile_q
+    tile_kv = DEFAULT_TILE_KV if arguments.tile_kv is None else arguments.tile_kv
+    return Problem(parse_mask(arguments.mask), arguments.seqlen, kv_len, tile_q, tile_kv, **rest)
+
+
+def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {why}")
+
+
+def read_machine(arguments: argparse.Namespace) -> Machine:
+    if arguments.workers < 1:
+        raise ValueError(f"workers must be a whole number >= 1; got {arguments.workers}")
+    return Machine(arguments.compute, arguments.reduce, arguments.overlap, arguments.latency)
+
+
+def read_schedules(words: list[str]) -> list[str]:
+    """Names from `a,b`, `a b` or repeated flags, each once; `all` stands for every generator."""
+    names: list[str] = []
+    for name in (part.strip() for word in words for part in word.split(",")):
+        if name not in ("all", "auto", *GENERATORS):
+            raise ValueError(f"unknown schedule {name!r}; choose from all, auto, {', '.join(GENERATORS)}")
+        names += [n for n in (GENERATORS if name == "all" else (name,)) if n not in names]
+    return names

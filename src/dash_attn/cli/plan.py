@@ -1,0 +1,157 @@
+"""`dash-attn plan`: simulate schedules of a problem and show them as a table, JSON, a Gantt chart or a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..describe import counted, describe_machine, describe_problem
+from ..generators import generate
+from ..problem import Problem
+from ..simulate import Machine, Timeline, simulate
+from ..validate import ScheduleError
+from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
+from .progress import progress_bar
+from .table import Named, print_table
+
+EXAMPLES = """examples:
+  dash-attn plan --mask causal --q-tiles 8 --kv-tiles 8 --heads 4 --workers 8 --compute 3 --reduce 1
+  dash-attn plan --seqlen 16384 --heads 16 --overlap 2 --latency 2 --schedule descending,alternating --gantt chart.png
+  dash-attn plan --mask window:1024,0 --seqlen 8192 --schedule auto --json
+"""
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="compare schedules of an attention backward pass in model time",
+        description="Simulates schedules of one attention backward pass and compares them with the lower bound.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_problem(parser)
+    add_machine(parser)
+    schedule_help = "one or more names, separated by spaces or commas; auto; or all (default)"
+    parser.add_argument("--schedule", nargs="+", action="extend", metavar="NAME", help=schedule_help)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers over time, as .png or .svg")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    names = read_schedules(arguments.schedule or ["all"])
+    _check_files(arguments, names)
+    problem, machine = read_problem(arguments), read_machine(arguments)
+    if problem.tasks == 0:
+        raise ValueError(f"mask {arguments.mask} keeps no tile of this problem; there is nothing to schedule")
+    runs, refused = simulate_all(names, problem, machine, arguments.workers)
+    if len(names) == 1 and refused:
+        raise ScheduleError(refused[0][1])
+    if arguments.json:
+        _print_json(arguments, problem, runs, refused)
+    else:
+        header = plan_header(problem, machine, arguments.workers, arguments.mask)
+        print_table(header, runs, auto_order_name(problem, arguments.workers))
+        print_refused(refused)
+    _write_files(arguments, problem, machine, runs)
+    return 0 if runs else 2
+
+
+def plan_header(problem: Problem, machine: Machine, workers: int, mask: str) -> str:
+    size = f"{counted(problem.tasks, 'task')} in {counted(problem.chains, 'chain')}"
+    return f"{describe_problem(problem, mask)}: {size}\n{describe_machine(machine, workers)}"
+
+
+def simulate_all(names: list[str], problem: Problem, machine: Machine, workers: int) -> tuple[list[Named], list[tuple[str, str]]]:
+    """Runs of the schedules that can serve the problem, and (name, reason) of those that cannot."""
+    runs, refused = [], []
+    for name in names:
+        try:
+            schedule = generate(name, problem, workers)
+        except ScheduleError as error:
+            refused.append((name, str(error).splitlines()[0]))
+            continue
+        with progress_bar(f"simulating {name}", problem.tasks) as progress:
+            runs.append((name, simulate(schedule, machine, progress)))
+    return runs, refused
+
+
+def print_refused(refused: list[tuple[str, str]]) -> None:
+    if refused:
+        print("Cannot serve this problem:")
+    for name, reason in refused:
+        print(f"  {name}: {reason.removeprefix(name + ' ')}")
+
+
+def auto_order_name(problem: Problem, workers: int) -> str | None:
+    try:
+        return generate("auto", problem, workers).name
+    except ScheduleError:
+        return None
+
+
+def _print_json(arguments: argparse.Namespace, problem: Problem, runs: list[Named], refused: list[tuple[str, str]]) -> None:
+    for name, reason in refused:
+        print(f"dash-attn: {name} cannot serve this problem: {reason.removeprefix(name + ' ')}", file=sys.stderr)
+    rows = [_json_row(name, arguments.mask, problem, timeline) for name, timeline in runs]
+    single = len(runs) + len(refused) == 1
+    print(json.dumps(rows[0] if single else rows, indent=2))
+
+
+def _json_row(name: str, mask: str, problem: Problem, timeline: Timeline) -> dict[str, Any]:
+    row = {
+        "schedule": name,
+        "mask": mask,
+        "q_tiles": problem.q_tiles,
+        "kv_tiles": problem.kv_tiles,
+        "heads": problem.heads,
+        "workers": timeline.schedule.workers,
+        "tasks": problem.tasks,
+        "makespan": timeline.makespan,
+        "lower_bound": timeline.lower_bound,
+        "gap": timeline.gap,
+        "utilization": timeline.utilization,
+        "stalled": timeline.stalled,
+    }
+    return {key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in row.items()}
+
+
+def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
+    """Complain about files before the work, not after it."""
+    if arguments.save is not None and len(names) != 1:
+        raise ValueError(f"--save writes one schedule; name it with --schedule (got {len(names)})")
+    if arguments.gantt is not None:
+        from ..plot import check_format
+
+        check_format(arguments.gantt)
+        import_module("matplotlib")
+    for path in (arguments.gantt, arguments.trace, arguments.save):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"cannot write {path}: there is no directory {path.parent}")
+
+
+def _write_files(arguments: argparse.Namespace, problem: Problem, machine: Machine, runs: list[Named]) -> None:
+    timelines = [timeline for _, timeline in runs]
+    if not timelines:
+        return
+    if arguments.gantt is not None:
+        from ..plot import gantt
+
+        title = f"{describe_problem(problem, arguments.mask)}; {describe_machine(machine, arguments.workers)}"
+        gantt(timelines, arguments.gantt, title)
+    if arguments.trace is not None:
+        from ..trace import write_trace
+
+        with progress_bar("writing the trace", problem.tasks * len(timelines)) as progress:
+            write_trace(timelines, arguments.trace, progress)
+    if arguments.save is not None:
+        arguments.save.write_text(timelines[0].schedule.to_json() + "\n", encoding="utf-8")
+    for path in (arguments.gantt, arguments.trace, arguments.save):
+        if path is not None:
+            print(f"wrote {path}", file=sys.stderr)

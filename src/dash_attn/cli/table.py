@@ -1,0 +1,67 @@
+"""Simulated schedules as a table: rich where it is installed, aligned text elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from ..describe import percent, plain_number
+from ..simulate import Timeline
+
+COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
+PIPE_WIDTH = 200  # a pipe or file has no width; nothing may be cut off there
+Named = tuple[str, Timeline]  # the name that was asked for, and its run
+
+
+def print_table(header: str, runs: Sequence[Named], auto_order: str | None) -> None:
+    """`auto_order` is the order that `auto` would pick; its row is marked."""
+    rows = [_row(asked, timeline, auto_order) for asked, timeline in runs]
+    fastest = min((timeline.makespan for _, timeline in runs), default=0.0)
+    best = [timeline.makespan == fastest for _, timeline in runs]
+    try:
+        _print_rich(header, rows, best)
+    except ModuleNotFoundError:
+        _print_plain(header, rows)
+
+
+def _row(asked: str, timeline: Timeline, auto_order: str | None) -> tuple[str, ...]:
+    name = timeline.schedule.name
+    label = f"auto: {name}" if asked == "auto" else f"{name} (auto)" if name == auto_order else name
+    slack = timeline.schedule.slack
+    return (
+        label,
+        plain_number(timeline.makespan),
+        plain_number(timeline.lower_bound),
+        percent(timeline.gap),
+        percent(timeline.utilization),
+        percent(timeline.stalled),
+        "-" if slack is None else str(slack),
+        str(timeline.schedule.gang),
+    )
+
+
+def _print_rich(header: str, rows: Sequence[tuple[str, ...]], best: Sequence[bool]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(Text(header))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in COLUMNS:
+        justify: Literal["left", "right"] = "left" if column == "schedule" else "right"
+        table.add_column(column.replace(" ", "\n"), justify=justify, no_wrap=True, vertical="bottom")
+    for row, is_best in zip(rows, best, strict=True):
+        table.add_row(*map(Text, row), style="bold green" if is_best else "")
+    console.print(table)
+
+
+def _print_plain(header: str, rows: Sequence[tuple[str, ...]]) -> None:
+    print(header)
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    for row in (COLUMNS, *rows):
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([first.strip().ljust(widths[0]), *others]))

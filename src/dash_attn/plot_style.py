@@ -1,0 +1,42 @@
+"""Colours and sizes that both ways of drawing a run share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+INK = "#222222"
+STALL = "#e4572e"  # vermilion: unlike every viridis colour also for colour-blind eyes
+STALL_PALE = "#fbd9cf"
+IDLE = "#f1f1f1"
+BOUND = "#0b57d0"
+REDUCE_SHADE = 0.62  # a reduce has its Q tile's colour, darker
+
+FIGURE_WIDTH = 12.0  # inches
+DPI = 150
+
+
+def q_tile_colours(q_tiles: int) -> Any:
+    """A matplotlib mappable from Q tile to colour. The darkest end of viridis is left out: its reduces would be black."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
+
+    viridis = _viridis(np.linspace(0.1, 1.0, 256 if q_tiles > 24 else max(2, q_tiles)))
+    cmap = ListedColormap(viridis)
+    if q_tiles > 24:
+        return ScalarMappable(Normalize(0, q_tiles - 1), cmap)
+    return ScalarMappable(BoundaryNorm(np.arange(max(2, q_tiles) + 1) - 0.5, cmap.N), cmap)
+
+
+def _viridis(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    from matplotlib import colormaps
+
+    return np.asarray(colormaps["viridis"](shares))
+
+
+def text_colour(rgb: NDArray[np.float64]) -> str:
+    """Dark or white, whichever reads better on a colour."""
+    luminance = float(np.dot(rgb[:3] ** 2.2, (0.2126, 0.7152, 0.0722)))
+    return INK if luminance > 0.24 else "white"
