@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
+UNKNOWN = -1  # start of a reduce that still waits
+
 
 class Costs(NamedTuple):
     """Machine constants in ticks; see DESIGN.md, cost model."""
@@ -53,7 +55,7 @@ class Execution(NamedTuple):
 
 @dataclass(slots=True)
 class _Chain:
-    """A started chain: `keys[i]` is the dQ tile of task i, relative to `base`."""
+    """A started chain: `keys[i]` is the dQ tile of task i, relative to `base`; tasks before `landed` are all reduced."""
 
     worker: int
     start: int
@@ -61,7 +63,15 @@ class _Chain:
     keys: list[int]
     ranks: list[int]
     compute_start: list[int] = field(default_factory=list)
-    reduce_start: list[int] = field(default_factory=list)
+    reduce_start: list[int] = field(init=False)
+    landed: int = 0
+
+    def __post_init__(self) -> None:
+        self.reduce_start = [UNKNOWN] * len(self.keys)
+
+    @property
+    def ended(self) -> bool:
+        return self.landed == len(self.keys)
 
 
 def execute(schedule: Schedule, costs: Costs, ordered: bool = True, progress: Progress | None = None) -> Execution:
@@ -83,14 +93,14 @@ def execute(schedule: Schedule, costs: Costs, ordered: bool = True, progress: Pr
         base = (sequence * problem.heads + head) * problem.group * problem.q_tiles
         chain = _Chain(worker, now, base, keys, ranks)
         chains.append(chain)
-        # A chain that waits for one not yet started cannot end before it starts, so known ends are safe to pop.
+        # A chain whose end is unknown waits, directly or not, for one not yet started: known ends are safe to pop.
         ready = [chain]
         while ready:
             runner = ready.pop()
-            if _advance(runner, costs, ordered, landed, available, waiting, ready):
-                end = _chain_end(runner, costs)
-                ends[id(runner)] = end
-                heappush(free, (end, runner.worker))
+            _advance(runner, costs, ordered, landed, available, waiting, ready)
+            if runner.ended and id(runner) not in ends:
+                ends[id(runner)] = _chain_end(runner, costs)
+                heappush(free, (ends[id(runner)], runner.worker))
         if progress is not None and number % 256 == 0:
             progress(number, len(tickets))
     if waiting:
@@ -115,14 +125,21 @@ def _advance(
     available: list[int],
     waiting: dict[tuple[int, int], _Chain],
     ready: list[_Chain],
-) -> bool:
-    """Run a chain until it ends (True) or waits for a rank (False). Chains it releases are appended to `ready`."""
+) -> None:
+    """Run a chain as far as its ranks allow. Chains it releases are appended to `ready`.
+
+    A reduce that waits for its rank holds one drain; with more than one, later reduces of the chain may pass it.
+    """
     compute, reduce, latency, overlap = costs
     drains = overlap if overlap > 1 else 1
     hand_over = reduce if reduce > latency else latency
     keys, ranks, base = chain.keys, chain.ranks, chain.base
     starts, reduces = chain.compute_start, chain.reduce_start
-    for index in range(len(reduces), len(keys)):
+    for index in range(chain.landed, len(keys)):
+        if reduces[index] != UNKNOWN:
+            continue
+        if index >= drains and reduces[index - drains] == UNKNOWN:
+            break
         if len(starts) == index:  # else its compute ended before the chain was parked here
             begin = starts[-1] + compute if index else chain.start
             buffer = index - 1 - overlap
@@ -132,7 +149,7 @@ def _advance(
         key = base + keys[index]
         if ordered and landed[key] != ranks[index]:
             waiting[key, ranks[index]] = chain
-            return False
+            continue
         begin = starts[index] + compute
         if index >= drains and reduces[index - drains] + reduce > begin:
             begin = reduces[index - drains] + reduce
@@ -143,8 +160,9 @@ def _advance(
             landed[key] += 1
             if waiting and (released := waiting.pop((key, landed[key]), None)) is not None:
                 ready.append(released)
-        reduces.append(begin)
-    return True
+        reduces[index] = begin
+    while chain.landed < len(keys) and reduces[chain.landed] != UNKNOWN:
+        chain.landed += 1
 
 
 def _chain_end(chain: _Chain, costs: Costs) -> int:
