@@ -6,12 +6,14 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .masks import EMPTY, PARTIAL, Mask, mask_from_json, mask_to_json, parse_mask
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Task(NamedTuple):
@@ -33,6 +35,17 @@ class Task(NamedTuple):
             raise ValueError(f"a task is written like h0.q3.kv1 or b2.h0.q3.kv1; got {text!r}")
         sequence, head, q_tile, kv_tile = (int(g or 0) for g in match.groups())
         return cls(head, q_tile, kv_tile, sequence)
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
+    return int(value)
+
+
+def _frozen(array: NDArray[Scalar]) -> NDArray[Scalar]:
+    array.setflags(write=False)
+    return array
 
 
 @dataclass(frozen=True)
@@ -57,11 +70,8 @@ class Problem:
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {self.mask!r}")
         for name in ("q_len", "kv_len", "tile_q", "tile_kv", "heads", "group", "batch", "head_offset"):
-            value = getattr(self, name)
             least = 0 if name == "head_offset" else 1
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-                raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         self.mask.check(self.q_len, self.kv_len)
 
     @classmethod
@@ -69,9 +79,7 @@ class Problem:
         """A problem given by tile counts alone: equal sequence lengths, mask lengths in KV tiles (or a boolean tile map)."""
         from .masks import TileMap
 
-        for name, count in (("q_tiles", q_tiles), ("kv_tiles", kv_tiles)):
-            if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-                raise ValueError(f"{name} must be a whole number >= 1; got {count!r}")
+        q_tiles, kv_tiles = whole_number("q_tiles", q_tiles), whole_number("kv_tiles", kv_tiles)
         tokens = math.lcm(q_tiles, kv_tiles)
         tokens *= -(-64 // min(tokens // q_tiles, tokens // kv_tiles))  # tiles of at least 64 rows, as on a GPU
         tile_q, tile_kv = tokens // q_tiles, tokens // kv_tiles
@@ -89,27 +97,25 @@ class Problem:
     @cached_property
     def tile_map(self) -> NDArray[np.uint8]:
         """EMPTY, PARTIAL or FULL for each (q_tile, kv_tile)."""
-        tiles = self.mask.tile_map(self.q_len, self.kv_len, self.tile_q, self.tile_kv)
-        tiles.setflags(write=False)
-        return tiles
+        return _frozen(self.mask.tile_map(self.q_len, self.kv_len, self.tile_q, self.tile_kv))
 
     @cached_property
     def kept(self) -> NDArray[np.bool_]:
-        return self.tile_map != EMPTY
+        return _frozen(self.tile_map != EMPTY)
 
     @cached_property
     def partial(self) -> NDArray[np.bool_]:
-        return self.tile_map == PARTIAL
+        return _frozen(self.tile_map == PARTIAL)
 
     @cached_property
     def chain_lengths(self) -> NDArray[np.int64]:
         """Q tiles each chain of a head visits (times `group` tasks)."""
-        return self.kept.sum(0)
+        return _frozen(self.kept.sum(0))
 
     @cached_property
     def ranks_per_q_tile(self) -> NDArray[np.int64]:
         """Chains that add to each dQ tile of a head."""
-        return self.kept.sum(1)
+        return _frozen(self.kept.sum(1))
 
     @property
     def chains(self) -> int:

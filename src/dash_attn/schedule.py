@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .order import HeadOrder, Ints, Order, frozen_ints
-from .problem import Problem
-from .validate import validate
+from .problem import Problem, whole_number
+from .validate import check_starts, validate
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +31,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name in ("workers", "lanes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise ValueError(f"{name} must be a whole number >= 1; got {value!r}")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         object.__setattr__(self, "starts", tuple(frozen_ints(start) for start in self.starts))
         object.__setattr__(self, "segments", tuple(int(size) for size in self.segments))
 
@@ -96,6 +94,9 @@ class Schedule:
         cls, problem: Problem, order: Order, starts: tuple[Any, ...], workers: int, segments: tuple[int, ...] | None = None
     ) -> Schedule:
         """Place an order on `workers`: as many heads side by side as fit, gangs never torn."""
+        workers = whole_number("workers", workers)
+        starts = tuple(map(frozen_ints, starts))
+        check_starts(problem, order, starts)
         gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
         segments = (problem.kv_tiles,) if segments is None else segments
         side_by_side = gang if gang > 1 else max(segments)
@@ -132,8 +133,8 @@ class Schedule:
 
     def to_json(self) -> str:
         placement = {
-            "workers": int(self.workers),
-            "lanes": int(self.placement.lanes),
+            "workers": self.workers,
+            "lanes": self.placement.lanes,
             "starts": [s.tolist() for s in self.placement.starts],
             "segments": list(self.placement.segments),
         }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .engine import Costs, Stuck, execute
-from .order import HeadOrder
+from .order import HeadOrder, Ints, Order
 from .problem import Problem, Task
 
 if TYPE_CHECKING:
@@ -21,17 +21,24 @@ class ScheduleError(ValueError):
 def validate(schedule: Schedule) -> None:
     """Raise ScheduleError unless coverage, ranks, contiguity and freedom from deadlock all hold."""
     problem, order, placement = schedule.problem, schedule.order, schedule.placement
-    if not 1 <= len(order.kinds) == len(placement.starts):
-        raise ScheduleError(f"{len(order.kinds)} kinds of head need as many start orders; got {len(placement.starts)}")
-    for kind, (head_order, start) in enumerate(zip(order.kinds, placement.starts, strict=True)):
+    for kind, head_order in enumerate(order.kinds):
+        first_head = (kind - problem.head_offset) % len(order.kinds) * problem.group  # the first query head of this kind
         _check_shape(problem, head_order)
-        _check_coverage(problem, head_order, kind)
-        _check_ranks(problem, head_order, kind)
-        if sorted(start.tolist()) != list(range(problem.kv_tiles)):
-            raise ScheduleError(f"start order of kind {kind} must name each of the {problem.kv_tiles} KV tiles once; got {start.tolist()}")
+        _check_coverage(problem, head_order, first_head)
+        _check_ranks(problem, head_order, first_head)
+    check_starts(problem, order, placement.starts)
     if sum(placement.segments) != problem.kv_tiles or min(placement.segments) < 1:
         raise ScheduleError(f"segments must be sizes >= 1 that add up to {problem.kv_tiles} KV tiles; got {placement.segments}")
     _check_progress(schedule)
+
+
+def check_starts(problem: Problem, order: Order, starts: tuple[Ints, ...]) -> None:
+    """Raise ScheduleError unless every kind of head has a start order, each a permutation of the KV tiles."""
+    if not 1 <= len(order.kinds) == len(starts):
+        raise ScheduleError(f"{len(order.kinds)} kinds of head need as many start orders, at least one; got {len(starts)}")
+    for kind, start in enumerate(starts):
+        if sorted(start.tolist()) != list(range(problem.kv_tiles)):
+            raise ScheduleError(f"start order of kind {kind} must name each of the {problem.kv_tiles} KV tiles once; got {start.tolist()}")
 
 
 def _check_shape(problem: Problem, order: HeadOrder) -> None:
@@ -41,7 +48,7 @@ def _check_shape(problem: Problem, order: HeadOrder) -> None:
         raise ScheduleError(f"an order for {problem.kv_tiles} KV tiles needs one contiguous walk and one first step for each")
 
 
-def _check_coverage(problem: Problem, order: HeadOrder, kind: int) -> None:
+def _check_coverage(problem: Problem, order: HeadOrder, head: int) -> None:
     outside = (order.q_tile < 0) | (order.q_tile >= problem.q_tiles)
     if not outside.any():
         visits = np.zeros(problem.kept.shape, dtype=np.int64)
@@ -52,29 +59,29 @@ def _check_coverage(problem: Problem, order: HeadOrder, kind: int) -> None:
         repeated = visits[order.q_tile, order.chain] > 1
     if outside.any():
         index = int(np.argmax(outside))
-        raise ScheduleError(_at(order, index, kind, "is not kept by the mask but stands in a walk"))
+        raise ScheduleError(_at(order, index, head, "is not kept by the mask but stands in a walk"))
     if repeated.any():
         index = len(repeated) - 1 - int(np.argmax(repeated[::-1]))
-        raise ScheduleError(_at(order, index, kind, "stands twice in its walk"))
+        raise ScheduleError(_at(order, index, head, "stands twice in its walk"))
     q_tile, kv_tile = (int(i[0]) for i in np.nonzero(problem.kept & (visits == 0)))
-    task = Task(kind, q_tile, kv_tile)
+    task = Task(head, q_tile, kv_tile)
     raise ScheduleError(f"{task} is kept by the mask but missing from the walk of kv{kv_tile}\n{_grid(order, 0, kv_tile)}")
 
 
-def _check_ranks(problem: Problem, order: HeadOrder, kind: int) -> None:
+def _check_ranks(problem: Problem, order: HeadOrder, head: int) -> None:
     expected = problem.ranks_per_q_tile
     outside = (order.rank < 0) | (order.rank >= expected[order.q_tile])
     if outside.any():
         index = int(np.argmax(outside))
         allowed = int(expected[order.q_tile[index]])
-        raise ScheduleError(_at(order, index, kind, f"has rank {order.rank[index]}; its Q tile has ranks 0..{allowed - 1}"))
+        raise ScheduleError(_at(order, index, head, f"has rank {order.rank[index]}; its Q tile has ranks 0..{allowed - 1}"))
     earlier, later = order.hand_overs
     twice = order.rank[earlier] == order.rank[later]
     if twice.any():
         index = int(later[np.argmax(twice)])
         other = int(earlier[np.argmax(twice)])
-        rival = Task(kind, int(order.q_tile[other]), int(order.chain[other]))
-        raise ScheduleError(_at(order, index, kind, f"has rank {order.rank[index]}, which {rival} has too"))
+        rival = Task(head, int(order.q_tile[other]), int(order.chain[other]))
+        raise ScheduleError(_at(order, index, head, f"has rank {order.rank[index]}, which {rival} has too"))
 
 
 def _check_progress(schedule: Schedule) -> None:
@@ -85,20 +92,44 @@ def _check_progress(schedule: Schedule) -> None:
     cuts = np.cumsum(placement.segments) - 1
     torn = any(not np.isin(cuts, kind.segment_ends(start)).all() for kind, start in zip(kinds, placement.starts, strict=True))
     fits = schedule.gang * placement.lanes <= schedule.workers and not torn
-    if fits and all(kind.slack is None or kind.slack > 0 for kind in kinds):
-        return  # steps grow along walks and along ranks: acyclic, and every gang becomes resident
+    acyclic = all(map(_is_acyclic, kinds))
+    if fits and acyclic:
+        return  # every gang becomes resident and completes
     try:
         execute(schedule, Costs(0, 0, 0, 0))
     except Stuck as stuck:
-        raise ScheduleError(_deadlock_report(schedule, stuck)) from None
+        raise ScheduleError(_deadlock_report(schedule, stuck, acyclic)) from None
 
 
-def _deadlock_report(schedule: Schedule, stuck: Stuck) -> str:
+def _is_acyclic(order: HeadOrder) -> bool:
+    """Whether a head runs to its end with all its chains resident."""
+    if order.slack is None or order.slack > 0:
+        return True  # steps grow along walks and along ranks
+    walks = [order.walk(kv)[::-1].tolist() for kv in range(order.kv_tiles)]
+    owner = dict(zip(zip(order.q_tile.tolist(), order.rank.tolist(), strict=True), order.chain.tolist(), strict=True))
+    turn = [0] * (int(order.q_tile.max()) + 1)  # the rank that each Q tile takes next
+    runnable = list(range(order.kv_tiles))
+    while runnable:
+        chain = runnable.pop()
+        while walks[chain] and owner[walks[chain][-1], turn[walks[chain][-1]]] == chain:
+            q_tile = walks[chain].pop()
+            turn[q_tile] += 1
+            if (q_tile, turn[q_tile]) in owner:
+                runnable.append(owner[q_tile, turn[q_tile]])
+    return not any(walks)
+
+
+CYCLE = "on any number of workers: its walks and ranks wait for each other in a circle"
+
+
+def _reason(schedule: Schedule) -> str:
+    lanes = schedule.placement.lanes
+    return f"on {schedule.workers} workers: it needs {schedule.gang} chains of a head resident together, {lanes} heads side by side"
+
+
+def _deadlock_report(schedule: Schedule, stuck: Stuck, acyclic: bool) -> str:
     blocked = stuck.blocked
-    lines = [
-        f"{schedule.name} would deadlock on {schedule.workers} workers: it needs {schedule.gang} chains of a head resident together"
-        f" ({schedule.placement.lanes} heads side by side); {len(blocked)} chains wait for each other or for chains that cannot start"
-    ]
+    lines = [f"{schedule.name} would deadlock {_reason(schedule) if acyclic else CYCLE}; {len(blocked)} chains wait"]
     for worker, task, rank, awaited in blocked[:4]:
         lines.append(f"  worker {worker}: {task} (rank {rank}) waits for {awaited}")
     worker, task, _, _ = blocked[0]
@@ -108,9 +139,9 @@ def _deadlock_report(schedule: Schedule, stuck: Stuck) -> str:
     return "\n".join(lines) + "\n" + _grid(order, position, task.kv_tile)
 
 
-def _at(order: HeadOrder, index: int, kind: int, what: str) -> str:
+def _at(order: HeadOrder, index: int, head: int, what: str) -> str:
     kv_tile = int(order.chain[index])
-    task = Task(kind, int(order.q_tile[index]), kv_tile)
+    task = Task(head, int(order.q_tile[index]), kv_tile)
     return f"{task} {what}\n{_grid(order, index - int(order.offsets[kv_tile]), kv_tile)}"
 
 

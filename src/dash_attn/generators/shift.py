@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Order, rank_within
-from ..problem import Problem
+from ..problem import Problem, whole_number
 from ..schedule import Schedule
 from ..validate import ScheduleError
 
 
 def shift(problem: Problem, workers: int) -> Schedule:
     """Blocks as large as the workers allow. Above `workers` KV tiles the blocks, and so the bits, depend on `workers`."""
+    workers = whole_number("workers", workers)
     fitting = min(problem.kv_tiles, problem.q_tiles)
     guarantees = ALL_GUARANTEES if workers >= fitting else (RUN_TO_RUN, BATCH_INVARIANT)
     return _build(problem, workers, "shift", min(fitting, workers), guarantees)
