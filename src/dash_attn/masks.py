@@ -196,8 +196,8 @@ class TileMap(Mask):
                 raise ValueError(f"{name} must be a whole number >= 1; got {size!r}")
         array.setflags(write=False)
         self.blocks = array
-        self.block_q, self.block_kv = block_q, block_kv
-        self._identity = (array.tobytes(), array.shape, block_q, block_kv)
+        self.block_q, self.block_kv = int(block_q), int(block_kv)
+        self._identity = (array.tobytes(), array.shape, self.block_q, self.block_kv)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TileMap) and self._identity == other._identity

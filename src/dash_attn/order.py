@@ -48,6 +48,10 @@ class HeadOrder:
     rank: Ints
     first_step: Ints
 
+    def __post_init__(self) -> None:
+        for name in ("offsets", "q_tile", "rank", "first_step"):
+            object.__setattr__(self, name, frozen_ints(getattr(self, name)))
+
     @classmethod
     def build(cls, chain: Any, q_tile: Any, rank: Any, first_step: Any) -> HeadOrder:
         """From task arrays that are sorted by chain."""
@@ -116,9 +120,9 @@ class HeadOrder:
         last_step = self.first_step + np.diff(self.offsets)
         return HeadOrder(
             self.offsets,
-            frozen_ints(q_tile),
-            frozen_ints(ranks_of[q_tile] - 1 - self.rank[reversed_tasks]),
-            frozen_ints(last_step.max() - last_step),
+            q_tile,
+            ranks_of[q_tile] - 1 - self.rank[reversed_tasks],
+            last_step.max() - last_step,
         )
 
 
