@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .bounds import LowerBounds, lower_bounds
 from .critical_path import critical_path
 from .engine import Costs, Execution, Progress, execute
-from .problem import Task
+from .problem import Task, whole_number
 from .schedule import Schedule
 
 
@@ -30,14 +30,16 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "latency"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0 or (name == "compute" and value == 0):
+            is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < 0 or (name == "compute" and value == 0):
                 raise ValueError(f"{name} must be a finite number {'> 0' if name == 'compute' else '>= 0'}; got {value!r}")
-        if isinstance(self.overlap, bool) or int(self.overlap) != self.overlap or self.overlap < 0:
-            raise ValueError(f"overlap must be a whole number >= 0; got {self.overlap!r}")
+            if abs(float(self._exact(value)) - value) > 1e-3 * value:
+                raise ValueError(f"{name} is resolved to a millionth: choose a unit in which compute is about 1; got {value!r}")
+        whole_number("overlap", self.overlap, least=0)
 
     @cached_property
     def ticks_per_unit(self) -> int:
-        """Costs are read as decimal fractions and scaled to whole ticks, so that a simulation is exact."""
+        """Costs are read as decimals of at most six places and scaled to whole ticks, so that a simulation is exact."""
         return math.lcm(*(self._exact(v).denominator for v in (self.compute, self.reduce, self.latency)))
 
     @property
@@ -47,7 +49,7 @@ class Machine:
 
     @staticmethod
     def _exact(value: float) -> Fraction:
-        return Fraction(str(value)).limit_denominator(10**6)
+        return Fraction(round(Fraction(str(value)) * 10**6), 10**6)
 
 
 class Stalls(NamedTuple):
