@@ -44,11 +44,14 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> LowerBounds:
 
 def _pigeonhole(ascending: np.ndarray, copies: int, workers: int) -> int:
     """Of the k * workers + 1 longest chains, k + 1 share a worker: at least the k + 1 shortest of those."""
-    longest_first = ascending[::-1]
-    chains = len(longest_first) * copies
-    best = 0
-    for shared in range(1, (chains - 1) // workers + 1):
-        last = shared * workers  # index of the shortest of those chains
-        indices = np.arange(last - shared, last + 1) // copies
-        best = max(best, int(longest_first[indices].sum()))
-    return best
+    longest_first = np.append(ascending[::-1], 0)
+    before = np.concatenate([[0], np.cumsum(longest_first)])
+    chains = (len(longest_first) - 1) * copies
+    shared = np.arange(1, (chains - 1) // workers + 1)
+
+    def total(count: np.ndarray) -> np.ndarray:
+        """Length of the `count` longest chains, each of which stands there `copies` times."""
+        whole, rest = np.divmod(count, copies)
+        return before[whole] * copies + longest_first[whole] * rest
+
+    return int((total(shared * workers + 1) - total(shared * workers - shared)).max(initial=0))
