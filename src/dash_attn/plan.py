@@ -50,8 +50,9 @@ class Plan:
 
     @cached_property
     def order_hash(self) -> str:
-        """Names the bits: equal for plans that sum everything in the same sequence, whatever the machine."""
-        digest = hashlib.sha256()
+        """Names the bits: equal for plans that sum everything in the same sequence, whatever the batch and the machine."""
+        tiling = (self.problem.tile_q, self.problem.tile_kv, self.problem.head_offset % self.kinds)
+        digest = hashlib.sha256(np.array(tiling, dtype=np.int64).tobytes())
         for kind in range(self.kinds):
             for kv_tile in range(self.problem.kv_tiles):
                 steps = self.steps(kind, kv_tile)
