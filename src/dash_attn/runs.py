@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from math import gcd
 
 import numpy as np
@@ -12,6 +13,7 @@ Array = NDArray[np.int64]
 Run = tuple[int, int, int, int, int, int, int, int]
 
 NO_ENTRIES = -1
+LARGEST_DIVISOR = 32  # of a slope guessed from the ranks; tile ratios may be larger
 
 
 def compress(q_tile: Array, rank: Array, partial: Array, tile_slope: tuple[int, int], most: int) -> list[Run] | None:
@@ -67,10 +69,17 @@ def _longest_line(rank: Array, tile_slope: tuple[int, int]) -> tuple[int, tuple[
 
 
 def _candidate_slopes(rank: Array, tile_slope: tuple[int, int]) -> Array:
-    """Slopes (mul, div) worth trying: flat, the tile ratio, and the pace at which this walk's ranks change."""
+    """Slopes (mul, div) worth trying: flat, the tile ratio, the first pace at which this walk's ranks change, and the mean pace."""
     changes = np.flatnonzero(np.diff(rank))
     rise = int(rank[changes[0] + 1] - rank[changes[0]])
     pace = int(changes[1] - changes[0]) if len(changes) > 1 else len(rank)
     common = gcd(*tile_slope)
     a, b = tile_slope[0] // common, tile_slope[1] // common
-    return np.array([(0, 1), (rise, 1), (rise, pace), (a, b), (-a, b)])
+    mean = _simple_fraction(int(rank[changes[-1]] - rank[changes[0]]), int(changes[-1] - changes[0]))
+    return np.array([(0, 1), (rise, 1), (rise, pace), (a, b), (-a, b), mean])
+
+
+def _simple_fraction(rise: int, run: int) -> tuple[int, int]:
+    """The ratio with a small denominator: a long digital line shows its slope only up to rounding."""
+    ratio = Fraction(rise, max(1, run)).limit_denominator(LARGEST_DIVISOR)
+    return ratio.numerator, ratio.denominator
