@@ -61,7 +61,7 @@ class _Team:
     def _take(self) -> Chain | None:
         with self.lock:
             ticket = None if self.failure is not None else next(self.tickets, None)
-        return None if ticket is None else Chain(self.plan, self.kernel, ticket)
+            return None if ticket is None else Chain(self.plan, self.kernel, ticket)
 
     def _compute(self, chain: Chain, sleeper: Random | None) -> bool:
         _sleep(sleeper)
