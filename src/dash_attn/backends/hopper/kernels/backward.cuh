@@ -1,0 +1,34 @@
+// Attention backward: persistent CTAs that take chains by ticket. One warpgroup of helpers (planner,
+// loader, two drains: a thread each) and two warpgroups of consumers. The kernel walks any plan and knows no schedule by name.
+#pragma once
+#include "backward_consumer.cuh"
+#include "backward_drain.cuh"
+#include "backward_loader.cuh"
+#include "backward_planner.cuh"
+
+template <typename Half, int D, int Q_ROWS, bool ORDERED, MaskKind MASK>
+__global__ void __launch_bounds__(3 * WARPGROUP, 1)
+    attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                       const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
+                       const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
+                       const __grid_constant__ BackwardParams p) {
+  using C = BackwardConfig<D, Q_ROWS>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 shared = shared_address(memory), bar = shared + C::BARRIERS;
+  if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+  if (threadIdx.x == 0) init_barriers(bar);
+  __syncthreads();
+
+  if (warp < 4) {
+    registers_decrease<32>();
+    const Notes<C> notes{shared, bar};
+    if (lane != 0) return;
+    if (warp == 0) Loader<D, Q_ROWS>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
+    if (warp == 1) Planner<D, Q_ROWS>{p, notes, bar}.run();
+    if (warp >= 2) Drain<D, Q_ROWS, ORDERED>{p, notes, shared, bar, warp - 2}.run();
+  } else {
+    registers_increase<240>();
+    Consumer<Half, D, Q_ROWS, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);
+  }
+}

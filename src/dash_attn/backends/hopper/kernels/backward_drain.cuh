@@ -1,0 +1,69 @@
+// Two threads in two warps: add finished dQ tiles to global memory, each in its turn.
+//
+// Drain w takes the steps w, w + 2, ... of a chain, so that the hand-over of one tile overlaps the reduce of the next.
+// The hand-over between SMs: poll with ld.acquire, then a proxy fence; reduce; wait until the writes have LANDED (not just
+// until shared memory was read), proxy fence, st.release. Anything weaker gives wrong dQ at full size, rarely at small sizes.
+#pragma once
+#include "backward_config.cuh"
+
+template <int D, int Q_ROWS, bool ORDERED> struct Drain {
+  using C = BackwardConfig<D, Q_ROWS>;
+  const BackwardParams& p;
+  Notes<C> notes;
+  u32 shared, bar;
+  int w;
+
+  DEVICE void run() {
+    Pipeline pipe;
+    u32 uses = 0;  // of this drain's staging buffer
+    while (true) {
+      const int steps = notes.await_chain(pipe).steps;
+      if (steps < 0) break;
+#pragma unroll 1
+      for (int j = w; j < steps; j += DRAINS) drain_step(pipe.steps + j, uses++ & 1);
+      mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
+      pipe.finish_chain(steps);
+    }
+    bulk_wait();
+  }
+
+ private:
+  DEVICE void drain_step(u32 number, u32 phase) {
+    mbarrier_wait(bar + DQ_FULL + 8 * w, phase);
+    const StepNote note = notes.step(number);
+    mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
+    float* tile = p.dq + (i64)note.dq_tile * (Q_ROWS * D);
+    const u32 source = shared + C::DQ + w * C::DQ_BYTES;
+    if (ORDERED && note.rank > 0) await_rank(note);
+    if (ORDERED && note.rank == 0)
+      bulk_store(tile, source, C::DQ_BYTES);  // the first rank stores: dQ needs no zeroing
+    else
+      bulk_reduce_add_f32(tile, source, C::DQ_BYTES);
+    bulk_commit();
+    bulk_wait_read();
+    mbarrier_arrive(bar + DQ_EMPTY + 8 * w);
+    if (ORDERED) {
+      bulk_wait();
+      fence_async_global();
+      store_release(p.semaphores + note.dq_tile, note.rank + 1);
+    }
+  }
+
+  DEVICE void await_rank(const StepNote& note) {
+    const int* semaphore = p.semaphores + note.dq_tile;
+#pragma unroll 1
+    for (u32 polls = 0; load_acquire(semaphore) != note.rank; polls++)
+      if (polls > p.most_polls) report_hang(p.hang_report, note.dq_tile, note.rank);
+    fence_async_global();
+  }
+
+  // A validated plan cannot hang. If it does anyway (a corrupted table, a broken driver), stop with the task's name.
+  static DEVICE void report_hang(volatile int* report, int dq_tile, int rank) {
+    report[1] = dq_tile;
+    report[2] = rank;
+    __threadfence_system();
+    report[0] = 1;
+    __threadfence_system();
+    __trap();
+  }
+};

@@ -1,0 +1,56 @@
+// One thread: loads the tiles of each step by TMA, two stages ahead of the consumers.
+#pragma once
+#include "backward_config.cuh"
+
+template <int D, int Q_ROWS> struct Loader {
+  using C = BackwardConfig<D, Q_ROWS>;
+  const BackwardParams& p;
+  const TensorMap *q_map, *k_map, *v_map, *do_map;
+  Notes<C> notes;
+  u32 shared, bar;
+
+  DEVICE void run() {
+    Pipeline pipe;
+    u32 kv_loads = 0;
+    while (true) {
+      const ChainNote chain = notes.await_chain(pipe);
+      if (chain.steps < 0) return;
+      if (chain.steps > 0) {
+        mbarrier_wait(bar + KV_EMPTY, (kv_loads & 1) ^ 1);
+        load_kv(C::K, k_map, K_FULL, chain);
+#pragma unroll 1
+        for (int j = 0; j < chain.steps; j++) load_step(j, pipe, chain);
+        kv_loads++;
+      }
+      mbarrier_arrive(bar + CHAIN_LOADED);
+      mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
+      pipe.finish_chain(chain.steps);
+    }
+  }
+
+ private:
+  DEVICE void load_kv(int at, const TensorMap* map, int full, const ChainNote& chain) {
+    mbarrier_arrive_expect(bar + full, C::KV_BYTES);
+    for (int i = 0; i < C::PANELS; i++)
+      tma_load(shared + at + i * C::KV_PANEL, map, bar + full, i * 64, chain.kv_head, chain.kv_tile * KV_ROWS, chain.sequence);
+  }
+
+  DEVICE void load_step(int j, const Pipeline& pipe, const ChainNote& chain) {
+    const u32 s = j & 1, phase = ((u32)(j >> 1) + (s ? pipe.flips[1] : pipe.flips[0])) & 1, number = pipe.steps + j;
+    mbarrier_wait(bar + NOTE_FULL + 8 * (number % NOTES), (number / NOTES) & 1);
+    const StepNote note = notes.step(number);
+    load_rows(C::Q, C::LSE, q_map, p.lse, Q_FULL, Q_EMPTY, s, phase, note, chain.sequence);
+    if (j == 0) load_kv(C::V, v_map, V_FULL, chain);  // behind the first Q: S needs no V
+    load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, DO_EMPTY, s, phase, note, chain.sequence);
+  }
+
+  // A tile of Q or dO and the row statistics that go with it.
+  DEVICE void load_rows(int at, int statistics_at, const TensorMap* map, const float* statistics, int full, int empty, u32 s, u32 phase,
+                        const StepNote& note, int sequence) {
+    mbarrier_wait(bar + empty + 8 * s, phase ^ 1);
+    mbarrier_arrive_expect(bar + full + 8 * s, C::Q_BYTES + C::ROW_BYTES);
+    for (int i = 0; i < C::PANELS; i++)
+      tma_load(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, note.head(), note.q_row, sequence);
+    bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * Q_ROWS, C::ROW_BYTES, bar + full + 8 * s);
+  }
+};

@@ -1,0 +1,29 @@
+// Small types every kernel uses. No host headers: the kernels are compiled by NVRTC.
+#pragma once
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// A TMA descriptor (CUtensorMap), passed by value as a kernel parameter.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// The two element types, as tags: wgmma and conversions are chosen by them.
+struct bf16 {
+  static constexpr bool is_bf16 = true;
+};
+struct f16 {
+  static constexpr bool is_bf16 = false;
+};
+
+#define DEVICE __device__ __forceinline__
+
+constexpr int WARP = 32;
+constexpr int WARPGROUP = 128;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+// LSE of rows that attend nothing or lie beyond the sequence: exp2(score - FAR) is 0 for every score.
+constexpr float FAR = 1e30f;
+#define MINUS_INFINITY (-__int_as_float(0x7f800000))
