@@ -73,11 +73,17 @@ def _save_with_palette(figure: Any, path: str | Path) -> None:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    reserved = [round(255 * c) for name in ("white", INK, BOUND, STALL, IDLE) for c in to_rgb(name)]  # rare, but they must be exact
-    frequent = picture.quantize(256 - len(reserved) // 3).getpalette() or []
+    reserved = [tuple(round(255 * c) for c in to_rgb(name)) for name in ("white", INK, BOUND, STALL, IDLE)]
+    frequent = picture.quantize(256 - len(reserved)).getpalette() or []
+    colours = [c for colour in reserved for c in colour] + frequent
     palette = Image.new("P", (1, 1))
-    palette.putpalette(reserved + frequent[: 768 - len(reserved)])
-    picture.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True, dpi=(DPI, DPI))
+    palette.putpalette(colours[:768])
+    indices = np.array(picture.quantize(palette=palette, dither=Image.Dither.NONE))
+    for index, colour in enumerate(reserved):  # Pillow's matching is coarse; these must be exact
+        indices[(np.asarray(picture) == colour).all(-1)] = index
+    small = Image.fromarray(indices)
+    small.putpalette(colours[:768])
+    small.save(path, optimize=True, dpi=(DPI, DPI))
 
 
 def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
@@ -85,7 +91,7 @@ def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
 
     lanes = [_lanes(p) for p in panels]
     heights = [max(1.1, 0.3 * n) if crisp else 1.2 + 0.017 * min(n, 160) for n in lanes]
-    figure = Figure(figsize=(FIGURE_WIDTH, sum(h + 0.55 for h in heights) + 1.25), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, sum(h + 0.55 for h in heights) + 1.45), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     horizon = max(max(p.makespan, p.lower_bound or 0.0) for p in panels) or 1.0
     slowest = max(panels, key=lambda p: p.makespan)
@@ -99,7 +105,7 @@ def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
         else:
             _draw_image(axes, spans, colours)
         _dress(axes, spans, n)
-        _mark(axes, spans, slowest)
+        _mark(axes, spans, slowest, crisp)
     all_axes[-1].set_xlabel(panels[0].time_label)
     _explain(figure, all_axes, mappable, panels, crisp)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#555555")
@@ -133,11 +139,12 @@ def _dress(axes: Any, spans: Spans, lanes: int) -> None:
     axes.set_title(spans.notes or f"makespan {plain_number(spans.makespan, 4)}", loc="right", fontsize=10)
 
 
-def _mark(axes: Any, spans: Spans, slowest: Spans) -> None:
+def _mark(axes: Any, spans: Spans, slowest: Spans, crisp: bool) -> None:
     """The end of the run, the bound it cannot beat, and how it compares with the slowest run of the picture."""
     axes.axvline(spans.makespan, color=INK, lw=1.8, zorder=5, clip_on=False)
     if spans.lower_bound is not None:
-        axes.axvline(spans.lower_bound, color="white", lw=2.6, alpha=0.9, zorder=4)
+        if not crisp:  # blue alone is hard to see on an image
+            axes.axvline(spans.lower_bound, color="white", lw=2.6, alpha=0.9, zorder=4)
         axes.axvline(spans.lower_bound, color=BOUND, lw=1.8, ls=(0, (4, 2)), zorder=6)
     saved = slowest.makespan - spans.makespan
     if saved > 0.12 * slowest.makespan:
@@ -151,7 +158,8 @@ def _explain(figure: Any, all_axes: Any, mappable: Any, panels: Sequence[Spans],
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    bar = figure.colorbar(mappable, ax=list(all_axes), label="Q tile", pad=0.012, fraction=0.025, aspect=28)
+    bar = figure.colorbar(mappable, ax=list(all_axes), label="Q tile", pad=0.012, fraction=0.025, aspect=3.2 * figure.get_figheight())
+    bar.minorticks_off()
     bar.outline.set_visible(False)
     q_tiles = max(p.q_tiles for p in panels)
     bar.set_ticks(np.arange(q_tiles) if q_tiles <= 12 else MaxNLocator(8, integer=True).tick_values(0, q_tiles - 1)[:-1])
@@ -174,7 +182,7 @@ def _explain(figure: Any, all_axes: Any, mappable: Any, panels: Sequence[Spans],
 def _title(runs: Sequence[Timeline | Spans]) -> str:
     """Problem and machine, if all simulated runs share them."""
     lines = {
-        f"{describe_problem(run.schedule.problem)}; {describe_machine(run.machine, run.schedule.workers)}"
+        f"{describe_problem(run.schedule.problem)}\n{describe_machine(run.machine, run.schedule.workers)}"
         for run in runs
         if isinstance(run, Timeline)
     }

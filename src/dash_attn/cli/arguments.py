@@ -45,6 +45,9 @@ def read_problem(arguments: argparse.Namespace) -> Problem:
     if arguments.seqlen is None:
         _refuse(arguments, by_tokens, "goes with --seqlen")
         q_tiles, kv_tiles = arguments.q_tiles, arguments.kv_tiles
+        for name, count in (("--q-tiles", q_tiles), ("--kv-tiles", kv_tiles)):  # before one stands in for the other
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be a whole number >= 1; got {count}")
         q_tiles = q_tiles if q_tiles is not None else kv_tiles if kv_tiles is not None else DEFAULT_TILES
         return Problem.from_tiles(arguments.mask, q_tiles, q_tiles if kv_tiles is None else kv_tiles, **rest)
     _refuse(arguments, ("q_tiles", "kv_tiles"), "cannot be combined with --seqlen, which decides the tile counts")
@@ -69,8 +72,11 @@ def read_machine(arguments: argparse.Namespace) -> Machine:
 def read_schedules(words: list[str]) -> list[str]:
     """Names from `a,b`, `a b` or repeated flags, each once; `all` stands for every generator."""
     names: list[str] = []
-    for name in (part.strip() for word in words for part in word.split(",")):
+    parts = [part.strip() for word in words for part in word.split(",")]
+    for name in filter(None, parts):  # a comma may end a word: `a, b`
         if name not in ("all", "auto", *GENERATORS):
             raise ValueError(f"unknown schedule {name!r}; choose from all, auto, {', '.join(GENERATORS)}")
         names += [n for n in (GENERATORS if name == "all" else (name,)) if n not in names]
+    if not names:
+        raise ValueError(f"--schedule needs a name; choose from all, auto, {', '.join(GENERATORS)}")
     return names

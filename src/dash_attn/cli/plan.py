@@ -48,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     names = read_schedules(arguments.schedule or ["all"])
     _check_files(arguments, names)
     problem, machine = read_problem(arguments), read_machine(arguments)
-    if problem.tasks == 0:
-        raise ValueError(f"mask {arguments.mask} keeps no tile of this problem; there is nothing to schedule")
     runs, refused = simulate_all(names, problem, machine, arguments.workers)
     if len(names) == 1 and refused:
         raise ScheduleError(refused[0][1])
@@ -134,6 +132,8 @@ def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
     for path in (arguments.gantt, arguments.trace, arguments.save):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no directory {path.parent}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write {path}: it is a directory")
 
 
 def _write_files(arguments: argparse.Namespace, problem: Problem, machine: Machine, runs: list[Named]) -> None:
@@ -143,7 +143,7 @@ def _write_files(arguments: argparse.Namespace, problem: Problem, machine: Machi
     if arguments.gantt is not None:
         from ..plot import gantt
 
-        title = f"{describe_problem(problem, arguments.mask)}; {describe_machine(machine, arguments.workers)}"
+        title = f"{describe_problem(problem, arguments.mask)}\n{describe_machine(machine, arguments.workers)}"
         gantt(timelines, arguments.gantt, title)
     if arguments.trace is not None:
         from ..trace import write_trace

@@ -1,0 +1,55 @@
+"""The command line: `dash-attn plan` and `dash-attn demo`. Bad input is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from . import demo, plan
+
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output has gone (`| head`): not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except MemoryError:
+        return _complain("this problem does not fit in memory; use fewer or larger tiles")
+    except OverflowError:
+        return _complain("a number is too large for an exact simulation; choose a larger unit of time")
+    except (ValueError, OSError) as error:
+        return _complain(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in ("matplotlib", "rich", "PIL"):
+            raise
+        return _complain(f"this needs {package}: pip install 'dash-attn[cli]'")
+
+
+def _complain(message: str) -> int:
+    print(f"dash-attn: error: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dash-attn", description="Schedules for bitwise reproducible attention training.")
+    parser.add_argument("--version", action="version", version=f"dash-attn {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (plan, demo):
+        command.add_command(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""The command line: exact numbers, error paths, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dash_attn import GENERATORS, Problem, Schedule, parse_mask
+from dash_attn.cli.main import main
+
+KEYS = ["schedule", "mask", "q_tiles", "kv_tiles", "heads", "workers", "tasks", "makespan", "lower_bound", "gap", "utilization", "stalled"]
+SMALL = ["--q-tiles", "8", "--kv-tiles", "8", "--heads", "4", "--workers", "8", "--compute", "3", "--reduce", "1"]
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("mask", "schedule", "makespan", "gap"),
+    [
+        ("full", "shift", 128, 0),
+        ("full", "ascending", 135, 135 / 128 - 1),
+        ("causal", "symmetric_shift", 72, 0),
+        ("causal", "alternating", 72, 0),
+        ("causal", "ascending", 135, 135 / 72 - 1),
+    ],
+)
+def test_exact_json(capsys: pytest.CaptureFixture[str], mask: str, schedule: str, makespan: int, gap: float) -> None:
+    row = plan_json(capsys, "--mask", mask, *SMALL, "--schedule", schedule)
+    assert list(row) == KEYS
+    assert (row["schedule"], row["mask"], row["makespan"], row["gap"]) == (schedule, mask, makespan, gap)
+    assert (row["q_tiles"], row["kv_tiles"], row["heads"], row["workers"]) == (8, 8, 4, 8)
+    assert row["tasks"] == (256 if mask == "full" else 144)
+
+
+def test_whole_numbers_print_without_a_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--mask", "full", *SMALL, "--schedule", "shift", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert '"makespan": 128,' in out
+    assert '"gap": 0,' in out
+    assert "." not in out
+
+
+def test_all_is_a_list_of_every_generator_that_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--mask", "causal", *SMALL, "--json"]) == 0
+    out, err = capsys.readouterr()
+    names = [row["schedule"] for row in json.loads(out)]
+    refused = [name for name in GENERATORS if name not in names]
+    assert names == [name for name in GENERATORS if name not in ("shift", "shift_blocks")]
+    assert all(name in err for name in refused)
+
+
+@pytest.mark.parametrize(
+    "words", ["ascending,weave", "ascending weave", "ascending --schedule weave", "ascending, --schedule weave,ascending"]
+)
+def test_ways_to_name_several_schedules(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    rows = plan_json(capsys, "--schedule", *words.split())
+    assert [row["schedule"] for row in rows] == ["ascending", "weave"]
+
+
+def test_auto_keeps_its_name_in_json_and_says_its_order_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_json(capsys, "--schedule", "auto")["schedule"] == "auto"
+    assert main(["plan", "--schedule", "auto"]) == 0
+    assert "auto: alternating" in capsys.readouterr().out
+
+
+def test_table_marks_auto_and_lists_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--mask", "causal", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "alternating (auto)" in out
+    assert "144 tasks in 32 chains" in out
+    assert "8 workers; compute 3, reduce 1" in out
+    assert "shift: serves full masks only" in out.split("Cannot serve")[1]
+    row = next(line for line in out.splitlines() if "ascending" in line)
+    assert row.split() == ["ascending", "135", "72", "87.5", "%", "53.3", "%", "44.1", "%", "-1", "1"]
+
+
+def test_tokens_and_tiles_describe_the_same_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    by_tiles = plan_json(capsys, "--mask", "window:2,1", "--q-tiles", "8", "--schedule", "weave")
+    by_tokens = plan_json(capsys, "--mask", "window:256,128", "--seqlen", "1024", "--tile-q", "128", "--schedule", "weave")
+    assert {**by_tiles, "mask": ""} == {**by_tokens, "mask": ""}
+    assert by_tokens["mask"] == "window:256,128"
+
+
+def test_group_batch_and_unequal_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--seqlen 100 --kv-seqlen 300 --tile-q 32 --tile-kv 64 --group 2 --batch 3 --heads 2 --schedule auto"
+    row = plan_json(capsys, *words.split())
+    problem = Problem(parse_mask("causal"), 100, 300, 32, 64, 2, 2, 3)
+    assert (row["q_tiles"], row["kv_tiles"], row["tasks"]) == (4, 5, problem.tasks)
+
+
+def random_mask(rng: random.Random, tiles: int) -> str:
+    lengths, left = [], tiles
+    while left:
+        lengths.append(rng.randint(1, left))
+        left -= lengths[-1]
+    window = f"window:{rng.randint(-1, tiles)},{rng.randint(-1, tiles)}"
+    return rng.choice(["full", "causal", window, "documents:" + ",".join(map(str, lengths)), f"prefix:{rng.randint(0, tiles)}"])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_masks(capsys: pytest.CaptureFixture[str], seed: int) -> None:
+    rng = random.Random(seed)
+    kv_tiles = rng.randint(1, 9)
+    mask = random_mask(rng, kv_tiles)
+    machine = f"--workers {rng.randint(1, 12)} --overlap {rng.randint(0, 3)} --latency {rng.choice([0, 0.5, 2])}".split()
+    q_tiles, heads = rng.randint(1, 9), rng.randint(1, 3)
+    rows = plan_json(capsys, "--mask", mask, "--q-tiles", str(q_tiles), "--kv-tiles", str(kv_tiles), "--heads", str(heads), *machine)
+    problem = Problem.from_tiles(mask, q_tiles, kv_tiles, heads=heads)
+    assert {"ascending", "weave"} <= {row["schedule"] for row in rows}
+    for row in rows:
+        assert list(row) == KEYS
+        assert row["mask"] == mask
+        assert row["tasks"] == problem.tasks
+        assert row["makespan"] >= row["lower_bound"] > 0
+        assert row["gap"] >= 0
+        assert 0 <= row["stalled"] <= 1 - row["utilization"] + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--mask diagonal", "unknown mask"),
+        ("--mask window:1", "window:LEFT,RIGHT"),
+        ("--mask window:a,b", "whole numbers"),
+        ("--mask documents:3,4", "sum of the document lengths"),
+        ("--mask prefix:9", "prefix length"),
+        ("--schedule fastest", "choose from all, auto, ascending"),
+        ("--schedule shift", "full masks only"),
+        ("--q-tiles 0", "--q-tiles"),
+        ("--kv-tiles -3", "--kv-tiles"),
+        ("--heads 0", "heads"),
+        ("--workers 0", "workers"),
+        ("--compute 0", "compute"),
+        ("--compute nan", "compute"),
+        ("--compute 1e300", "too large"),
+        ("--schedule ,", "needs a name"),
+        ("--reduce -1", "reduce"),
+        ("--latency inf", "latency"),
+        ("--overlap -1", "overlap"),
+        ("--seqlen 512 --q-tiles 8", "--q-tiles"),
+        ("--tile-q 64", "--seqlen"),
+        ("--kv-seqlen 64", "--seqlen"),
+        ("--seqlen 0", "q_len"),
+        ("--gantt chart.gif", ".png or .svg"),
+        ("--gantt nowhere/chart.png", "no directory"),
+        ("--trace nowhere/trace.json", "no directory"),
+        ("--save schedule.json", "one schedule"),
+        ("--schedule weave --save .", "directory"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    assert main(["plan", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("dash-attn: error: ")
+    assert said.lower() in err.lower()
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("words", ["plan --q-tiles eight", "plan --unknown", "fly", ""])
+def test_bad_usage_exits_with_code_2(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(words.split())
+    assert raised.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_refused_schedule_in_json_mode_leaves_stdout_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--schedule", "shift", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "full masks only" in err
+
+
+def test_only_refused_schedules_are_an_empty_list_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--schedule", "shift,shift_blocks", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def run_without(modules: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process where some modules cannot be imported."""
+    code = (
+        f"import sys\nfor name in {modules.split()!r}: sys.modules[name] = None\n"
+        f"from dash_attn.cli.main import main\nsys.exit(main({list(words)!r}))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_json_needs_numpy_alone() -> None:
+    done = run_without("rich matplotlib PIL torch", "plan", "--mask", "full", *SMALL, "--schedule", "shift", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["makespan"] == 128
+
+
+def test_table_without_rich_is_plain_text() -> None:
+    done = run_without("rich matplotlib PIL torch", "plan", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "alternating (auto)        72           72     0 %" in done.stdout
+
+
+def test_gantt_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+    done = run_without("matplotlib", "plan", *SMALL, "--gantt", str(tmp_path / "chart.png"))
+    assert done.returncode == 2
+    assert "pip install 'dash-attn[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_saved_schedule_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    plan_json(capsys, *SMALL, "--schedule", "alternating", "--save", str(path))
+    schedule = Schedule.from_json(path.read_text())
+    assert schedule.name == "alternating"
+    assert schedule.problem.tasks == 144
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2, 3])
+def test_trace_is_sound(capsys: pytest.CaptureFixture[str], tmp_path: Path, overlap: int) -> None:
+    path = tmp_path / "trace.json"
+    words = [*SMALL, "--group", "2", "--overlap", str(overlap), "--latency", "2", "--schedule", "ascending", "weave"]
+    rows = plan_json(capsys, *words, "--trace", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    for process, row in enumerate(rows, start=1):
+        slices = [e for e in events if e["pid"] == process and e["ph"] == "X"]
+        check_slices(slices, row, workers=8, group=2)
+        tracks = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == process and e["name"] == "thread_name"}
+        assert {e["tid"] for e in slices} <= set(tracks)
+        assert len(tracks) == 8 * (1 + overlap)
+
+
+def check_slices(slices: list[dict[str, Any]], row: dict[str, Any], workers: int, group: int) -> None:
+    by_kind, by_track = defaultdict(list), defaultdict(list)
+    for event in slices:
+        by_kind[event["cat"]].append(event)
+        by_track[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        assert event["ts"] >= 0
+        assert event["ts"] + event["dur"] <= row["makespan"] + 1e-6
+    assert len(by_kind["compute"]) == len(by_kind["reduce"]) == row["tasks"]
+    assert len({event["name"] for event in by_kind["compute"]}) == row["tasks"]
+    assert {event["args"]["rank"] for event in by_kind["compute"]} == set(range(8))
+    assert len({event["args"]["chain"] for event in by_kind["compute"]}) == row["tasks"] // group * 8 // 36
+    for spans in by_track.values():
+        spans.sort()
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
+    waited = sum(event["dur"] for event in by_kind["wait"])
+    assert waited == pytest.approx(row["stalled"] * row["makespan"] * workers)
+
+
+def test_demo_shows_divergence_and_agreement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    assert main(["demo", "--steps", "2", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    unordered, ordered = out.split('accumulation="ordered"')
+    assert "DIFFERENT" in unordered
+    assert "The runs part at step 1" in unordered
+    assert "DIFFERENT" not in ordered
+    assert "Every bit of every weight agrees" in ordered
+    picture = tmp_path / "out" / "gantt-causal.png"
+    assert str(picture) in out
+    assert picture.stat().st_size > 20_000
+
+
+def test_demo_fails_if_ordered_runs_disagree(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from dash_attn.cli import training
+
+    def unruly(accumulation: str, steps: int, arrival_seed: int, device: str) -> Any:
+        return [training.Step(1.0, f"hash-{arrival_seed}")] * steps, torch.zeros(1)
+
+    monkeypatch.setattr(training, "train", unruly)
+    assert main(["demo", "--steps", "2", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    assert "FAILED: the runs part at step 1" in capsys.readouterr().out
