@@ -12,7 +12,9 @@ def plain_number(value: float, digits: int = 6) -> str:
 
 
 def percent(share: float) -> str:
-    """Exactly 0 prints as 0 %, so that a reached bound is not mistaken for a rounded one."""
+    """Only what is exactly 0 prints as 0 %, so that a reached bound is not mistaken for a rounded one."""
+    if 0 < share < 0.0005:
+        return "<0.1 %"
     return f"{plain_number(share * 100)} %" if share in (0.0, 1.0) else f"{share * 100:.1f} %"
 
 
