@@ -129,10 +129,10 @@ def _draw_image(axes: Any, spans: Spans, colours: Any) -> None:
 
 def _dress(axes: Any, spans: Spans, lanes: int) -> None:
     """Axes, ticks and the two titles of a panel."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FixedLocator, MaxNLocator
 
     axes.set_ylim(lanes - 0.5, -0.5)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=lanes if lanes <= 16 else 8, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(FixedLocator(range(lanes)) if lanes <= 16 else MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylabel("worker" if lanes == spans.workers else f"worker\n({lanes} of {spans.workers} used)")
     axes.tick_params(length=3)
     axes.set_title(spans.name, loc="left", fontsize=13, fontweight="bold")

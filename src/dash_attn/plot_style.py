@@ -23,11 +23,11 @@ def q_tile_colours(q_tiles: int) -> Any:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
 
-    viridis = _viridis(np.linspace(0.1, 1.0, 256 if q_tiles > 24 else max(2, q_tiles)))
+    viridis = _viridis(np.linspace(0.1, 1.0, 256 if q_tiles > 24 else q_tiles))
     cmap = ListedColormap(viridis)
     if q_tiles > 24:
         return ScalarMappable(Normalize(0, q_tiles - 1), cmap)
-    return ScalarMappable(BoundaryNorm(np.arange(max(2, q_tiles) + 1) - 0.5, cmap.N), cmap)
+    return ScalarMappable(BoundaryNorm(np.arange(q_tiles + 1) - 0.5, cmap.N), cmap)
 
 
 def _viridis(shares: NDArray[np.float64]) -> NDArray[np.float64]:
