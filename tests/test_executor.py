@@ -240,3 +240,11 @@ def test_interleaving_holds_inside_its_block_only() -> None:
             raise KeyError
         assert current_interleaving() == outer
     assert current_interleaving() is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"), [({"workers": 0}, "workers .*>= 1; got 0"), ({"workers": 2.5}, "workers"), ({"seed": "a"}, "seed")]
+)
+def test_bad_interleavings(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Interleaving(**choice)

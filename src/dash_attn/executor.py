@@ -17,6 +17,8 @@ from itertools import product
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from .order import Ints
 from .plan import Plan
 from .problem import Task
@@ -67,6 +69,11 @@ class Interleaving:
     seed: int | None = None
     threads: bool = False
     workers: int | None = None  # None: as many as the backend plans for
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("seed", self.seed, None), ("workers", self.workers, 1)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or (least and value < least)):
+                raise ValueError(f"{name} must be None or a whole number{' >= 1' if least else ''}; got {value!r}")
 
 
 _current: ContextVar[Interleaving | None] = ContextVar("interleaving", default=None)
