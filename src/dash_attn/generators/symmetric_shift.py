@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..order import HeadOrder, Order, rank_within
-from ..problem import Problem
-from ..schedule import Schedule
+from ..problem import Problem, whole_number
+from ..schedule import Placement, Schedule
 from ..validate import ScheduleError
 
 
@@ -37,7 +37,9 @@ def symmetric_shift(problem: Problem, workers: int) -> Schedule:
     position = np.arange(len(chain)) - np.searchsorted(chain, chain, side="left")
     rank = rank_within(q_tile, first_step[chain] + position, chain)
     kind = HeadOrder.build(chain, q_tile, rank, first_step)
-    return Schedule.build(problem, Order("symmetric_shift", (kind,)), (np.arange(n),), workers)
+    workers = whole_number("workers", workers)
+    lanes = workers // max(1, half, kind.gang(np.arange(n)))  # a pair of chains follows each other on one worker
+    return Schedule(problem, Order("symmetric_shift", (kind,)), Placement(workers, max(1, lanes), (np.arange(n),), (n,)))
 
 
 def _first_q_tiles(problem: Problem) -> np.ndarray:
