@@ -93,7 +93,7 @@ class Clockwork:
 
     def _something_starts(self) -> bool:
         resident = [chain for chain in self.chains if not self._ended(chain)]
-        started = any([self._step(chain) for chain in resident])
+        started = sum(self._step(chain) for chain in resident) > 0  # every chain gets its step
         if self.queue and len(resident) < self.workers:
             self.chains.append(_Running(self.queue.pop(0), self.now))
             started = True
