@@ -48,18 +48,18 @@ class IntervalMask(Mask):
     def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First kept key and end of the kept keys of each row, before clipping to [0, kv_len]."""
 
-    def _clipped(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def clipped_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         first, end = self.row_bounds(rows, q_len, kv_len)
         return np.clip(first, 0, kv_len), np.clip(end, 0, kv_len)
 
     def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> NDArray[np.bool_]:
-        first, end = self._clipped(np.arange(q.start, q.stop), q_len, kv_len)
+        first, end = self.clipped_bounds(np.arange(q.start, q.stop), q_len, kv_len)
         columns = np.arange(kv.start, kv.stop)
         return (columns >= first[:, None]) & (columns < end[:, None])
 
     def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
         self.check(q_len, kv_len)
-        first, end = self._clipped(np.arange(q_len), q_len, kv_len)
+        first, end = self.clipped_bounds(np.arange(q_len), q_len, kv_len)
         q_start = np.arange(0, q_len, tile_q)
         q_stop = np.minimum(q_start + tile_q, q_len)
         kv_start = np.arange(0, kv_len, tile_kv)

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
   __syncthreads();
 
   if (warp < 4) {
-    registers_decrease<32>();
+    registers_decrease<24>();  // 128 x 24 + 256 x 240 = 384 x 168: what the CTA was launched with
     const Notes<C> notes{shared, bar};
     if (lane != 0) return;
     if (warp == 0) Loader<D, Q_ROWS>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();

@@ -14,6 +14,7 @@ struct BackwardParams {
   float* dq;           // [q_head][q_tiles][Q_ROWS * D], in accumulator-fragment order
   int* semaphores;     // [q_head][q_tiles]: reduces that have landed
   int* next_ticket;
+  const Ticket* tickets;
   int* hang_report;    // host memory: flag, dQ tile, rank
   u32 most_polls;      // of a semaphore before the wait is called a hang
   int kv_heads, group, q_tiles;
@@ -113,11 +114,11 @@ struct Pipeline {
 struct ChainNote {
   int sequence, kv_head, kv_tile, steps;
 };
-// ... and about a step: dQ tile, first query, rank, and the query head with bit 0 saying whether elements must be masked.
+// ... and about a step: dQ tile, first query, rank, which query head of the group, whether elements must be masked.
 struct StepNote {
-  int dq_tile, q_row, rank, head_and_partial;
-  DEVICE int head() const { return head_and_partial >> 1; }
-  DEVICE bool partial() const { return head_and_partial & 1; }
+  int dq_tile, q_row, rank, member_and_partial;
+  DEVICE int member() const { return member_and_partial >> 1; }
+  DEVICE bool partial() const { return member_and_partial & 1; }
 };
 
 // The notes in shared memory, seen by every role.

@@ -9,7 +9,7 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
   using C = BackwardConfig<D, Q_ROWS>;
   static constexpr int SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
   // Groups of LSE and delta loaded while the product before them still runs; more would spill.
-  static constexpr int EARLY_LSE = Q_ROWS == 64 ? GROUPS : 6, EARLY_DELTA = Q_ROWS == 64 ? 4 : 2;
+  static constexpr int EARLY_LSE = Q_ROWS == 64 ? GROUPS : 6, EARLY_DELTA = Q_ROWS == 64 ? 4 : 1;
 
   const BackwardParams& p;
   Notes<C> notes;

@@ -39,18 +39,21 @@ template <int D, int Q_ROWS> struct Loader {
     const u32 s = j & 1, phase = ((u32)(j >> 1) + (s ? pipe.flips[1] : pipe.flips[0])) & 1, number = pipe.steps + j;
     mbarrier_wait(bar + NOTE_FULL + 8 * (number % NOTES), (number / NOTES) & 1);
     const StepNote note = notes.step(number);
-    load_rows(C::Q, C::LSE, q_map, p.lse, Q_FULL, Q_EMPTY, s, phase, note, chain.sequence);
+    load_rows(C::Q, C::LSE, q_map, p.lse, Q_FULL, s, phase, note, chain);
     if (j == 0) load_kv(C::V, v_map, V_FULL, chain);  // behind the first Q: S needs no V
-    load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, DO_EMPTY, s, phase, note, chain.sequence);
+    load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, s, phase, note, chain);
   }
 
   // A tile of Q or dO and the row statistics that go with it.
-  DEVICE void load_rows(int at, int statistics_at, const TensorMap* map, const float* statistics, int full, int empty, u32 s, u32 phase,
-                        const StepNote& note, int sequence) {
-    mbarrier_wait(bar + empty + 8 * s, phase ^ 1);
+  DEVICE void load_rows(int at, int statistics_at, const TensorMap* map, const float* statistics, int full, u32 s, u32 phase,
+                        const StepNote& note, const ChainNote& chain) {
+    constexpr int EMPTY_BEHIND_FULL = Q_EMPTY - Q_FULL;
+    static_assert(EMPTY_BEHIND_FULL == DO_EMPTY - DO_FULL, "barriers of Q and dO are laid out alike");
+    mbarrier_wait(bar + full + EMPTY_BEHIND_FULL + 8 * s, phase ^ 1);
     mbarrier_arrive_expect(bar + full + 8 * s, C::Q_BYTES + C::ROW_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, note.head(), note.q_row, sequence);
+      tma_load(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, chain.kv_head * p.group + note.member(),
+               note.q_row, chain.sequence);
     bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * Q_ROWS, C::ROW_BYTES, bar + full + 8 * s);
   }
 };

@@ -10,32 +10,33 @@ template <int D, int Q_ROWS> struct Planner {
 
   DEVICE void run() {
     u32 chains = 0, steps_before = 0;
+    int gang_end = 0;
     while (true) {
-      const u32 slot = chains & 1;
-      if (chains > 0) await_turn(chains - 1);
+      if (chains > 0) await_turn(chains - 1, gang_end);
       const int ticket = atomicAdd(p.next_ticket, 1);
-      mbarrier_wait(bar + CHAIN_EMPTY + 8 * slot, ((chains >> 1) & 1) ^ 1);
+      mbarrier_wait(bar + CHAIN_EMPTY + 8 * (chains & 1), ((chains >> 1) & 1) ^ 1);
       if (ticket >= p.plan.tickets) {
-        announce(slot, make_int4(0, 0, 0, -1));
+        announce(chains & 1, make_int4(0, 0, 0, -1));
         return;
       }
-      const Chain chain = chain_of_ticket(p.plan, ticket);
-      const int steps = p.plan.chain_steps[chain.table] * p.group;
-      announce(slot, make_int4(chain.sequence, chain.kv_head, chain.kv_tile, steps));
-      if (steps > 0) walk(chain, steps, steps_before);
-      steps_before += steps;
+      int4 chain = *(const int4*)&p.tickets[ticket];
+      const int4 rest = *((const int4*)&p.tickets[ticket] + 1);
+      chain.w *= p.group;  // a step is a Q tile of one query head
+      announce(chains & 1, chain);
+      gang_end = rest.z;
+      if (chain.w > 0) walk(rest.x, rest.y, steps_before, steps_before + chain.w);
+      steps_before += chain.w;
       chains++;
     }
   }
 
  private:
-  // The next ticket is taken when the loader is through with the chain before, so that its tiles can follow at once. A chain
-  // of a gang may only be taken by a CTA that is free to run it, else the gang could wait for a chain nobody runs.
-  DEVICE void await_turn(u32 chain) {
-    if (p.plan.prefetch_tickets)
-      mbarrier_wait(bar + CHAIN_LOADED, chain & 1);
-    else
-      mbarrier_wait(bar + CHAIN_EMPTY + 8 * (chain & 1), (chain >> 1) & 1);
+  // The next ticket is taken when the loader is through with the chain before, so that its tiles can follow at once. But a
+  // chain of the gang this CTA still works for may only be taken by a CTA that is free to run it, else the gang could wait
+  // for a chain that nobody runs. Tickets only grow: once they are past the gang, the next one is of another gang.
+  DEVICE void await_turn(u32 chain, int gang_end) {
+    mbarrier_wait(bar + CHAIN_LOADED, chain & 1);
+    if (load_acquire(p.next_ticket) < gang_end) mbarrier_wait(bar + CHAIN_EMPTY + 8 * (chain & 1), (chain >> 1) & 1);
   }
 
   DEVICE void announce(u32 slot, int4 note) {
@@ -43,18 +44,17 @@ template <int D, int Q_ROWS> struct Planner {
     mbarrier_arrive(bar + CHAIN_FULL + 8 * slot);
   }
 
-  DEVICE void walk(const Chain& chain, int steps, u32 number) {
-    Walk plan_walk(p.plan, chain.table);
-    const int first_head = chain.kv_head * p.group, first_tile = (chain.sequence * p.kv_heads * p.group + first_head) * p.q_tiles;
+  DEVICE void walk(int first_run, int first_dq_tile, u32 number, u32 end) {
+    Walk plan_walk(first_run);
 #pragma unroll 1
-    for (const u32 end = number + steps; number != end;) {
+    while (number != end) {
       const Step step = plan_walk.next(p.plan);
 #pragma unroll 1
       for (int member = 0; member < p.group; member++, number++) {  // query heads of the group, innermost
         const u32 ring = 8 * (number % NOTES);
         mbarrier_wait(bar + NOTE_EMPTY + ring, ((number / NOTES) & 1) ^ 1);
-        store_shared_i32x4(notes.step_at(number), make_int4(first_tile + member * p.q_tiles + step.q_tile, step.q_tile * Q_ROWS, step.rank,
-                                                            2 * (first_head + member) + step.partial));
+        store_shared_i32x4(notes.step_at(number),
+                           make_int4(first_dq_tile + member * p.q_tiles + step.q_tile, step.q_tile * Q_ROWS, step.rank, 2 * member + step.partial));
         mbarrier_arrive(bar + NOTE_FULL + ring);
       }
     }

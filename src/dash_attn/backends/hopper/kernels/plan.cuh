@@ -1,4 +1,5 @@
 // The lowered plan (dash_attn/plan.py): which chain a ticket starts, and how a chain walks.
+// The preprocess kernel expands tickets; the planner of the backward kernel, short of registers, only reads the result.
 #pragma once
 #include "types.cuh"
 
@@ -9,48 +10,60 @@ struct PlanTables {
   const int4* runs;        // [runs][2] q_first, q_stride, length, rank_mul | rank_add, rank_div, partial, entries
   const int* entries;      // [entries][3] q_tile, rank, partial
   const int* segments;     // [segment_count + 1] first start position of each segment
-  int kinds, kv_tiles, lanes, tickets, prefetch_tickets;
+  int kinds, kv_tiles, lanes, tickets, has_gangs;
   int instances[2];        // heads of each kind over the whole batch
   int heads_per_sequence[2], first_head[2];
 };
 
 struct Chain {
   int sequence, kv_head, kv_tile, table;  // table: row of chain_runs and chain_steps
+  int group_end;                          // ticket behind the last chain of the heads that start side by side with this one
+};
+
+// What a ticket stands for: who the chain is, how many steps (Q tiles) it has, its first run and the first dQ tile of its head.
+struct Ticket {
+  int sequence, kv_head, kv_tile, steps;
+  int first_run, first_dq_tile;
+  int gang_end;  // ticket behind the last chain that may wait for this one in a circle; 0 without gangs
+  int unused;
 };
 
 // Heads of one kind, in groups of `lanes` side by side: position by position, lane by lane.
-DEVICE void side_by_side(int ticket, int positions, int heads, int lanes, int& position, int& instance) {
+DEVICE void side_by_side(int ticket, int positions, int heads, int lanes, int& position, int& instance, int& left) {
   const int group = ticket / (lanes * positions), within = ticket - group * lanes * positions;
   const int width = min(lanes, heads - group * lanes);
   position = within / width;
   instance = group * lanes + within - position * width;
+  left = width * positions - within;
 }
 
 // The same formula as Placement.tickets: segments, then a surplus of kind 0, rounds of all kinds, a surplus of kind 1.
-DEVICE Chain chain_of_ticket(const PlanTables& plan, int ticket) {
+DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
+  int ticket = number;
   const int all_heads = plan.instances[0] + (plan.kinds == 2 ? plan.instances[1] : 0);
   int segment = 0;
 #pragma unroll 1
   while (ticket >= all_heads * plan.segments[segment + 1]) segment++;
   const int first = plan.segments[segment], positions = plan.segments[segment + 1] - first;
   ticket -= all_heads * first;
-  int kind = 0, position, instance;
+  int kind = 0, position, instance, left;
   if (plan.kinds == 1) {
-    side_by_side(ticket, positions, all_heads, plan.lanes, position, instance);
+    side_by_side(ticket, positions, all_heads, plan.lanes, position, instance, left);
   } else {
     const int rounds = min(plan.instances[0], plan.instances[1]) / plan.lanes;
     const int surplus = plan.instances[0] - rounds * plan.lanes, in_turn = plan.lanes * positions;
     if (ticket < surplus * positions) {
-      side_by_side(ticket, positions, surplus, plan.lanes, position, instance);
+      side_by_side(ticket, positions, surplus, plan.lanes, position, instance, left);
     } else if ((ticket -= surplus * positions) < rounds * 2 * in_turn) {
       const int turn = ticket / in_turn, within = ticket - turn * in_turn;
       kind = turn & 1;
       position = within / plan.lanes;
       instance = (turn >> 1) * plan.lanes + within - position * plan.lanes + (kind ? 0 : surplus);
+      left = in_turn - within;
     } else {
       kind = 1;
       ticket -= rounds * 2 * in_turn;
-      side_by_side(ticket, positions, plan.instances[1] - rounds * plan.lanes, plan.lanes, position, instance);
+      side_by_side(ticket, positions, plan.instances[1] - rounds * plan.lanes, plan.lanes, position, instance, left);
       instance += rounds * plan.lanes;
     }
   }
@@ -60,7 +73,15 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, int ticket) {
   chain.kv_head = plan.first_head[kind] + plan.kinds * (instance - chain.sequence * per_sequence);
   chain.kv_tile = plan.starts[kind * plan.kv_tiles + first + position];
   chain.table = kind * plan.kv_tiles + chain.kv_tile;
+  chain.group_end = number + left;
   return chain;
+}
+
+DEVICE Ticket expand_ticket(const PlanTables& plan, int ticket, int q_heads, int group, int q_tiles) {
+  const Chain chain = chain_of_ticket(plan, ticket);
+  const int first_dq_tile = (chain.sequence * q_heads + chain.kv_head * group) * q_tiles;
+  return {chain.sequence, chain.kv_head, chain.kv_tile, plan.chain_steps[chain.table], plan.chain_runs[chain.table], first_dq_tile,
+          plan.has_gangs ? chain.group_end : 0};
 }
 
 struct Step {
@@ -71,21 +92,20 @@ struct Step {
 struct Walk {
   int run, at = 0;  // current run, step inside it
 
-  DEVICE Walk(const PlanTables& plan, int table) : run(plan.chain_runs[table]) {}
+  DEVICE Walk(int first_run) : run(first_run) {}
   DEVICE Step next(const PlanTables& plan) {
-    int4 line = plan.runs[2 * run];
-    if (at == line.z) {
+    if (at == plan.runs[2 * run].z) {
       run++;
       at = 0;
-      line = plan.runs[2 * run];
     }
+    const u32 i = at++;
     const int4 rest = plan.runs[2 * run + 1];
-    const int i = at++;
     if (rest.w >= 0) {
       const int* entry = plan.entries + 3 * (rest.w + i);
       return {entry[0], entry[1], entry[2]};
     }
-    // Ranks lie on a digital line; the numerator is never negative (ranks are not), so C division rounds down.
-    return {line.x + i * line.y, (line.w * i + rest.x) / rest.y, rest.z};
+    const int4 line = plan.runs[2 * run];
+    // Ranks lie on a digital line; the numerator is never negative, because ranks are not.
+    return {line.x + (int)i * line.y, (int)((u32)(line.w * (int)i + rest.x) / (u32)rest.y), rest.z};
   }
 };

@@ -1,5 +1,7 @@
-// Before the backward: delta = rowsum(dO * O), LSE in base 2 and padded to whole tiles, semaphores and ticket counter reset.
+// Before the backward: delta = rowsum(dO * O), LSE in base 2 and padded to whole tiles, semaphores and ticket counter reset,
+// tickets expanded.
 #pragma once
+#include "plan.cuh"
 #include "ptx.cuh"
 
 struct PreprocessParams {
@@ -10,8 +12,9 @@ struct PreprocessParams {
   float* dq_to_zero;                    // the dQ accumulator in unordered mode, else null
   int* semaphores;
   int* next_ticket;
-  int batch, q_heads, q_len, padded_len;
-  i64 semaphore_count;
+  Ticket* tickets;
+  int batch, q_heads, group, q_len, padded_len, q_tiles;
+  PlanTables plan;
 };
 
 template <typename Half, int D> __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant__ PreprocessParams p) {
@@ -19,7 +22,9 @@ template <typename Half, int D> __global__ void __launch_bounds__(256) backward_
   static_assert((LANES & (LANES - 1)) == 0, "a row is summed by a power of two of lanes");
   const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x;
   if (thread == 0) *p.next_ticket = 0;
-  if (thread < p.semaphore_count) p.semaphores[thread] = 0;
+  if (thread < (i64)p.batch * p.q_heads * p.q_tiles) p.semaphores[thread] = 0;
+  for (i64 t = thread; t < p.plan.tickets; t += (i64)gridDim.x * 256)
+    p.tickets[t] = expand_ticket(p.plan, (int)t, p.q_heads, p.group, p.q_tiles);
   const i64 row = thread / LANES;  // over (batch, head, padded row)
   const int lane = (int)(thread % LANES);
   if (row >= (i64)p.batch * p.q_heads * p.padded_len) return;

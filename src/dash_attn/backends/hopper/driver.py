@@ -1,0 +1,77 @@
+"""The few driver calls the backend makes: load a kernel on a device, launch it on a stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from .compile import Kernel, compile_kernel
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel on one device, ready to launch."""
+
+    function: Any
+    threads: int
+    shared_bytes: int
+    kernel: Kernel
+
+    def launch(self, grid: int, arguments: Arguments, stream: int, cooperative: bool = False) -> None:
+        """Asynchronous; the arguments are copied before this returns. `cooperative`: all blocks resident, or an error."""
+        driver = cuda_driver()
+        start = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+        block = (self.threads, 1, 1)
+        if cooperative:
+            check(start(self.function, grid, 1, 1, *block, self.shared_bytes, stream, arguments.address))
+        else:
+            check(start(self.function, grid, 1, 1, *block, self.shared_bytes, stream, arguments.address, 0))
+
+
+class Arguments:
+    """Kernel arguments by address; whoever holds the values may change them between launches."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.address = ctypes.addressof(self._pointers)
+
+
+@cache
+def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
+    """Compile (or fetch from the cache) and load a kernel on a device. A kernel is loaded once per device."""
+    kernel = compile_kernel(header, name)
+    driver = cuda_driver()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the device's primary context current
+        module = check(driver.cuModuleLoadData(kernel.cubin))
+        function = check(driver.cuModuleGetFunction(module, kernel.symbol.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return LoadedKernel(function, threads, shared_bytes, kernel)
+
+
+def device_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def cuda_driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ImportError("the Hopper backend needs cuda-bindings: pip install 'dash-attn[gpu]'") from error
+    return driver
+
+
+def check(result: Sequence[Any]) -> Any:
+    """The value of a driver call, or an error with the driver's own words."""
+    status, *values = result
+    if int(status) != 0:
+        _, text = cuda_driver().cuGetErrorString(status)
+        raise RuntimeError(f"CUDA driver: {status.name}: {text.decode() if text else 'no description'}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,65 @@
+// Tile sizes, shared-memory layout, barriers and parameters of the forward kernel.
+#pragma once
+#include "mask.cuh"
+#include "ptx.cuh"
+
+// Which KV tiles each Q tile visits, and in which order Q tiles are taken.
+struct VisitTables {
+  const int* q_order;     // [q_tiles] longest first
+  const int* first_runs;  // [q_tiles + 1]
+  const int2* runs;       // first KV tile, 2 * length + partial; KV tiles go downward
+  const int* visits;      // [q_tiles] KV tiles each Q tile visits
+};
+
+struct ForwardParams {
+  float* lse;  // [batch][q_heads][q_len], natural log
+  int* next_ticket;
+  int batch, q_heads, group, q_tiles, tickets;
+  int heads_side_by_side;  // heads whose K and V fit the L2 cache together
+  float scale_log2;
+  MaskParams mask;
+  VisitTables visits;
+};
+
+template <int D_> struct ForwardConfig {
+  static constexpr int D = D_;
+  static constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups of 64 queries
+  static constexpr int Q_ROWS = 64 * CONSUMERS, KV_ROWS = 128, THREADS = WARPGROUP * (CONSUMERS + 1);
+  static constexpr int CONSUMER_REGISTERS = D == 64 ? 160 : 240, LOADER_REGISTERS = D == 64 ? 32 : 24;
+  static constexpr int PANELS = D / 64, PANEL = 64 * 128;  // 64 rows of 64 columns, 128-byte swizzle
+  static constexpr int STAGES = 2;
+  static constexpr int SCORES = KV_ROWS / 2, OUTPUTS = D / 2;  // registers of S and O
+  static constexpr int HALF_BYTES = 64 * D * 2;                // the queries of one warpgroup
+  static constexpr int Q_BYTES = CONSUMERS * HALF_BYTES, KV_BYTES = KV_ROWS * D * 2, KV_PANEL = KV_ROWS * 128;
+  static constexpr int Q = 0, K = Q + Q_BYTES, V = K + STAGES * KV_BYTES, OUT = V + STAGES * KV_BYTES;
+  static constexpr int NOTE = OUT + Q_BYTES, BARRIERS = NOTE + 32, SHARED_BYTES = BARRIERS + 112;
+  static_assert(SHARED_BYTES <= 232448, "shared memory of one SM");
+};
+
+namespace forward_barrier {
+enum : int { TILE_FULL = 0, TILE_EMPTY = 16, Q_FULL = 32, Q_EMPTY = 40, K_FULL = 48, K_EMPTY = 64, V_FULL = 80, V_EMPTY = 96 };
+}
+
+// What the loader tells the consumers about a tile: sequence, query head, Q tile, KV tiles to visit (-1: no more tiles).
+struct TileNote {
+  int sequence, head, q_tile, visits;
+};
+
+// Walks the KV tiles of a Q tile downward.
+struct Visits {
+  const int2* run;
+  int kv_tile, left;
+  bool partial;
+
+  DEVICE Visits(const VisitTables& tables, int q_tile) : run(tables.runs + tables.first_runs[q_tile]), left(0) {}
+  DEVICE void next() {
+    if (left == 0) {
+      const int2 r = *run++;
+      kv_tile = r.x + 1;
+      left = r.y >> 1;
+      partial = r.y & 1;
+    }
+    kv_tile--;
+    left--;
+  }
+};

@@ -1,0 +1,229 @@
+// A warpgroup with 64 queries: S = Q K^T, online softmax, O += P V. While one warpgroup does its softmax, the tensor cores
+// work for another (they take turns); inside a warpgroup, P V of one KV tile runs under the softmax of the next.
+#pragma once
+#include "forward_config.cuh"
+#include "wgmma.cuh"
+
+// The keys a query attends inside partial tiles.
+template <MaskKind KIND> struct QueryMask {
+  int first, end;  // Band and Rows: the kept interval of keys
+
+  DEVICE QueryMask(const MaskParams& mask, int query) {
+    const bool exists = query < mask.q_len;
+    first = 0;
+    end = exists ? mask.kv_len : 0;
+    if constexpr (KIND == MaskKind::Band) {
+      first = query + mask.band_top - (int)mask.band_width;
+      end = min(end, query + mask.band_top + 1);
+    } else if (KIND == MaskKind::Rows && exists) {
+      const int2 kept = mask.rows[query];
+      first = kept.x;
+      end = kept.y;
+    }
+  }
+  DEVICE bool keeps(const MaskParams& mask, int query, int key) const {
+    if (key < first || key >= end) return false;
+    if constexpr (KIND == MaskKind::Blocks) return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
+    return true;
+  }
+};
+
+template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
+  using C = ForwardConfig<D>;
+  const ForwardParams& p;
+  u32 shared, base, bar;
+  int wg, warp, lane;
+  float s[C::SCORES], out[C::OUTPUTS];
+  u32 probability[C::SCORES / 2];
+  float row_max[2], row_sum[2];  // rows lane / 4 and lane / 4 + 8 of the warp; the sum over this thread's columns only
+
+  DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, u32 barriers, int warp_of_block, int lane_of_warp)
+      : p(params), shared(shared_base), base(shared_base >> 4), bar(barriers), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
+        lane(lane_of_warp) {}
+
+  DEVICE void run(const TensorMap* out_map) {
+    using namespace forward_barrier;
+    u32 loads = 0;
+    if (wg == C::CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+    for (u32 tiles = 0, q_loads = 0;; tiles++) {
+      const u32 slot = tiles & 1;
+      mbarrier_wait(bar + TILE_FULL + 8 * slot, (tiles >> 1) & 1);
+      const int4 note = load_shared_i32x4(shared + C::NOTE + 16 * slot);
+      const TileNote tile{note.x, note.y, note.z, note.w};
+      if (tile.visits < 0) break;
+#pragma unroll
+      for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
+      row_max[0] = row_max[1] = MINUS_INFINITY;
+      row_sum[0] = row_sum[1] = 0.f;
+      if (tile.visits > 0) {
+        mbarrier_wait(bar + Q_FULL, q_loads++ & 1);
+        visit(tile, loads);
+        loads += tile.visits;
+      }
+      finish(tile, out_map);
+      arrive(TILE_EMPTY + 8 * slot);
+    }
+    if (warp == 0 && lane == 0) bulk_wait();
+  }
+
+ private:
+  DEVICE void arrive(int barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bar + barrier);
+  }
+  DEVICE void await_turn() {
+    if (wg == 0) named_barrier_sync<1>(2 * WARPGROUP);
+    if (wg == 1) named_barrier_sync<2>(2 * WARPGROUP);
+    if (wg == 2) named_barrier_sync<3>(2 * WARPGROUP);
+  }
+  DEVICE void pass_turn() {
+    const int next = wg == C::CONSUMERS - 1 ? 0 : wg + 1;
+    if (next == 0) named_barrier_arrive<1>(2 * WARPGROUP);
+    if (next == 1) named_barrier_arrive<2>(2 * WARPGROUP);
+    if (next == 2) named_barrier_arrive<3>(2 * WARPGROUP);
+  }
+  static DEVICE int query_of(const TileNote& tile, int wg, int warp, int lane) {
+    return tile.q_tile * C::Q_ROWS + wg * 64 + warp * 16 + (lane >> 2);
+  }
+
+  DEVICE void visit(const TileNote& tile, u32 load) {
+    using namespace forward_barrier;
+    Visits visits(p.visits, tile.q_tile);
+    const int query = query_of(tile, wg, warp, lane);
+    const QueryMask<MASK> low(p.mask, query), high(p.mask, query + 8);
+
+    visits.next();
+    mbarrier_wait(bar + K_FULL + 8 * (load & 1), (load >> 1) & 1);
+    await_turn();
+    multiply_s(load & 1);
+    pass_turn();
+    wgmma_wait<0>();
+    pin(s);
+    arrive(K_EMPTY + 8 * (load & 1));
+    if (visits.partial) mask_scores(low, high, query, visits.kv_tile);
+    float rescale[2];
+    softmax(rescale);
+    pack_probabilities();
+#pragma unroll 1
+    for (int j = 1; j < tile.visits; j++, load++) {
+      const u32 now = load & 1, next = now ^ 1;
+      visits.next();
+      mbarrier_wait(bar + K_FULL + 8 * next, ((load + 1) >> 1) & 1);
+      await_turn();
+      multiply_s(next);
+      mbarrier_wait(bar + V_FULL + 8 * now, (load >> 1) & 1);
+      multiply_out(now);
+      pass_turn();
+      wgmma_wait<1>();  // S
+      pin(s);
+      arrive(K_EMPTY + 8 * next);
+      if (visits.partial) mask_scores(low, high, query, visits.kv_tile);
+      softmax(rescale);
+      wgmma_wait<0>();  // O
+      pin(out);
+      arrive(V_EMPTY + 8 * now);
+#pragma unroll
+      for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
+      pack_probabilities();
+    }
+    arrive(Q_EMPTY);
+    mbarrier_wait(bar + V_FULL + 8 * (load & 1), (load >> 1) & 1);
+    multiply_out(load & 1);
+    wgmma_wait<0>();
+    pin(out);
+    arrive(V_EMPTY + 8 * (load & 1));
+  }
+
+  DEVICE void multiply_s(u32 stage) {  // S = Q K^T
+    const u32 a = opaque(base) + wg * (C::HALF_BYTES / 16), b = opaque(base) + stage * (C::KV_BYTES / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::Q + (k / 4) * C::PANEL + (k % 4) * 32)),
+                           descriptor(b + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * 32)));
+    wgmma_commit();
+  }
+  DEVICE void multiply_out(u32 stage) {  // O += P V
+    const u32 b = opaque(base) + stage * (C::KV_BYTES / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < C::KV_ROWS / 16; k++)
+      wgmma_rs<Half, 1>(out, probability + 4 * k, descriptor(b + descriptor_low(C::V + k * 2048, C::KV_PANEL)));
+    wgmma_commit();
+  }
+
+  // Register 4 g + e of a score tile is query row + 8 (e / 2), key column 8 g + 2 (lane % 4) + e % 2.
+  DEVICE void mask_scores(const QueryMask<MASK>& low, const QueryMask<MASK>& high, int query, int kv_tile) {
+    const int key = kv_tile * C::KV_ROWS + 2 * (lane & 3);
+#pragma unroll
+    for (int i = 0; i < C::SCORES; i++) {
+      const bool second = i & 2;
+      const QueryMask<MASK>& row = second ? high : low;
+      if (!row.keeps(p.mask, query + (second ? 8 : 0), key + 8 * (i / 4) + (i & 1))) s[i] = MINUS_INFINITY;
+    }
+  }
+  // S becomes exp2((S - max) scale); `rescale` is what the output so far must be multiplied with.
+  DEVICE void softmax(float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float largest = row_max[r];
+#pragma unroll
+      for (int i = 0; i < C::SCORES / 2; i++) largest = fmaxf(largest, s[4 * (i / 2) + 2 * r + (i & 1)]);
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float shift = largest == MINUS_INFINITY ? 0.f : largest * p.scale_log2;  // a row may have met no key yet
+      rescale[r] = exp2_approx(row_max[r] * p.scale_log2 - shift);
+      row_max[r] = largest;
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < C::SCORES / 2; i++) {
+        float& x = s[4 * (i / 2) + 2 * r + (i & 1)];
+        x = exp2_approx(fmaf(x, p.scale_log2, -shift));
+        sum += x;
+      }
+      row_sum[r] = row_sum[r] * rescale[r] + sum;
+    }
+  }
+  DEVICE void pack_probabilities() {
+#pragma unroll
+    for (int i = 0; i < C::SCORES / 2; i++) probability[i] = pack<Half>(s[2 * i], s[2 * i + 1]);
+  }
+
+  DEVICE void finish(const TileNote& tile, const TensorMap* out_map) {
+    const int query = query_of(tile, wg, warp, lane);
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float sum = row_sum[r];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      factor[r] = sum > 0.f ? 1.f / sum : 0.f;  // a query that attends nothing has output 0 and LSE -inf
+      const float lse = sum > 0.f ? (row_max[r] * p.scale_log2 + __log2f(sum)) * LN_2 : MINUS_INFINITY;
+      const int at = query + 8 * r;
+      if ((lane & 3) == 0 && at < p.mask.q_len) p.lse[((i64)tile.sequence * p.q_heads + tile.head) * p.mask.q_len + at] = lse;
+    }
+    const u32 half = shared + C::OUT + wg * C::HALF_BYTES;
+    if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
+    warpgroup_sync();
+#pragma unroll
+    for (int g = 0; g < D / 16; g++) {
+      u32 r[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[i] = pack<Half>(out[8 * g + 2 * i] * factor[i & 1], out[8 * g + 2 * i + 1] * factor[i & 1]);
+      const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
+      stmatrix(half + (g / 4) * C::PANEL + row * 128 + chunk * 16, r[0], r[1], r[2], r[3]);
+    }
+    fence_async_shared();
+    warpgroup_sync();
+    if (warp == 0 && lane == 0) {
+      for (int i = 0; i < C::PANELS; i++)
+        tma_store(out_map, half + i * C::PANEL, i * 64, tile.head, tile.q_tile * C::Q_ROWS + wg * 64, tile.sequence);
+      bulk_commit();
+    }
+  }
+  DEVICE void warpgroup_sync() {
+    if (wg == 0) named_barrier_sync<4>(WARPGROUP);
+    if (wg == 1) named_barrier_sync<5>(WARPGROUP);
+    if (wg == 2) named_barrier_sync<6>(WARPGROUP);
+  }
+};

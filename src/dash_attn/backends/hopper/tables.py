@@ -1,0 +1,129 @@
+"""Plans and masks on the device: uploaded once, then shared by every call that needs them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...masks import Causal, Full, IntervalMask, Mask, TileMap, Window
+from ...plan import Plan
+from ...problem import Problem
+from ...visits import visit_tables
+from .structs import MaskParams, Pair, PlanTables, VisitParams
+
+FAR_AWAY = 2**29  # farther than any two tokens are apart
+ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
+
+
+class DeviceTables:
+    """Arrays laid end to end in one device tensor."""
+
+    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the first call with a new shape uploads its plan and cannot be captured; run it once before the graph")
+        offsets, parts, total = {}, [], 0
+        for name, array in arrays.items():
+            flat = np.ascontiguousarray(array, dtype=np.int32).ravel()
+            padded = np.zeros(-(-max(1, flat.size) // ALIGNMENT) * ALIGNMENT, dtype=np.int32)
+            padded[: flat.size] = flat
+            offsets[name] = total
+            parts.append(padded)
+            total += padded.size
+        self.memory: Tensor = torch.from_numpy(np.concatenate(parts)).to(device)
+        torch.cuda.current_stream(device).synchronize()  # once: other streams may use the tables from now on
+        self._offsets = offsets
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.memory.data_ptr()) + 4 * self._offsets[name]
+
+
+class PlanOnDevice:
+    """A plan's tables and the parameters that point to them."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        problem, kinds = plan.problem, plan.kinds
+        chain_steps = np.array([len(plan.steps(kind, kv)) for kind in range(kinds) for kv in range(problem.kv_tiles)])
+        self.tables = DeviceTables(
+            {
+                "starts": plan.starts,
+                "chain_runs": plan.chain_runs,
+                "chain_steps": chain_steps,
+                "runs": plan.runs,
+                "entries": plan.entries,
+                "segments": np.cumsum([0, *plan.segments]),
+                "ranks_per_q_tile": plan.ranks_per_q_tile,
+            },
+            device,
+        )
+        heads = np.arange(problem.heads)
+        of_kind = [heads[(heads + problem.head_offset) % kinds == kind] for kind in range(kinds)]
+        counts = [len(h) for h in of_kind] + [0] * (2 - kinds)
+        self.params = PlanTables(
+            *(self.tables[name] for name in ("starts", "chain_runs", "chain_steps", "runs", "entries", "segments")),
+            kinds=kinds,
+            kv_tiles=problem.kv_tiles,
+            lanes=plan.lanes,
+            tickets=problem.chains,
+            has_gangs=int(plan.gang > 1),
+            instances=Pair(*(problem.batch * n for n in counts)),
+            heads_per_sequence=Pair(*(max(1, n) for n in counts)),
+            first_head=Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),
+        )
+        self.ranks_per_q_tile = self.tables["ranks_per_q_tile"]
+
+
+class VisitsOnDevice:
+    """The forward's tables and the parameters that point to them."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        tables = visit_tables(problem)
+        names = ("q_order", "first_runs", "runs", "visits")
+        self.tables = DeviceTables({name: getattr(tables, name) for name in names}, device)
+        self.params = VisitParams(*(self.tables[name] for name in names))
+
+
+class MaskOnDevice:
+    """How a kernel masks the elements of partial tiles: by a band, by row bounds or by blocks."""
+
+    def __init__(self, mask: Mask, q_len: int, kv_len: int, device: torch.device) -> None:
+        self.params = MaskParams(q_len=q_len, kv_len=kv_len)
+        if isinstance(mask, (Full, Causal, Window)):
+            self.kind = "Band"
+            left = -1 if isinstance(mask, (Full, Causal)) else mask.left
+            right = 0 if isinstance(mask, Causal) else -1 if isinstance(mask, Full) else mask.right
+            offset = kv_len - q_len
+            top = FAR_AWAY if right < 0 else offset + right
+            bottom = -FAR_AWAY if left < 0 else offset - left
+            self.params.band_top, self.params.band_width = top, top - bottom
+        elif isinstance(mask, IntervalMask):
+            self.kind = "Rows"
+            bounds = np.stack(mask.clipped_bounds(np.arange(q_len), q_len, kv_len), axis=1)
+            self._memory = DeviceTables({"rows": bounds}, device)
+            self.params.rows = self._memory["rows"]
+        elif isinstance(mask, TileMap):
+            self.kind = "Blocks"
+            self._blocks = torch.from_numpy(mask.blocks.astype(np.uint8)).to(device)
+            torch.cuda.current_stream(device).synchronize()
+            self.params.blocks = self._blocks.data_ptr()
+            self.params.block_q, self.params.block_kv = mask.block_q, mask.block_kv
+            self.params.block_columns = mask.blocks.shape[1]
+        else:
+            raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
+
+
+@lru_cache(maxsize=64)
+def plan_on_device(plan: Plan, device: torch.device) -> PlanOnDevice:
+    return PlanOnDevice(plan, device)
+
+
+@lru_cache(maxsize=64)
+def visits_on_device(problem: Problem, device: torch.device) -> VisitsOnDevice:
+    return VisitsOnDevice(problem, device)
+
+
+@lru_cache(maxsize=64)
+def mask_on_device(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> MaskOnDevice:
+    return MaskOnDevice(mask, q_len, kv_len, device)
