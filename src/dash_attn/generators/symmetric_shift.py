@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import HeadOrder, Order, rank_within
+from ..order import HeadOrder, Order, frozen_ints, rank_within
 from ..problem import Problem, whole_number
 from ..schedule import Placement, Schedule
 from ..validate import ScheduleError
@@ -38,8 +38,9 @@ def symmetric_shift(problem: Problem, workers: int) -> Schedule:
     rank = rank_within(q_tile, first_step[chain] + position, chain)
     kind = HeadOrder.build(chain, q_tile, rank, first_step)
     workers = whole_number("workers", workers)
-    lanes = workers // max(1, half, kind.gang(np.arange(n)))  # a pair of chains follows each other on one worker
-    return Schedule(problem, Order("symmetric_shift", (kind,)), Placement(workers, max(1, lanes), (np.arange(n),), (n,)))
+    start = frozen_ints(np.arange(n))
+    lanes = workers // max(1, half, kind.gang(start))  # the two chains of a pair follow each other on one worker
+    return Schedule(problem, Order("symmetric_shift", (kind,)), Placement(workers, max(1, lanes), (start,), (n,)))
 
 
 def _first_q_tiles(problem: Problem) -> np.ndarray:
