@@ -103,8 +103,8 @@ def _check_progress(schedule: Schedule) -> None:
 
 def _is_acyclic(order: HeadOrder) -> bool:
     """Whether a head runs to its end with all its chains resident."""
-    if order.slack is None or order.slack > 0:
-        return True  # steps grow along walks and along ranks
+    if order.slack is None or order.slack >= 0:
+        return True  # steps grow along walks and never fall along ranks; ranks of one Q tile alone make no circle
     walks = [order.walk(kv)[::-1].tolist() for kv in range(order.kv_tiles)]
     owner = dict(zip(zip(order.q_tile.tolist(), order.rank.tolist(), strict=True), order.chain.tolist(), strict=True))
     turn = [0] * (int(order.q_tile.max()) + 1)  # the rank that each Q tile takes next
