@@ -57,18 +57,20 @@ def acyclic_order(problem: Problem, rng: np.random.Generator) -> HeadOrder:
     q_tile, chain = np.nonzero(problem.kept)
     when = rng.permutation(len(chain))
     sequence = np.lexsort((when, chain))
-    return _order(problem, chain[sequence], q_tile[sequence], when[sequence])
+    first_step = rng.integers(0, 2 * problem.q_tiles, problem.kv_tiles)  # decides the slack, which must not mislead a proof
+    return _order(chain[sequence], q_tile[sequence], when[sequence], first_step)
 
 
 def any_order(problem: Problem, rng: np.random.Generator) -> HeadOrder:
     """Random walks and, independently, random ranks: often a cycle."""
     q_tile, chain = np.nonzero(problem.kept)
     sequence = np.lexsort((rng.permutation(len(chain)), chain))
-    return _order(problem, chain[sequence], q_tile[sequence], rng.permutation(len(chain)))
+    first_step = rng.integers(0, 2 * problem.q_tiles, problem.kv_tiles)
+    return _order(chain[sequence], q_tile[sequence], rng.permutation(len(chain)), first_step)
 
 
-def _order(problem: Problem, chain: np.ndarray, q_tile: np.ndarray, when: np.ndarray) -> HeadOrder:
-    return HeadOrder.build(chain, q_tile, rank_within(q_tile, when), np.zeros(problem.kv_tiles))
+def _order(chain: np.ndarray, q_tile: np.ndarray, when: np.ndarray, first_step: np.ndarray) -> HeadOrder:
+    return HeadOrder.build(chain, q_tile, rank_within(q_tile, when), first_step)
 
 
 def one_or_two_kinds(problem: Problem, rng: np.random.Generator) -> Order:

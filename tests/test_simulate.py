@@ -123,6 +123,13 @@ def test_stalls_are_blamed_on_their_cause() -> None:
     assert full_buffers.stalls.drain > 0
 
 
+def test_a_full_buffer_is_blamed_on_the_rank_that_filled_it() -> None:
+    """kv1 holds one tile; its third compute waits from 2 to 7 because the hand-over of q0 keeps its first reduce from 1 to 6."""
+    timeline = simulate(generate("ascending", Problem.from_tiles("full", 3, 2), 2), Machine(1, 1, overlap=1, latency=5))
+    assert timeline.makespan == 9
+    assert timeline.stalls == (5 / 18, 0, 2 / 18)
+
+
 def test_task_arrays_are_indexed_by_ticket_then_walk_then_query_head() -> None:
     timeline = simulate(generate("descending", Problem.from_tiles("causal", 3, 3, heads=1, group=2, batch=2), 6))
     names = [str(timeline.task(i)) for i in range(len(timeline.execution.reduce_start))]
