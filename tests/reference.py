@@ -130,8 +130,9 @@ class Clockwork:
 def _tasks_of(schedule: Schedule, ticket: list[int]) -> list[tuple[tuple[int, int, int], int]]:
     sequence, head, kv_tile = ticket
     group, order = schedule.problem.group, schedule.head_order(head)
-    steps = zip(order.walk(kv_tile).tolist(), order.ranks(kv_tile).tolist(), strict=True)
-    return [((sequence, head * group + member, q_tile), rank) for q_tile, rank in steps for member in range(group)]
+    steps = list(zip(order.walk(kv_tile).tolist(), order.ranks(kv_tile).tolist(), strict=True))
+    members = range(group)[::-1] if order.last_member_first else range(group)
+    return [((sequence, head * group + member, q_tile), rank) for member in members for q_tile, rank in steps]
 
 
 def can_finish(schedule: Schedule, workers: int) -> bool:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
+from importlib import import_module
+
 from dash_attn.backends.hopper import structs
-from dash_attn.backends.hopper.backward import Q_ROWS, shared_bytes
 from dash_attn.backends.hopper.compile import CompileError, compile_uncached
+
+BACKWARD_LAUNCH = import_module("dash_attn.backends.hopper.backward")
+FORWARD_LAUNCH = import_module("dash_attn.backends.hopper.forward")
+CONSUMER_CHOICES = FORWARD_LAUNCH.CONSUMER_CHOICES
+Q_ROWS = BACKWARD_LAUNCH.Q_ROWS
 
 DTYPES = ("bf16", "f16")
 DIMS = (64, 128)
@@ -21,8 +28,16 @@ BACKWARD = [
     for ordered in ("true", "false")
     for mask in ("Band", "Rows", "Blocks")
 ]
+FORWARD = [
+    f"attention_forward<{dtype}, {dim}, {consumers}, MaskKind::{mask}>"
+    for dtype in DTYPES
+    for dim in DIMS
+    for consumers in CONSUMER_CHOICES[dim]
+    for mask in ("Band", "Rows", "Blocks")
+]
 VARIANTS = [
     *(("backward.cuh", name) for name in BACKWARD),
+    *(("forward.cuh", name) for name in FORWARD),
     *(("preprocess.cuh", f"backward_preprocess<{dtype}, {dim}>") for dtype in DTYPES for dim in DIMS),
     *(("postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {Q_ROWS[dim]}>") for dtype in DTYPES for dim in DIMS),
 ]
@@ -64,6 +79,7 @@ LAYOUTS = {
     "backward.cuh": (structs.PlanTables, structs.MaskParams, structs.BackwardParams),
     "preprocess.cuh": (structs.PreprocessParams,),
     "postprocess.cuh": (structs.PostprocessParams,),
+    "forward.cuh": (structs.ForwardParams,),
 }
 
 
@@ -72,8 +88,6 @@ def test_parameter_layouts(header: str) -> None:
     checks = []
     for struct in LAYOUTS[header]:
         name = struct.__name__
-        import ctypes
-
         checks.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});")
         for field, *_ in struct._fields_:
             checks.append(f"static_assert(__builtin_offsetof({name}, {field}) == {getattr(struct, field).offset});")
@@ -87,8 +101,13 @@ def test_wrong_layout_would_be_seen() -> None:
         compile_uncached("layout.cuh", "nothing", {"layout.cuh": source})
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_shared_memory_size(dim: int) -> None:
-    check = f"static_assert(BackwardConfig<{dim}, {Q_ROWS[dim]}>::SHARED_BYTES == {shared_bytes(dim)});"
-    source = f'#include "backward.cuh"\n{check}\n__global__ void nothing() {{}}\n'
+SIZES = [
+    *(("backward.cuh", f"BackwardConfig<{d}, {Q_ROWS[d]}>", BACKWARD_LAUNCH.shared_bytes(d)) for d in DIMS),
+    *(("forward.cuh", f"ForwardConfig<{d}, {c}>", FORWARD_LAUNCH.shared_bytes(d, c)) for d in DIMS for c in CONSUMER_CHOICES[d]),
+]
+
+
+@pytest.mark.parametrize(("header", "config", "size"), SIZES)
+def test_shared_memory_size(header: str, config: str, size: int) -> None:
+    source = f'#include "{header}"\nstatic_assert({config}::SHARED_BYTES == {size});\n__global__ void nothing() {{}}\n'
     assert compile_uncached("size.cuh", "nothing", {"size.cuh": source}).cubin

@@ -74,12 +74,11 @@ def _rank_predecessors(timeline: Timeline) -> NDArray[np.int64]:
     """Index of the task with the next lower rank on the same dQ tile (-1 for rank 0)."""
     problem, run = timeline.schedule.problem, timeline.execution
     keys, ranks = [], []
-    members = np.arange(problem.group)
     for sequence, head, kv_tile in timeline.schedule.tickets.tolist():
-        order = timeline.schedule.head_order(head)
-        query_head = (sequence * problem.heads + head) * problem.group + members
-        keys.append((query_head * problem.q_tiles + order.walk(kv_tile)[:, None]).ravel())
-        ranks.append(np.repeat(order.ranks(kv_tile), problem.group))
+        q_tile, rank_of, member = timeline.schedule.head_order(head).tasks(kv_tile, problem.group)
+        query_head = (sequence * problem.heads + head) * problem.group + member
+        keys.append(query_head * problem.q_tiles + q_tile)
+        ranks.append(rank_of)
     key, rank = np.concatenate(keys), np.concatenate(ranks)
     by_rank = np.lexsort((rank, key))
     before = np.full(len(run.reduce_start), -1)

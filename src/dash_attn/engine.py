@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -171,12 +170,9 @@ def _chain_end(chain: _Chain, costs: Costs) -> int:
 
 
 def _expand(kind: HeadOrder, group: int, q_tiles: int) -> list[tuple[list[int], list[int]]]:
-    """Per chain: dQ tile and rank of each task, query heads of a group innermost."""
-    members = np.arange(group) * q_tiles
-    keys = (kind.q_tile[:, None] + members).ravel().tolist()
-    ranks = np.repeat(kind.rank, group).tolist()
-    bounds = (kind.offsets * group).tolist()
-    return [(keys[a:b], ranks[a:b]) for a, b in pairwise(bounds)]
+    """Per chain: dQ tile and rank of each task."""
+    tasks = (kind.tasks(kv_tile, group) for kv_tile in range(kind.kv_tiles))
+    return [((member * q_tiles + q_tile).tolist(), rank.tolist()) for q_tile, rank, member in tasks]
 
 
 def _blocked(schedule: Schedule, chains: list[_Chain], waiting: dict[tuple[int, int], _Chain]) -> list[tuple[int, Task, int, str]]:

@@ -55,7 +55,7 @@ class Partial(NamedTuple):
 class Kernel(Protocol):
     """What a backend supplies: the arithmetic. The executor decides when it runs."""
 
-    def chain(self, ticket: Ticket, steps: Ints) -> Iterator[Partial]:
+    def chain(self, ticket: Ticket, steps: Ints, members: list[int]) -> Iterator[Partial]:
         """Walk `steps` (rows q_tile, rank, partial flag), yield each dQ partial; it has landed when the walk resumes."""
 
     def land(self, task: Task, value: Any, first: bool) -> None:
@@ -122,7 +122,7 @@ class Chain:
         self.pending: Partial | None = None
         self.task = plan.problem.task(*ticket, q_tile=0)  # the last task computed
         self._group = plan.problem.group
-        self._coroutine = kernel.chain(ticket, plan.steps(self.kind, ticket.kv_tile))
+        self._coroutine = kernel.chain(ticket, plan.steps(self.kind, ticket.kv_tile), plan.members(self.kind))
 
     def compute(self) -> bool:
         """Run to the next partial. False when the walk has ended."""

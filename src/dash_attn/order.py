@@ -36,28 +36,37 @@ def rank_within(q_tile: NDArray[Any], *keys: NDArray[Any]) -> NDArray[np.int64]:
     return ranks
 
 
+def members(group: int, last_first: bool) -> Ints:
+    """The query heads of a group in the order a chain takes them."""
+    forward = np.arange(group, dtype=np.int32)
+    return forward[::-1] if last_first else forward
+
+
 @dataclass(frozen=True, eq=False)
 class HeadOrder:
     """Walks and ranks of one head. Chain `kv` owns the slice offsets[kv]:offsets[kv + 1] of the task arrays.
 
     `first_step` places each chain in a nominal execution without waits; slack and the grids in errors come from it.
+    A chain makes its walk once for every query head of its group, one head after the other (so that chains which
+    follow each other share Q tiles in the cache), from the first head or from the last.
     """
 
     offsets: Ints
     q_tile: Ints
     rank: Ints
     first_step: Ints
+    last_member_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("offsets", "q_tile", "rank", "first_step"):
             object.__setattr__(self, name, frozen_ints(getattr(self, name)))
 
     @classmethod
-    def build(cls, chain: Any, q_tile: Any, rank: Any, first_step: Any) -> HeadOrder:
+    def build(cls, chain: Any, q_tile: Any, rank: Any, first_step: Any, last_member_first: bool = False) -> HeadOrder:
         """From task arrays that are sorted by chain."""
         kv_tiles = len(first_step)
         offsets = np.searchsorted(chain, np.arange(kv_tiles + 1))
-        return cls(*map(frozen_ints, (offsets, q_tile, rank, first_step)))
+        return cls(frozen_ints(offsets), q_tile, rank, first_step, last_member_first)
 
     @property
     def kv_tiles(self) -> int:
@@ -79,6 +88,11 @@ class HeadOrder:
 
     def ranks(self, kv_tile: int) -> Ints:
         return self.rank[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
+
+    def tasks(self, kv_tile: int, group: int) -> tuple[Ints, Ints, Ints]:
+        """(q_tile, rank, member) of a chain's tasks, in order."""
+        walk = self.walk(kv_tile)
+        return np.tile(walk, group), np.tile(self.ranks(kv_tile), group), np.repeat(members(group, self.last_member_first), len(walk))
 
     @cached_property
     def by_rank(self) -> NDArray[np.int64]:
@@ -123,6 +137,7 @@ class HeadOrder:
             q_tile,
             ranks_of[q_tile] - 1 - self.rank[reversed_tasks],
             last_step.max() - last_step,
+            not self.last_member_first,
         )
 
 
@@ -144,14 +159,16 @@ class Order:
 
     def same_bits(self, other: Order) -> bool:
         """Whether both orders sum everything in the same sequence."""
+        fields = ("offsets", "q_tile", "rank", "last_member_first")
         pairs = zip(self.kinds, other.kinds, strict=False)
         return len(self.kinds) == len(other.kinds) and all(
-            np.array_equal(getattr(a, field), getattr(b, field)) for a, b in pairs for field in ("offsets", "q_tile", "rank")
+            np.array_equal(getattr(a, field), getattr(b, field)) for a, b in pairs for field in fields
         )
 
     def to_json(self) -> dict[str, Any]:
         kinds = [
             {
+                "last_member_first": kind.last_member_first,
                 "first_step": kind.first_step.tolist(),
                 "walks": [kind.walk(kv).tolist() for kv in range(kind.kv_tiles)],
                 "ranks": [kind.ranks(kv).tolist() for kv in range(kind.kv_tiles)],
@@ -168,5 +185,6 @@ class Order:
             if [len(w) for w in walks] != [len(r) for r in ranks]:
                 raise ValueError("order JSON: every walk needs one rank per Q tile")
             chain = np.repeat(np.arange(len(walks)), [len(w) for w in walks])
-            kinds.append(HeadOrder.build(chain, np.concatenate(walks), np.concatenate(ranks), kind["first_step"]))
+            arrays = np.concatenate(walks), np.concatenate(ranks), kind["first_step"]
+            kinds.append(HeadOrder.build(chain, *arrays, last_member_first=kind["last_member_first"]))
         return cls(value["name"], tuple(kinds), tuple(value["guarantees"]))

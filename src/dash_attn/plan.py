@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder, Ints, frozen_ints
+from .order import HeadOrder, Ints, frozen_ints, members
 from .problem import Problem
 from .runs import Run, compress
 from .schedule import Schedule
@@ -34,6 +34,7 @@ class Plan:
     segments: tuple[int, ...]
     gang: int
     kinds: int
+    last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its group
     starts: Ints  # [kinds, kv_tiles]: start order of a head's KV tiles
     chain_runs: Ints  # [kinds * kv_tiles + 1]
     runs: Ints  # [runs, 8]: RUN_FIELDS
@@ -51,7 +52,7 @@ class Plan:
     @cached_property
     def order_hash(self) -> str:
         """Names the bits: equal for plans that sum everything in the same sequence, whatever the batch and the machine."""
-        tiling = (self.problem.tile_q, self.problem.tile_kv, self.problem.head_offset % self.kinds)
+        tiling = (self.problem.tile_q, self.problem.tile_kv, self.problem.head_offset % self.kinds, *self.last_member_first)
         digest = hashlib.sha256(np.array(tiling, dtype=np.int64).tobytes())
         for kind in range(self.kinds):
             for kv_tile in range(self.problem.kv_tiles):
@@ -64,6 +65,10 @@ class Plan:
         chain = kind * self.problem.kv_tiles + kv_tile
         decoded = [self._decode(run) for run in self.runs[self.chain_runs[chain] : self.chain_runs[chain + 1]]]
         return frozen_ints(np.concatenate(decoded)) if decoded else frozen_ints(np.zeros((0, 3)))
+
+    def members(self, kind: int) -> list[int]:
+        """The query heads of a group in the order a chain takes them; it makes its whole walk for each."""
+        return members(self.problem.group, self.last_member_first[kind]).tolist()
 
     def _decode(self, run: Ints) -> NDArray[np.int64]:
         q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries = run.tolist()
@@ -99,6 +104,7 @@ def lower(schedule: Schedule) -> Plan:
         segments=schedule.placement.segments,
         gang=schedule.gang,
         kinds=len(schedule.order.kinds),
+        last_member_first=tuple(kind.last_member_first for kind in schedule.order.kinds),
         starts=frozen_ints(np.stack(schedule.placement.starts)),
         chain_runs=frozen_ints(chain_runs),
         runs=frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))),

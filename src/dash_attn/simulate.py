@@ -152,8 +152,9 @@ class Timeline:
         ticket = int(np.searchsorted(self.execution.offsets, index, side="right")) - 1
         sequence, head, kv_tile = self.schedule.tickets[ticket].tolist()
         problem = self.schedule.problem
-        step, member = divmod(index - int(self.execution.offsets[ticket]), problem.group)
-        return problem.task(sequence, head, kv_tile, int(self.schedule.head_order(head).walk(kv_tile)[step]), member)
+        q_tile, _, member = self.schedule.head_order(head).tasks(kv_tile, problem.group)
+        place = index - int(self.execution.offsets[ticket])
+        return problem.task(sequence, head, kv_tile, int(q_tile[place]), int(member[place]))
 
     @cached_property
     def critical_path(self) -> list[Hop]:

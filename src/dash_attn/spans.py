@@ -94,18 +94,10 @@ class Spans:
 
 def task_table(schedule: Schedule) -> TaskTable:
     problem = schedule.problem
-    members = np.arange(problem.group)
-    q_tiles, ranks, lengths = [], [], []
-    for _, head, kv_tile in schedule.tickets.tolist():
-        order = schedule.head_order(head)
-        q_tiles.append(order.walk(kv_tile))
-        ranks.append(order.ranks(kv_tile))
-        lengths.append(len(q_tiles[-1]) * problem.group)
-    ticket = np.repeat(np.arange(len(lengths)), lengths)
+    chains = [schedule.head_order(head).tasks(kv_tile, problem.group) for _, head, kv_tile in schedule.tickets.tolist()]
+    q_tile, rank, member = (np.concatenate(column).astype(np.int64) for column in zip(*chains, strict=True))
+    ticket = np.repeat(np.arange(len(chains)), [len(chain[0]) for chain in chains])
     sequence, kv_head, kv_tile = schedule.tickets[ticket].T
-    member = np.tile(members, len(ticket) // problem.group)
-    q_tile = np.repeat(np.concatenate(q_tiles), problem.group).astype(np.int64)
-    rank = np.repeat(np.concatenate(ranks), problem.group).astype(np.int64)
     return TaskTable(ticket, sequence, kv_head * problem.group + member, q_tile, kv_tile, rank)
 
 

@@ -135,13 +135,13 @@ class _Backward:
             delta[place] = (self.dout[place] * out[place]).sum(1)
         return delta
 
-    def chain(self, ticket: Ticket, steps: Ints) -> Iterator[Partial]:
+    def chain(self, ticket: Ticket, steps: Ints, members: list[int]) -> Iterator[Partial]:
         """Walk one KV tile's Q tiles; dK and dV stay with the chain."""
         k, v = self.k[ticket], self.v[ticket]
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         group = self.problem.group
-        for q_tile, rank, partial in steps.tolist():
-            for member in range(group):
+        for member in members:
+            for q_tile, rank, partial in steps.tolist():
                 place = ticket.sequence, ticket.head * group + member, q_tile
                 weights, dscores = self._gradients(place, k, v, ticket.kv_tile, bool(partial))
                 dv.addmm_(weights.t(), self.dout[place])

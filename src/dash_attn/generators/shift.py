@@ -13,6 +13,8 @@ from ..problem import Problem, whole_number
 from ..schedule import Schedule
 from ..validate import ScheduleError
 
+DISTANCE = 2  # steps a hand-over takes on an H200
+
 
 def shift(problem: Problem, workers: int) -> Schedule:
     """Blocks as large as the workers allow. Above `workers` KV tiles the blocks, and so the bits, depend on `workers`."""
@@ -35,7 +37,8 @@ def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: 
     kv = np.arange(kv_tiles)
     block = kv * blocks // kv_tiles  # blocks of equal size, give or take one
     place = kv - np.searchsorted(block, block, side="left")
-    spacing = max(1, q_tiles // int(np.bincount(block).max()))
+    # Far enough apart for a hand-over, but no farther: chains that follow each other closely share Q tiles in the cache.
+    spacing = max(1, min(q_tiles // int(np.bincount(block).max()), DISTANCE))
     step = np.tile(np.arange(q_tiles), kv_tiles)
     chain = np.repeat(kv, q_tiles)
     q_tile = (place[chain] * spacing + step) % q_tiles

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from ...options import AttentionOptions
 from ...planning import problem_of
+from ...problem import Problem
 from .driver import Arguments, LoadedKernel, check, cuda_driver, device_index, load
 from .structs import ForwardParams
 from .support import DTYPES, check_call, check_device
 from .tables import mask_on_device, visits_on_device
 from .tensor_map import TensorMap, tma_ready
 
-CONSUMERS = {64: 3, 128: 2}  # warpgroups of 64 queries, by head dim
 KV_ROWS = 128
+CONSUMER_ROWS = 64  # queries of a consumer warpgroup
+# Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
+CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, 128: {2: 1.0}}  # consumers: time per element, relative
 LOG2_E = 1.4426950408889634
 CACHED_BYTES = 32 * 2**20  # K and V that may be expected to stay in the L2 cache
 
@@ -30,15 +33,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple
     return _call_for(q.device, q.dtype, options, tuple((t.shape, t.stride()) for t in (q, k, v))).run(q, k, v)
 
 
-def forward_kernel(device: int, dtype: str, dim: int, mask_kind: str) -> LoadedKernel:
-    threads = 128 * (CONSUMERS[dim] + 1)
-    return load(device, "forward.cuh", f"attention_forward<{dtype}, {dim}, MaskKind::{mask_kind}>", threads, shared_bytes(dim))
+def forward_kernel(device: int, dtype: str, dim: int, consumers: int, mask_kind: str) -> LoadedKernel:
+    name = f"attention_forward<{dtype}, {dim}, {consumers}, MaskKind::{mask_kind}>"
+    return load(device, "forward.cuh", name, 128 * (consumers + 1), shared_bytes(dim, consumers))
 
 
-def shared_bytes(dim: int) -> int:
-    """As ForwardConfig::SHARED_BYTES (a test compares them): Q, two stages of K and V, output, notes, barriers."""
-    q_bytes = CONSUMERS[dim] * 64 * dim * 2
-    return 2 * q_bytes + 4 * KV_ROWS * dim * 2 + 32 + 112
+def forward_problem(q: Tensor, k: Tensor, options: AttentionOptions) -> Problem:
+    """The tiling that visits least, by a fixed rule: like everything that decides bits, a function of one sequence alone."""
+    choices = CONSUMER_CHOICES[q.shape[-1]]
+    problems = {problem_of(q, k, options, CONSUMER_ROWS * c, KV_ROWS): c * time for c, time in choices.items()}
+    return min(problems, key=lambda problem: problems[problem] * int(problem.kept.sum()))
+
+
+def shared_bytes(dim: int, consumers: int) -> int:
+    """As ForwardConfig::SHARED_BYTES (a test compares them): two stages of Q, K and V, output, notes, barriers."""
+    q_bytes = consumers * CONSUMER_ROWS * dim * 2
+    return 3 * q_bytes + 4 * KV_ROWS * dim * 2 + 32 + 16 + 128
 
 
 class ForwardCall:
@@ -46,17 +56,17 @@ class ForwardCall:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
         device, dim = q.device, q.shape[-1]
-        rows = 64 * CONSUMERS[dim]
-        problem = problem_of(q, k, options, rows, KV_ROWS)
+        problem = forward_problem(q, k, options)
+        consumers = problem.tile_q // CONSUMER_ROWS
         self.mask = mask_on_device(options.mask, problem.q_len, problem.kv_len, device)
         self.visits = visits_on_device(problem, device)
-        self.kernel = forward_kernel(device_index(device), DTYPES[q.dtype], dim, self.mask.kind)
+        self.kernel = forward_kernel(device_index(device), DTYPES[q.dtype], dim, consumers, self.mask.kind)
         heads = problem.heads * problem.group
         tickets = problem.batch * heads * problem.q_tiles
         self.lse_shape = (problem.batch, heads, problem.q_len)
         self.grid = min(check_device(device_index(device)), tickets)
         out = q.new_empty(q.shape)
-        self.maps = [TensorMap(tensor, box) for tensor, box in ((q, 64), (k, KV_ROWS), (v, KV_ROWS), (out, 64))]
+        self.maps = [TensorMap(tensor, box) for tensor, box in ((q, CONSUMER_ROWS), (k, KV_ROWS), (v, KV_ROWS), (out, CONSUMER_ROWS))]
         bytes_per_head = 2 * problem.kv_len * dim * q.element_size() / problem.group
         self.params = ForwardParams(
             batch=problem.batch,

@@ -16,6 +16,7 @@ class PlanTables(ctypes.Structure):
         ("instances", Pair),
         ("heads_per_sequence", Pair),
         ("first_head", Pair),
+        ("last_member_first", Pair),
     ]
 
 

@@ -71,6 +71,7 @@ class PlanOnDevice:
             instances=Pair(*(problem.batch * n for n in counts)),
             heads_per_sequence=Pair(*(max(1, n) for n in counts)),
             first_head=Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),
+            last_member_first=Pair(*map(int, plan.last_member_first)),
         )
         self.ranks_per_q_tile = self.tables["ranks_per_q_tile"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-WIDTHS = (32, 64, 96, 128, 176, 192, 256)
+WIDTHS = (64, 128)
 DTYPES = ("bf16", "f16")
 
 

@@ -114,11 +114,13 @@ struct Pipeline {
 struct ChainNote {
   int sequence, kv_head, kv_tile, steps;
 };
-// ... and about a step: dQ tile, first query, rank, which query head of the group, whether elements must be masked.
+// ... and about a step: first query, whether elements must be masked, which query head of the group, dQ tile, rank.
 struct StepNote {
-  int dq_tile, q_row, rank, member_and_partial;
-  DEVICE int member() const { return member_and_partial >> 1; }
-  DEVICE bool partial() const { return member_and_partial & 1; }
+  int rows;  // what a consumer wants, in one word
+  int member, dq_tile, rank;
+  static DEVICE int pack_rows(int q_row, int partial) { return 2 * q_row + partial; }
+  DEVICE int q_row() const { return rows >> 1; }
+  DEVICE bool partial() const { return rows & 1; }
 };
 
 // The notes in shared memory, seen by every role.

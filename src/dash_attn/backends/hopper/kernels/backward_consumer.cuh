@@ -73,6 +73,7 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
     constexpr int OTHER = STAGE ^ 1;
     const u32 phase = pipe.template phase<STAGE>(j);
     mbarrier_wait(bar + Q_FULL + 8 * STAGE, phase);
+    const int rows = load_shared_i32(notes.step_at(pipe.steps + j));
     float2 lse[EARLY_LSE];
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE, STAGE, g);
@@ -87,7 +88,7 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
     multiply_dp<STAGE>();
     wgmma_wait<1>();  // S
     pin(s);
-    mask_partial(j, key, pipe);
+    mask_partial(rows, key);
     exponentiate<STAGE>(lse);
     multiply_dv<STAGE>();
     float2 delta[EARLY_DELTA];
@@ -178,11 +179,11 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
   // ---- element-wise work. Register 4 g + e of a score tile is key row + 8 (e / 2), query column 8 g + 2 (lane % 4) + e % 2.
   DEVICE float2 row_pair(int rows, int stage, int g) { return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32); }
 
-  DEVICE void mask_partial(int j, int key, const Pipeline& pipe) {
-    const StepNote note = notes.step(pipe.steps + j);
+  DEVICE void mask_partial(int rows, int key) {
+    const StepNote note{rows};
     if (!note.partial()) return;
     const KeyMask<MASK> low(p.mask, key), high(p.mask, key + 8);
-    const int query = note.q_row + 2 * (lane & 3);
+    const int query = note.q_row() + 2 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
       const KeyMask<MASK>& row = (i & 2) ? high : low;

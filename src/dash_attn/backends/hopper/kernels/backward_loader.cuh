@@ -52,8 +52,8 @@ template <int D, int Q_ROWS> struct Loader {
     mbarrier_wait(bar + full + EMPTY_BEHIND_FULL + 8 * s, phase ^ 1);
     mbarrier_arrive_expect(bar + full + 8 * s, C::Q_BYTES + C::ROW_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, chain.kv_head * p.group + note.member(),
-               note.q_row, chain.sequence);
+      tma_load(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, chain.kv_head * p.group + note.member,
+               note.q_row(), chain.sequence);
     bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * Q_ROWS, C::ROW_BYTES, bar + full + 8 * s);
   }
 };

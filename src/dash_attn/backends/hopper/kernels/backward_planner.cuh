@@ -9,23 +9,22 @@ template <int D, int Q_ROWS> struct Planner {
   u32 bar;
 
   DEVICE void run() {
-    u32 chains = 0, steps_before = 0;
-    int gang_end = 0;
+    u32 chains = 0, number = 0;  // chains and steps so far
+    int ticket = 0;
     while (true) {
-      if (chains > 0) await_turn(chains - 1, gang_end);
-      const int ticket = atomicAdd(p.next_ticket, 1);
+      if (chains > 0) await_turn(chains - 1, p.tickets[ticket].gang_end);
+      ticket = atomicAdd(p.next_ticket, 1);
       mbarrier_wait(bar + CHAIN_EMPTY + 8 * (chains & 1), ((chains >> 1) & 1) ^ 1);
       if (ticket >= p.plan.tickets) {
         announce(chains & 1, make_int4(0, 0, 0, -1));
         return;
       }
       int4 chain = *(const int4*)&p.tickets[ticket];
-      const int4 rest = *((const int4*)&p.tickets[ticket] + 1);
       chain.w *= p.group;  // a step is a Q tile of one query head
       announce(chains & 1, chain);
-      gang_end = rest.z;
-      if (chain.w > 0) walk(rest.x, rest.y, steps_before, steps_before + chain.w);
-      steps_before += chain.w;
+      // The whole walk for one query head of the group after the other: chains that follow each other share Q tiles in the cache.
+#pragma unroll 1
+      for (int m = 0; m < p.group; m++) number = walk(ticket, p.tickets[ticket].last_member_first ? p.group - 1 - m : m, number);
       chains++;
     }
   }
@@ -44,19 +43,18 @@ template <int D, int Q_ROWS> struct Planner {
     mbarrier_arrive(bar + CHAIN_FULL + 8 * slot);
   }
 
-  DEVICE void walk(int first_run, int first_dq_tile, u32 number, u32 end) {
-    Walk plan_walk(first_run);
+  // What belongs to the ticket is read anew for every step: registers are scarcer than cached loads.
+  DEVICE u32 walk(int ticket, int member, u32 number) {
+    Walk plan_walk(p.tickets[ticket].first_run);
 #pragma unroll 1
-    while (number != end) {
+    for (int left = p.tickets[ticket].steps; left > 0; left--, number++) {
       const Step step = plan_walk.next(p.plan);
-#pragma unroll 1
-      for (int member = 0; member < p.group; member++, number++) {  // query heads of the group, innermost
-        const u32 ring = 8 * (number % NOTES);
-        mbarrier_wait(bar + NOTE_EMPTY + ring, ((number / NOTES) & 1) ^ 1);
-        store_shared_i32x4(notes.step_at(number),
-                           make_int4(first_dq_tile + member * p.q_tiles + step.q_tile, step.q_tile * Q_ROWS, step.rank, 2 * member + step.partial));
-        mbarrier_arrive(bar + NOTE_FULL + ring);
-      }
+      const u32 ring = 8 * (number % NOTES);
+      mbarrier_wait(bar + NOTE_EMPTY + ring, ((number / NOTES) & 1) ^ 1);
+      store_shared_i32x4(notes.step_at(number), make_int4(StepNote::pack_rows(step.q_tile * Q_ROWS, step.partial), member,
+                                                          p.tickets[ticket].first_dq_tile + member * p.q_tiles + step.q_tile, step.rank));
+      mbarrier_arrive(bar + NOTE_FULL + ring);
     }
+    return number;
   }
 };

@@ -4,12 +4,12 @@
 #include "forward_consumer.cuh"
 #include "forward_loader.cuh"
 
-template <typename Half, int D, MaskKind MASK>
-__global__ void __launch_bounds__(ForwardConfig<D>::THREADS, 1)
+template <typename Half, int D, int CONSUMERS, MaskKind MASK>
+__global__ void __launch_bounds__(ForwardConfig<D, CONSUMERS>::THREADS, 1)
     attention_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                       const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
                       const __grid_constant__ ForwardParams p) {
-  using C = ForwardConfig<D>;
+  using C = ForwardConfig<D, CONSUMERS>;
   using namespace forward_barrier;
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory), bar = shared + C::BARRIERS;
@@ -18,23 +18,23 @@ __global__ void __launch_bounds__(ForwardConfig<D>::THREADS, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::STAGES; s++) {
       mbarrier_init(bar + TILE_FULL + 8 * s, 1);
-      mbarrier_init(bar + TILE_EMPTY + 8 * s, 4 * C::CONSUMERS);
+      mbarrier_init(bar + TILE_EMPTY + 8 * s, 4 * CONSUMERS);
+      mbarrier_init(bar + Q_FULL + 8 * s, 1);
+      mbarrier_init(bar + Q_EMPTY + 8 * s, 4 * CONSUMERS);
       mbarrier_init(bar + K_FULL + 8 * s, 1);
-      mbarrier_init(bar + K_EMPTY + 8 * s, 4 * C::CONSUMERS);
+      mbarrier_init(bar + K_EMPTY + 8 * s, 4 * CONSUMERS);
       mbarrier_init(bar + V_FULL + 8 * s, 1);
-      mbarrier_init(bar + V_EMPTY + 8 * s, 4 * C::CONSUMERS);
+      mbarrier_init(bar + V_EMPTY + 8 * s, 4 * CONSUMERS);
     }
-    mbarrier_init(bar + Q_FULL, 1);
-    mbarrier_init(bar + Q_EMPTY, 4 * C::CONSUMERS);
     mbarrier_init_fence();
     fence_async_all();
   }
   __syncthreads();
   if (warp < 4) {
     registers_decrease<C::LOADER_REGISTERS>();
-    if (warp == 0 && lane == 0) ForwardLoader<D>{p, &q_map, &k_map, &v_map, shared, bar}.run();
+    if (warp == 0 && lane == 0) ForwardLoader<D, CONSUMERS>{p, &q_map, &k_map, &v_map, shared, bar}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
-    ForwardConsumer<Half, D, MASK>(p, shared, bar, warp, lane).run(&out_map);
+    ForwardConsumer<Half, D, CONSUMERS, MASK>(p, shared, bar, warp, lane).run(&out_map);
   }
 }

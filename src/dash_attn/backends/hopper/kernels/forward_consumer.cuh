@@ -28,8 +28,9 @@ template <MaskKind KIND> struct QueryMask {
   }
 };
 
-template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
-  using C = ForwardConfig<D>;
+template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardConsumer {
+  using C = ForwardConfig<D, CONSUMERS>;
+  static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the maxima and sums of a row
   const ForwardParams& p;
   u32 shared, base, bar;
   int wg, warp, lane;
@@ -44,20 +45,21 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
   DEVICE void run(const TensorMap* out_map) {
     using namespace forward_barrier;
     u32 loads = 0;
-    if (wg == C::CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+    if (wg == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
     for (u32 tiles = 0, q_loads = 0;; tiles++) {
       const u32 slot = tiles & 1;
       mbarrier_wait(bar + TILE_FULL + 8 * slot, (tiles >> 1) & 1);
-      const int4 note = load_shared_i32x4(shared + C::NOTE + 16 * slot);
-      const TileNote tile{note.x, note.y, note.z, note.w};
+      const int4 note = load_shared_i32x4(shared + C::TILE_NOTES + 16 * slot);
+      const TileNote tile{note.x, note.y, note.z};
       if (tile.visits < 0) break;
 #pragma unroll
       for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
       row_max[0] = row_max[1] = MINUS_INFINITY;
       row_sum[0] = row_sum[1] = 0.f;
       if (tile.visits > 0) {
-        mbarrier_wait(bar + Q_FULL, q_loads++ & 1);
-        visit(tile, loads);
+        mbarrier_wait(bar + Q_FULL + 8 * (q_loads & 1), (q_loads >> 1) & 1);
+        visit(tile, q_loads & 1, loads);
+        q_loads++;
         loads += tile.visits;
       }
       finish(tile, out_map);
@@ -77,7 +79,7 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
     if (wg == 2) named_barrier_sync<3>(2 * WARPGROUP);
   }
   DEVICE void pass_turn() {
-    const int next = wg == C::CONSUMERS - 1 ? 0 : wg + 1;
+    const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;
     if (next == 0) named_barrier_arrive<1>(2 * WARPGROUP);
     if (next == 1) named_barrier_arrive<2>(2 * WARPGROUP);
     if (next == 2) named_barrier_arrive<3>(2 * WARPGROUP);
@@ -86,38 +88,37 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
     return tile.q_tile * C::Q_ROWS + wg * 64 + warp * 16 + (lane >> 2);
   }
 
-  DEVICE void visit(const TileNote& tile, u32 load) {
+  DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load) {
     using namespace forward_barrier;
-    Visits visits(p.visits, tile.q_tile);
     const int query = query_of(tile, wg, warp, lane);
     const QueryMask<MASK> low(p.mask, query), high(p.mask, query + 8);
 
-    visits.next();
     mbarrier_wait(bar + K_FULL + 8 * (load & 1), (load >> 1) & 1);
+    VisitNote note = note_of(load & 1);
     await_turn();
-    multiply_s(load & 1);
+    multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
     pin(s);
     arrive(K_EMPTY + 8 * (load & 1));
-    if (visits.partial) mask_scores(low, high, query, visits.kv_tile);
+    if (note.partial()) mask_scores(low, high, query, note.kv_tile());
     float rescale[2];
     softmax(rescale);
     pack_probabilities();
 #pragma unroll 1
     for (int j = 1; j < tile.visits; j++, load++) {
       const u32 now = load & 1, next = now ^ 1;
-      visits.next();
       mbarrier_wait(bar + K_FULL + 8 * next, ((load + 1) >> 1) & 1);
+      note = note_of(next);
       await_turn();
-      multiply_s(next);
+      multiply_s(q_stage, next);
       mbarrier_wait(bar + V_FULL + 8 * now, (load >> 1) & 1);
       multiply_out(now);
       pass_turn();
       wgmma_wait<1>();  // S
       pin(s);
       arrive(K_EMPTY + 8 * next);
-      if (visits.partial) mask_scores(low, high, query, visits.kv_tile);
+      if (note.partial()) mask_scores(low, high, query, note.kv_tile());
       softmax(rescale);
       wgmma_wait<0>();  // O
       pin(out);
@@ -126,7 +127,7 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
       for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
       pack_probabilities();
     }
-    arrive(Q_EMPTY);
+    arrive(Q_EMPTY + 8 * q_stage);
     mbarrier_wait(bar + V_FULL + 8 * (load & 1), (load >> 1) & 1);
     multiply_out(load & 1);
     wgmma_wait<0>();
@@ -134,8 +135,10 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
     arrive(V_EMPTY + 8 * (load & 1));
   }
 
-  DEVICE void multiply_s(u32 stage) {  // S = Q K^T
-    const u32 a = opaque(base) + wg * (C::HALF_BYTES / 16), b = opaque(base) + stage * (C::KV_BYTES / 16);
+  DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
+
+  DEVICE void multiply_s(u32 q_stage, u32 stage) {  // S = Q K^T
+    const u32 a = opaque(base) + q_stage * (C::Q_BYTES / 16) + wg * (C::HALF_BYTES / 16), b = opaque(base) + stage * (C::KV_BYTES / 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -166,24 +169,31 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
   DEVICE void softmax(float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+      float part[LANES];
+#pragma unroll
+      for (int i = 0; i < LANES; i++) part[i] = row_score(r, i);
+#pragma unroll
+      for (int i = LANES; i < C::SCORES / 2; i++) part[i % LANES] = fmaxf(part[i % LANES], row_score(r, i));
       float largest = row_max[r];
 #pragma unroll
-      for (int i = 0; i < C::SCORES / 2; i++) largest = fmaxf(largest, s[4 * (i / 2) + 2 * r + (i & 1)]);
+      for (int i = 0; i < LANES; i++) largest = fmaxf(largest, part[i]);
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
       const float shift = largest == MINUS_INFINITY ? 0.f : largest * p.scale_log2;  // a row may have met no key yet
       rescale[r] = exp2_approx(row_max[r] * p.scale_log2 - shift);
       row_max[r] = largest;
-      float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < C::SCORES / 2; i++) {
-        float& x = s[4 * (i / 2) + 2 * r + (i & 1)];
+        float& x = row_score(r, i);
         x = exp2_approx(fmaf(x, p.scale_log2, -shift));
-        sum += x;
+        part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
       }
-      row_sum[r] = row_sum[r] * rescale[r] + sum;
+      row_sum[r] *= rescale[r];
+#pragma unroll
+      for (int i = 0; i < LANES; i++) row_sum[r] += part[i];
     }
   }
+  DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }  // column i of row r, as this thread holds them
   DEVICE void pack_probabilities() {
 #pragma unroll
     for (int i = 0; i < C::SCORES / 2; i++) probability[i] = pack<Half>(s[2 * i], s[2 * i + 1]);
@@ -200,7 +210,7 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
       factor[r] = sum > 0.f ? 1.f / sum : 0.f;  // a query that attends nothing has output 0 and LSE -inf
       const float lse = sum > 0.f ? (row_max[r] * p.scale_log2 + __log2f(sum)) * LN_2 : MINUS_INFINITY;
       const int at = query + 8 * r;
-      if ((lane & 3) == 0 && at < p.mask.q_len) p.lse[((i64)tile.sequence * p.q_heads + tile.head) * p.mask.q_len + at] = lse;
+      if ((lane & 3) == 0 && at < p.mask.q_len) p.lse[(i64)tile.head_of_batch * p.mask.q_len + at] = lse;
     }
     const u32 half = shared + C::OUT + wg * C::HALF_BYTES;
     if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
@@ -217,7 +227,8 @@ template <typename Half, int D, MaskKind MASK> struct ForwardConsumer {
     warpgroup_sync();
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store(out_map, half + i * C::PANEL, i * 64, tile.head, tile.q_tile * C::Q_ROWS + wg * 64, tile.sequence);
+        tma_store(out_map, half + i * C::PANEL, i * 64, tile.head_of_batch % p.q_heads, tile.q_tile * C::Q_ROWS + wg * 64,
+                  tile.head_of_batch / p.q_heads);
       bulk_commit();
     }
   }

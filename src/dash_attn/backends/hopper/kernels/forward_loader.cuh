@@ -2,8 +2,8 @@
 #pragma once
 #include "forward_config.cuh"
 
-template <int D> struct ForwardLoader {
-  using C = ForwardConfig<D>;
+template <int D, int CONSUMERS> struct ForwardLoader {
+  using C = ForwardConfig<D, CONSUMERS>;
   const ForwardParams& p;
   const TensorMap *q_map, *k_map, *v_map;
   u32 shared, bar;
@@ -11,49 +11,58 @@ template <int D> struct ForwardLoader {
   DEVICE void run() {
     using namespace forward_barrier;
     u32 loads = 0;  // KV tiles so far
+    int2 next = take_ticket();
     for (u32 tiles = 0, q_loads = 0;; tiles++) {
       const u32 slot = tiles & 1;
-      const int ticket = atomicAdd(p.next_ticket, 1);
+      const TileNote tile{next.x, next.y, next.x < 0 ? -1 : p.visits.visits[next.y]};
       mbarrier_wait(bar + TILE_EMPTY + 8 * slot, ((tiles >> 1) & 1) ^ 1);
-      const TileNote tile = ticket < p.tickets ? tile_of_ticket(ticket) : TileNote{0, 0, 0, -1};
-      store_shared_i32x4(shared + C::NOTE + 16 * slot, make_int4(tile.sequence, tile.head, tile.q_tile, tile.visits));
+      store_shared_i32x4(shared + C::TILE_NOTES + 16 * slot, make_int4(tile.head_of_batch, tile.q_tile, tile.visits, 0));
       mbarrier_arrive(bar + TILE_FULL + 8 * slot);
       if (tile.visits < 0) return;
-      if (tile.visits == 0) continue;
-      mbarrier_wait(bar + Q_EMPTY, (q_loads++ & 1) ^ 1);
-      mbarrier_arrive_expect(bar + Q_FULL, C::Q_BYTES);
-      for (int half = 0; half < C::CONSUMERS; half++)
-        for (int i = 0; i < C::PANELS; i++)
-          tma_load(shared + C::Q + half * C::HALF_BYTES + i * C::PANEL, q_map, bar + Q_FULL, i * 64, tile.head,
-                   tile.q_tile * C::Q_ROWS + half * 64, tile.sequence);
+      const int sequence = tile.head_of_batch / p.q_heads, head = tile.head_of_batch - sequence * p.q_heads, kv_head = head / p.group;
+      if (tile.visits > 0) load_q(q_loads++, tile.q_tile, head, sequence);
       Visits visits(p.visits, tile.q_tile);
 #pragma unroll 1
       for (int j = 0; j < tile.visits; j++, loads++) {
         visits.next();
-        load(C::K, k_map, K_FULL, loads, visits.kv_tile, tile);
-        load(C::V, v_map, V_FULL, loads, visits.kv_tile, tile);
+        load_kv(C::K, k_map, K_FULL, loads, visits, kv_head, sequence);
+        load_kv(C::V, v_map, V_FULL, loads, visits, kv_head, sequence);
+        if (j == 1) next = take_ticket();  // both stages are on their way: its latency hides behind them
       }
+      if (tile.visits < 2) next = take_ticket();
     }
   }
 
  private:
-  DEVICE TileNote tile_of_ticket(int ticket) {
-    // Groups of heads whose K and V stay in the L2 cache; in a group longest Q tiles first, heads innermost.
-    const int side = p.heads_side_by_side, all_heads = p.batch * p.q_heads;
-    const int group = ticket / (side * p.q_tiles), within = ticket - group * side * p.q_tiles;
-    const int width = min(side, all_heads - group * side), place = within / width;
-    const int head_of_batch = group * side + within - place * width, sequence = head_of_batch / p.q_heads;
-    const int q_tile = p.visits.q_order[place];
-    return {sequence, head_of_batch - sequence * p.q_heads, q_tile, p.visits.visits[q_tile]};
+  // The next (head of the batch, Q tile), or -1. Groups of heads whose K and V stay in the L2 cache; in a group longest Q
+  // tiles first, heads innermost.
+  DEVICE int2 take_ticket() {
+    const int ticket = atomicAdd(p.next_ticket, 1);
+    if (ticket >= p.tickets) return make_int2(-1, 0);
+    const int side = p.heads_side_by_side, group = ticket / (side * p.q_tiles), within = ticket - group * side * p.q_tiles;
+    const int width = min(side, p.batch * p.q_heads - group * side), place = within / width;
+    return make_int2(group * side + within - place * width, p.visits.q_order[place]);
   }
 
-  DEVICE void load(int at, const TensorMap* map, int full, u32 number, int kv_tile, const TileNote& tile) {
-    constexpr int EMPTY_BEHIND_FULL = forward_barrier::K_EMPTY - forward_barrier::K_FULL;
+  DEVICE void load_q(u32 number, int q_tile, int head, int sequence) {
+    const u32 s = number & 1, full = bar + forward_barrier::Q_FULL + 8 * s;
+    mbarrier_wait(bar + forward_barrier::Q_EMPTY + 8 * s, ((number >> 1) & 1) ^ 1);
+    mbarrier_arrive_expect(full, C::Q_BYTES);
+    for (int half = 0; half < CONSUMERS; half++)
+      for (int i = 0; i < C::PANELS; i++)
+        tma_load(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full, i * 64, head,
+                 q_tile * C::Q_ROWS + half * 64, sequence);
+  }
+
+  DEVICE void load_kv(int at, const TensorMap* map, int full, u32 number, const Visits& visits, int kv_head, int sequence) {
+    using namespace forward_barrier;
+    constexpr int EMPTY_BEHIND_FULL = K_EMPTY - K_FULL;
+    static_assert(EMPTY_BEHIND_FULL == V_EMPTY - V_FULL, "barriers of K and V are laid out alike");
     const u32 s = number & 1, phase = (number >> 1) & 1;
     mbarrier_wait(bar + full + EMPTY_BEHIND_FULL + 8 * s, phase ^ 1);
+    if (at == C::K) store_shared_i32(shared + C::VISIT_NOTES + 4 * s, VisitNote::pack(visits.kv_tile, visits.partial).word);
     mbarrier_arrive_expect(bar + full + 8 * s, C::KV_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, bar + full + 8 * s, i * 64, tile.head / p.group,
-               kv_tile * C::KV_ROWS, tile.sequence);
+      tma_load(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, bar + full + 8 * s, i * 64, kv_head, visits.kv_tile * C::KV_ROWS, sequence);
   }
 };

@@ -3,16 +3,19 @@
 #pragma once
 #include "types.cuh"
 
+struct Run;   // a stretch of a walk
+struct Step;  // one entry of an irregular walk
+
 struct PlanTables {
   const int* starts;       // [kinds][kv_tiles] start order of a head's KV tiles
   const int* chain_runs;   // [kinds * kv_tiles + 1] first run of each chain
   const int* chain_steps;  // [kinds * kv_tiles] Q tiles each chain visits
-  const int4* runs;        // [runs][2] q_first, q_stride, length, rank_mul | rank_add, rank_div, partial, entries
-  const int* entries;      // [entries][3] q_tile, rank, partial
+  const Run* runs;
+  const Step* entries;
   const int* segments;     // [segment_count + 1] first start position of each segment
   int kinds, kv_tiles, lanes, tickets, has_gangs;
   int instances[2];        // heads of each kind over the whole batch
-  int heads_per_sequence[2], first_head[2];
+  int heads_per_sequence[2], first_head[2], last_member_first[2];  // per kind
 };
 
 struct Chain {
@@ -24,8 +27,8 @@ struct Chain {
 struct Ticket {
   int sequence, kv_head, kv_tile, steps;
   int first_run, first_dq_tile;
-  int gang_end;  // ticket behind the last chain that may wait for this one in a circle; 0 without gangs
-  int unused;
+  int gang_end;           // ticket behind the last chain that may wait for this one in a circle; 0 without gangs
+  int last_member_first;  // in which order the query heads of the group are walked
 };
 
 // Heads of one kind, in groups of `lanes` side by side: position by position, lane by lane.
@@ -81,11 +84,16 @@ DEVICE Ticket expand_ticket(const PlanTables& plan, int ticket, int q_heads, int
   const Chain chain = chain_of_ticket(plan, ticket);
   const int first_dq_tile = (chain.sequence * q_heads + chain.kv_head * group) * q_tiles;
   return {chain.sequence, chain.kv_head, chain.kv_tile, plan.chain_steps[chain.table], plan.chain_runs[chain.table], first_dq_tile,
-          plan.has_gangs ? chain.group_end : 0};
+          plan.has_gangs ? chain.group_end : 0, plan.last_member_first[chain.table / plan.kv_tiles]};
 }
 
 struct Step {
   int q_tile, rank, partial;
+};
+
+// A row of the run table (RUN_FIELDS in plan.py).
+struct Run {
+  int q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries;
 };
 
 // Walks the runs of one chain. Runs are read anew for every step: registers are scarcer than cached loads.
@@ -94,18 +102,18 @@ struct Walk {
 
   DEVICE Walk(int first_run) : run(first_run) {}
   DEVICE Step next(const PlanTables& plan) {
-    if (at == plan.runs[2 * run].z) {
+    if (at == plan.runs[run].length) {
       run++;
       at = 0;
     }
-    const u32 i = at++;
-    const int4 rest = plan.runs[2 * run + 1];
-    if (rest.w >= 0) {
-      const int* entry = plan.entries + 3 * (rest.w + i);
-      return {entry[0], entry[1], entry[2]};
+    const Run& line = plan.runs[run];
+    const int i = at++;
+    if (line.entries >= 0) {
+      const Step* entry = plan.entries + line.entries + i;
+      return {entry->q_tile, entry->rank, entry->partial};
     }
-    const int4 line = plan.runs[2 * run];
     // Ranks lie on a digital line; the numerator is never negative, because ranks are not.
-    return {line.x + (int)i * line.y, (int)((u32)(line.w * (int)i + rest.x) / (u32)rest.y), rest.z};
+    const int rank = (u32)(line.rank_mul * i + line.rank_add) / (u32)line.rank_div;
+    return {line.q_first + i * line.q_stride, rank, line.partial};
   }
 };
