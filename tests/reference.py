@@ -109,8 +109,8 @@ class Clockwork:
         return len(chain.compute) + len(chain.reduce) > before
 
     def _may_compute(self, chain: _Running, index: int) -> bool:
-        one_before = index == 0 or chain.compute[index - 1] + self.costs.compute <= self.now
-        return one_before and self._reduced(chain, index - 1 - self.costs.overlap)
+        ready = chain.compute[index - 1] + self.costs.compute if index else chain.start + self.costs.startup
+        return ready <= self.now and self._reduced(chain, index - 1 - self.costs.overlap)
 
     def _may_reduce(self, chain: _Running, index: int) -> bool:
         dq_tile, rank = chain.tasks[index]

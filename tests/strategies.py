@@ -18,7 +18,7 @@ def examples(count: int) -> settings:
 
 seeds = st.integers(0, 2**32 - 1)
 widths = st.integers(-1, 40)
-costs = st.builds(Costs, st.integers(1, 4), st.integers(0, 4), st.integers(0, 6), st.integers(0, 3))
+costs = st.builds(Costs, st.integers(1, 4), st.integers(0, 4), st.integers(0, 6), st.integers(0, 3), st.integers(0, 3))
 
 
 @st.composite

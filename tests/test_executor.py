@@ -205,8 +205,8 @@ def test_a_missing_last_rank_is_noticed(chosen: Interleaving) -> None:
 class WrongRank(Recorder):
     """Asks for a rank that does not exist, in one place of the second sequence."""
 
-    def _walk(self, ticket: Ticket, steps: Ints) -> Iterator[Partial]:
-        for partial in super()._walk(ticket, steps):
+    def _walk(self, ticket: Ticket, steps: Ints, members: list[int]) -> Iterator[Partial]:
+        for partial in super()._walk(ticket, steps, members):
             wrong = ticket == (1, 1, 0) and partial[:2] == (2, 1)
             yield partial._replace(rank=5) if wrong else partial
 

@@ -130,11 +130,11 @@ def test_a_full_buffer_is_blamed_on_the_rank_that_filled_it() -> None:
     assert timeline.stalls == (5 / 18, 0, 2 / 18)
 
 
-def test_task_arrays_are_indexed_by_ticket_then_walk_then_query_head() -> None:
+def test_task_arrays_are_indexed_by_ticket_then_query_head_then_walk() -> None:
     timeline = simulate(generate("descending", Problem.from_tiles("causal", 3, 3, heads=1, group=2, batch=2), 6))
     names = [str(timeline.task(i)) for i in range(len(timeline.execution.reduce_start))]
     assert len(set(names)) == timeline.schedule.problem.tasks == 24
-    assert names[:4] == ["h0.q2.kv0", "h1.q2.kv0", "h0.q1.kv0", "h1.q1.kv0"]
+    assert names[:4] == ["h0.q2.kv0", "h0.q1.kv0", "h0.q0.kv0", "h1.q2.kv0"]
     assert names[-2:] == ["b1.h0.q2.kv2", "b1.h1.q2.kv2"]
 
 

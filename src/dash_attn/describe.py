@@ -37,5 +37,6 @@ def describe_machine(machine: Machine, workers: int) -> str:
     if machine.overlap:
         background = f"up to {counted(machine.overlap, 'reduce')} behind the computes"
     latency = f", hand-over latency {plain_number(machine.latency)}" if machine.latency else ""
+    startup = f", chain start {plain_number(machine.startup)}" if machine.startup else ""
     costs = f"compute {plain_number(machine.compute)}, reduce {plain_number(machine.reduce)}"
-    return f"{counted(workers, 'worker')}; {costs}, {background}{latency}"
+    return f"{counted(workers, 'worker')}; {costs}, {background}{latency}{startup}"

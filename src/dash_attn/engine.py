@@ -31,6 +31,7 @@ class Costs(NamedTuple):
     reduce: int
     latency: int
     overlap: int
+    startup: int = 0
 
 
 class Stuck(Exception):
@@ -129,7 +130,7 @@ def _advance(
 
     A reduce that waits for its rank holds one drain; with more than one, later reduces of the chain may pass it.
     """
-    compute, reduce, latency, overlap = costs
+    compute, reduce, latency, overlap, startup = costs
     drains = overlap if overlap > 1 else 1
     hand_over = reduce if reduce > latency else latency
     keys, ranks, base = chain.keys, chain.ranks, chain.base
@@ -140,7 +141,7 @@ def _advance(
         if index >= drains and reduces[index - drains] == UNKNOWN:
             break
         if len(starts) == index:  # else its compute ended before the chain was parked here
-            begin = starts[-1] + compute if index else chain.start
+            begin = starts[-1] + compute if index else chain.start + startup
             buffer = index - 1 - overlap
             if buffer >= 0 and reduces[buffer] + reduce > begin:
                 begin = reduces[buffer] + reduce

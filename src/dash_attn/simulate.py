@@ -20,15 +20,16 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class Machine:
-    """What a task costs. The defaults are the paper's model with compute 1 and reduce 0.3."""
+    """What a task costs, and what starting a chain costs. The defaults are the paper's model with compute 1 and reduce 0.3."""
 
     compute: float = 1.0
     reduce: float = 0.3
     overlap: int = 0
     latency: float = 0.0
+    startup: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce", "latency"):
+        for name in ("compute", "reduce", "latency", "startup"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value < 0 or (name == "compute" and value == 0):
@@ -40,12 +41,13 @@ class Machine:
     @cached_property
     def ticks_per_unit(self) -> int:
         """Costs are read as decimals of at most six places and scaled to whole ticks, so that a simulation is exact."""
-        return math.lcm(*(self._exact(v).denominator for v in (self.compute, self.reduce, self.latency)))
+        return math.lcm(*(self._exact(v).denominator for v in (self.compute, self.reduce, self.latency, self.startup)))
 
     @property
     def costs(self) -> Costs:
-        compute, reduce, latency = (int(self._exact(v) * self.ticks_per_unit) for v in (self.compute, self.reduce, self.latency))
-        return Costs(compute, reduce, latency, int(self.overlap))
+        times = (self.compute, self.reduce, self.latency, self.startup)
+        compute, reduce, latency, startup = (int(self._exact(v) * self.ticks_per_unit) for v in times)
+        return Costs(compute, reduce, latency, int(self.overlap), startup)
 
     @staticmethod
     def _exact(value: float) -> Fraction:

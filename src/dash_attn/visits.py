@@ -15,7 +15,10 @@ from .problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class VisitTables:
-    """Q tile `q` owns the runs first_runs[q]:first_runs[q + 1]; a run is (first KV tile, 2 * length + partial), going downward."""
+    """Q tile `q` owns the runs first_runs[q]:first_runs[q + 1]; a run is (first KV tile, 2 * length + partial), going downward.
+
+    `q_order` leaves out Q tiles that visit nothing: their output is 0 without any work.
+    """
 
     q_order: Ints
     first_runs: Ints
@@ -40,7 +43,7 @@ def visit_tables(problem: Problem) -> VisitTables:
                 runs.append((int(kv_tiles[part[0]]), 2 * len(part) + int(partial[part[0]])))
         first_runs.append(len(runs))
     visits = problem.ranks_per_q_tile
-    longest_first = np.lexsort((-np.arange(problem.q_tiles), -visits))
+    longest_first = np.lexsort((-np.arange(problem.q_tiles), -visits))[: np.count_nonzero(visits)]
     return VisitTables(
         frozen_ints(longest_first), frozen_ints(first_runs), frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, 2)), frozen_ints(visits)
     )

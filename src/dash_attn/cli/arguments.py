@@ -37,6 +37,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--latency", type=float, default=0.0, metavar="TIME", help="least time between two reduces of a dQ tile (default: 0)"
     )
+    machine.add_argument("--startup", type=float, default=0.0, metavar="TIME", help="time to start a chain (default: 0)")
 
 
 def read_problem(arguments: argparse.Namespace) -> Problem:
@@ -66,7 +67,7 @@ def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> 
 def read_machine(arguments: argparse.Namespace) -> Machine:
     if arguments.workers < 1:
         raise ValueError(f"workers must be a whole number >= 1; got {arguments.workers}")
-    return Machine(arguments.compute, arguments.reduce, arguments.overlap, arguments.latency)
+    return Machine(arguments.compute, arguments.reduce, arguments.overlap, arguments.latency, arguments.startup)
 
 
 def read_schedules(words: list[str]) -> list[str]:

@@ -48,7 +48,7 @@ def forward_problem(q: Tensor, k: Tensor, options: AttentionOptions) -> Problem:
 def shared_bytes(dim: int, consumers: int) -> int:
     """As ForwardConfig::SHARED_BYTES (a test compares them): two stages of Q, K and V, output, notes, barriers."""
     q_bytes = consumers * CONSUMER_ROWS * dim * 2
-    return 3 * q_bytes + 4 * KV_ROWS * dim * 2 + 32 + 16 + 128
+    return 3 * q_bytes + 4 * KV_ROWS * dim * 2 + 64 + 16 + 160
 
 
 class ForwardCall:
@@ -62,9 +62,10 @@ class ForwardCall:
         self.visits = visits_on_device(problem, device)
         self.kernel = forward_kernel(device_index(device), DTYPES[q.dtype], dim, consumers, self.mask.kind)
         heads = problem.heads * problem.group
-        tickets = problem.batch * heads * problem.q_tiles
+        tickets = problem.batch * heads * self.visits.places
+        self.some_attend_nothing = self.visits.places < problem.q_tiles
         self.lse_shape = (problem.batch, heads, problem.q_len)
-        self.grid = min(check_device(device_index(device)), tickets)
+        self.grid = max(1, min(check_device(device_index(device)), tickets))
         out = q.new_empty(q.shape)
         self.maps = [TensorMap(tensor, box) for tensor, box in ((q, CONSUMER_ROWS), (k, KV_ROWS), (v, KV_ROWS), (out, CONSUMER_ROWS))]
         bytes_per_head = 2 * problem.kv_len * dim * q.element_size() / problem.group
@@ -72,7 +73,7 @@ class ForwardCall:
             batch=problem.batch,
             q_heads=heads,
             group=problem.group,
-            q_tiles=problem.q_tiles,
+            places=self.visits.places,
             tickets=tickets,
             heads_side_by_side=max(1, min(problem.batch * heads, int(CACHED_BYTES // bytes_per_head))),
             scale_log2=options.scale * LOG2_E,
@@ -87,6 +88,9 @@ class ForwardCall:
             out = q.new_empty(q.shape)
             lse = q.new_empty(self.lse_shape, dtype=torch.float32)
             counter = q.new_empty(4, dtype=torch.int32)
+            if self.some_attend_nothing:
+                out.zero_()
+                lse.fill_(-torch.inf)
             stream = torch.cuda.current_stream().cuda_stream
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 for tensor_map, tensor in zip(self.maps, (q, k, v, out), strict=True):

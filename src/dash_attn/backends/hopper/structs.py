@@ -72,7 +72,7 @@ class ForwardParams(ctypes.Structure):
     _fields_ = [
         ("lse", c_void_p),
         ("next_ticket", c_void_p),
-        *((name, c_int) for name in ("batch", "q_heads", "group", "q_tiles", "tickets", "heads_side_by_side")),
+        *((name, c_int) for name in ("batch", "q_heads", "group", "places", "tickets", "heads_side_by_side")),
         ("scale_log2", c_float),
         ("mask", MaskParams),
         ("visits", VisitParams),

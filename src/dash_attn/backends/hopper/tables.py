@@ -84,6 +84,7 @@ class VisitsOnDevice:
         names = ("q_order", "first_runs", "runs", "visits")
         self.tables = DeviceTables({name: getattr(tables, name) for name in names}, device)
         self.params = VisitParams(*(self.tables[name] for name in names))
+        self.places = len(tables.q_order)
 
 
 class MaskOnDevice:

@@ -12,15 +12,15 @@ template <int D, int CONSUMERS> struct ForwardLoader {
     using namespace forward_barrier;
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
-    for (u32 tiles = 0, q_loads = 0;; tiles++) {
-      const u32 slot = tiles & 1;
+    for (u32 tiles = 0;; tiles++) {
+      const u32 slot = tiles % C::TILES;
       const TileNote tile{next.x, next.y, next.x < 0 ? -1 : p.visits.visits[next.y]};
-      mbarrier_wait(bar + TILE_EMPTY + 8 * slot, ((tiles >> 1) & 1) ^ 1);
+      mbarrier_wait(bar + TILE_EMPTY + 8 * slot, (tiles / C::TILES & 1) ^ 1);
       store_shared_i32x4(shared + C::TILE_NOTES + 16 * slot, make_int4(tile.head_of_batch, tile.q_tile, tile.visits, 0));
       mbarrier_arrive(bar + TILE_FULL + 8 * slot);
       if (tile.visits < 0) return;
       const int sequence = tile.head_of_batch / p.q_heads, head = tile.head_of_batch - sequence * p.q_heads, kv_head = head / p.group;
-      if (tile.visits > 0) load_q(q_loads++, tile.q_tile, head, sequence);
+      load_q(tiles, tile.q_tile, head, sequence);
       Visits visits(p.visits, tile.q_tile);
 #pragma unroll 1
       for (int j = 0; j < tile.visits; j++, loads++) {
@@ -39,7 +39,7 @@ template <int D, int CONSUMERS> struct ForwardLoader {
   DEVICE int2 take_ticket() {
     const int ticket = atomicAdd(p.next_ticket, 1);
     if (ticket >= p.tickets) return make_int2(-1, 0);
-    const int side = p.heads_side_by_side, group = ticket / (side * p.q_tiles), within = ticket - group * side * p.q_tiles;
+    const int side = p.heads_side_by_side, group = ticket / (side * p.places), within = ticket - group * side * p.places;
     const int width = min(side, p.batch * p.q_heads - group * side), place = within / width;
     return make_int2(group * side + within - place * width, p.visits.q_order[place]);
   }
