@@ -1,0 +1,57 @@
+"""What a call costs the host: microseconds of a warm forward and backward, the GPU left to follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .candidates import Candidate, make_tensors, ours
+from .measure import OK, UNAVAILABLE
+from .names import CUDNN, OURS
+from .peers import first_line, peers
+from .suites import Shape
+from .timing import Spread, spread
+
+SHAPE = Shape("causal", 128, 1, 2, 2, 64)
+CALLS, ROUNDS = 200, 7
+COMPARED = (OURS, CUDNN, "PyTorch flash")
+
+
+def measure_host(device: torch.device, synchronize: Callable[[], None], calls: int = CALLS) -> list[dict[str, Any]]:
+    candidates = [c for c in (*ours(schedules=False), *peers()[0]) if c.name in COMPARED]
+    return [_row(candidate, device, synchronize, calls) for candidate in candidates]
+
+
+def _row(candidate: Candidate, device: torch.device, synchronize: Callable[[], None], calls: int) -> dict[str, Any]:
+    row = {"candidate": candidate.name, "calls": calls, "rounds": ROUNDS}
+    try:
+        step = _training_step(candidate, device)
+        median, low, high = host_time(step, synchronize, calls)
+    except Exception as error:
+        return {**row, "status": UNAVAILABLE, "reason": first_line(error)}
+    return {**row, "status": OK, "median_us": median, "p20_us": low, "p80_us": high}
+
+
+def _training_step(candidate: Candidate, device: torch.device) -> Callable[[], Any]:
+    """Forward and backward as a training loop calls them: a new graph every time."""
+    tensors = make_tensors(SHAPE, device)
+    runner, dout = candidate.prepare(SHAPE, tensors), tensors[3]
+    return lambda: torch.autograd.grad(runner.forward(), runner.leaves, dout)
+
+
+def host_time(
+    step: Callable[[], Any], synchronize: Callable[[], None], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> Spread:
+    """Microseconds per call, over rounds of `calls`; the GPU catches up between rounds."""
+    return spread([_round(step, synchronize, calls, clock) for _ in range(ROUNDS + 1)][1:])  # the first round warms up
+
+
+def _round(step: Callable[[], Any], synchronize: Callable[[], None], calls: int, clock: Callable[[], float]) -> float:
+    synchronize()
+    start = clock()
+    for _ in range(calls):
+        step()
+    return (clock() - start) / calls * 1e6

@@ -1,0 +1,90 @@
+"""Prepare, check and time all candidates of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .candidates import Candidate, Runner, make_tensors
+from .checks import Reference, repeats_differ
+from .names import CUDNN
+from .peers import first_line
+from .suites import PASSES, Shape
+from .timing import Spread, Stopwatch, interleaved
+
+OK, FAILED, UNAVAILABLE = "ok", "failed check", "unavailable"
+
+
+@dataclass
+class Row:
+    """One candidate, one pass, one shape. Times only if it passed its checks."""
+
+    direction: str
+    shape: Shape
+    candidate: Candidate
+    status: str = OK
+    reason: str | None = None
+    times: Spread | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    runner: Runner | None = None
+
+    def to_json(self, cudnn_ms: float | None) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "pass": self.direction,
+            "shape": asdict(self.shape),
+            "candidate": self.candidate.name,
+            "deterministic": self.candidate.deterministic,
+            "status": self.status,
+            "reason": self.reason,
+        }
+        if self.times is not None:
+            median, low, high = self.times
+            row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "tflops": self.shape.operations(self.direction) / median / 1e9}
+            row["ratio_to_cudnn"] = cudnn_ms / median if cudnn_ms else None
+        return row | ({"identity": self.identity} if self.identity else {})
+
+
+def measure(
+    shape: Shape, candidates: Sequence[Candidate], repeats: int, stopwatch: Callable[[], Stopwatch], device: torch.device
+) -> list[dict[str, Any]]:
+    """Rows of one shape, ready for JSON."""
+    tensors = make_tensors(shape, device)
+    reference = Reference(shape, tensors)
+    rows: list[Row] = []
+    for candidate in candidates:
+        made = [Row(direction, shape, candidate) for direction in PASSES if direction in candidate.passes]
+        rows += made
+        try:
+            runner = candidate.prepare(shape, tensors)
+            for row in made:
+                row.runner = runner
+                _check(row, runner, reference)
+            identity = candidate.identify(shape, tensors) if candidate.identify else {}
+        except Exception as error:  # what a kernel cannot do, it says in many ways; each is recorded
+            for row in made:
+                row.status, row.reason = UNAVAILABLE, first_line(error)
+        else:
+            for row in made:
+                row.identity = identity
+    return [line for direction in PASSES for line in _timed([r for r in rows if r.direction == direction], repeats, stopwatch())]
+
+
+def _check(row: Row, runner: Runner, reference: Reference) -> None:
+    first = runner.results(row.direction)
+    complaint = reference.complaint(row.direction, first)
+    if complaint is None and row.candidate.deterministic:
+        complaint = repeats_differ(runner, row.direction, first)
+    if complaint is not None:
+        row.status, row.reason = FAILED, complaint
+
+
+def _timed(rows: list[Row], repeats: int, stopwatch: Stopwatch) -> list[dict[str, Any]]:
+    runnable = [row for row in rows if row.status == OK and row.runner is not None]
+    calls = [row.runner.call(row.direction) for row in runnable if row.runner is not None]
+    for row, times in zip(runnable, interleaved(calls, repeats, stopwatch) if calls else [], strict=True):
+        row.times = times
+    cudnn = [row.times.median for row in rows if row.candidate.name == CUDNN and row.times is not None]
+    return [row.to_json(cudnn[0] if cudnn else None) for row in rows]

@@ -1,0 +1,135 @@
+"""`dash-attn bench`: time our kernels beside others on this GPU, or draw a picture of earlier results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..bench.suites import HOST_SUITE, MASKS, PASSES, SUITES, Shape, choose
+
+REPEATS = 30
+EXAMPLES = """examples:
+  dash-attn bench --suite paper --plot speed.png
+  dash-attn bench --suite quick --seqlens 4096 --masks causal --schedules
+  dash-attn bench --from benchmarks/results/h200-paper.json --plot speed.png
+"""
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="time forward and backward beside cuDNN and FlashAttention on this GPU",
+        description="Times our kernels and others, interleaved in one process. A kernel that fails its check gets no figure.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--suite", choices=(*SUITES, HOST_SUITE), default="quick", help="which shapes (default: quick)")
+    parser.add_argument("--seqlens", type=_numbers, metavar="N,N", help="these lengths instead of the suite's")
+    parser.add_argument("--head-dims", type=_numbers, metavar="N,N", help="these head dims instead of the suite's")
+    parser.add_argument("--masks", type=_words, metavar="NAME,NAME", help=f"of {', '.join(MASKS)} (default: both)")
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
+    parser.add_argument("--schedules", action="store_true", help="also time the backward of every schedule")
+    parser.add_argument("--no-peers", action="store_true", help="only our kernels")
+    results_help = "where results go (default: benchmarks/results)"
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR", help=results_help)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed relative to cuDNN, as .png or .svg")
+    parser.add_argument("--plot-pass", choices=PASSES, default="backward", help="the pass to draw (default: backward)")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show earlier results; needs no GPU")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..bench.picture import check_format, draw
+    from ..bench.report import print_report
+    from ..bench.results import read, summary
+
+    if arguments.plot:
+        check_format(arguments.plot)
+    if arguments.source:
+        path, results = arguments.source, read(arguments.source)
+    else:
+        path, results = _measure(arguments)
+    print_report(results)
+    if arguments.plot:
+        draw(results, arguments.plot, arguments.plot_pass)
+        print(f"picture: {arguments.plot}")
+    said = summary(results, path)
+    print(json.dumps(said))
+    return 1 if said["failed"] else 0
+
+
+def _measure(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """Run the suite; results are on disk after every shape."""
+    if arguments.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1; got {arguments.repeats}")
+    host = arguments.suite == HOST_SUITE
+    shapes = [] if host else choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
+    _require_gpu()
+    from ..bench.environment import environment, short_name
+    from ..bench.results import FORMAT, save
+
+    where = environment()
+    path = arguments.output / f"{short_name(where['gpu'])}-{arguments.suite}.json"
+    results: dict[str, Any] = {"format": FORMAT, "suite": arguments.suite, "repeats": arguments.repeats, "environment": where, "rows": []}
+    if host:
+        _measure_host(results)
+    else:
+        for rows in _measured_shapes(arguments, shapes, results):
+            results["rows"] += rows
+            save(results, path)
+    save(results, path)
+    return path, results
+
+
+def _measure_host(results: dict[str, Any]) -> None:
+    import torch
+
+    from ..bench.host import SHAPE, measure_host
+
+    results["host_shape"] = str(SHAPE)
+    results["host"] = measure_host(torch.device("cuda", torch.cuda.current_device()), torch.cuda.synchronize)
+
+
+def _measured_shapes(arguments: argparse.Namespace, shapes: list[Shape], results: dict[str, Any]) -> Any:
+    """Rows of one shape after the other."""
+    import torch
+
+    from ..bench.candidates import ours
+    from ..bench.measure import measure
+    from ..bench.peers import peers
+    from ..bench.timing import CudaStopwatch
+
+    others, results["missing"] = ([], {}) if arguments.no_peers else peers()
+    candidates = [*ours(arguments.schedules), *others]
+    device = torch.device("cuda", torch.cuda.current_device())
+    for number, shape in enumerate(shapes, start=1):
+        print(f"[{number}/{len(shapes)}] {shape}", file=sys.stderr, flush=True)
+        yield measure(shape, candidates, arguments.repeats, CudaStopwatch, device)
+        torch.cuda.empty_cache()
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench needs a CUDA GPU of compute capability 9.0 (H100, H200); PyTorch finds none here. `--from FILE` needs none")
+    from ..backends.hopper.support import check_device
+
+    check_device(torch.cuda.current_device())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"whole numbers separated by commas; got {text!r}") from None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise argparse.ArgumentTypeError("at least one, separated by commas")
+    return words
