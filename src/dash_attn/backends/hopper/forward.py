@@ -48,7 +48,7 @@ def forward_problem(q: Tensor, k: Tensor, options: AttentionOptions) -> Problem:
 def shared_bytes(dim: int, consumers: int) -> int:
     """As ForwardConfig::SHARED_BYTES (a test compares them): two stages of Q, K and V, output, notes, barriers."""
     q_bytes = consumers * CONSUMER_ROWS * dim * 2
-    return 3 * q_bytes + 4 * KV_ROWS * dim * 2 + 64 + 16 + 160
+    return 3 * q_bytes + 4 * KV_ROWS * dim * 2 + 32 + 16 + 128
 
 
 class ForwardCall:

@@ -97,6 +97,7 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
     wgmma_wait<1>();  // dP
     pin(dp);
     differentiate<STAGE>(delta);
+    if constexpr (FIRST) await_stored();
     put_ds<STAGE>(phase);
     if constexpr (!FIRST) {
       mbarrier_wait(bar + DS_FULL + 8 * OTHER, pipe.template phase<OTHER>(j - 1));
@@ -228,11 +229,15 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
     fence_async_shared();
     arrive(DQ_FULL + 8 * STAGE);
   }
-  // A finished 64 x D half of dK or dV, through this warpgroup's part of the dS buffers.
-  DEVICE void store_tile(float (&tile)[D / 2], float factor, const TensorMap* map, const ChainNote& chain) {
-    // Both warpgroups must be done with dS, and the last store must have left this memory.
+  // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
+  // before both warpgroups are done with dS.
+  DEVICE void await_stored() {
     if (warp == 0 && lane == 0) bulk_wait_read();
     named_barrier_sync<1>(2 * WARPGROUP);
+  }
+  // A finished 64 x D half of dK or dV, through this warpgroup's part of the dS buffers.
+  DEVICE void store_tile(float (&tile)[D / 2], float factor, const TensorMap* map, const ChainNote& chain) {
+    await_stored();
 #pragma unroll
     for (int g = 0; g < D / 16; g++) {
       u32 r[4];

@@ -17,16 +17,14 @@ __global__ void __launch_bounds__(ForwardConfig<D, CONSUMERS>::THREADS, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::STAGES; s++) {
+      mbarrier_init(bar + TILE_FULL + 8 * s, 1);
+      mbarrier_init(bar + TILE_EMPTY + 8 * s, 4 * CONSUMERS);
       mbarrier_init(bar + Q_FULL + 8 * s, 1);
       mbarrier_init(bar + Q_EMPTY + 8 * s, 4 * CONSUMERS);
       mbarrier_init(bar + K_FULL + 8 * s, 1);
       mbarrier_init(bar + K_EMPTY + 8 * s, 4 * CONSUMERS);
       mbarrier_init(bar + V_FULL + 8 * s, 1);
       mbarrier_init(bar + V_EMPTY + 8 * s, 4 * CONSUMERS);
-    }
-    for (int t = 0; t < C::TILES; t++) {
-      mbarrier_init(bar + TILE_FULL + 8 * t, 1);
-      mbarrier_init(bar + TILE_EMPTY + 8 * t, 4 * CONSUMERS);
     }
     mbarrier_init_fence();
     fence_async_all();

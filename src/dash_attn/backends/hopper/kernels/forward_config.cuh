@@ -26,17 +26,17 @@ template <int D_, int CONSUMERS_> struct ForwardConfig {
   static constexpr int KV_ROWS = 128, Q_ROWS = 64 * CONSUMERS, THREADS = WARPGROUP * (CONSUMERS + 1);
   static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 224, LOADER_REGISTERS = CONSUMERS == 3 ? 32 : 56;
   static constexpr int PANELS = D / 64, PANEL = 64 * 128;  // 64 rows of 64 columns, 128-byte swizzle
-  static constexpr int STAGES = 2, TILES = 4;  // tile notes in flight
+  static constexpr int STAGES = 2;
   static constexpr int SCORES = KV_ROWS / 2, OUTPUTS = D / 2;  // registers of S and O
   static constexpr int HALF_BYTES = 64 * D * 2;                // the queries of one warpgroup
   static constexpr int Q_BYTES = CONSUMERS * HALF_BYTES, KV_BYTES = KV_ROWS * D * 2, KV_PANEL = KV_ROWS * 128;
   static constexpr int Q = 0, K = Q + STAGES * Q_BYTES, V = K + STAGES * KV_BYTES, OUT = V + STAGES * KV_BYTES;
-  static constexpr int TILE_NOTES = OUT + Q_BYTES, VISIT_NOTES = TILE_NOTES + TILES * 16, BARRIERS = VISIT_NOTES + 16, SHARED_BYTES = BARRIERS + 160;
+  static constexpr int TILE_NOTES = OUT + Q_BYTES, VISIT_NOTES = TILE_NOTES + 32, BARRIERS = VISIT_NOTES + 16, SHARED_BYTES = BARRIERS + 128;
   static_assert(SHARED_BYTES <= 232448, "shared memory of one SM");
 };
 
 namespace forward_barrier {
-enum : int { TILE_FULL = 0, TILE_EMPTY = 32, Q_FULL = 64, Q_EMPTY = 80, K_FULL = 96, K_EMPTY = 112, V_FULL = 128, V_EMPTY = 144 };
+enum : int { TILE_FULL = 0, TILE_EMPTY = 16, Q_FULL = 32, Q_EMPTY = 48, K_FULL = 64, K_EMPTY = 80, V_FULL = 96, V_EMPTY = 112 };  // [2] each
 }
 
 // What the loader tells the consumers about a tile: (sequence, query head), Q tile, KV tiles to visit (-1: no more tiles).

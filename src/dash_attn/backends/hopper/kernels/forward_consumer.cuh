@@ -43,28 +43,26 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
         lane(lane_of_warp) {}
 
   DEVICE void run(const TensorMap* out_map) {
-    u32 tile = 0, load = 0;  // Q tiles and KV tiles so far
-    int visits = await_tile(tile);
-    if (visits < 0) return leave();
+    using namespace forward_barrier;
+    u32 loads = 0;
     if (wg == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
-    begin(tile, load, visits == 1);
-    while (true) {
-#pragma unroll 1
-      for (int left = visits - 1; left > 0; left--, load++) visit(tile, load, left == 1);
-      visits = await_tile(tile + 1);
-      if (visits < 0) break;
-      change_tile(tile, load, visits == 1, out_map);
-      tile++;
-      load++;
+    for (u32 tiles = 0;; tiles++) {
+      const u32 slot = tiles & 1, phase = (tiles >> 1) & 1;
+      mbarrier_wait(bar + TILE_FULL + 8 * slot, phase);
+      const int4 note = load_shared_i32x4(shared + C::TILE_NOTES + 16 * slot);
+      const TileNote tile{note.x, note.y, note.z};
+      if (tile.visits < 0) break;
+#pragma unroll
+      for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
+      row_max[0] = row_max[1] = MINUS_INFINITY;
+      row_sum[0] = row_sum[1] = 0.f;
+      mbarrier_wait(bar + Q_FULL + 8 * slot, phase);
+      visit(tile, slot, loads);
+      loads += tile.visits;
+      finish(tile, out_map);
+      arrive(TILE_EMPTY + 8 * slot);
     }
-    mbarrier_wait(bar + forward_barrier::V_FULL + 8 * (load & 1), (load >> 1) & 1);
-    multiply_out(load & 1);
-    wgmma_wait<0>();
-    pin(out);
-    float factor[2];
-    close_rows(tile, factor);
-    store_out(tile, factor, out_map);
-    leave();
+    if (warp == 0 && lane == 0) bulk_wait();
   }
 
  private:
@@ -83,95 +81,55 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
     if (next == 1) named_barrier_arrive<2>(2 * WARPGROUP);
     if (next == 2) named_barrier_arrive<3>(2 * WARPGROUP);
   }
-  DEVICE int query_of(u32 tile) const { return note_of_tile(tile).q_tile * C::Q_ROWS + wg * 64 + warp * 16 + (lane >> 2); }
-
-  // Tiles are known by their number; what the loader said of them stays in shared memory until their output is stored.
-  DEVICE TileNote note_of_tile(u32 tile) const {
-    const int4 note = load_shared_i32x4(shared + C::TILE_NOTES + 16 * (tile % C::TILES));
-    return {note.x, note.y, note.z};
-  }
-  // The visits of a tile (-1: there is no such tile), once the loader has told of it.
-  DEVICE int await_tile(u32 tile) {
-    mbarrier_wait(bar + forward_barrier::TILE_FULL + 8 * (tile % C::TILES), tile / C::TILES & 1);
-    return note_of_tile(tile).visits;
-  }
-  DEVICE void leave() {
-    if (warp == 0 && lane == 0) bulk_wait();
+  static DEVICE int query_of(const TileNote& tile, int wg, int warp, int lane) {
+    return tile.q_tile * C::Q_ROWS + wg * 64 + warp * 16 + (lane >> 2);
   }
 
-  // The first visit of all: S and its softmax, with nothing to overlap.
-  DEVICE void begin(u32 tile, u32 load, bool last) {
-    open_rows();
-    clear_out();
-    await_q(tile);
-    const VisitNote note = await_k(load);
+  DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load) {
+    using namespace forward_barrier;
+    const int query = query_of(tile, wg, warp, lane);
+    const QueryMask<MASK> low(p.mask, query), high(p.mask, query + 8);
+
+    mbarrier_wait(bar + K_FULL + 8 * (load & 1), (load >> 1) & 1);
+    VisitNote note = note_of(load & 1);
     await_turn();
-    multiply_s(tile & 1, load & 1);
+    multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
+    pin(s);
+    arrive(K_EMPTY + 8 * (load & 1));
+    if (note.partial()) mask_scores(low, high, query, note.kv_tile());
     float rescale[2];
-    take_scores(tile, load, note, last);
     softmax(rescale);
     pack_probabilities();
-  }
-  // S of visit load + 1 beside P V of visit `load`, which runs on under the softmax.
-  DEVICE void visit(u32 tile, u32 load, bool last) {
-    const VisitNote note = await_k(load + 1);
-    issue_products(tile, load);
-    float rescale[2];
-    take_scores(tile, load + 1, note, last);
-    softmax(rescale);
-    await_out(load);
+#pragma unroll 1
+    for (int j = 1; j < tile.visits; j++, load++) {
+      const u32 now = load & 1, next = now ^ 1;
+      mbarrier_wait(bar + K_FULL + 8 * next, ((load + 1) >> 1) & 1);
+      note = note_of(next);
+      await_turn();
+      multiply_s(q_stage, next);
+      mbarrier_wait(bar + V_FULL + 8 * now, (load >> 1) & 1);
+      multiply_out(now);
+      pass_turn();
+      wgmma_wait<1>();  // S
+      pin(s);
+      arrive(K_EMPTY + 8 * next);
+      if (note.partial()) mask_scores(low, high, query, note.kv_tile());
+      softmax(rescale);
+      wgmma_wait<0>();  // O
+      pin(out);
+      arrive(V_EMPTY + 8 * now);
 #pragma unroll
-    for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
-    pack_probabilities();
-  }
-  // The same where visit load + 1 is the first of the next tile, so that the tensor cores do not run dry between tiles.
-  DEVICE void change_tile(u32 tile, u32 load, bool last, const TensorMap* out_map) {
-    await_q(tile + 1);
-    const VisitNote note = await_k(load + 1);
-    issue_products(tile + 1, load);
-    float factor[2], rescale[2];
-    take_scores(tile + 1, load + 1, note, last);
-    close_rows(tile, factor);
-    softmax(rescale);
-    await_out(load);
-    store_out(tile, factor, out_map);
-    clear_out();
-    pack_probabilities();
-  }
-
-  DEVICE void issue_products(u32 tile, u32 load) {
-    await_turn();
-    multiply_s(tile & 1, (load + 1) & 1);
-    mbarrier_wait(bar + forward_barrier::V_FULL + 8 * (load & 1), (load >> 1) & 1);
+      for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
+      pack_probabilities();
+    }
+    arrive(Q_EMPTY + 8 * q_stage);
+    mbarrier_wait(bar + V_FULL + 8 * (load & 1), (load >> 1) & 1);
     multiply_out(load & 1);
-    pass_turn();
-    wgmma_wait<1>();  // S
-  }
-  DEVICE void await_q(u32 tile) { mbarrier_wait(bar + forward_barrier::Q_FULL + 8 * (tile & 1), (tile >> 1) & 1); }
-  DEVICE VisitNote await_k(u32 load) {
-    mbarrier_wait(bar + forward_barrier::K_FULL + 8 * (load & 1), (load >> 1) & 1);
-    return note_of(load & 1);
-  }
-  DEVICE void await_out(u32 load) {
     wgmma_wait<0>();
     pin(out);
-    arrive(forward_barrier::V_EMPTY + 8 * (load & 1));
-  }
-  // S is in registers: K is free, and Q after the tile's last visit. Masked where the tile is partial.
-  DEVICE void take_scores(u32 tile, u32 load, const VisitNote& note, bool last) {
-    pin(s);
-    arrive(forward_barrier::K_EMPTY + 8 * (load & 1));
-    if (last) arrive(forward_barrier::Q_EMPTY + 8 * (tile & 1));
-    if (!note.partial()) return;
-    const int query = query_of(tile);
-    const QueryMask<MASK> low(p.mask, query), high(p.mask, query + 8);
-    mask_scores(low, high, query, note.kv_tile());
-  }
-  DEVICE void clear_out() {
-#pragma unroll
-    for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
+    arrive(V_EMPTY + 8 * (load & 1));
   }
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
@@ -238,58 +196,38 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
     for (int i = 0; i < C::SCORES / 2; i++) probability[i] = pack<Half>(s[2 * i], s[2 * i + 1]);
   }
 
-  DEVICE void open_rows() {
-    row_max[0] = row_max[1] = MINUS_INFINITY;
-    row_sum[0] = row_sum[1] = 0.f;
-  }
-  // The tile's rows have met all their keys: LSE, and the factor that is left to apply to the output.
-  DEVICE void close_rows(u32 tile, float (&factor)[2]) {
+  DEVICE void finish(const TileNote& tile, const TensorMap* out_map) {
+    const int query = query_of(tile, wg, warp, lane);
+    float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float sum = row_sum[r];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       factor[r] = sum > 0.f ? 1.f / sum : 0.f;  // a query that attends nothing has output 0 and LSE -inf
-      put_lse(tile, r, sum > 0.f ? (row_max[r] * p.scale_log2 + __log2f(sum)) * LN_2 : MINUS_INFINITY);
+      const float lse = sum > 0.f ? (row_max[r] * p.scale_log2 + __log2f(sum)) * LN_2 : MINUS_INFINITY;
+      const int at = query + 8 * r;
+      if ((lane & 3) == 0 && at < p.mask.q_len) p.lse[(i64)tile.head_of_batch * p.mask.q_len + at] = lse;
     }
-    open_rows();
-  }
-
-  DEVICE void store_out(u32 tile, const float (&factor)[2], const TensorMap* out_map) {
-    begin_store();
+    const u32 half = shared + C::OUT + wg * C::HALF_BYTES;
+    if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
+    warpgroup_sync();
 #pragma unroll
     for (int g = 0; g < D / 16; g++) {
       u32 r[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(out[8 * g + 2 * i] * factor[i & 1], out[8 * g + 2 * i + 1] * factor[i & 1]);
-      stmatrix(out_at(g), r[0], r[1], r[2], r[3]);
+      const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
+      stmatrix(half + (g / 4) * C::PANEL + row * 128 + chunk * 16, r[0], r[1], r[2], r[3]);
     }
-    end_store(tile, out_map);
-  }
-  DEVICE void put_lse(u32 tile, int r, float lse) {
-    const int at = query_of(tile) + 8 * r;
-    if ((lane & 3) == 0 && at < p.mask.q_len) p.lse[(i64)note_of_tile(tile).head_of_batch * p.mask.q_len + at] = lse;
-  }
-  // The output leaves through this warpgroup's part of shared memory.
-  DEVICE u32 out_half() const { return shared + C::OUT + wg * C::HALF_BYTES; }
-  DEVICE u32 out_at(int g) const {
-    return out_half() + (g / 4) * C::PANEL + (warp * 16 + (lane & 15)) * 128 + ((2 * (g % 4) + (lane >> 4)) ^ (lane & 7)) * 16;
-  }
-  DEVICE void begin_store() {
-    if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
-    warpgroup_sync();
-  }
-  DEVICE void end_store(u32 number, const TensorMap* out_map) {
     fence_async_shared();
     warpgroup_sync();
     if (warp == 0 && lane == 0) {
-      const TileNote tile = note_of_tile(number);
       for (int i = 0; i < C::PANELS; i++)
-        tma_store(out_map, out_half() + i * C::PANEL, i * 64, tile.head_of_batch % p.q_heads, tile.q_tile * C::Q_ROWS + wg * 64,
+        tma_store(out_map, half + i * C::PANEL, i * 64, tile.head_of_batch % p.q_heads, tile.q_tile * C::Q_ROWS + wg * 64,
                   tile.head_of_batch / p.q_heads);
       bulk_commit();
     }
-    arrive(forward_barrier::TILE_EMPTY + 8 * (number % C::TILES));
   }
   DEVICE void warpgroup_sync() {
     if (wg == 0) named_barrier_sync<4>(WARPGROUP);

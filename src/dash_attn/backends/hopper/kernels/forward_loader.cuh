@@ -13,9 +13,9 @@ template <int D, int CONSUMERS> struct ForwardLoader {
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
     for (u32 tiles = 0;; tiles++) {
-      const u32 slot = tiles % C::TILES;
+      const u32 slot = tiles & 1;
       const TileNote tile{next.x, next.y, next.x < 0 ? -1 : p.visits.visits[next.y]};
-      mbarrier_wait(bar + TILE_EMPTY + 8 * slot, (tiles / C::TILES & 1) ^ 1);
+      mbarrier_wait(bar + TILE_EMPTY + 8 * slot, ((tiles >> 1) & 1) ^ 1);
       store_shared_i32x4(shared + C::TILE_NOTES + 16 * slot, make_int4(tile.head_of_batch, tile.q_tile, tile.visits, 0));
       mbarrier_arrive(bar + TILE_FULL + 8 * slot);
       if (tile.visits < 0) return;
