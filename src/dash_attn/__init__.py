@@ -18,11 +18,11 @@ from .simulate import Machine, Timeline, simulate
 from .validate import ScheduleError
 
 if TYPE_CHECKING:
-    from .api import flash_attn_func
+    from .api import explain, flash_attn_func
 
 __version__ = "0.1.0"
 
-_NEEDS_TORCH = {"flash_attn_func": ".api"}
+_NEEDS_TORCH = {"explain": ".api", "flash_attn_func": ".api"}
 
 
 def __getattr__(name: str) -> Any:
@@ -48,6 +48,7 @@ __all__ = [
     "TileMap",
     "Timeline",
     "Window",
+    "explain",
     "flash_attn_func",
     "generate",
     "lower",

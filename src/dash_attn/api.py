@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from .autograd import Attention
+from .backends import load, resolve
+from .explanation import Explanation
 from .masks import Causal, Full, Mask, Window
 from .options import AttentionOptions, is_whole
 
@@ -56,14 +58,30 @@ def flash_attn_func(
     if deterministic and accumulation == "unordered":
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
     _check_tensors(q, k, v)
-    chosen_mask = _choose_mask(mask, causal, window_size)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = AttentionOptions(chosen_mask, scale, softcap, schedule, accumulation, backend, head_offset)
-    chosen_mask.check(q.shape[1], k.shape[1])
+    options = AttentionOptions(_choose_mask(mask, causal, window_size), scale, softcap, schedule, accumulation, backend, head_offset)
+    options.mask.check(q.shape[1], k.shape[1])
     out, lse = Attention.apply(q, k, v, options)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1), **options: Any
+) -> Explanation:
+    """What flash_attn_func would do with these arguments (the keyword ones it shares), without running it.
+
+    The tensors are looked at for shape, dtype and device only.
+    """
+    _check_tensors(q, k, v)
+    scale = options.pop("softmax_scale", None)
+    mask = _choose_mask(options.pop("mask", None), causal, window_size)
+    chosen = AttentionOptions(mask, q.shape[-1] ** -0.5 if scale is None else scale, **options)
+    mask.check(q.shape[1], k.shape[1])
+    if 0 in (q.shape[0], q.shape[1], k.shape[1]):
+        raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
+    return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen)
 
 
 def _choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
+from .explanation import Explanation
 from .generators import generate
 from .options import AttentionOptions
 from .plan import Plan, lower
@@ -25,3 +27,18 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions, tile
 def plan_for(problem: Problem, schedule: str = "auto", workers: int = DEFAULT_WORKERS) -> Plan:
     """The lowered schedule. Raises ScheduleError where that schedule does not serve the problem."""
     return lower(generate(schedule, problem, workers))
+
+
+def explanation_of(plan: Plan, backend: str, options: AttentionOptions, **rest: Any) -> Explanation:
+    """What the plan says of a call; the backend adds its own."""
+    return Explanation(
+        backend=backend,
+        schedule=plan.schedule_name,
+        accumulation=options.accumulation,
+        guarantees=plan.guarantees if options.ordered else (),
+        order_hash=plan.order_hash,
+        gang=plan.gang,
+        workers=plan.workers,
+        plan_bytes=plan.tables_bytes,
+        **rest,
+    )

@@ -11,6 +11,7 @@ from typing import Protocol, cast
 
 import torch
 
+from ..explanation import Explanation
 from ..options import AttentionOptions
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
@@ -33,6 +34,9 @@ class Backend(Protocol):
         options: AttentionOptions,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dQ, dK and dV."""
+
+    def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> Explanation:
+        """What forward and backward of these tensors would do."""
 
 
 def resolve(name: str, device: torch.device) -> str:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ..executor import Interleaving, Partial, Ticket, current_interleaving, execute
+from ..explanation import Explanation
 from ..masks import EMPTY, PARTIAL
 from ..options import AttentionOptions
 from ..order import Ints
-from ..planning import DEFAULT_WORKERS, plan_for, problem_of
+from ..planning import DEFAULT_WORKERS, explanation_of, plan_for, problem_of
 from ..problem import Problem, Task
 
 TILE_Q, TILE_KV = 64, 128
@@ -40,6 +41,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple
             kv_head = sequence, head // problem.group
             out[place], lse[place] = _attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], scores, q_tile)
         return _unpack(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
+    plan = plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+    tiles = (TILE_Q, TILE_KV)
+    return explanation_of(plan, "cpu", options, backward_tiles=tiles, forward_tiles=tiles)
 
 
 def backward(

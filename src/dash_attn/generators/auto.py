@@ -8,11 +8,9 @@ from .alternating import alternating
 from .shift import shift_blocks
 from .weave import weave
 
-SHORT = 8  # KV tiles up to which chains are too short to go round in gangs: the slowest start would hold up all (docs/log.md)
-
 
 def auto(problem: Problem, workers: int) -> Schedule:
-    if problem.kept.all() and problem.kv_tiles > SHORT:
+    if problem.kept.all():
         return shift_blocks(problem, workers)
     if problem.mask.is_causal:
         return alternating(problem, workers)

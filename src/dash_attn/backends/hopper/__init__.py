@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .backward import backward
 from .forward import forward
+from .identity import explain
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "explain", "forward"]

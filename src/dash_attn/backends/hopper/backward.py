@@ -13,6 +13,7 @@ from torch import Tensor
 from ...options import AttentionOptions
 from ...plan import Plan
 from ...planning import plan_for, problem_of
+from ...problem import Problem
 from .driver import Arguments, LoadedKernel, device_index, load
 from .hang import MOST_POLLS, raise_if_hung, report_address
 from .structs import BackwardParams, PostprocessParams, PreprocessParams, Strides
@@ -72,6 +73,13 @@ def shared_bytes(dim: int) -> int:
     return tiles + 4 * rows * 4 + 8 * 16 + 2 * 16 + 320
 
 
+def workspace_sizes(problem: Problem, dim: int) -> tuple[int, ...]:
+    """Words of LSE, delta, dQ accumulator, semaphores, ticket counter and tickets: linear in tokens."""
+    tiles = problem.batch * problem.heads * problem.group * problem.q_tiles
+    rows = tiles * problem.tile_q
+    return rows, rows, rows * dim, tiles, 1, problem.chains * TICKET_WORDS
+
+
 class BackwardCall:
     """Everything about a call that does not change with the addresses of its tensors."""
 
@@ -86,8 +94,7 @@ class BackwardCall:
         self.kernels = backward_kernels(device_index(device), DTYPES[q.dtype], dim, self.ordered, self.mask.kind)
         self.heads = problem.batch * problem.heads * problem.group
         self.padded = problem.q_tiles * problem.tile_q
-        rows = self.heads * self.padded
-        self.sizes = (rows, rows, rows * dim, self.heads * problem.q_tiles, 1, problem.chains * TICKET_WORDS)
+        self.sizes = workspace_sizes(problem, dim)
         self.workers = min(self.plan.workers, problem.chains)
         self.lock = threading.Lock()
         self._prepare(q, k, tensors, options)
@@ -149,7 +156,7 @@ class BackwardCall:
         return dq, dk, dv
 
     def _workspace(self, device: torch.device) -> tuple[Tensor, list[int]]:
-        """LSE, delta, dQ accumulator, semaphores, ticket counter and tickets in one allocation: linear in tokens."""
+        """All of the workspace in one allocation."""
         offsets, total = [], 0
         for size in self.sizes:
             offsets.append(total)
