@@ -1,17 +1,15 @@
-"""`dash-attn bench` without a GPU: files, tables, pictures and errors, from made-up results."""
+"""`dash-attn bench` without a GPU: files, tables and errors, from made-up results."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench_results import failed, made_up_results
-from dash_attn.bench import picture
 from dash_attn.bench.report import print_report
 from dash_attn.bench.results import read, save, summary
 from dash_attn.cli.main import main
@@ -124,41 +122,3 @@ def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.Ca
 def test_bad_words(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *words])
-
-
-def test_picture_from_a_file(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("a.png", "b.svg"):
-        assert main(["bench", "--from", str(stored), "--plot", str(tmp_path / name)]) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    svg = (tmp_path / "b.svg").read_text()
-    for text in ("causal, head dim 64", "full, head dim 128", "dash-attn (bitwise reproducible)", "cuDNN = 1", "Nonesuch", "16k"):
-        assert text in svg
-    assert str(tmp_path / "b.svg") in capsys.readouterr().out
-
-
-def test_picture_draws_the_ratios() -> None:
-    pytest.importorskip("matplotlib")
-    results = made_up_results()
-    rows = [row for row in results["rows"] if row["pass"] == "backward"]
-    rows = [row for row in rows if not (row["candidate"] == "PyTorch flash" and row["shape"]["seqlen"] == 1024)]
-    figure = picture._figure(results, rows, "backward")
-    assert len(figure.axes) == 4
-    for axes in figure.axes:
-        lines: dict[str, Any] = {line.get_label(): line for line in axes.get_lines()}
-        assert list(lines["dash-attn (bitwise reproducible)"].get_ydata()) == [1.1] * 6
-        assert list(lines["PyTorch flash"].get_xdata()) == [0, 2, 3, 4, 5], "a missing length leaves its place free"
-        assert set(lines["cuDNN = 1"].get_ydata()) == {1.0}
-        widths = {label: line.get_linewidth() for label, line in lines.items()}
-        assert max(widths, key=widths.__getitem__) == "dash-attn (bitwise reproducible)"
-        assert lines["PyTorch flash"].is_dashed()
-        assert not lines["PyTorch flash deterministic"].is_dashed()
-        assert axes.get_ylim()[0] == 0
-        assert axes.get_ylim()[1] > 1.25
-
-
-def test_nothing_to_draw(tmp_path: Path) -> None:
-    results = made_up_results()
-    results["rows"] = [failed(row, "unavailable", "none") for row in results["rows"]]
-    with pytest.raises(ValueError, match="nothing to draw"):
-        picture.draw(results, tmp_path / "a.png")

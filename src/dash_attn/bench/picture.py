@@ -2,128 +2,89 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
-from ..plot_style import DPI, INK
+from ..plot_style import INK
 from .names import CUDNN, OURS, UNORDERED
-from .results import Results, panel_title, shape_key, unique
+from .picture_style import DASHED, HIGHLIGHT, check_format, finish, grid, label_outside, legend_below, write
+from .results import Results, is_schedule, panel_title, shape_key, unique
 
-FORMATS = (".png", ".svg")
-HIGHLIGHT, PALE = "#0b57d0", "#7fa8e8"
-PEERS = ("#e4572e", "#5b8c5a", "#8d6a9f", "#f2a33a", "#b56576")
-GREYS = ("#555555", "#777777", "#999999", "#bbbbbb")
-DASHED = (0, (4, 2))
-STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 12,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "dash-attn",
-}
+PALE = "#6f9fe8"
+PEERS = ("#d55e00", "#009e73", "#882255", "#e69f00", "#cc79a7")
+BASELINE = f"{CUDNN} = 1"
 
-
-def check_format(path: Path) -> None:
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"a picture is written as {' or '.join(FORMATS)}; got {str(path)!r}")
+Row = dict[str, Any]
 
 
 def draw(results: Results, path: Path, direction: str = "backward") -> None:
-    """Draw one pass of a results file."""
+    """Draw one pass of a results file: ours and the peers, without the schedules compared among each other."""
     check_format(path)
-    rows = [row for row in results["rows"] if row["pass"] == direction and row.get("ratio_to_cudnn")]
+    rows = [row for row in results["rows"] if row["pass"] == direction and row.get("ratio_to_cudnn") and not is_schedule(row["candidate"])]
     if not rows:
         raise ValueError(f"these results hold no {direction} speeds next to {CUDNN}: nothing to draw")
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        figure = _figure(results, rows, direction)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=DPI, metadata=metadata)
+    write(path, lambda: _figure(results, rows, direction))
 
 
-def _figure(results: Results, rows: list[dict[str, Any]], direction: str) -> Any:
-    from matplotlib.figure import Figure
-
+def _figure(results: Results, rows: list[Row], direction: str) -> Any:
     panels = unique(shape_key(row) for row in rows)
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(1.5 + 5.4 * columns, 1.9 + 3.3 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
-    axes[0, 0].set_ylim(0, 1.06 * max(1.0, *(row["ratio_to_cudnn"] for row in rows)))
     styles = _styles(rows, direction)
+    columns = 5 if len(panels) > 1 else 2
+    labels = [*(name for name in (OURS, UNORDERED) if name in styles), BASELINE, *(n for n in styles if n not in (OURS, UNORDERED, CUDNN))]
+    note = _note(rows, direction)
+    figure, axes = grid(len(panels), _title(results, rows, direction), note, -(-len(labels) // columns), sharey="all")
+    axes[0, 0].set_ylim(*_limits([row["ratio_to_cudnn"] for row in rows]))
     for place, key in zip(axes.flat, panels, strict=False):
         _panel(place, [row for row in rows if shape_key(row) == key], styles, panel_title(key))
-    for place in axes.flat[len(panels) :]:
-        place.set_visible(False)
-    for place in axes[:, 0]:
-        place.set_ylabel(f"speed relative to {CUDNN}")
-    for place in axes[-1]:
-        place.set_xlabel("sequence length")
-    figure.suptitle(_title(results, direction), size=15 if columns > 1 else 9, weight="bold")
-    handles, labels = _legend_entries(axes)
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+    label_outside(axes, f"speed relative to {CUDNN}")
+    legend_below(figure, axes, labels, columns)
     return figure
 
 
-def _title(results: Results, direction: str) -> str:
-    title = f"Attention {direction} on {results['environment']['gpu']}: bf16, 16384 tokens a batch"
-    return title if direction == "forward" else f"{title}; dashed: not reproducible"
+def _limits(ratios: list[float]) -> tuple[float, float]:
+    """Tight, but with room for the widest marker."""
+    return max(0.0, math.floor(10 * min(*ratios, 1.0) - 0.3) / 10), max(*ratios, 1.0) + 0.05
 
 
-def _styles(rows: list[dict[str, Any]], direction: str) -> dict[str, dict[str, Any]]:
-    """Ours in front and thick, our other schedules grey, each peer in one colour; in a backward, dashed is not reproducible."""
+def _title(results: Results, rows: list[Row], direction: str) -> str:
+    gpu = results["environment"]["gpu"].removeprefix("NVIDIA ")
+    ours = [row["ratio_to_cudnn"] for row in rows if row["candidate"] == OURS]
+    if not ours:
+        return f"Attention {direction} on {gpu}"
+    kind = f"{OURS}, reproducible backward" if direction == "backward" else f"{OURS}, forward"
+    return f"{kind} on {gpu}: {min(ours):.2f} to {max(ours):.2f} times the speed of {CUDNN}"
+
+
+def _note(rows: list[Row], direction: str) -> str:
+    tokens = unique(row["shape"]["batch"] * row["shape"]["seqlen"] for row in rows)
+    note = ", ".join(["bf16", *(f"{n:,} tokens a batch" for n in tokens[:1] if len(tokens) == 1), "higher is faster"])
+    return note if direction == "forward" else f"{note}. Solid: the same bits in every run. Dashed: not guaranteed"
+
+
+def _styles(rows: list[Row], direction: str) -> dict[str, dict[str, Any]]:
+    """Ours in front and thick, each peer in one colour; in a backward, dashed is not reproducible."""
     colours: dict[str, str] = {}
     styles: dict[str, dict[str, Any]] = {}
     for name, deterministic in unique((row["candidate"], row["deterministic"]) for row in rows):
-        style = {"linewidth": 1.7, "markersize": 5, "marker": "s", "zorder": 4}
+        style: dict[str, Any] = {"linewidth": 2.0, "markersize": 6, "marker": "s", "zorder": 4}
         if name == OURS:
-            style |= {"color": HIGHLIGHT, "linewidth": 3.4, "markersize": 8, "marker": "o", "zorder": 6}
+            style |= {"color": HIGHLIGHT, "linewidth": 3.6, "markersize": 9, "marker": "o", "zorder": 6}
         elif name == UNORDERED:
             style |= {"color": PALE, "marker": "o", "zorder": 5}
-        elif name.startswith(OURS):
-            style |= {"color": GREYS[len(styles) % len(GREYS)], "linewidth": 1.2, "markersize": 4, "marker": "^", "zorder": 3}
-        elif name != CUDNN:
-            style["color"] = colours.setdefault(name.removesuffix(" deterministic"), PEERS[len(colours) % len(PEERS)])
+        elif name == CUDNN:
+            style = {"color": INK, "linewidth": 1.6, "zorder": 2}
         else:
-            continue
+            style["color"] = colours.setdefault(name.removesuffix(" deterministic"), PEERS[len(colours) % len(PEERS)])
         styles[name] = {**style, "linestyle": "-" if deterministic or direction == "forward" else DASHED}
     return styles
 
 
-def _panel(axes: Any, rows: list[dict[str, Any]], styles: dict[str, dict[str, Any]], title: str) -> None:
+def _panel(axes: Any, rows: list[Row], styles: dict[str, dict[str, Any]], title: str) -> None:
     seqlens = sorted(unique(row["shape"]["seqlen"] for row in rows))
-    axes.axhline(1.0, color=INK, linewidth=1.4, zorder=2, label=f"{CUDNN} = 1")
+    axes.axhline(1.0, label=BASELINE, **styles.get(CUDNN, {"color": INK}))
     for name, style in styles.items():
         mine = sorted((seqlens.index(row["shape"]["seqlen"]), row["ratio_to_cudnn"]) for row in rows if row["candidate"] == name)
-        if mine:
-            axes.plot(*zip(*mine, strict=True), label=_label(name), **style)
-    axes.set_xticks(range(len(seqlens)), [_thousands(n) for n in seqlens])
-    axes.margins(x=0.06)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.set_title(title, size=13)
-
-
-def _label(name: str) -> str:
-    return f"{name} (bitwise reproducible)" if name == OURS else name
-
-
-def _thousands(n: int) -> str:
-    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
-
-
-def _legend_entries(axes: Any) -> tuple[list[Any], list[str]]:
-    """Every label of any panel, ours first."""
-    found: dict[str, Any] = {}
-    for place in axes.flat:
-        for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    labels = sorted(found, key=lambda label: (not label.startswith(f"{OURS} (bitwise"), label.startswith("PyTorch"), label))
-    return [found[label] for label in labels], labels
+        if mine and name != CUDNN:
+            axes.plot(*zip(*mine, strict=True), label=name, **style)
+    finish(axes, seqlens, title)

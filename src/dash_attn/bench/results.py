@@ -45,6 +45,15 @@ def panel_title(key: tuple[Any, ...]) -> str:
     return f"{mask}, head dim {head_dim}{heads}"
 
 
+def is_schedule(candidate: str) -> bool:
+    """Whether a candidate is one of the schedules that `--schedules` times."""
+    return candidate.startswith(f"{OURS}: ")
+
+
+def schedule_name(candidate: str) -> str:
+    return candidate.removeprefix(f"{OURS}: ")
+
+
 def unique(values: Iterable[Any]) -> list[Any]:
     """Each value once, in order of appearance."""
     return list(dict.fromkeys(values))

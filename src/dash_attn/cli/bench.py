@@ -14,7 +14,7 @@ REPEATS = 30
 EXAMPLES = """examples:
   dash-attn bench --suite paper --plot speed.png
   dash-attn bench --suite quick --seqlens 4096 --masks causal --schedules
-  dash-attn bench --from benchmarks/results/h200-paper.json --plot speed.png
+  dash-attn bench --from benchmarks/results/h200-paper.json --plot speed.png --plot-schedules schedules.png
 """
 
 
@@ -37,17 +37,20 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR", help=results_help)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed relative to cuDNN, as .png or .svg")
     parser.add_argument("--plot-pass", choices=PASSES, default="backward", help="the pass to draw (default: backward)")
+    parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the schedules relative to the unordered backward")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show earlier results; needs no GPU")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..bench.picture import check_format, draw
+    from ..bench.picture import draw
+    from ..bench.picture_schedules import draw_schedules
+    from ..bench.picture_style import check_format
     from ..bench.report import print_report
     from ..bench.results import read, summary
 
-    if arguments.plot:
-        check_format(arguments.plot)
+    for picture in filter(None, (arguments.plot, arguments.plot_schedules)):
+        check_format(picture)
     if arguments.source:
         path, results = arguments.source, read(arguments.source)
     else:
@@ -56,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         draw(results, arguments.plot, arguments.plot_pass)
         print(f"picture: {arguments.plot}")
+    if arguments.plot_schedules:
+        draw_schedules(results, arguments.plot_schedules)
+        print(f"picture: {arguments.plot_schedules}")
     said = summary(results, path)
     print(json.dumps(said))
     return 1 if said["failed"] else 0
