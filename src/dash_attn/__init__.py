@@ -19,10 +19,18 @@ from .validate import ScheduleError
 
 if TYPE_CHECKING:
     from .api import explain, flash_attn_func
+    from .packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+    from .varlen import flash_attn_varlen_func
 
 __version__ = "0.1.0"
 
-_NEEDS_TORCH = {"explain": ".api", "flash_attn_func": ".api"}
+_NEEDS_TORCH = {
+    "explain": ".api",
+    "flash_attn_func": ".api",
+    "flash_attn_kvpacked_func": ".packed",
+    "flash_attn_qkvpacked_func": ".packed",
+    "flash_attn_varlen_func": ".varlen",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -50,6 +58,9 @@ __all__ = [
     "Window",
     "explain",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
     "generate",
     "lower",
     "parse_mask",
