@@ -1,0 +1,126 @@
+"""scaled_dot_product_attention answered by dash-attn: PyTorch's meaning, our bits, and PyTorch's function afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dash_attn import Causal, flash_attn_func
+from dash_attn.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
+from dense import largest_error, random_inputs, run_ours
+
+PYTORCH = functional.scaled_dot_product_attention
+
+
+def heads_first(q_len: int, kv_len: int, heads: tuple[int, int] = (2, 2), dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in random_inputs(q_len, kv_len, heads, 16, dtype, batch=2)]
+
+
+def run(inputs: list[Tensor], **arguments: Any) -> list[Tensor]:
+    """Output and gradients of whatever the name stands for now."""
+    *tensors, dout = inputs
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = functional.scaled_dot_product_attention(*leaves, **arguments)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(200, 200), (90, 300), (300, 90), (1, 40), (40, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_means_what_pytorch_means(q_len: int, kv_len: int, is_causal: bool, heads: tuple[int, int]) -> None:
+    inputs = heads_first(q_len, kv_len, heads)
+    arguments = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": heads[0] != heads[1]}
+    expected = run(inputs, **arguments)
+    with replace_sdpa():
+        ours = run(inputs, **arguments)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine.shape == theirs.shape
+        assert largest_error(mine, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_are_those_of_flash_attn_func(dtype: torch.dtype) -> None:
+    inputs = heads_first(700, 700, (4, 2), dtype)
+    lengths_first = tuple(x.transpose(1, 2) for x in inputs)
+    with replace_sdpa():
+        default = run(inputs, is_causal=True, enable_gqa=True)
+    with replace_sdpa(schedule="ascending"):
+        other = run(inputs, is_causal=True, enable_gqa=True)
+    for found, schedule in ((default, "auto"), (other, "ascending")):
+        expected = run_ours(lengths_first, Causal(), schedule=schedule)
+        for mine, theirs in zip(found, (expected.out, *expected[2:]), strict=True):
+            assert torch.equal(mine.transpose(1, 2), theirs)
+    assert not torch.equal(default[1], other[1])
+
+
+def test_the_name_is_restored_also_after_an_error_and_blocks_nest() -> None:
+    with replace_sdpa():
+        outer = functional.scaled_dot_product_attention
+        assert outer is not PYTORCH
+        with pytest.raises(ValueError, match="attn_mask"), replace_sdpa():
+            run(heads_first(4, 4), attn_mask=torch.ones(4, 4, dtype=torch.bool))
+        assert functional.scaled_dot_product_attention is outer
+    assert functional.scaled_dot_product_attention is PYTORCH
+
+
+def test_gradients_may_be_taken_after_the_block() -> None:
+    q, k, v, dout = heads_first(300, 300, dtype=torch.float32)
+    leaf = q.detach().requires_grad_()
+    with replace_sdpa():
+        out = functional.scaled_dot_product_attention(leaf, k, v, is_causal=True)
+        inside = run([q, k, v, dout], is_causal=True)
+    out.backward(dout)
+    assert torch.equal(leaf.grad, inside[1])
+
+
+def test_positional_order_is_pytorchs() -> None:
+    q, k, v, _ = heads_first(50, 50)
+    ours = scaled_dot_product_attention(q, k, v, None, 0.0, True)
+    expected = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    assert torch.equal(ours.transpose(1, 2), expected)
+
+
+def test_multihead_attention_of_pytorch_uses_it() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(32, 2, batch_first=True).double()
+    x = torch.randn(2, 150, 32, dtype=torch.float64)
+    expected, _ = layer(x, x, x, need_weights=False)
+    calls = []
+
+    def count(*arguments: Any, **rest: Any) -> Tensor:
+        calls.append(arguments)
+        return scaled_dot_product_attention(*arguments, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dash_attn.integrations.sdpa.scaled_dot_product_attention", count)
+        with replace_sdpa():
+            ours, _ = layer(x, x, x, need_weights=False)
+    assert len(calls) == 1
+    assert largest_error(ours, expected) < 1e-12
+
+
+Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 2, 12, 8)
+BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
+    ((Q, Q, Q), {"attn_mask": torch.ones(10, 10, dtype=torch.bool)}, r"attn_mask must be None: use is_causal"),
+    ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10), "is_causal": True}, r"attn_mask must be None"),
+    ((Q, Q, Q), {"dropout_p": 0.1}, r"dropout_p must be 0; got 0.1"),
+    ((Q[0], Q[0], Q[0]), {}, r"query must be 4-d \(batch, heads, length, head dim\); got shape \(4, 10, 8\)"),
+    ((Q, K, K), {}, r"same heads unless enable_gqa=True; got 4 and 2"),
+    ((Q, K[:, :1].expand(2, 3, 12, 8), K[:, :1].expand(2, 3, 12, 8)), {"enable_gqa": True}, r"multiple of KV heads"),
+    ((Q[:1], Q, Q), {}, r"one batch size"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "arguments", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_what_cannot_be_done_raises(tensors: tuple[Tensor, ...], arguments: dict[str, Any], message: str) -> None:
+    with replace_sdpa(), pytest.raises(ValueError, match=message):
+        functional.scaled_dot_product_attention(*tensors, **arguments)
+
+
+def test_unknown_options_raise() -> None:
+    with replace_sdpa(shedule="auto"), pytest.raises(TypeError, match="unexpected keyword"):
+        functional.scaled_dot_product_attention(Q, Q, Q)
