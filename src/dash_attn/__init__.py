@@ -19,12 +19,14 @@ from .validate import ScheduleError
 
 if TYPE_CHECKING:
     from .api import explain, flash_attn_func
+    from .checkup import doctor
     from .packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from .varlen import flash_attn_varlen_func
 
 __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
+    "doctor": ".checkup",
     "explain": ".api",
     "flash_attn_func": ".api",
     "flash_attn_kvpacked_func": ".packed",
@@ -56,6 +58,7 @@ __all__ = [
     "TileMap",
     "Timeline",
     "Window",
+    "doctor",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

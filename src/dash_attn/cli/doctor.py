@@ -1,0 +1,45 @@
+"""`dash-attn doctor`: what in this environment breaks reproducibility."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..checkup import Finding
+
+OWN_PROCESS = (
+    "This command runs in a process of its own: it sees variables, versions and hardware. Switches of PyTorch that a training script\n"
+    "sets are seen only from inside it: call dash_attn.doctor(show=True) there. Here they are PyTorch's defaults, and listed as info."
+)
+
+
+def add_command(commands: Any) -> None:
+    text = "Looks for settings that make training runs differ. Exit code 0: nothing found; 1: an error or a warning."
+    help_text = "find settings that break reproducibility in this environment"
+    parser = commands.add_parser("doctor", help=help_text, description=text, epilog=OWN_PROCESS)
+    parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..checkup import examine, print_findings, take_snapshot
+    from ..checkup.checks import is_bad
+    from ..checkup.show import to_json
+
+    findings = remarks_for_flags(examine(take_snapshot(ask_gpu=True)))
+    if arguments.json:
+        print(to_json(findings))
+        print(OWN_PROCESS, file=sys.stderr)
+    else:
+        print_findings(findings)
+        print(f"\n{OWN_PROCESS}")
+    return 1 if is_bad(findings) else 0
+
+
+def remarks_for_flags(findings: list[Finding]) -> list[Finding]:
+    """Flags of this process say nothing about a training script, so they must not decide the exit code."""
+    shown = [replace(finding, severity="info") if finding.scope == "flag" else finding for finding in findings]
+    return sorted(shown, key=lambda finding: finding.severity == "info")
