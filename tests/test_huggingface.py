@@ -1,0 +1,226 @@
+"""transformers models with attn_implementation="dash_attn": eager's values, the same bits in every run, clear refusals."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func  # noqa: E402
+from dash_attn.integrations import huggingface  # noqa: E402
+from dash_attn.integrations._mask_patterns import mask_of_pattern  # noqa: E402
+from dense import element_mask, largest_error, random_inputs  # noqa: E402
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "use_cache": False,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=40),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen2-window": lambda: transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
+}
+TOKENS = torch.randint(64, (2, 150), generator=torch.Generator().manual_seed(0))
+PACKED = torch.cat([torch.arange(n) for n in (70, 1, 79)])[None]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    huggingface.register()
+
+
+def model_of(name: str, implementation: str, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=implementation, dtype=dtype)
+
+
+def step(model: Any, tokens: Tensor = TOKENS, **arguments: Any) -> list[Tensor]:
+    """Logits, gradients, and the weights after one step of training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = model(input_ids=tokens, labels=tokens, **arguments)
+    result.loss.backward()
+    optimizer.step()
+    return [result.logits.detach(), *(p.grad for p in model.parameters()), *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_training_step_matches_eager(name: str) -> None:
+    ours, eager = step(model_of(name, "dash_attn")), step(model_of(name, "eager"))
+    for mine, theirs in zip(ours, eager, strict=True):
+        assert largest_error(mine, theirs) < 1e-7  # transformers takes norms and rotary angles in single precision
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_error_is_at_most_twice_eagers(name: str) -> None:
+    truth = step(model_of(name, "eager"))
+    ours, eager = (step(model_of(name, kind, torch.float32)) for kind in ("dash_attn", "eager"))
+    for mine, theirs, exact in zip(ours, eager, truth, strict=True):
+        floor = 16 * torch.finfo(torch.float32).eps * max(1.0, exact.abs().max().item())
+        assert largest_error(mine, exact) <= 2 * largest_error(theirs, exact) + floor
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_runs_have_the_same_bits(name: str) -> None:
+    first, second = (step(model_of(name, "dash_attn", torch.float32)) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_the_window_matters() -> None:
+    """The control of the tests above: without its window the model says something else."""
+    model = model_of("mistral", "dash_attn")
+    with_window = model(input_ids=TOKENS).logits
+    model.config.sliding_window = None
+    assert largest_error(model(input_ids=TOKENS).logits, with_window) > 1e-3
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_do_not_see_each_other(use_cache: bool) -> None:
+    model = model_of("llama", "dash_attn")
+    tokens = TOKENS[:1]
+    packed = model(input_ids=tokens, position_ids=PACKED, use_cache=use_cache).logits
+    alone = [model(input_ids=part).logits for part in tokens.split([70, 1, 79], 1)]
+    assert largest_error(packed, torch.cat(alone, 1)) < 1e-7
+    assert largest_error(model(input_ids=tokens).logits, packed) > 1e-3
+
+
+def test_packed_documents_match_eager() -> None:
+    arguments = {"tokens": TOKENS[:1], "position_ids": PACKED}
+    for mine, theirs in zip(step(model_of("llama", "dash_attn"), **arguments), step(model_of("llama", "eager"), **arguments), strict=True):
+        assert largest_error(mine, theirs) < 1e-7
+
+
+def test_decoding_with_a_cache_matches_one_pass() -> None:
+    for name in ("llama", "mistral"):
+        model = model_of(name, "dash_attn").eval()
+        whole = model(input_ids=TOKENS).logits
+        prompt = model(input_ids=TOKENS[:, :100], use_cache=True)
+        rest = [model(input_ids=TOKENS[:, 100:140], past_key_values=prompt.past_key_values, use_cache=True)]
+        rest += [model(input_ids=TOKENS[:, i : i + 1], past_key_values=prompt.past_key_values, use_cache=True) for i in range(140, 150)]
+        assert largest_error(torch.cat([prompt.logits, *(r.logits for r in rest)], 1), whole) < 1e-7
+
+
+def test_padding_of_ones_is_no_padding() -> None:
+    model = model_of("llama", "dash_attn")
+    assert torch.equal(model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits, model(input_ids=TOKENS).logits)
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["left", "right"])
+def test_padding_is_refused(place: int) -> None:
+    padding = torch.ones_like(TOKENS)
+    padding[0, place] = 0
+    with pytest.raises(ValueError, match="does not support padding: attention_mask must be all ones or None"):
+        model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=padding)
+
+
+def test_mask_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="takes no mask tensors"):
+        model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=torch.zeros(2, 1, 150, 150))
+
+
+def test_packed_rows_of_a_batch_are_refused_unless_equal() -> None:
+    model = model_of("llama", "dash_attn")
+    equal = model(input_ids=TOKENS, position_ids=PACKED.expand(2, -1)).logits
+    assert largest_error(equal[:1], model(input_ids=TOKENS[:1], position_ids=PACKED).logits) < 1e-12
+    with pytest.raises(ValueError, match="one mask for the whole batch"):
+        model(input_ids=TOKENS, position_ids=torch.cat([PACKED, torch.arange(150)[None]]))
+
+
+def call(**arguments: Any) -> Tensor:
+    """The attention function alone, on 2 query and 1 KV heads."""
+    q, k, v = (x.transpose(1, 2) for x in random_inputs(90, 90, (2, 1), 8)[:3])
+    out, weights = huggingface.attention(nn.Module(), q, k, v, **{"attention_mask": None, **arguments})
+    assert weights is None
+    return out
+
+
+CALLS: list[tuple[dict[str, Any], Mask]] = [
+    ({}, Causal()),
+    ({"is_causal": False}, Full()),
+    ({"sliding_window": 20}, Window(19, 0)),
+    ({"sliding_window": 20, "is_causal": False}, Window(19, 19)),
+    ({"sliding_window": 90}, Causal()),
+    ({"attention_mask": Window(5, 5)}, Window(5, 5)),
+    ({"position_ids": torch.arange(90)[None]}, Causal()),
+    ({"position_ids": torch.arange(90)[None] % 30}, Documents((30, 30, 30))),
+    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 30}, Documents((30, 30, 30))),
+    ({"position_ids": torch.arange(90)[None] % 30, "attention_mask": Full()}, Full()),
+]
+
+
+@pytest.mark.parametrize(("arguments", "mask"), CALLS, ids=[str(sorted(c)) + str(m) for c, m in CALLS])
+def test_what_the_arguments_of_a_call_mean(arguments: dict[str, Any], mask: Mask) -> None:
+    q, k, v, _ = random_inputs(90, 90, (2, 1), 8)
+    assert torch.equal(call(scaling=0.4, softcap=3.0, **arguments), flash_attn_func(q, k, v, softmax_scale=0.4, softcap=3.0, mask=mask))
+
+
+BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"dropout": 0.1}, ValueError, r"dropout_p must be 0; got 0.1"),
+    ({"output_attentions": True}, ValueError, r"output_attentions"),
+    ({"s_aux": torch.zeros(2)}, ValueError, r"does not support s_aux"),
+    ({"position_ids": torch.arange(90).expand(2, -1) % 30}, ValueError, r"packed documents need batch size 1.*\(2, 90\)"),
+    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 29}, NotImplementedError, r"window:28,0 inside packed documents"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=[message for _, _, message in BAD_CALLS])
+def test_what_a_call_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(**arguments)
+
+
+def pattern_of(kept: Tensor) -> Any:
+    return lambda sequence, rows, columns: kept[rows.start : rows.stop, columns.start : columns.stop]
+
+
+PATTERNS = [
+    (Causal(), 300, 300),
+    (Causal(), 40, 300),
+    (Full(), 40, 300),
+    (Window(30, 0), 300, 300),
+    (Window(30, 7), 40, 300),
+    (Documents((100, 1, 199)), 300, 300),
+    (Documents((100, 1, 199), causal=False), 300, 300),
+]
+
+
+@pytest.mark.parametrize(("mask", "q_len", "kv_len"), PATTERNS, ids=str)
+def test_patterns_are_recognised(mask: Mask, q_len: int, kv_len: int) -> None:
+    assert mask_of_pattern(pattern_of(element_mask(mask, q_len, kv_len)), 2, q_len, kv_len) == mask
+
+
+def test_patterns_that_are_no_mask_of_ours_are_refused() -> None:
+    gaps, uneven = (torch.tensor(np.tri(300, dtype=bool)) for _ in range(2))
+    gaps[200, 50] = False
+    uneven[200, :50] = False
+    with pytest.raises(NotImplementedError, match="this one has gaps"):
+        mask_of_pattern(pattern_of(gaps), 1, 300, 300)
+    with pytest.raises(NotImplementedError, match="this mask is none of them"):
+        mask_of_pattern(pattern_of(uneven), 1, 300, 300)
+
+
+def test_functions_of_the_caller_and_unaligned_queries_are_refused() -> None:
+    sizes = {"batch_size": 1, "q_length": 4, "kv_length": 8}
+    with pytest.raises(NotImplementedError, match="the caller's own functions"):
+        huggingface.mask_for(**sizes, q_offset=4, use_vmap=True)
+    with pytest.raises(NotImplementedError, match="got positions 3 and 7"):
+        huggingface.mask_for(**sizes)
+    assert huggingface.mask_for(**sizes, q_offset=4) is None
+
+
+def test_register_says_what_is_missing_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="transformers"):
+        huggingface.register()
