@@ -1,0 +1,60 @@
+"""Self-attention as a module: projections around flash_attn_func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .api import flash_attn_func
+from .options import is_whole
+
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class SelfAttention(nn.Module):
+    """Maps (batch, length, embed_dim) to the same shape; gradients of the attention are bitwise reproducible.
+
+    num_kv_heads: fewer KV heads than query heads (grouped-query attention); None for as many.
+    window_size, softcap and the keyword options (schedule, accumulation, backend, head_offset) are those of flash_attn_func.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(embed_dim, num_heads, num_kv_heads)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
+        self.options = {"causal": causal, "window_size": window_size, "softcap": softcap, **options}
+        self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.out = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(self, x: Tensor, rotate: Rotate | None = None) -> Tensor:
+        """rotate: maps q and k, (batch, length, heads, head_dim), to what attends, for example by rotary embedding."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        if rotate is not None:
+            q, k = rotate(q, k)
+        return self.out(flash_attn_func(q, k, v, **self.options).flatten(-2))
+
+    def extra_repr(self) -> str:
+        chosen = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {chosen}"
+
+
+def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    sizes = f"embed_dim={embed_dim!r}, num_heads={num_heads!r}, num_kv_heads={num_kv_heads!r}"
+    if not all(is_whole(size) and size >= 1 for size in (embed_dim, num_heads, num_kv_heads)):
+        raise ValueError(f"embed_dim, num_heads and num_kv_heads must be whole numbers >= 1; got {sizes}")
+    if embed_dim % num_heads or num_heads % num_kv_heads:
+        raise ValueError(f"embed_dim must be a multiple of num_heads, and num_heads of num_kv_heads; got {sizes}")

@@ -1,0 +1,105 @@
+"""The self-attention module against the same layer written with dense attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn import Causal, Full, Mask, Window
+from dash_attn.nn import SelfAttention
+from dense import dense, largest_error
+
+CASES: list[tuple[dict[str, Any], Mask]] = [
+    ({}, Causal()),
+    ({"causal": False}, Full()),
+    ({"window_size": (30, 0)}, Window(30, 0)),
+    ({"causal": False, "window_size": (30, 10), "softcap": 2.0}, Window(30, 10)),
+    ({"num_kv_heads": 2, "bias": True}, Causal()),
+    ({"num_kv_heads": 1}, Causal()),
+]
+
+
+def layer_of(dtype: torch.dtype = torch.float64, **choices: Any) -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(32, 4, **choices).to(dtype)
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, 150, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def double_and_negate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return 2 * q, -k
+
+
+def dense_layer(layer: SelfAttention, x: Tensor, mask: Mask, softcap: float, rotate: Any) -> Tensor:
+    q_width, kv_width = 32, 8 * layer.num_kv_heads
+    q, k, v = (part.unflatten(-1, (-1, 8)) for part in layer.qkv(x).split((q_width, kv_width, kv_width), -1))
+    if rotate is not None:
+        q, k = rotate(q, k)
+    return layer.out(dense(q, k, v, mask, softcap=softcap)[0].reshape(x.shape))
+
+
+@pytest.mark.parametrize("rotate", [None, double_and_negate])
+@pytest.mark.parametrize(("choices", "mask"), CASES, ids=[str(choices) for choices, _ in CASES])
+def test_values_and_gradients_are_those_of_dense_attention(choices: dict[str, Any], mask: Mask, rotate: Any) -> None:
+    layer, x = layer_of(**choices), tokens().requires_grad_()
+    ours = layer(x, rotate)
+    expected = dense_layer(layer, x, mask, choices.get("softcap", 0.0), rotate)
+    leaves = [x, *layer.parameters()]
+    gradients = zip(torch.autograd.grad(ours.square().sum(), leaves), torch.autograd.grad(expected.square().sum(), leaves), strict=True)
+    for mine, theirs in ((ours.detach(), expected.detach()), *gradients):
+        assert largest_error(mine, theirs) < 1e-11
+
+
+def test_rotation_matters() -> None:
+    """The control of the test above."""
+    layer, x = layer_of(), tokens()
+    assert largest_error(layer(x), layer(x, double_and_negate)) > 1e-3
+
+
+def test_rotation_gets_queries_and_keys() -> None:
+    shapes = []
+
+    def look(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        shapes.extend([q.shape, k.shape])
+        return q, k
+
+    layer_of(num_kv_heads=2)(tokens(), look)
+    assert shapes == [(2, 150, 4, 8), (2, 150, 2, 8)]
+
+
+def test_options_arrive() -> None:
+    x = torch.randn(1, 700, 32, generator=torch.Generator().manual_seed(1))
+
+    def gradient(schedule: str) -> Tensor:
+        layer = layer_of(torch.float32, schedule=schedule)
+        layer(x).square().sum().backward()
+        return layer.qkv.weight.grad
+
+    assert torch.equal(gradient("auto"), gradient("auto"))
+    assert not torch.equal(gradient("auto"), gradient("ascending"))
+
+
+def test_parameters_and_description() -> None:
+    layer = layer_of(num_kv_heads=2)
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {"qkv.weight": (64, 32), "out.weight": (32, 32)}
+    assert "num_heads=4, num_kv_heads=2, head_dim=8, causal=True" in repr(layer)
+
+
+BAD = [
+    ((30, 4), r"embed_dim must be a multiple of num_heads.*embed_dim=30, num_heads=4"),
+    ((32, 4, 3), r"num_heads of num_kv_heads.*num_kv_heads=3"),
+    ((32, 0), r"whole numbers >= 1; got .*num_heads=0"),
+    ((32, 4.0), r"whole numbers >= 1; got .*num_heads=4.0"),
+    ((32, 4, -1), r"whole numbers >= 1; got .*num_kv_heads=-1"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "message"), BAD, ids=[message for _, message in BAD])
+def test_sizes_that_do_not_fit(sizes: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelfAttention(*sizes)
