@@ -1,0 +1,108 @@
+"""`dash-attn verify`: does this machine keep the promises? Prints a table or a certificate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..masks import MASK_FORMS
+from .progress import LONG_WORK, progress_bar
+
+if TYPE_CHECKING:
+    from ..verify.cases import Case
+    from ..verify.certificate import Certificate
+
+RUNS = {"cpu": 4, "cuda": 50}
+SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype")
+EXAMPLES = """examples:
+  dash-attn verify --output here.json
+  dash-attn verify --against here.json
+  dash-attn verify --seqlen 1024 --mask window:256,0 --runs 100
+"""
+
+
+def add_command(commands: Any) -> None:
+    text = (
+        "Runs attention again and again and compares every bit: repeated, in other interleavings, in other batches, in a fresh process.\n"
+        "Exit code 0: all bits agree, those of the unordered control do not; 1: otherwise."
+    )
+    layout = argparse.RawDescriptionHelpFormatter
+    help_text = "test on this machine that bits do not change; write a certificate"
+    parser = commands.add_parser("verify", help=help_text, description=text, epilog=EXAMPLES, formatter_class=layout)
+    _add_shape(parser.add_argument_group("shape", "any of these replaces the default matrix by one case"))
+    runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
+    parser.add_argument("--runs", type=int, metavar="N", help=runs_help)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
+    parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with a fresh process")
+    parser.add_argument("--json", action="store_true", help="print the certificate instead of the table")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate to a file")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with this certificate; its cases are the default")
+    parser.set_defaults(run=run)
+
+
+def _add_shape(group: Any) -> None:
+    for name in ("seqlen", "heads", "kv-heads", "head-dim", "batch"):
+        group.add_argument(f"--{name}", type=int, metavar="N")
+    group.add_argument("--mask", help=f"{MASK_FORMS}; lengths in tokens")
+    group.add_argument("--dtype", help="fp64, fp32, bf16 or fp16 (GPU: bf16, fp16)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..verify.against import differences
+    from ..verify.certificate import read, verify
+    from ..verify.report import table
+
+    if arguments.runs is not None and arguments.runs < 2:
+        raise ValueError(f"--runs must be at least 2; got {arguments.runs}")
+    if arguments.output and not arguments.output.parent.is_dir():
+        raise ValueError(f"--output: there is no directory {arguments.output.parent}")
+    theirs = read(arguments.against) if arguments.against else None
+    device = choose_device(arguments.device)
+    runs = RUNS[device] if arguments.runs is None else arguments.runs
+    cases = _choose_cases(arguments, device, theirs)
+    with progress_bar("verifying", LONG_WORK) as progress:  # always long enough to be worth a bar
+        certificate = verify(cases, device, runs, arguments.fresh, progress)
+    differing = differences(certificate, theirs) if theirs else []
+    text = json.dumps(certificate, indent=2)
+    if arguments.output:
+        arguments.output.write_text(text + "\n", encoding="utf-8")
+    print(text if arguments.json else table(certificate))
+    if theirs:
+        _print_comparison(differing, arguments)
+    return 0 if certificate["status"] == "pass" and not differing else 1
+
+
+def _print_comparison(differing: list[str], arguments: argparse.Namespace) -> None:
+    """Beside the certificate on stdout, it goes to stderr."""
+    lines = (
+        [f"Differs from {arguments.against}:", *(f"  {line}" for line in differing)] if differing else [f"Agrees with {arguments.against}"]
+    )
+    print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout)
+
+
+def choose_device(wanted: str) -> str:
+    """The GPU where our kernels run, unless told otherwise."""
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here")
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
+
+
+def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None) -> tuple[Case, ...]:
+    from ..verify.cases import default_case, default_cases
+    from ..verify.certificate import cases_of
+
+    given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
+    if given:
+        base = default_case(device)
+        if "heads" in given and "kv_heads" not in given:
+            given["kv_heads"] = given["heads"]  # no grouping unless it is asked for
+        return (replace(base, **given),)
+    return cases_of(theirs) if theirs else default_cases(device)

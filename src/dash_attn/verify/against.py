@@ -1,0 +1,55 @@
+"""What differs between two certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .certificate import Certificate, cases_of
+
+DECIDES_BITS = ("backend", "schedule", "order_hash", "backward_tiles", "forward_tiles", "kernels")
+ABSENT = "nothing"
+
+
+def differences(ours: Certificate, theirs: Certificate) -> list[str]:
+    """A line for everything that differs in what decides the bits, or in the bits; none if they agree."""
+    known = dict(zip(cases_of(theirs), theirs["cases"], strict=True))
+    lines: list[str] = []
+    for case, entry in zip(cases_of(ours), ours["cases"], strict=True):
+        if case not in known:
+            lines.append(f"{case}: not in the other certificate")
+        else:
+            lines += [f"{case}: {line}" for line in _entry_differences(entry, known[case])]
+    if lines:
+        lines += [f"for information, {line}" for line in _surroundings(ours, theirs)]
+    return lines
+
+
+def _entry_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+    """Causes before effects."""
+    if ours["inputs_sha256"] != theirs["inputs_sha256"]:
+        yield "the inputs differ, so results cannot be compared"
+    for key in DECIDES_BITS:
+        yield from _compare(key, ours["explain"].get(key), theirs["explain"].get(key))
+    for name, digest in ours["sha256"].items():
+        yield from _compare(f"bits of {name}", digest, theirs["sha256"].get(name))
+
+
+def _surroundings(ours: Certificate, theirs: Certificate) -> Iterator[str]:
+    for part in ("device", "versions"):
+        for key, value in ours[part].items():
+            yield from _compare(f"{part} {key}", value, theirs[part].get(key))
+
+
+def _compare(what: str, ours: Any, theirs: Any) -> Iterator[str]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted({*ours, *theirs}):
+            yield from _compare(f"{what} {key}", ours.get(key), theirs.get(key))
+    elif ours != theirs:
+        yield f"{what} here {_short(ours)}, there {_short(theirs)}"
+
+
+def _short(value: Any) -> str:
+    """Twelve digits of a hash are enough to tell two apart."""
+    text = ABSENT if value is None else str(value)
+    return text[:12] if len(text) == 64 else text

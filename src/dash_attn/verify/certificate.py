@@ -1,0 +1,96 @@
+"""A certificate: what was verified, where, with which outcome, and hashes to compare with other machines."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..engine import Progress
+from .bits import hashes, sha256
+from .cases import INPUT_GENERATOR, SEED, Case
+from .fresh import fresh_results
+from .guarantees import CaseTest, Outcome, overall
+
+FORMAT = 1
+COMPARED = ("case", "explain", "inputs_sha256", "sha256")  # of each case
+SCOPE = "dash_attn.flash_attn_func, forward and backward, of the cases listed, on this device; nothing else of a training step"
+Certificate = dict[str, Any]
+
+
+def verify(cases: Sequence[Case], device: str, runs: int, fresh: bool = True, progress: Progress | None = None) -> Certificate:
+    """Test every case and write down the outcome."""
+    elsewhere = fresh_results(cases, device) if fresh else [None] * len(cases)
+    entries, outcomes = [], []
+    for done, (case, other) in enumerate(zip(cases, elsewhere, strict=True)):
+        if progress is not None:
+            progress(done, len(cases))
+        test = CaseTest(case, device, runs)
+        found = list(test.outcomes(other))
+        outcomes += found
+        entries.append(_entry(test, found))
+    return {
+        "certificate": FORMAT,
+        "status": overall(outcomes),
+        "scope": SCOPE,
+        "runs": runs,
+        "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
+        "device": _device(device),
+        "versions": _versions(),
+        "cases": entries,
+    }
+
+
+def _entry(test: CaseTest, outcomes: list[Outcome]) -> dict[str, Any]:
+    return {
+        "case": asdict(test.case),
+        "guarantees": [asdict(outcome) for outcome in outcomes],
+        "explain": json.loads(json.dumps(asdict(test.explain()))),  # tuples become lists, as in a file
+        "inputs_sha256": sha256(test.inputs),
+        "sha256": hashes(test.reference),
+    }
+
+
+def _device(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        return {"type": "cpu", "name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"type": "cuda", "name": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "dash_attn": __version__,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def read(path: Path) -> Certificate:
+    """A certificate from a file, complete enough to be compared with."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"{path} is not a certificate: it is not JSON") from None
+    if not isinstance(found, dict) or found.get("certificate") != FORMAT:
+        raise ValueError(f"{path} is not a certificate of format {FORMAT}, as `dash-attn verify --output` writes it")
+    missing = [key for key in ("device", "versions", "cases") if not found.get(key)]
+    missing += [key for entry in found.get("cases", []) for key in COMPARED if key not in entry]
+    if missing:
+        raise ValueError(f"{path} is not a complete certificate: it lacks {missing[0]}")
+    return found
+
+
+def cases_of(certificate: Certificate) -> tuple[Case, ...]:
+    try:
+        return tuple(Case(**entry["case"]) for entry in certificate["cases"])
+    except TypeError as error:
+        raise ValueError(f"the certificate has a case that cannot be read: {error}") from None

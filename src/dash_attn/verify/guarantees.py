@@ -1,0 +1,115 @@
+"""The promises, each as a test of one case. The control must fail to keep them, or the tests have shown nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..api import explain
+from ..executor import interleaving
+from ..explanation import Explanation
+from .bits import Results, attend, difference, not_a_number
+from .cases import Case, Inputs, make_inputs
+
+Status = Literal["pass", "fail", "inconclusive"]
+FEW_WORKERS = 3
+POSITIONS = 3  # of the sequence that is followed through batches of this size
+CONTROL_TRIES = 50
+
+
+@dataclass(frozen=True)
+class Outcome:
+    guarantee: str
+    status: Status
+    detail: str
+
+
+class CaseTest:
+    """One case, its inputs, and the first result, which every other one is compared with."""
+
+    def __init__(self, case: Case, device: str, runs: int) -> None:
+        self.case, self.device, self.runs = case, device, runs
+        self.mask = case.read_mask()
+        self.inputs = make_inputs(case, device)
+        self.reference = attend(self.inputs, self.mask)
+
+    def explain(self) -> Explanation:
+        q, k, v, _ = self.inputs
+        return explain(q, k, v, mask=self.mask)
+
+    def outcomes(self, fresh: Results | None) -> Iterator[Outcome]:
+        """`fresh`: what another process computed, None if it was not asked."""
+        yield self._judge("same bits in repeated runs", self._repeats())
+        if self.device == "cpu":  # a GPU interleaves by itself
+            yield self._judge("same bits in any interleaving", self._interleavings())
+            yield self._judge("same bits on any number of workers", self._few_workers())
+        yield self._judge("same bits whatever else is in the batch", self._batches())
+        if fresh is not None:
+            yield self._judge("same bits in a fresh process", iter([("a fresh process", fresh, self.reference)]))
+        yield self._control()
+
+    def _judge(self, guarantee: str, pairs: Iterator[tuple[str, Results, Results]]) -> Outcome:
+        """Fail at the first pair of results that differs."""
+        count = 0
+        for what, actual, expected in pairs:
+            count += 1
+            found = difference(actual, expected) or not_a_number(actual)
+            if found:
+                return Outcome(guarantee, "fail", f"{what}: {found}")
+        return Outcome(guarantee, "pass", f"{count} compared")
+
+    def _repeats(self) -> Iterator[tuple[str, Results, Results]]:
+        for run in range(2, self.runs + 1):
+            yield f"run {run}", attend(self.inputs, self.mask), self.reference
+
+    def _interleavings(self) -> Iterator[tuple[str, Results, Results]]:
+        for seed in range(1, self.runs + 1):
+            for threads in (False, True):
+                with interleaving(seed, threads):
+                    result = attend(self.inputs, self.mask)
+                yield f"interleaving {seed}{' in threads' if threads else ''}", result, self.reference
+
+    def _few_workers(self) -> Iterator[tuple[str, Results, Results]]:
+        least = max(FEW_WORKERS, self.explain().gang)  # a gang must be resident together
+        for workers in (least, least + 1):
+            with interleaving(workers, workers=workers):
+                result = attend(self.inputs, self.mask)
+            yield f"{workers} workers", result, self.reference
+
+    def _batches(self) -> Iterator[tuple[str, Results, Results]]:
+        """The first sequence alone, then among others, at every position."""
+        expected = self.reference.sequence(0)
+        alone = tuple(x[:1] for x in self.inputs)
+        yield "alone", attend(_four(alone), self.mask), expected
+        for position in range(POSITIONS):
+            mates = make_inputs(self.case, self.device, seed=position + 1, batch=POSITIONS - 1)
+            batch = tuple(torch.cat([m[:position], x, m[position:]]) for x, m in zip(alone, mates, strict=True))
+            yield f"at position {position} of {POSITIONS}", attend(_four(batch), self.mask).sequence(position), expected
+
+    def _control(self) -> Outcome:
+        """Unordered sums must be seen to differ. Each try arrives differently, on the CPU by its seed."""
+        guarantee = "control: unordered runs differ"
+        first = self._unordered(0)
+        for attempt in range(1, CONTROL_TRIES + 1):
+            found = difference(self._unordered(attempt), first)
+            if found:
+                return Outcome(guarantee, "pass", found)
+        detail = f"{CONTROL_TRIES} unordered runs agree, so equal bits prove nothing here; take a longer sequence (three KV tiles or more)"
+        return Outcome(guarantee, "inconclusive", detail)
+
+    def _unordered(self, seed: int) -> Results:
+        with interleaving(seed):
+            return attend(self.inputs, self.mask, accumulation="unordered")
+
+
+def _four(tensors: tuple[torch.Tensor, ...]) -> Inputs:
+    q, k, v, dout = tensors
+    return q, k, v, dout
+
+
+def overall(outcomes: list[Outcome]) -> Status:
+    found = {outcome.status for outcome in outcomes}
+    return "fail" if "fail" in found else "inconclusive" if "inconclusive" in found else "pass"

@@ -1,0 +1,38 @@
+"""A certificate as a short table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .cases import Case
+from .certificate import Certificate
+
+
+def table(certificate: Certificate) -> str:
+    """Promises down, cases across; below, what each case is and why something failed."""
+    entries = certificate["cases"]
+    device = certificate["device"]
+    lines = [f"{device['name']} ({device['type']}), torch {certificate['versions']['torch']}, {certificate['runs']} runs of each case", ""]
+    names = [outcome["guarantee"] for outcome in entries[0]["guarantees"]]
+    width = max(map(len, names))
+    lines.append(" " * width + "".join(f"  {f'case {i}':12}" for i in range(1, len(entries) + 1)).rstrip())
+    for row, name in enumerate(names):
+        lines.append((name.ljust(width) + "".join(f"  {entry['guarantees'][row]['status']:12}" for entry in entries)).rstrip())
+    lines += ["", *(_describe(i, entry) for i, entry in enumerate(entries, start=1)), *_troubles(entries)]
+    return "\n".join([*lines, "", f"result: {certificate['status']}"])
+
+
+def _describe(number: int, entry: dict[str, Any]) -> str:
+    explained = entry["explain"]
+    order, dq = explained["order_hash"][:12], entry["sha256"]["dq"][:12]
+    return f"case {number}: {Case(**entry['case'])}; {explained['schedule']}, order {order}, dQ {dq}"
+
+
+def _troubles(entries: list[dict[str, Any]]) -> list[str]:
+    bad = [
+        f"case {i}, {outcome['guarantee']}: {outcome['status']}: {outcome['detail']}"
+        for i, entry in enumerate(entries, start=1)
+        for outcome in entry["guarantees"]
+        if outcome["status"] != "pass"
+    ]
+    return ["", *bad] if bad else []

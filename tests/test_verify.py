@@ -1,0 +1,224 @@
+"""`dash-attn verify` passes on the CPU, and fails where something is planted that it should see."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dash_attn.backends import cpu
+from dash_attn.cli.main import main
+from dash_attn.cli.verify import choose_device
+from dash_attn.executor import execute
+from dash_attn.verify.bits import NAMES, Results, attend, difference, sha256
+from dash_attn.verify.cases import Case, default_cases, make_inputs
+from dash_attn.verify.guarantees import CaseTest, Outcome, overall
+from dense import dense, largest_error
+
+SMALL = ["--device", "cpu", "--no-fresh", "--runs", "2", "--seqlen", "400", "--heads", "1", "--head-dim", "16", "--batch", "1"]
+SMALL_CASE = Case(400, 1, 1, 16, 1)
+
+
+def statuses(test: CaseTest) -> dict[str, Outcome]:
+    return {outcome.guarantee: outcome for outcome in test.outcomes(None)}
+
+
+def small_certificate(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["verify", *SMALL, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_passes_with_a_fresh_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    words = [word for word in SMALL if word != "--no-fresh"]
+    assert main(["verify", *words, "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("result: pass\n")
+    assert "causal 400, 1/1 heads x 16, batch 1, fp32; alternating" in out
+    certificate = json.loads(path.read_text())
+    assert (certificate["status"], certificate["runs"], certificate["device"]["type"]) == ("pass", 2, "cpu")
+    (entry,) = certificate["cases"]
+    assert [(outcome["guarantee"], outcome["status"]) for outcome in entry["guarantees"]] == [
+        ("same bits in repeated runs", "pass"),
+        ("same bits in any interleaving", "pass"),
+        ("same bits on any number of workers", "pass"),
+        ("same bits whatever else is in the batch", "pass"),
+        ("same bits in a fresh process", "pass"),
+        ("control: unordered runs differ", "pass"),
+    ]
+    assert len(entry["explain"]["order_hash"]) >= 16
+    results = attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+    assert entry["sha256"] == {name: sha256([x]) for name, x in zip(NAMES, results, strict=True)}
+
+
+@pytest.mark.parametrize("case", default_cases("cpu"), ids=str)
+def test_the_default_matrix_passes(case: Case) -> None:
+    found = statuses(CaseTest(case, "cpu", 2))
+    assert [outcome for outcome in found.values() if outcome.status != "pass"] == []
+
+
+def test_unordered_execution_is_caught_and_its_first_element_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "execute", lambda plan, kernel, ordered, chosen: execute(plan, kernel, False, chosen))
+    assert main(["verify", *SMALL]) == 1
+    out = capsys.readouterr().out
+    assert out.endswith("result: fail\n")
+    said = re.search(r"any interleaving: fail: interleaving \d+.*: dq\[0, (\d+), 0, \d+\]: (\S+) against (\S+); \d+ of 6400 elements", out)
+    assert said is not None
+    assert int(said[1]) >= 256  # queries before attend two KV tiles, and two numbers add alike either way
+    assert float(said[2]) != float(said[3])
+
+
+def test_a_result_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = cpu._unpack
+
+    def depends(tiles: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return unpack(tiles, length, dtype) * (1 + (tiles.shape[0] > 1))
+
+    monkeypatch.setattr(cpu, "_unpack", depends)
+    found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
+    assert [name for name, outcome in found.items() if outcome.status == "fail"] == ["same bits whatever else is in the batch"]
+    assert found["same bits whatever else is in the batch"].detail.startswith("at position 0 of 3: out[0, 0, 0, 0]: ")
+
+
+def test_memory_that_nobody_wrote_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = cpu._unpack
+    monkeypatch.setattr(cpu, "_unpack", lambda tiles, length, dtype: torch.empty_like(unpack(tiles, length, dtype)))
+    found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
+    assert found["same bits in repeated runs"] == Outcome("same bits in repeated runs", "fail", "run 2: out[0, 0, 0, 0] is NaN")
+
+
+def test_a_control_that_agrees_is_inconclusive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *SMALL, "--seqlen", "200"]) == 1  # two KV tiles: the order of two numbers does not matter
+    out = capsys.readouterr().out
+    assert "unordered runs differ: inconclusive" in out
+    assert out.endswith("result: inconclusive\n")
+
+
+def test_settings_are_restored() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def test_equal_certificates_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "there.json"
+    small_certificate(capsys, "--output", str(path))
+    assert main(["verify", "--device", "cpu", "--no-fresh", "--runs", "2", "--against", str(path)]) == 0  # its cases are the default
+    out = capsys.readouterr().out
+    assert "causal 400" in out
+    assert f"Agrees with {path}" in out
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (lambda entry: entry["sha256"].update(dk="0" * 64), "causal 400, 1/1 heads x 16, batch 1, fp32: bits of dk here"),
+        (lambda entry: entry["explain"].update(order_hash="0" * 64), "order_hash here"),
+        (lambda entry: entry["explain"].update(kernels={"backward": "1" * 64}), "kernels backward here nothing, there 111111111111"),
+        (lambda entry: entry.update(inputs_sha256="0"), "the inputs differ"),
+        (lambda entry: entry["case"].update(mask="full"), "not in the other certificate"),
+    ],
+)
+def test_different_certificates_say_what_differs(plant: Any, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    certificate = small_certificate(capsys)
+    plant(certificate["cases"][0])
+    certificate["versions"]["torch"] = "1.0"
+    path = tmp_path / "there.json"
+    path.write_text(json.dumps(certificate))
+    assert main(["verify", *SMALL, "--against", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"result: pass\nDiffers from {path}:\n" in out
+    differing = out.split("Differs from")[1].splitlines()[1:]
+    assert said in differing[0]
+    assert all("for information, versions torch here" in line for line in differing[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--runs 1", "--runs must be at least 2"),
+        ("--dtype int8", "dtype must be one of fp64, fp32, bf16, fp16"),
+        ("--heads 3 --kv-heads 2", "multiple of kv_heads"),
+        ("--seqlen 0", "seqlen must be a whole number"),
+        ("--mask documents:3,4", "sum of the document lengths"),
+        ("--output nowhere/certificate.json", "no directory"),
+        ("--against nowhere.json", "No such file"),
+    ],
+)
+def test_bad_input(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no json", "not JSON"),
+        ("[]", "format 1"),
+        ('{"certificate": 99}', "format 1"),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": []}', "lacks cases"),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": [{"case": {}}]}', "lacks explain"),
+    ],
+)
+def test_what_is_no_certificate(text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "there.json"
+    path.write_text(text)
+    assert main(["verify", "--device", "cpu", "--against", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_differences_are_of_bits() -> None:
+    zeros = Results(*(torch.zeros(2, 3) for _ in NAMES))
+    assert difference(zeros, Results(*(x.clone() for x in zeros))) is None
+    negative = zeros._replace(dk=torch.tensor([[0.0, 0, 0], [0, -0.0, -0.0]]))
+    assert difference(negative, zeros) == "dk[1, 1]: -0.0 against 0.0; 2 of 6 elements differ"
+    nan = zeros._replace(lse=torch.full((2, 3), torch.nan))
+    assert difference(nan, nan) is None
+    assert difference(zeros, zeros._replace(out=torch.zeros(2, 2))) == "out is torch.float32 [2, 3] against torch.float32 [2, 2]"
+
+
+def test_inputs_are_those_documented_and_the_results_are_attention() -> None:
+    inputs = make_inputs(SMALL_CASE, "cpu")
+    draw = torch.randint(-(2**20), 2**20, (4, 1, 400, 1, 16), generator=torch.Generator("cpu").manual_seed(0))
+    assert torch.equal(inputs[0], (draw.sum(0).double() / 2**20).float())
+    assert sha256(inputs) == "d0c6cb7f6b80cc334059742b0335f99f07c6f927878df4ef089eeea791bb07f5"  # of any machine
+    results = attend(inputs, SMALL_CASE.read_mask())
+    out, _ = dense(*(x.double() for x in inputs[:3]), SMALL_CASE.read_mask())
+    assert largest_error(results.out, out) < 1e-5
+
+
+def test_the_worst_status_counts() -> None:
+    make = partial(Outcome, "a promise", detail="")
+    assert overall([make("pass")]) == "pass"
+    assert overall([make("pass"), make("inconclusive")]) == "inconclusive"
+    assert overall([make("inconclusive"), make("fail"), make("pass")]) == "fail"
+
+
+def test_device_is_the_cpu_unless_there_is_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert choose_device("auto") == "cpu"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert (choose_device("auto"), choose_device("cpu")) == ("cuda", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ValueError, match="no GPU"):
+        choose_device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", default_cases("cuda"), ids=str)
+def test_the_default_matrix_passes_on_the_gpu(case: Case) -> None:
+    found = statuses(CaseTest(case, "cuda", 5))
+    assert [outcome for outcome in found.values() if outcome.status != "pass"] == []
