@@ -8,6 +8,7 @@ import numpy as np
 
 from dash_attn.engine import Costs
 from dash_attn.masks import EMPTY, FULL, PARTIAL, Causal, Documents, Full, Mask, Prefix, TileMap, Window
+from dash_attn.order import HeadOrder
 from dash_attn.schedule import Schedule
 
 
@@ -153,3 +154,14 @@ def can_finish(schedule: Schedule, workers: int) -> bool:
                 chain.pop(0)
                 moved = True
     return not queue and not any(resident)
+
+
+def mirrored(order: HeadOrder) -> HeadOrder:
+    """The same order played backwards in time: walks, ranks and query heads reversed."""
+    ranks_of = np.bincount(order.q_tile, minlength=1)
+    position = np.arange(len(order.q_tile)) - order.offsets[order.chain]
+    reversed_tasks = order.offsets[order.chain + 1] - 1 - position
+    q_tile = order.q_tile[reversed_tasks]
+    last_step = order.first_step + np.diff(order.offsets)
+    ranks = ranks_of[q_tile] - 1 - order.rank[reversed_tasks]
+    return HeadOrder(order.offsets, q_tile, ranks, last_step.max() - last_step, not order.last_member_first)

@@ -8,6 +8,7 @@ import pytest
 from cases import NAMES, REFUSED, SERVED
 from dash_attn import Documents, Machine, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, simulate
 from golden_files import FOLDER, actual, recorded
+from reference import mirrored
 
 PAPER = Machine(compute=1, reduce=0.3)
 TOKENS = 16384
@@ -72,7 +73,7 @@ def test_auto_picks_by_the_mask() -> None:
 
 def test_alternating_is_its_own_mirror_image_in_time() -> None:
     up, down = generate("alternating", Problem.from_tiles("causal", 16, 8, heads=2), 8).order.kinds
-    mirror = up.mirrored()
+    mirror = mirrored(up)
     assert np.array_equal(mirror.q_tile, down.q_tile)
     assert np.array_equal(mirror.rank, down.rank)
 

@@ -25,6 +25,8 @@ LAYERS = [
     "bounds",
     "critical_path",
     "simulate",
+    "machines",
+    "visits",
 ]
 CORE = [*(PACKAGE / f"{layer}.py" for layer in LAYERS if layer != "generators"), *sorted((PACKAGE / "generators").glob("*.py"))]
 BLOCKED = ("torch", "matplotlib", "rich", "triton", "cuda")

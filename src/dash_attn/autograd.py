@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .backends import load, resolve
 from .options import AttentionOptions
@@ -37,6 +36,18 @@ def _has_no_pairs(q: Tensor, k: Tensor) -> bool:
     return 0 in (q.shape[0], q.shape[1], k.shape[1])
 
 
+class FirstGradientsOnly(torch.autograd.Function):
+    """Passes dQ, dK and dV through; they depend on the other arguments, but nobody may differentiate them again."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("dash_attn attention has first gradients only: its gradients cannot be differentiated again (double backward)")
+
+
 class Attention(torch.autograd.Function):
     """Attention.apply(q, k, v, options) -> (out, lse). Differentiable once, and only through `out`."""
 
@@ -50,11 +61,13 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
-        gradients = attention_backward(dout, q, k, v, out, lse, ctx.options)
+        with torch.no_grad():
+            gradients = attention_backward(dout, q, k, v, out, lse, ctx.options)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = FirstGradientsOnly.apply(*gradients, dout, q, k, v)
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
         return *wanted, None

@@ -112,8 +112,8 @@ class Window(IntervalMask):
 
     def __post_init__(self) -> None:
         for side, width in (("left", self.left), ("right", self.right)):
-            if not _is_int(width) or width < -1:
-                raise ValueError(f"window {side} must be a whole number >= 0, or -1 for no limit; got {width!r}")
+            if not _is_int(width) or not -1 <= width < 2**31:
+                raise ValueError(f"window {side} must be a whole number >= 0 and below 2^31, or -1 for no limit; got {width!r}")
 
     def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         diagonal = rows + (kv_len - q_len)
@@ -141,6 +141,8 @@ class Documents(IntervalMask):
     causal: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.lengths, (tuple, list)):
+            raise ValueError(f"document lengths must be a tuple of whole numbers >= 1; got {self.lengths!r}")
         object.__setattr__(self, "lengths", tuple(self.lengths))
         if not self.lengths or any(not _is_int(n) or n < 1 for n in self.lengths):
             raise ValueError(f"document lengths must be whole numbers >= 1, at least one; got {self.lengths!r}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Problem
+from .problem import Problem, Task
 
 Ints = NDArray[np.int32]
 
@@ -125,21 +125,6 @@ class HeadOrder:
         """Longest segment of the start order whose chains wait for each other (1: chains wait only for earlier starts)."""
         return int(np.diff(self.segment_ends(start), prepend=-1).max())
 
-    def mirrored(self) -> HeadOrder:
-        """The same order played backwards in time: walks and ranks reversed."""
-        ranks_of = np.bincount(self.q_tile, minlength=1)
-        position = np.arange(len(self.q_tile)) - self.offsets[self.chain]
-        reversed_tasks = self.offsets[self.chain + 1] - 1 - position
-        q_tile = self.q_tile[reversed_tasks]
-        last_step = self.first_step + np.diff(self.offsets)
-        return HeadOrder(
-            self.offsets,
-            q_tile,
-            ranks_of[q_tile] - 1 - self.rank[reversed_tasks],
-            last_step.max() - last_step,
-            not self.last_member_first,
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Order:
@@ -170,10 +155,10 @@ class Order:
             {
                 "last_member_first": kind.last_member_first,
                 "first_step": kind.first_step.tolist(),
-                "walks": [kind.walk(kv).tolist() for kv in range(kind.kv_tiles)],
+                "walks": [[str(Task(number, q_tile, kv)) for q_tile in kind.walk(kv).tolist()] for kv in range(kind.kv_tiles)],
                 "ranks": [kind.ranks(kv).tolist() for kv in range(kind.kv_tiles)],
             }
-            for kind in self.kinds
+            for number, kind in enumerate(self.kinds)  # tasks are named after the first head of their kind
         ]
         return {"name": self.name, "guarantees": list(self.guarantees), "kinds": kinds}
 
@@ -181,9 +166,13 @@ class Order:
     def from_json(cls, value: dict[str, Any]) -> Order:
         kinds = []
         for kind in value["kinds"]:
-            walks, ranks = kind["walks"], kind["ranks"]
-            if [len(w) for w in walks] != [len(r) for r in ranks]:
-                raise ValueError("order JSON: every walk needs one rank per Q tile")
+            ranks = kind["ranks"]
+            tasks = [[Task.parse(name) for name in walk] for walk in kind["walks"]]
+            if [len(w) for w in tasks] != [len(r) for r in ranks]:
+                raise ValueError("order JSON: every walk needs one rank per task")
+            if any(task.kv_tile != kv for kv, walk in enumerate(tasks) for task in walk):
+                raise ValueError("order JSON: walk i holds the tasks of KV tile i")
+            walks = [[task.q_tile for task in walk] for walk in tasks]
             chain = np.repeat(np.arange(len(walks)), [len(w) for w in walks])
             arrays = np.concatenate(walks), np.concatenate(ranks), kind["first_step"]
             kinds.append(HeadOrder.build(chain, *arrays, last_member_first=kind["last_member_first"]))

@@ -143,10 +143,11 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        value = json.loads(text)
-        placement = value["placement"]
-        return cls(
-            Problem.from_json(value["problem"]),
-            Order.from_json(value["order"]),
-            Placement(placement["workers"], placement["lanes"], tuple(placement["starts"]), tuple(placement["segments"])),
-        )
+        try:
+            value = json.loads(text)
+            problem, order = Problem.from_json(value["problem"]), Order.from_json(value["order"])
+            placed = value["placement"]
+            placement = Placement(placed["workers"], placed["lanes"], tuple(placed["starts"]), tuple(placed["segments"]))
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"this is not the JSON of a schedule: {type(error).__name__} {error}") from error
+        return cls(problem, order, placement)

@@ -17,6 +17,8 @@ from .engine import Costs, Execution, Progress, execute
 from .problem import Task, whole_number
 from .schedule import Schedule
 
+MOST_TASKS = 50_000_000  # about a minute, and some gigabytes
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -167,4 +169,6 @@ class Timeline:
 def simulate(schedule: Schedule, machine: Machine | None = None, progress: Progress | None = None) -> Timeline:
     """Run a schedule in model time."""
     machine = Machine() if machine is None else machine
+    if schedule.problem.tasks > MOST_TASKS:
+        raise ValueError(f"{schedule.problem.tasks:,} tasks are too many to simulate; at most {MOST_TASKS:,} (fewer heads or larger tiles)")
     return Timeline(schedule, machine, execute(schedule, machine.costs, progress=progress))

@@ -56,7 +56,8 @@ def _show_training(steps: int, wanted: str) -> bool:
         print("\nThis time the runs agree. Nothing promises it: run the demo again.")
     else:
         difference = (chaotic[0][1] - chaotic[1][1]).abs().max().item()
-        print(f"\nThe runs part at step {parted}; at the end some weight differs by {difference:.1e}. Neither run can be repeated.")
+        print(f"\nThe runs part at step {parted}; at the end some weight differs by {difference:.1e}.")
+        print("On a GPU no seed decides who comes first: neither run could ever be repeated.")
     print('\nGradients added in a planned order, accumulation="ordered" (the default):\n')
     ordered = [training.train("ordered", steps, seed, device) for seed in (1, 2)]
     parted = _print_comparison(ordered[0][0], ordered[1][0])
@@ -116,6 +117,10 @@ def _show_schedules(output: Path) -> None:
     runs, refused = simulate_all(read_schedules(["all"]), problem, MACHINE, WORKERS)
     print_table(plan_header(problem, MACHINE, WORKERS, "causal"), runs, auto_order_name(problem, WORKERS))
     print_refused(refused)
+    print("\nMakespan is when the last worker ends; no schedule can beat the lower bound. Stalled is worker time lost to waiting.")
+    print("Slack is how many steps pass between two chains on a tile; the chains of a gang must be on the GPU together.")
+    slow, fast = (dict(runs)[name].makespan for name in COMPARED)
+    print(f"All of these are deterministic. {COMPARED[1]}, which dash-attn picks here, takes {fast / slow:.0%} of {COMPARED[0]}'s time.")
     chosen = [timeline for name, timeline in runs if name in COMPARED]
     output.mkdir(parents=True, exist_ok=True)
     path = output / "gantt-causal.png"

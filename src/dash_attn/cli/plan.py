@@ -73,7 +73,7 @@ def simulate_all(names: list[str], problem: Problem, machine: Machine, workers: 
         try:
             schedule = generate(name, problem, workers)
         except ScheduleError as error:
-            refused.append((name, str(error).splitlines()[0]))
+            refused.append((name, str(error)))
             continue
         with progress_bar(f"simulating {name}", problem.tasks) as progress:
             runs.append((name, simulate(schedule, machine, progress)))
@@ -84,7 +84,11 @@ def print_refused(refused: list[tuple[str, str]]) -> None:
     if refused:
         print("Cannot serve this problem:")
     for name, reason in refused:
-        print(f"  {name}: {reason.removeprefix(name + ' ')}")
+        print(f"  {name}: {_first_line(name, reason)}")
+
+
+def _first_line(name: str, reason: str) -> str:
+    return reason.splitlines()[0].removeprefix(name + " ")
 
 
 def auto_order_name(problem: Problem, workers: int) -> str | None:
@@ -96,7 +100,7 @@ def auto_order_name(problem: Problem, workers: int) -> str | None:
 
 def _print_json(arguments: argparse.Namespace, problem: Problem, runs: list[Named], refused: list[tuple[str, str]]) -> None:
     for name, reason in refused:
-        print(f"dash-attn: {name} cannot serve this problem: {reason.removeprefix(name + ' ')}", file=sys.stderr)
+        print(f"dash-attn: {name} cannot serve this problem: {_first_line(name, reason)}", file=sys.stderr)
     rows = [_json_row(name, arguments.mask, problem, timeline) for name, timeline in runs]
     single = len(runs) + len(refused) == 1
     print(json.dumps(rows[0] if single else rows, indent=2))

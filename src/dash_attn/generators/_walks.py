@@ -20,8 +20,3 @@ def downward(problem: Problem) -> Tasks:
     """(chain, q_tile) of every kept task, each chain from its last Q tile to its first."""
     chain, flipped = np.nonzero(problem.kept[::-1].T)
     return chain, problem.q_tiles - 1 - flipped
-
-
-def position_in_chain(chain: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, 2, ... along every chain of a task array sorted by chain."""
-    return np.arange(len(chain)) - np.searchsorted(chain, chain, side="left")

@@ -17,11 +17,10 @@ DISTANCE = 2  # steps a hand-over takes on an H200
 
 
 def shift(problem: Problem, workers: int) -> Schedule:
-    """Blocks as large as the workers allow. Above `workers` KV tiles the blocks, and so the bits, depend on `workers`."""
+    """Blocks as large as the workers allow, as in the paper: the blocks, and so the bits, depend on the number of workers."""
     workers = whole_number("workers", workers)
-    fitting = min(problem.kv_tiles, problem.q_tiles)
-    guarantees = ALL_GUARANTEES if workers >= fitting else (RUN_TO_RUN, BATCH_INVARIANT)
-    return _build(problem, workers, "shift", min(fitting, workers), guarantees)
+    largest = min(problem.kv_tiles, problem.q_tiles, workers)
+    return _build(problem, workers, "shift", largest, (RUN_TO_RUN, BATCH_INVARIANT))
 
 
 def shift_blocks(problem: Problem, workers: int) -> Schedule:
