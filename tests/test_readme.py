@@ -21,11 +21,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
 
 
-def test_the_example_runs() -> None:
-    (example,) = blocks("python")
+@pytest.mark.parametrize("example", blocks("python"), ids=["quick start", "imports"])
+def test_the_examples_run(example: str) -> None:
+    if "integrations" in example:
+        pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == float(done.stdout)  # a number, not NaN
+    if "print(" in example:
+        assert float(done.stdout) == float(done.stdout)  # a number, not NaN
 
 
 def plan_commands() -> list[str]:
