@@ -110,3 +110,17 @@ GENERAL_MASKS: dict[str, Mask] = {
 def test_weave_stays_close_to_the_bound(mask: Mask, tiles: tuple[int, int]) -> None:
     schedule = generate("weave", Problem(mask, TOKENS, TOKENS, *tiles, heads=16), 132)
     assert 0 <= simulate(schedule, PAPER).gap < 0.15
+
+
+SMALLER = {
+    "window": "window:16,0",
+    "documents": "documents:20,5,13,2,24",
+    "prefix": "prefix:16",
+    **{f"blocks {density}": np.random.default_rng(5).random((64, 64)) < density for density in (0.1, 0.3)},
+}
+
+
+@pytest.mark.parametrize("mask", SMALLER.values(), ids=SMALLER)
+def test_weave_on_shorter_sequences(mask: str) -> None:
+    """64 KV tiles, eight chains a worker: blocks are cut smaller, so that the last chains to start are still short."""
+    assert 0 <= simulate(generate("weave", Problem.from_tiles(mask, 64, 64, heads=8), 64), PAPER).gap < 0.15

@@ -18,7 +18,7 @@ from ..problem import Problem
 from ..schedule import Schedule
 from .spt import shortest_first
 
-BLOCK = 32  # chains; smaller balances better with many heads, larger waits less with few (docs/log.md)
+BLOCK, BLOCKS = 32, 4  # most chains of a block, least blocks of a head: more balances better, fewer wait less (docs/log.md)
 DISTANCES = (2, 1)  # steps between chains on a Q tile: what a hand-over takes on an H200, or what the mask has room for
 EVEN = 0.7  # mean over longest chain length from which one block balances well enough
 WASTE = 0.05  # nominal waiting per task that one block may have
@@ -46,8 +46,8 @@ def _choose_blocks(problem: Problem) -> list[np.ndarray]:
     ascending = shortest_first(problem)
     if lengths.mean() >= EVEN * lengths.max() and any(_walks(problem, ascending, d)[1] <= WASTE for d in DISTANCES):
         return [ascending]
-    blocks = np.array_split(ascending[::-1], -(-problem.kv_tiles // BLOCK))
-    return [block[::-1] for block in blocks]
+    count = min(problem.kv_tiles, max(BLOCKS, -(-problem.kv_tiles // BLOCK)))
+    return [block[::-1] for block in np.array_split(ascending[::-1], count)]
 
 
 def _walks(problem: Problem, block: np.ndarray, distance: int) -> tuple[list[np.ndarray], float]:
