@@ -33,7 +33,6 @@ DEVICE void tma_store(const TensorMap* map, u32 shared, int c0, int c1, int c2, 
                "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-DEVICE void tma_prefetch_descriptor(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 DEVICE void bulk_load(u32 shared, const void* global, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
                "r"(bytes), "r"(bar)
