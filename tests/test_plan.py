@@ -32,6 +32,7 @@ def assert_decodes(schedule: Schedule) -> None:
     for number, kind in enumerate(schedule.order.kinds):
         for kv_tile in range(problem.kv_tiles):
             steps = plan.steps(number, kv_tile)
+            assert len(steps) == plan.chain_steps[number * problem.kv_tiles + kv_tile]
             assert steps[:, 0].tolist() == kind.walk(kv_tile).tolist()
             assert steps[:, 1].tolist() == kind.ranks(kv_tile).tolist()
             assert steps[:, 2].astype(bool).tolist() == problem.partial[kind.walk(kv_tile), kv_tile].tolist()

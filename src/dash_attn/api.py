@@ -10,8 +10,8 @@ from torch import Tensor
 from .autograd import Attention
 from .backends import load, resolve
 from .explanation import Explanation
-from .masks import Causal, Full, Mask, Window
-from .options import AttentionOptions, is_whole
+from .masks import Causal, Full, Mask, Window, is_whole
+from .options import AttentionOptions
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,9 +58,8 @@ def flash_attn_func(
     if deterministic and accumulation == "unordered":
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
     _check_tensors(q, k, v)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = AttentionOptions(_choose_mask(mask, causal, window_size), scale, softcap, schedule, accumulation, backend, head_offset)
-    options.mask.check(q.shape[1], k.shape[1])
+    chosen = {"softcap": softcap, "schedule": schedule, "accumulation": accumulation, "backend": backend, "head_offset": head_offset}
+    options = _read_options(q, k, _choose_mask(mask, causal, window_size), softmax_scale, chosen)
     out, lse = Attention.apply(q, k, v, options)
     if return_attn_probs:
         return out, lse, None
@@ -75,13 +74,17 @@ def explain(
     The tensors are looked at for shape, dtype and device only.
     """
     _check_tensors(q, k, v)
-    scale = options.pop("softmax_scale", None)
-    mask = _choose_mask(options.pop("mask", None), causal, window_size)
-    chosen = AttentionOptions(mask, q.shape[-1] ** -0.5 if scale is None else scale, **options)
-    mask.check(q.shape[1], k.shape[1])
+    mask, scale = _choose_mask(options.pop("mask", None), causal, window_size), options.pop("softmax_scale", None)
+    chosen = _read_options(q, k, mask, scale, options)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
     return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen)
+
+
+def _read_options(q: Tensor, k: Tensor, mask: Mask, softmax_scale: float | None, rest: dict[str, Any]) -> AttentionOptions:
+    options = AttentionOptions(mask, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, **rest)
+    options.mask.check(q.shape[1], k.shape[1])
+    return options
 
 
 def _choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:

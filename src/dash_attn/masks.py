@@ -112,7 +112,7 @@ class Window(IntervalMask):
 
     def __post_init__(self) -> None:
         for side, width in (("left", self.left), ("right", self.right)):
-            if not _is_int(width) or not -1 <= width < 2**31:
+            if not is_whole(width) or not -1 <= width < 2**31:
                 raise ValueError(f"window {side} must be a whole number >= 0 and below 2^31, or -1 for no limit; got {width!r}")
 
     def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -144,7 +144,7 @@ class Documents(IntervalMask):
         if not isinstance(self.lengths, (tuple, list)):
             raise ValueError(f"document lengths must be a tuple of whole numbers >= 1; got {self.lengths!r}")
         object.__setattr__(self, "lengths", tuple(self.lengths))
-        if not self.lengths or any(not _is_int(n) or n < 1 for n in self.lengths):
+        if not self.lengths or any(not is_whole(n) or n < 1 for n in self.lengths):
             raise ValueError(f"document lengths must be whole numbers >= 1, at least one; got {self.lengths!r}")
 
     def check(self, q_len: int, kv_len: int) -> None:
@@ -169,7 +169,7 @@ class Prefix(IntervalMask):
     length: int
 
     def __post_init__(self) -> None:
-        if not _is_int(self.length) or self.length < 0:
+        if not is_whole(self.length) or self.length < 0:
             raise ValueError(f"prefix length must be a whole number >= 0; got {self.length!r}")
 
     def check(self, q_len: int, kv_len: int) -> None:
@@ -194,7 +194,7 @@ class TileMap(Mask):
         if array.ndim != 2 or array.dtype != np.bool_ or 0 in array.shape:
             raise ValueError(f"a tile map must be a non-empty 2-d boolean array; got {array.dtype} of shape {array.shape}")
         for name, size in (("block_q", block_q), ("block_kv", block_kv)):
-            if not _is_int(size) or size < 1:
+            if not is_whole(size) or size < 1:
                 raise ValueError(f"{name} must be a whole number >= 1; got {size!r}")
         array.setflags(write=False)
         self.blocks = array
@@ -228,7 +228,7 @@ class TileMap(Mask):
         left, right = _block_range(kv_len, tile_kv, self.block_kv)
         inside = kept[np.ix_(bottom, right)] - kept[np.ix_(top, right)] - kept[np.ix_(bottom, left)] + kept[np.ix_(top, left)]
         area = (bottom - top)[:, None] * (right - left)
-        whole = _is_whole(q_len, tile_q)[:, None] & _is_whole(kv_len, tile_kv)
+        whole = _whole_tiles(q_len, tile_q)[:, None] & _whole_tiles(kv_len, tile_kv)
         return np.where(inside > 0, np.where((inside == area) & whole, FULL, PARTIAL), EMPTY).astype(np.uint8)
 
     def __str__(self) -> str:
@@ -244,11 +244,11 @@ def _block_range(length: int, tile: int, block: int) -> tuple[NDArray[np.int64],
     return start // block, -(-np.minimum(start + tile, length) // block)
 
 
-def _is_whole(length: int, tile: int) -> NDArray[np.bool_]:
+def _whole_tiles(length: int, tile: int) -> NDArray[np.bool_]:
     return np.arange(0, length, tile) + tile <= length
 
 
-def _is_int(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .api import flash_attn_func
-from .options import is_whole
+from .masks import is_whole
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

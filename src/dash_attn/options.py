@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import numpy as np
-
 from .generators import GENERATORS
-from .masks import Mask
+from .masks import Mask, is_whole
 
 SCHEDULES = ("auto", *GENERATORS)
 ACCUMULATIONS = ("ordered", "unordered")
@@ -51,7 +49,3 @@ class AttentionOptions:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -45,6 +45,12 @@ class Plan:
     def tables_bytes(self) -> int:
         return sum(t.nbytes for t in self._tables)
 
+    @cached_property
+    def chain_steps(self) -> Ints:
+        """Q tiles each chain visits, in the order of chain_runs."""
+        before = np.concatenate([[0], np.cumsum(self.runs[:, RUN_FIELDS.index("length")])])
+        return frozen_ints(np.diff(before[self.chain_runs]))
+
     @property
     def _tables(self) -> tuple[Ints, ...]:
         return (self.starts, self.chain_runs, self.runs, self.entries, self.ranks_per_q_tile)

@@ -8,35 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from . import plot_style
 from .describe import describe_machine, describe_problem, plain_number
 from .plot_style import BOUND, DPI, FIGURE_WIDTH, IDLE, INK, REDUCE_SHADE, STALL, STALL_PALE, q_tile_colours
 from .simulate import Timeline
 from .spans import Spans, spans_of
 
-FORMATS = (".png", ".svg")
 MOST_BARS = 2500  # tasks in the whole picture; more are drawn as an image
 MOST_LANES = 40
 IMAGE_BINS = 2400
 PLOT_SHARE = 0.83  # of the figure's width that the time axis takes
-STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "hatch.linewidth": 0.8,
-    "svg.fonttype": "none",  # text stays text: it can be searched and edited
-    "svg.hashsalt": "dash-attn",  # the same run gives the same file
-}
+STYLE: Any = {**plot_style.STYLE, "font.size": 10, "hatch.linewidth": 0.8}
 
 
 def check_format(path: str | Path) -> None:
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"a Gantt chart is written as {' or '.join(FORMATS)}; got {str(path)!r}")
+    plot_style.check_format(path, "a Gantt chart")
 
 
 def gantt(runs: Sequence[Timeline | Spans], path: str | Path, title: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,27 @@ IDLE = "#f1f1f1"
 BOUND = "#0b57d0"
 REDUCE_SHADE = 0.62  # a reduce has its Q tile's colour, darker
 
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",  # text stays text: it can be searched and edited
+    "svg.hashsalt": "dash-attn",  # the same run gives the same file
+}
 FIGURE_WIDTH = 12.0  # inches
 DPI = 150
+FORMATS = (".png", ".svg")
+
+
+def check_format(path: str | Path, what: str) -> None:
+    """Raise unless `path` ends like a file we can write."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"{what} is written as {' or '.join(FORMATS)}; got {str(path)!r}")
 
 
 def q_tile_colours(q_tiles: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .masks import EMPTY, PARTIAL, Mask, mask_from_json, mask_to_json, parse_mask
+from .masks import EMPTY, PARTIAL, Mask, is_whole, mask_from_json, mask_to_json, parse_mask
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+    if not is_whole(value) or value < least:
         raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
     return int(value)
 

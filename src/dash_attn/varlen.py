@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .api import flash_attn_func
-from .options import is_whole
+from .masks import is_whole
 
 
 def flash_attn_varlen_func(

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..plot_style import DPI, INK
+from .. import plot_style
+from ..plot_style import DPI
 
-FORMATS = (".png", ".svg")
 HIGHLIGHT = "#0b57d0"
 GRID = "#dddddd"
 DASHED = (0, (4, 2))
@@ -28,21 +28,7 @@ SCHEDULE_LOOKS = {
     "shift_blocks": ("#332288", "<"),
 }
 OTHER_LOOK = ("#888888", "*")
-STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 13,
-    "axes.titlesize": 14,
-    "legend.fontsize": 13,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "dash-attn",
-}
+STYLE: Any = {**plot_style.STYLE, "font.size": 13, "axes.titlesize": 14, "legend.fontsize": 13}
 
 # Inches. Margins are fixed, so that a title, a note and a legend have their room whatever the number of panels.
 PANEL_WIDTH, PANEL_HEIGHT = 5.3, 3.1
@@ -52,8 +38,7 @@ TITLE_SIZE, TITLE_LETTER, NOTE_SIZE, NOTE_LETTER = 17, 0.155, 13, 0.108
 
 
 def check_format(path: Path) -> None:
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"a picture is written as {' or '.join(FORMATS)}; got {str(path)!r}")
+    plot_style.check_format(path, "a picture")
 
 
 def write(path: Path, make: Callable[[], Any]) -> None:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ..problem import Problem
 
+HAND_OVER = 2  # steps it takes on an H200 until the next rank of a dQ tile may reduce
 Tasks = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 

@@ -16,13 +16,11 @@ import numpy as np
 from ..order import HeadOrder, Order, rank_within
 from ..problem import Problem
 from ..schedule import Schedule
-from ._walks import downward, upward
-
-DISTANCE = 2  # steps a hand-over takes on an H200
+from ._walks import HAND_OVER, downward, upward
 
 
 def alternating(problem: Problem, workers: int) -> Schedule:
-    classes = min(problem.kv_tiles, max(1, -(-DISTANCE * problem.tile_q // problem.tile_kv)))
+    classes = min(problem.kv_tiles, max(1, -(-HAND_OVER * problem.tile_q // problem.tile_kv)))
     kv = np.arange(problem.kv_tiles)
     by_class = [kv[kv % classes == c] for c in range(classes)]
     delay = (kv % classes) * problem.q_tiles  # a class starts when the one before has ended

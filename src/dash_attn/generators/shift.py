@@ -12,8 +12,7 @@ from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Orde
 from ..problem import Problem, whole_number
 from ..schedule import Schedule
 from ..validate import ScheduleError
-
-DISTANCE = 2  # steps a hand-over takes on an H200
+from ._walks import HAND_OVER
 
 
 def shift(problem: Problem, workers: int) -> Schedule:
@@ -37,7 +36,7 @@ def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: 
     block = kv * blocks // kv_tiles  # blocks of equal size, give or take one
     place = kv - np.searchsorted(block, block, side="left")
     # Far enough apart for a hand-over, but no farther: chains that follow each other closely share Q tiles in the cache.
-    spacing = max(1, min(q_tiles // int(np.bincount(block).max()), DISTANCE))
+    spacing = max(1, min(q_tiles // int(np.bincount(block).max()), HAND_OVER))
     step = np.tile(np.arange(q_tiles), kv_tiles)
     chain = np.repeat(kv, q_tiles)
     q_tile = (place[chain] * spacing + step) % q_tiles

@@ -16,10 +16,11 @@ import numpy as np
 from ..order import HeadOrder, Order, rank_within
 from ..problem import Problem
 from ..schedule import Schedule
+from ._walks import HAND_OVER
 from .spt import shortest_first
 
 BLOCK, BLOCKS = 32, 4  # most chains of a block, least blocks of a head: more balances better, fewer wait less (docs/log.md)
-DISTANCES = (2, 1)  # steps between chains on a Q tile: what a hand-over takes on an H200, or what the mask has room for
+DISTANCES = (HAND_OVER, 1)  # steps between chains on a Q tile: enough for a hand-over, or what the mask has room for
 EVEN = 0.7  # mean over longest chain length from which one block balances well enough
 WASTE = 0.05  # nominal waiting per task that one block may have
 

@@ -45,12 +45,11 @@ class PlanOnDevice:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         problem, kinds = plan.problem, plan.kinds
-        chain_steps = np.array([len(plan.steps(kind, kv)) for kind in range(kinds) for kv in range(problem.kv_tiles)])
         self.tables = DeviceTables(
             {
                 "starts": plan.starts,
                 "chain_runs": plan.chain_runs,
-                "chain_steps": chain_steps,
+                "chain_steps": plan.chain_steps,
                 "runs": plan.runs,
                 "entries": plan.entries,
                 "segments": np.cumsum([0, *plan.segments]),
