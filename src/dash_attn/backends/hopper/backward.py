@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ...options import AttentionOptions
+from ...packing import Packing
 from ...plan import Plan
 from ...planning import plan_for, problem_of
 from ...problem import Problem
 from .driver import Arguments, LoadedKernel, device_index, load
 from .hang import MOST_POLLS, raise_if_hung, report_address
 from .structs import BackwardParams, PostprocessParams, PreprocessParams, Strides
-from .support import DTYPES, check_call, check_device
+from .support import DTYPES, Unsupported, check_call, check_device
 from .tables import MaskOnDevice, PlanOnDevice, mask_on_device, plan_on_device
 from .tensor_map import TensorMap, tma_ready
 
@@ -31,13 +32,23 @@ TICKET_WORDS = 8  # of struct Ticket in plan.cuh
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dQ, dK, dV, and the gradient of the sinks where there are any."""
+    if packing is not None or sinks is not None:
+        raise Unsupported("backend 'hopper' has neither packed sequences nor sinks yet. Tensors on the CPU support both.")
     check_call(q, k, v, options)
     q, k, v, dout, out = (tma_ready(t) for t in (q, k, v, dout, out))
     layouts = tuple((t.shape, t.stride()) for t in (q, k, v, dout, out))
-    return _call_for(q.device, q.dtype, options, layouts).run(q, k, v, dout, out, lse)
+    return *_call_for(q.device, q.dtype, options, layouts).run(q, k, v, dout, out, lse), None
 
 
 def backward_plan(q: Tensor, k: Tensor, options: AttentionOptions) -> Plan:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ...options import AttentionOptions
+from ...packing import Packing
 from ...planning import problem_of
 from ...problem import Problem
 from .driver import Arguments, LoadedKernel, check, cuda_driver, device_index, load
 from .structs import ForwardParams
-from .support import DTYPES, check_call, check_device
+from .support import DTYPES, Unsupported, check_call, check_device
 from .tables import mask_on_device, visits_on_device
 from .tensor_map import TensorMap, tma_ready
 
@@ -26,8 +27,12 @@ LOG2_E = 1.4426950408889634
 CACHED_BYTES = 32 * 2**20  # K and V that may be expected to stay in the L2 cache
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
+    if packing is not None or sinks is not None:
+        raise Unsupported("backend 'hopper' has neither packed sequences nor sinks yet. Tensors on the CPU support both.")
     check_call(q, k, v, options)
     q, k, v = (tma_ready(t) for t in (q, k, v))
     return _call_for(q.device, q.dtype, options, tuple((t.shape, t.stride()) for t in (q, k, v))).run(q, k, v)

@@ -10,11 +10,13 @@ from ...planning import explanation_of
 from .backward import KV_ROWS, Q_ROWS, backward_kernels, backward_plan, workspace_sizes
 from .driver import device_index
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem
-from .support import DTYPES, check_call
+from .support import DTYPES, Unsupported, check_call
 from .tables import mask_on_device
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Explanation:
+    if sinks is not None:
+        raise Unsupported("backend 'hopper' has no sinks yet. Tensors on the CPU support them.")
     check_call(q, k, v, options)
     plan, ahead = backward_plan(q, k, options), forward_problem(q, k, options)
     return explanation_of(
