@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .autograd import Attention
@@ -11,6 +12,7 @@ from .backends import load, resolve
 from .checks import check_sinks, check_tensors
 from .explanation import Explanation
 from .masks import Mask
+from .ops import traced_attention
 from .options import AttentionOptions, choose_mask, options_for, refuse_unsupported
 
 
@@ -55,12 +57,16 @@ def flash_attn_func(
     0 and lse the sink, or -inf without one.
     """
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    check_tensors(q, k, v)
-    check_sinks(sinks, q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = options_for(mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset)
-    options.mask.check(q.shape[1], k.shape[1])
-    out, lse = Attention.apply(q, k, v, sinks, options, None)
+    choices = (scale, softcap, schedule, accumulation, backend, head_offset)
+    if torch.compiler.is_compiling():
+        out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), *choices)
+    else:
+        check_tensors(q, k, v)
+        check_sinks(sinks, q)
+        options = options_for(mask, causal, window_size, *choices)
+        options.mask.check(q.shape[1], k.shape[1])
+        out, lse = Attention.apply(q, k, v, sinks, options, None)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

@@ -20,4 +20,5 @@ def forward_of_nothing(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tens
 
 
 def backward_of_nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None if sinks is None else torch.zeros_like(sinks)
+    """Zeros, laid out like any other gradient: contiguous."""
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), None if sinks is None else sinks.new_zeros(sinks.shape)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .autograd import Attention
 from .checks import check_sinks, check_tensors
 from .masks import Mask
-from .options import options_for, refuse_unsupported
+from .ops import traced_attention
+from .options import choose_mask, options_for, refuse_unsupported
 from .packing import Packing
 
 
@@ -53,13 +55,17 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise ValueError("paged keys and values are not supported: block_table must be None")
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    check_tensors(q, k, v, ndim=3)
-    check_sinks(sinks, q)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    packing.check_device(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = options_for(mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset)
-    out, lse = Attention.apply(q, k, v, sinks, options, packing)
+    choices = (scale, softcap, schedule, accumulation, backend, head_offset)
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if torch.compiler.is_compiling():
+        out, lse = traced_attention(q, k, v, sinks, packed, choose_mask(mask, causal, window_size), *choices)
+    else:
+        check_tensors(q, k, v, ndim=3)
+        check_sinks(sinks, q)
+        packing = Packing(*packed)
+        packing.check_device(q.device)
+        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, *choices), packing)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
