@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alerts import alert_if_unordered
 from .backends import load, resolve
 from .nothing import backward_of_nothing, forward_of_nothing, no_pairs
 from .options import AttentionOptions
@@ -17,6 +18,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
+    alert_if_unordered(options)
     backend = resolve(options.backend, q.device)
     if no_pairs(q, k):
         return forward_of_nothing(q, v, sinks)
@@ -35,6 +37,7 @@ def attention_backward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and, where there are sinks, their gradient."""
+    alert_if_unordered(options)
     backend = resolve(options.backend, q.device)
     if no_pairs(q, k):
         return backward_of_nothing(q, k, v, sinks)
