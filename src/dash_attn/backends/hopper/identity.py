@@ -13,7 +13,8 @@ from .layout import Layout
 from .tables import mask_on_device
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Explanation:
+    """Sinks change no plan and no kernel."""
     layout = Layout.of((q, k, v), options)
     plan, ahead = backward_plan(q, k, v, options), forward_problem(q, k, v, options)
     return explanation_of(
