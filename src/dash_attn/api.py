@@ -84,7 +84,7 @@ def explain(
 ) -> Explanation:
     """What flash_attn_func would do with these arguments (the keyword ones it shares), without running it.
 
-    The tensors are looked at for shape, dtype and device only.
+    The tensors are looked at for shape, dtype and device only. Sinks change nothing of what is told.
     """
     check_tensors(q, k, v)
     check_sinks(sinks, q)
@@ -93,4 +93,4 @@ def explain(
     chosen.mask.check(q.shape[1], k.shape[1])
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen, sinks)
+    return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen)
