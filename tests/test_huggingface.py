@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func  # noqa: E402
 from dash_attn.integrations import _documents, huggingface  # noqa: E402
+from dash_attn.integrations._mask_functions import read_causal  # noqa: E402
 from dash_attn.integrations._mask_patterns import mask_of_pattern  # noqa: E402
 from dense import element_mask, largest_error, random_inputs  # noqa: E402
 
@@ -268,6 +269,24 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_what_a_call_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(**arguments)
+
+
+def test_mask_functions_are_read_off() -> None:
+    masks = transformers.masking_utils
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    window, packed = masks.sliding_window_causal_mask_function(4), masks.packed_sequence_mask_function(documents)
+    assert read_causal(masks.causal_mask_function) == (None, None)
+    assert read_causal(window) == (4, None)
+    assert read_causal(masks.and_masks(window, packed)) == (4, documents)
+    unknown = (
+        masks.bidirectional_mask_function,
+        masks.sliding_window_overlay(4),  # a window alone looks ahead
+        masks.and_masks(window, masks.sliding_window_overlay(3)),
+        masks.or_masks(masks.causal_mask_function, packed),
+        masks.chunked_causal_mask_function(4, torch.zeros(1)),
+        lambda batch, head, q, kv: kv <= q,
+    )
+    assert [read_causal(function) for function in unknown] == [None] * len(unknown)
 
 
 def pattern_of(kept: Tensor) -> Any:
