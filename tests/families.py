@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -42,19 +42,30 @@ class Family:
             return *tensors, torch.randn(self.heads[0], generator=source, device=device)
         return tensors
 
+    def attention(self, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Output and LSE as a function of q, k, v and the sinks where there are any."""
+        chosen = {**self.options, **options, "mask": self.mask, "return_lse": True}
+
+        def dense(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
+            return flash_attn_func(q, k, v, **chosen, **({"sinks": sinks[0]} if sinks else {}))
+
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            assert isinstance(self.lengths, tuple)
+            ends, longest = _places_on(self.lengths, q.device), max(self.lengths)
+            return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, **chosen)
+
+        return packed if isinstance(self.lengths, tuple) else dense
+
     def run(self, inputs: tuple[Tensor, ...], **options: Any) -> dict[str, Tensor]:
         """Output, LSE and the gradients of everything that has one."""
         q, k, v, dout, *sinks = inputs
         leaves = [x.detach().requires_grad_() for x in (q, k, v, *sinks)]
-        chosen = {**self.options, **options, "mask": self.mask, "return_lse": True}
-        if isinstance(self.lengths, tuple):
-            ends = _places_on(self.lengths, q.device)
-            out, lse = flash_attn_varlen_func(*leaves, ends, ends, max(self.lengths), max(self.lengths), **chosen)
-        else:
-            out, lse = flash_attn_func(*leaves[:3], **chosen, **({"sinks": leaves[3]} if sinks else {}))
-        names = ("dq", "dk", "dv", "dsinks")
-        gradients = dict(zip(names, torch.autograd.grad(out, leaves, dout), strict=False))
-        return {"out": out.detach(), "lse": lse, **gradients}
+        out, lse = self.attention(**options)(*leaves)
+        return {"out": out.detach(), "lse": lse, **named_gradients(torch.autograd.grad(out, leaves, dout))}
+
+
+def named_gradients(gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
 
 
 _ends: dict[tuple[Any, ...], Tensor] = {}
