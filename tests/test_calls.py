@@ -15,6 +15,7 @@ from devices import dim_features, make_inputs, on_each_device, require
 from families import NAMES, assert_same, family, named_gradients
 from gpu_helpers import FLOOR
 
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_each_device
@@ -86,7 +87,10 @@ def test_fp32_under_autocast_is_refused_on_the_gpu() -> None:
 def test_mixed_dtypes_under_autocast_are_refused(device: str) -> None:
     """A rotary embedding in fp32 promotes q and k, not v."""
     q, k, v, _ = make_inputs(device, (64, 64))
-    with torch.autocast(device, torch.bfloat16), pytest.raises(ValueError, match=r"one dtype; got torch.float32, torch.float32, torch.bfloat16"):
+    with (
+        torch.autocast(device, torch.bfloat16),
+        pytest.raises(ValueError, match=r"one dtype; got torch.float32, torch.float32, torch.bfloat16"),
+    ):
         flash_attn_func(q.float(), k.float(), v)
 
 

@@ -29,7 +29,9 @@ LONG: tuple[Lengths, ...] = (
     ((4096, 4096), (7, 7), (129, 129)),
 )
 MASKS = (Full(), Causal(), Window(77, 31), Window(130, 0))
-SHAPES = (((6, 6), 128), ((6, 2), 64), ((6, 1), 128), ((4, 2), 256), ((6, 3), 111))  # heads and head dim
+BF16, FP16 = torch.bfloat16, torch.float16
+# Heads, head dim and dtype.
+SHAPES = (((6, 6), 128, BF16), ((6, 2), 64, BF16), ((6, 1), 128, FP16), ((4, 2), 256, BF16), ((6, 3), 111, BF16))
 
 
 class Packed(NamedTuple):
@@ -37,7 +39,7 @@ class Packed(NamedTuple):
     mask: Mask
     heads: tuple[int, int]
     dim: int
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = BF16
 
     def __str__(self) -> str:
         lengths = "+".join(f"{q}x{kv}" for q, kv in self.lengths)
@@ -47,7 +49,7 @@ class Packed(NamedTuple):
 def cases(batches: tuple[Lengths, ...]) -> list[Packed]:
     """Every batch with every mask; heads and head dims take turns."""
     turns = ((lengths, mask, SHAPES[(i + 2 * j) % 5]) for i, lengths in enumerate(batches) for j, mask in enumerate(MASKS))
-    return [Packed(lengths, mask, heads, dim, torch.float16 if heads == (6, 1) else torch.bfloat16) for lengths, mask, (heads, dim) in turns]
+    return [Packed(lengths, mask, *shape) for lengths, mask, shape in turns]
 
 
 def assert_packed(device: str, case: Packed, softcap: float = 0.0) -> None:
