@@ -33,7 +33,7 @@ def test_no_sequence_no_query_no_key(device: str, mask: Mask, batch: int, q_len:
 @on_each_device
 def test_one_query_or_one_key(device: str, dim: int, mask: Mask, lengths: tuple[int, int]) -> None:
     require(device, *dim_features(dim))
-    inputs = make_inputs(device, lengths, dims=(dim, 0), batch=8 if max(lengths) < 3 else 1)
+    inputs = make_inputs(device, lengths, dims=(dim, 0), batch=16 if lengths[0] < 3 else 1)  # the largest error of few rows is luck
     assert_near(run_ours(inputs, mask), inputs, mask)
 
 
