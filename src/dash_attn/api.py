@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .autograd import Attention
@@ -12,7 +11,7 @@ from .backends import load, resolve
 from .checks import check_sinks, check_tensors
 from .explanation import Explanation
 from .masks import Mask
-from .ops import traced_attention
+from .ops import is_traced, traced_attention
 from .options import AttentionOptions, choose_mask, options_for, refuse_unsupported
 
 
@@ -57,14 +56,14 @@ def flash_attn_func(
     0 and lse the sink, or -inf without one.
     """
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    choices = (scale, softcap, schedule, accumulation, backend, head_offset)
-    if torch.compiler.is_compiling():
-        out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), *choices)
+    choices = (softcap, schedule, accumulation, backend, head_offset)
+    if is_traced(q, k, v):
+        out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), softmax_scale, *choices)
     else:
         check_tensors(q, k, v)
         check_sinks(sinks, q)
-        options = options_for(mask, causal, window_size, *choices)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        options = options_for(mask, causal, window_size, scale, *choices)
         options.mask.check(q.shape[1], k.shape[1])
         out, lse = Attention.apply(q, k, v, sinks, options, None)
     if return_attn_probs:
@@ -84,7 +83,7 @@ def explain(
 ) -> Explanation:
     """What flash_attn_func would do with these arguments (the keyword ones it shares), without running it.
 
-    The tensors are looked at for shape, dtype and device only.
+    The tensors are looked at for shape, dtype and device only. Sinks change nothing of what is told.
     """
     check_tensors(q, k, v)
     check_sinks(sinks, q)
@@ -93,4 +92,4 @@ def explain(
     chosen.mask.check(q.shape[1], k.shape[1])
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen, sinks)
+    return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen)

@@ -51,7 +51,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dQ, dK, dV, and the gradient of the sinks where there are any."""
 
-    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Explanation:
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
         """What forward and backward of these dense tensors would do."""
 
 

@@ -61,7 +61,7 @@ def backward(
     return dq, dk, dv, _sum_in_order(dsinks, sinks)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
     plan = plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
     tiles = (TILE_Q, TILE_KV)
     return explanation_of(plan, "cpu", options, backward_tiles=tiles, forward_tiles=tiles)
