@@ -21,7 +21,7 @@ template <int D, bool ORDERED> struct Drain {
       const int steps = notes.chain(pipe).steps;
       if (steps < 0) break;
 #pragma unroll 1
-      for (int j = w; j < steps; j += DRAINS) drain_step(pipe.steps + j, uses++);
+      for (u32 number = pipe.steps + w; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
       mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
       pipe.finish_chain(steps);
     }
@@ -31,26 +31,27 @@ template <int D, bool ORDERED> struct Drain {
  private:
   DEVICE void drain_step(u32 number, u32 use) {
     mbarrier_wait(bar + DQ_FULL + 8 * w, C::DQ_PIECES == 2 ? 0 : use & 1);
-    const StepNote note = notes.step(number);
-    mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
-    float* tile = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH);
-    if (ORDERED && note.rank > 0) await_rank(note);
-    add_piece(tile, 0, note.rank);
+    // The note is read anew for every use: registers are scarcer than shared-memory loads.
+    if (ORDERED && notes.step(number).rank > 0) await_rank(notes.step(number));
+    add_piece(notes.step(number), 0);
     if constexpr (C::DQ_PIECES == 2) {
       mbarrier_wait(bar + DQ_FULL + 8 * w, 1);
-      add_piece(tile + C::piece_bytes(0) / 4, 1, note.rank);
+      add_piece(notes.step(number), 1);
     }
     if (ORDERED) {
       bulk_wait();
       fence_async_global();
+      const StepNote note = notes.step(number);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
+    mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
   }
 
   // The first rank stores: dQ needs no zeroing.
-  DEVICE void add_piece(float* to, int piece, int rank) {
+  DEVICE void add_piece(const StepNote& note, int piece) {
+    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + (piece ? C::piece_bytes(0) / 4 : 0);
     const u32 source = shared + C::dq_staging(w);
-    if (ORDERED && rank == 0)
+    if (ORDERED && note.rank == 0)
       bulk_store(to, source, C::piece_bytes(piece));
     else
       bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
