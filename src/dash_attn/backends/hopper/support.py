@@ -38,6 +38,8 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool = F
         raise Unsupported(f"backend 'hopper' takes head dims up to {LARGEST_DIM}; got q/k {q.shape[-1]}, v {v.shape[-1]}")
     if options.scale < 0:
         raise Unsupported(f"backend 'hopper' takes softmax_scale > 0; got {options.scale}")
+    if options.softcap and not options.ordered:
+        raise Unsupported("accumulation='unordered' is for comparison only: backend 'hopper' has it without softcap; got both")
     if packed:
         _check_packed(options)
 
@@ -50,7 +52,7 @@ def _check_packed(options: AttentionOptions) -> None:
             " Documents inside one sequence (mask=Documents(lengths), flash_attn_func) take any mask."
         )
     if options.schedule != "auto":
-        raise Unsupported(f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule!r}")
+        raise Unsupported(f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule}")
 
 
 def is_plain_band(mask: Mask) -> bool:

@@ -15,24 +15,25 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
                        const __grid_constant__ BackwardParams p) {
   using C = BackwardConfig<D>;
   extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 shared = shared_address(memory), bar = shared + C::BARRIERS;
+  const u32 shared = shared_address(memory);
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
-  if (threadIdx.x == 0) init_barriers(bar);
+  if (threadIdx.x == 0) init_barriers(shared + C::BARRIERS);
   __syncthreads();
 
   if (warp < 4) {
     registers_decrease<C::HELPER_REGISTERS>();
-    const Notes<C> notes{shared, bar};
+    const Notes<C> notes{shared};
     if (lane != 0) return;
-    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
-    if (warp == 1) Planner<D, MASK>{p, notes, bar}.run();
-    if (warp >= 2) Drain<D, ORDERED>{p, notes, shared, bar, warp - 2}.run();
+    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared}.run();
+    if (warp == 1) Planner<D, MASK>{p, notes, shared}.run();
+    if (warp == 2) Drain<D, ORDERED, 0>{p, notes, shared}.run();
+    if (warp == 3) Drain<D, ORDERED, 1>{p, notes, shared}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
     if constexpr (D <= 128)
-      Consumer<Half, D, SOFTCAP, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);
+      Consumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
     else
-      WideConsumer<Half, D, SOFTCAP, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);
+      WideConsumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
   }
 }

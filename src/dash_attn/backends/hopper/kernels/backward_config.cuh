@@ -83,7 +83,7 @@ template <int D> struct BackwardConfig : ConfigChoice<(D > 128), D>::type {
   using Tiles = typename ConfigChoice<(D > 128), D>::type;
   static constexpr int DELTA = Tiles::LSE + STAGES * Tiles::ROW_BYTES;
   static constexpr int STEP_NOTES = DELTA + Tiles::DO_STAGES * Tiles::ROW_BYTES, CHAIN_NOTES = STEP_NOTES + NOTES * 16;
-  static constexpr int BARRIERS = CHAIN_NOTES + STAGES * 32;
+  static constexpr int BARRIERS = CHAIN_NOTES + STAGES * 48;
   static constexpr int SHARED_BYTES = BARRIERS + 320;
   static_assert(SHARED_BYTES <= 232448, "shared memory of one SM");
 };
@@ -168,13 +168,13 @@ struct StepNote {
   DEVICE bool partial() const { return rows & 1; }
 };
 
-// The notes in shared memory, seen by every role.
+// The notes in shared memory, seen by every role. A chain's is its whole ticket; the last four words are the planner's own.
 template <typename C> struct Notes {
-  u32 shared, bar;
+  u32 shared;
 
-  DEVICE u32 chain_at(u32 slot) const { return shared + C::CHAIN_NOTES + 32 * slot; }
+  DEVICE u32 chain_at(u32 slot) const { return shared + C::CHAIN_NOTES + 48 * slot; }
   DEVICE u32 step_at(u32 step) const { return shared + C::STEP_NOTES + 16 * (step % NOTES); }
-  DEVICE void await_chain(const Pipeline& pipe) const { mbarrier_wait(bar + CHAIN_FULL + 8 * pipe.chain_slot(), pipe.chain_phase()); }
+  DEVICE void await_chain(const Pipeline& pipe) const { mbarrier_wait(shared + C::BARRIERS + CHAIN_FULL + 8 * pipe.chain_slot(), pipe.chain_phase()); }
   // The halves of a chain's note are read where they are needed: registers are scarcer than shared-memory loads.
   DEVICE ChainNote chain(const Pipeline& pipe) const {
     const int4 v = load_shared_i32x4(chain_at(pipe.chain_slot()));

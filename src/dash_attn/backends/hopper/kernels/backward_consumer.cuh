@@ -10,18 +10,19 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
   static constexpr bool READS_NOTE_EARLY = Q_ROWS == 64 || is_band(MASK);  // while S is computed; costs a register
   // Groups of LSE and delta loaded while the product before them still runs; more would spill.
-  static constexpr int EARLY_LSE = Q_ROWS == 64 ? GROUPS : SOFTCAP || !is_band(MASK) ? 2 : 6, EARLY_DELTA = Q_ROWS == 64 ? 4 : 1;
+  static constexpr int EARLY_LSE = Q_ROWS == 64 ? (SOFTCAP ? 4 : GROUPS) : SOFTCAP ? 8 : is_band(MASK) ? 6 : 2;
+  static constexpr int EARLY_DELTA = Q_ROWS == 64 && !SOFTCAP ? 4 : 1;
 
   const BackwardParams& p;
   Notes<C> notes;
-  u32 shared, base, bar;  // base: shared / 16, as descriptors want it
+  u32 shared;
   int wg, warp, lane;     // warp inside the warpgroup
   float dk[D / 2], dv[D / 2];
   float s[SCORES], dp[SCORES], dq[C::DQ_REGISTERS];
   u32 probability[PAIRS], ds[PAIRS];
 
-  DEVICE Consumer(const BackwardParams& params, u32 shared_base, u32 barriers, int warp_of_block, int lane_of_warp)
-      : p(params), notes{shared_base, barriers}, shared(shared_base), base(shared_base >> 4), bar(barriers), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
+  DEVICE Consumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
+      : p(params), notes{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
         lane(lane_of_warp) {}
 
   DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map) {
@@ -49,11 +50,11 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
  private:
   DEVICE void arrive(int barrier) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bar + barrier);
+    if (lane == 0) mbarrier_arrive(shared + C::BARRIERS + barrier);
   }
 
   DEVICE void walk_chain(int steps, const Pipeline& pipe, u32 kv_phase) {
-    mbarrier_wait(bar + K_FULL, kv_phase);
+    mbarrier_wait(shared + C::BARRIERS + K_FULL, kv_phase);
     step<0, true, true>(0, pipe, kv_phase);
     int j = 1;
     // Two steps a trip: dK of the first may still run when S of the second is issued, but not over the back edge (ptxas).
@@ -73,7 +74,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   template <int STAGE, bool FIRST, bool CLOSE> DEVICE void step(int j, const Pipeline& pipe, u32 kv_phase) {
     constexpr int OTHER = STAGE ^ 1;
     const u32 phase = pipe.template phase<STAGE>(j);
-    mbarrier_wait(bar + Q_FULL + 8 * STAGE, phase);
+    mbarrier_wait(shared + C::BARRIERS + Q_FULL + 8 * STAGE, phase);
     int rows;
     if constexpr (READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
     float2 lse[EARLY_LSE];
@@ -84,9 +85,9 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
       wgmma_wait<1>();  // dK of the step before
       arrive(Q_EMPTY + 8 * OTHER);
     } else {
-      mbarrier_wait(bar + V_FULL, kv_phase);
+      mbarrier_wait(shared + C::BARRIERS + V_FULL, kv_phase);
     }
-    mbarrier_wait(bar + DO_FULL + 8 * STAGE, phase);
+    mbarrier_wait(shared + C::BARRIERS + DO_FULL + 8 * STAGE, phase);
     multiply_dp<STAGE>();
     wgmma_wait<1>();  // S
     pin(s);
@@ -104,7 +105,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     if constexpr (FIRST) await_stored();
     put_ds<STAGE>(phase);
     if constexpr (!FIRST) {
-      mbarrier_wait(bar + DS_FULL + 8 * OTHER, pipe.template phase<OTHER>(j - 1));
+      mbarrier_wait(shared + C::BARRIERS + DS_FULL + 8 * OTHER, pipe.template phase<OTHER>(j - 1));
       multiply_dq<OTHER>();
     }
     multiply_dk<STAGE>();
@@ -122,7 +123,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   template <int STAGE> DEVICE void finish(int j, const Pipeline& pipe) {
     const u32 phase = pipe.template phase<STAGE>(j);
     arrive(Q_EMPTY + 8 * STAGE);
-    mbarrier_wait(bar + DS_FULL + 8 * STAGE, phase);
+    mbarrier_wait(shared + C::BARRIERS + DS_FULL + 8 * STAGE, phase);
     multiply_dq<STAGE>();
     wgmma_wait<0>();
     pin(dq);
@@ -132,7 +133,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 
   // ---- the five products
   template <int STAGE> DEVICE void multiply_s() {  // S^T = K Q^T
-    const u32 b = opaque(base), a = b + wg * 512;
+    const u32 b = opaque(shared >> 4), a = b + wg * 512;
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -141,7 +142,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dp() {  // dP^T = V dO^T
-    const u32 b = opaque(base), a = b + wg * 512;
+    const u32 b = opaque(shared >> 4), a = b + wg * 512;
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -150,7 +151,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dv() {  // dV += P^T dO
-    const u32 b = opaque(base);
+    const u32 b = opaque(shared >> 4);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++)
@@ -158,7 +159,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dk() {  // dK += dS^T Q
-    const u32 b = opaque(base);
+    const u32 b = opaque(shared >> 4);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++)
@@ -166,7 +167,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dq() {  // dQ = dS K, or its transpose
-    const u32 b = opaque(base);
+    const u32 b = opaque(shared >> 4);
     const u32 at_ds = b + (C::DQ_TRANSPOSED ? wg * (Q_ROWS * 4) : 0), at_k = b + (C::DQ_TRANSPOSED ? 0 : wg * (C::KV_PANEL / 16));
     wgmma_fence();
 #pragma unroll
@@ -195,11 +196,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     const int local = wg * 64 + warp * 16 + (lane >> 2);
     const KeyMask<MASK> low(local, keys, from), high(local + 8, keys, from);
     const int query = note.q_row() + 2 * (lane & 3);
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-      const KeyMask<MASK>& row = (i & 2) ? high : low;
-      if (!row.keeps(p.mask, query + 8 * (i / 4) + (i & 1))) s[i] = p.masked_score;
-    }
+    mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
   template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE]) {  // P = exp2(S scale - LSE)
     const float scale = p.scale_log2;
@@ -228,7 +225,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 
   // ---- what leaves the registers
   template <int STAGE> DEVICE void put_ds(u32 phase) {  // [query][key], one panel of 64 keys per warpgroup
-    mbarrier_wait(bar + DS_EMPTY + 8 * STAGE, phase ^ 1);
+    mbarrier_wait(shared + C::BARRIERS + DS_EMPTY + 8 * STAGE, phase ^ 1);
     const int chunk = (2 * warp + ((lane >> 3) & 1)) ^ (lane & 7);
     const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * 128 + chunk * 16;
 #pragma unroll
@@ -237,7 +234,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     arrive(DS_FULL + 8 * STAGE);
   }
   template <int STAGE> DEVICE void put_dq(u32 phase) {  // fragment order: the postprocess kernel unscrambles
-    mbarrier_wait(bar + DQ_EMPTY + 8 * STAGE, phase ^ 1);
+    mbarrier_wait(shared + C::BARRIERS + DQ_EMPTY + 8 * STAGE, phase ^ 1);
     const u32 at = shared + C::DQ + STAGE * C::DQ_BYTES + wg * (C::DQ_BYTES / 2) + (warp * 32 + lane) * 16;
 #pragma unroll
     for (int i = 0; i < C::DQ_REGISTERS / 4; i++) store_shared_f32x4(at + i * 2048, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);

@@ -1,17 +1,16 @@
 // Two threads in two warps: add finished dQ tiles to global memory, each in its turn.
 //
-// Drain w takes the steps w, w + 2, ... of a chain, so that the hand-over of one tile overlaps the reduce of the next.
+// Drain W takes the steps W, W + 2, ... of a chain, so that the hand-over of one tile overlaps the reduce of the next.
 // The hand-over between SMs: poll with ld.acquire, then a proxy fence; reduce; wait until the writes have LANDED (not just
 // until shared memory was read), proxy fence, st.release. Anything weaker gives wrong dQ at full size, rarely at small sizes.
 #pragma once
 #include "backward_config.cuh"
 
-template <int D, bool ORDERED> struct Drain {
+template <int D, bool ORDERED, int W> struct Drain {
   using C = BackwardConfig<D>;
   const BackwardParams& p;
   Notes<C> notes;
-  u32 shared, bar;
-  int w;
+  u32 shared;
 
   DEVICE void run() {
     Pipeline pipe;
@@ -21,8 +20,8 @@ template <int D, bool ORDERED> struct Drain {
       const int steps = notes.chain(pipe).steps;
       if (steps < 0) break;
 #pragma unroll 1
-      for (u32 number = pipe.steps + w; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
-      mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
+      for (u32 number = pipe.steps + W; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
+      mbarrier_arrive(shared + C::BARRIERS + CHAIN_EMPTY + 8 * pipe.chain_slot());
       pipe.finish_chain(steps);
     }
     bulk_wait();
@@ -30,12 +29,12 @@ template <int D, bool ORDERED> struct Drain {
 
  private:
   DEVICE void drain_step(u32 number, u32 use) {
-    mbarrier_wait(bar + DQ_FULL + 8 * w, C::DQ_PIECES == 2 ? 0 : use & 1);
+    mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, C::DQ_PIECES == 2 ? 0 : use & 1);
     // The note is read anew for every use: registers are scarcer than shared-memory loads.
     if (ORDERED && notes.step(number).rank > 0) await_rank(notes.step(number));
     add_piece(notes.step(number), 0);
     if constexpr (C::DQ_PIECES == 2) {
-      mbarrier_wait(bar + DQ_FULL + 8 * w, 1);
+      mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, 1);
       add_piece(notes.step(number), 1);
     }
     if (ORDERED) {
@@ -44,20 +43,20 @@ template <int D, bool ORDERED> struct Drain {
       const StepNote note = notes.step(number);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
-    mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
+    mbarrier_arrive(shared + C::BARRIERS + NOTE_EMPTY + 8 * (number % NOTES));
   }
 
   // The first rank stores: dQ needs no zeroing.
   DEVICE void add_piece(const StepNote& note, int piece) {
     float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + (piece ? C::piece_bytes(0) / 4 : 0);
-    const u32 source = shared + C::dq_staging(w);
+    const u32 source = shared + C::dq_staging(W);
     if (ORDERED && note.rank == 0)
       bulk_store(to, source, C::piece_bytes(piece));
     else
       bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
     bulk_commit();
     bulk_wait_read();
-    mbarrier_arrive(bar + DQ_EMPTY + 8 * w);
+    mbarrier_arrive(shared + C::BARRIERS + DQ_EMPTY + 8 * W);
   }
 
   // A validated plan cannot hang. If it does anyway, stop with the task's name.

@@ -7,7 +7,7 @@ template <int D, MaskKind MASK> struct Loader {
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Notes<C> notes;
-  u32 shared, bar;
+  u32 shared;
 
   DEVICE void run() {
     Pipeline pipe;
@@ -17,7 +17,7 @@ template <int D, MaskKind MASK> struct Loader {
       const int steps = notes.chain(pipe).steps;
       if (steps < 0) return;
       if (steps > 0) {
-        mbarrier_wait(bar + KV_EMPTY, (kv_loads & 1) ^ 1);
+        mbarrier_wait(shared + C::BARRIERS + KV_EMPTY, (kv_loads & 1) ^ 1);
         load_kv(C::K, k_map, K_FULL, pipe);
 #pragma unroll 1
         for (int j = 0; j < steps; j++) {
@@ -26,8 +26,8 @@ template <int D, MaskKind MASK> struct Loader {
         }
         kv_loads++;
       }
-      mbarrier_arrive(bar + CHAIN_LOADED);
-      mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
+      mbarrier_arrive(shared + C::BARRIERS + CHAIN_LOADED);
+      mbarrier_arrive(shared + C::BARRIERS + CHAIN_EMPTY + 8 * pipe.chain_slot());
       pipe.finish_chain(steps);
     }
   }
@@ -35,14 +35,14 @@ template <int D, MaskKind MASK> struct Loader {
  private:
   DEVICE void load_kv(int at, const TensorMap* map, int full, const Pipeline& pipe) {
     const ChainNote chain = notes.chain(pipe);
-    mbarrier_arrive_expect(bar + full, C::KV_BYTES);
+    mbarrier_arrive_expect(shared + C::BARRIERS + full, C::KV_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load<MASK == MaskKind::Packed>(shared + at + i * C::KV_PANEL, map, bar + full, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+      tma_load<MASK == MaskKind::Packed>(shared + at + i * C::KV_PANEL, map, shared + C::BARRIERS + full, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
   }
 
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
     const u32 s = j & 1, number = pipe.steps + j;
-    mbarrier_wait(bar + NOTE_FULL + 8 * (number % NOTES), (number / NOTES) & 1);
+    mbarrier_wait(shared + C::BARRIERS + NOTE_FULL + 8 * (number % NOTES), (number / NOTES) & 1);
     load_rows(C::Q, C::LSE, q_map, p.lse, Q_FULL, s, phase, number, pipe);
     if (j == 0) load_kv(C::V, v_map, V_FULL, pipe);  // behind the first Q: S needs no V
     if constexpr (C::DO_STAGES == 2)
@@ -56,14 +56,14 @@ template <int D, MaskKind MASK> struct Loader {
                         u32 number, const Pipeline& pipe) {
     constexpr int EMPTY_BEHIND_FULL = Q_EMPTY - Q_FULL;
     static_assert(EMPTY_BEHIND_FULL == DO_EMPTY - DO_FULL, "barriers of Q and dO are laid out alike");
-    mbarrier_wait(bar + full + EMPTY_BEHIND_FULL + 8 * s, phase ^ 1);
-    mbarrier_arrive_expect(bar + full + 8 * s, C::Q_BYTES + C::ROW_BYTES);
+    mbarrier_wait(shared + C::BARRIERS + full + EMPTY_BEHIND_FULL + 8 * s, phase ^ 1);
+    mbarrier_arrive_expect(shared + C::BARRIERS + full + 8 * s, C::Q_BYTES + C::ROW_BYTES);
     // Notes are read where they are needed: registers are scarcer than shared-memory loads.
     const StepNote note = notes.step(number);
     const int4 sequence = notes.chain_sequence(pipe);  // q_shift, q_plane
     for (int i = 0; i < C::PANELS; i++)
-      tma_load<MASK == MaskKind::Packed>(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, note.q_head, note.q_row() + sequence.x,
+      tma_load<MASK == MaskKind::Packed>(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, shared + C::BARRIERS + full + 8 * s, i * 64, note.q_head, note.q_row() + sequence.x,
                sequence.y);
-    bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES, bar + full + 8 * s);
+    bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES, shared + C::BARRIERS + full + 8 * s);
   }
 };

@@ -11,12 +11,12 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
 
   const BackwardParams& p;
   Notes<C> notes;
-  u32 shared, base, bar;  // base: shared / 16, as descriptors want it
+  u32 shared;
   int wg, warp, lane;     // warp inside the warpgroup
   float dk_own[OWN], dk_inner[INNER], dv_own[OWN], dv_inner[INNER];
 
-  DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, u32 barriers, int warp_of_block, int lane_of_warp)
-      : p(params), notes{shared_base, barriers}, shared(shared_base), base(shared_base >> 4), bar(barriers), wg(warp_of_block / 4 - 1),
+  DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
+      : p(params), notes{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
         warp(warp_of_block & 3), lane(lane_of_warp) {}
 
   DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map) {
@@ -48,11 +48,11 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
  private:
   DEVICE void arrive(int barrier) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bar + barrier);
+    if (lane == 0) mbarrier_arrive(shared + C::BARRIERS + barrier);
   }
 
   DEVICE void walk_chain(int steps, const Pipeline& pipe, u32 kv_phase, int last_stage) {
-    mbarrier_wait(bar + K_FULL, kv_phase);
+    mbarrier_wait(shared + C::BARRIERS + K_FULL, kv_phase);
     step<0, true>(0, pipe, kv_phase, last_stage);
     int j = 1;
     for (; j + 1 < steps; j += 2) {
@@ -66,11 +66,11 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     const u32 phase = pipe.template phase<STAGE>(j), number = pipe.steps + j;
     float s[SCORES], dp[SCORES];
     u32 packed[SCORES / 2];
-    mbarrier_wait(bar + Q_FULL + 8 * STAGE, phase);
+    mbarrier_wait(shared + C::BARRIERS + Q_FULL + 8 * STAGE, phase);
     const int rows = load_shared_i32(notes.step_at(number));
     multiply_scores<C::K, C::Q + STAGE * C::Q_BYTES>(s);
-    if constexpr (FIRST) mbarrier_wait(bar + V_FULL, kv_phase);
-    mbarrier_wait(bar + DO_FULL, number & 1);
+    if constexpr (FIRST) mbarrier_wait(shared + C::BARRIERS + V_FULL, kv_phase);
+    mbarrier_wait(shared + C::BARRIERS + DO_FULL, number & 1);
     multiply_scores<C::V, C::DO>(dp);
     wgmma_wait<1>();  // S
     pin(s);
@@ -93,7 +93,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     arrive(DO_EMPTY);
     wgmma_wait<1>();  // dQ, own columns
     pin(dq_own);
-    if (stage_before >= 0) mbarrier_wait(bar + DQ_EMPTY + 8 * stage_before, 1);
+    if (stage_before >= 0) mbarrier_wait(shared + C::BARRIERS + DQ_EMPTY + 8 * stage_before, 1);
     put_dq(dq_own, STAGE);
     float dq_inner[INNER];
     multiply_dq<STAGE>(dq_inner, inner_offset(C::KV_PANEL));
@@ -105,14 +105,14 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     pin(dk_inner);
     pin(dv_own);
     pin(dv_inner);
-    mbarrier_wait(bar + DQ_EMPTY + 8 * STAGE, 0);
+    mbarrier_wait(shared + C::BARRIERS + DQ_EMPTY + 8 * STAGE, 0);
     put_dq(dq_inner, STAGE);
   }
 
   // ---- products
   // S^T = K Q^T or dP^T = V dO^T, 64 keys x this warpgroup's 32 queries.
   template <int KEYS, int QUERIES> DEVICE void multiply_scores(float (&d)[SCORES]) {
-    const u32 a = opaque(base), b = a + wg * (32 * 128 / 16);
+    const u32 a = opaque(shared >> 4), b = a + wg * (32 * 128 / 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -122,7 +122,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
   }
   // dV += P^T dO or dK += dS^T Q: all 64 keys, this warpgroup's columns.
   template <int TILE, int ROWS> DEVICE void multiply_rows(float (&own)[OWN], float (&inner)[INNER]) {
-    const u32 a = opaque(base), b = a + own_offset(C::Q_PANEL), c = a + inner_offset(C::Q_PANEL);
+    const u32 a = opaque(shared >> 4), b = a + own_offset(C::Q_PANEL), c = a + inner_offset(C::Q_PANEL);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::Q_ROWS / 16; k++) {
@@ -133,7 +133,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     wgmma_commit();
   }
   template <int STAGE, int N> DEVICE void multiply_dq(float (&d)[N], u32 columns) {  // dQ = dS K
-    const u32 a = opaque(base), b = a + columns;
+    const u32 a = opaque(shared >> 4), b = a + columns;
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
@@ -156,11 +156,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     const int keys = notes.keys(pipe), from = notes.template mask_from<MASK>(pipe);
     const int local = warp * 16 + (lane >> 2), query = note.q_row() + wg * 32 + 2 * (lane & 3);
     const KeyMask<MASK> low(local, keys, from), high(local + 8, keys, from);
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-      const KeyMask<MASK>& row = (i & 2) ? high : low;
-      if (!row.keeps(p.mask, query + 8 * (i / 4) + (i & 1))) s[i] = p.masked_score;
-    }
+    mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
   template <int STAGE> DEVICE void exponentiate(float (&s)[SCORES], u32 (&packed)[SCORES / 2]) {  // P = exp2(S scale - LSE)
 #pragma unroll

@@ -33,3 +33,26 @@ template <MaskKind KIND> struct KeyMask {
     return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
   }
 };
+
+// Sets the scores that do not attend. Register 4 g + e of a score tile is key row + 8 (e / 2), query column 8 g + e % 2 of `query`.
+template <MaskKind KIND, int SCORES> DEVICE void mask_scores(float (&s)[SCORES], const MaskParams& mask, const KeyMask<KIND>& low,
+                                                             const KeyMask<KIND>& high, int query, float masked) {
+  if constexpr (is_band(KIND)) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const KeyMask<KIND>& row = (i & 2) ? high : low;
+      if (!row.keeps(mask, query + 8 * (i / 4) + (i & 1))) s[i] = masked;
+    }
+  } else {  // look-ups in a loop, one at a time: there are no registers to have many in flight
+    u32 low_keeps = 0, high_keeps = 0;
+#pragma unroll 1
+    for (int column = 0; column < SCORES / 2; column++) {
+      const int at = query + 8 * (column / 2) + (column & 1);
+      low_keeps |= (u32)low.keeps(mask, at) << column;
+      high_keeps |= (u32)high.keeps(mask, at) << column;
+    }
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (!(((i & 2) ? high_keeps : low_keeps) >> (2 * (i / 4) + (i & 1)) & 1)) s[i] = masked;
+  }
+}

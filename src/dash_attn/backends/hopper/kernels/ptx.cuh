@@ -124,7 +124,7 @@ DEVICE float exp2_approx(float x) {
 // tanh(x ln(2) / 2). tanh.approx would be one instruction less, but good to 11 bits only.
 DEVICE float tanh_half_log2(float x) {
   float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exp2_approx(x)));
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exp2_approx(x)));
   return fmaf(-2.f, y, 1.f);
 }
 template <typename Half> DEVICE u32 pack(float low, float high) {
