@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .autograd import Attention
-from .backends import load, resolve
+from .backends import load, resolve_to_explain
 from .explanation import Explanation
 from .masks import Causal, Full, Mask, Window, is_whole
 from .options import AttentionOptions
@@ -67,18 +67,27 @@ def flash_attn_func(
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1), **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    predict_time: bool = True,
+    **options: Any,
 ) -> Explanation:
     """What flash_attn_func would do with these arguments (the keyword ones it shares), without running it.
 
-    The tensors are looked at for shape, dtype and device only.
+    The tensors are looked at for shape, dtype and device only. Tensors on the meta device ask what a backend would do
+    that is not here: explain(q, k, v, backend="hopper") then needs no GPU, and leaves out the hashes of kernels.
+    predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """
     _check_tensors(q, k, v)
     mask, scale = _choose_mask(options.pop("mask", None), causal, window_size), options.pop("softmax_scale", None)
     chosen = _read_options(q, k, mask, scale, options)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen)
+    return load(resolve_to_explain(chosen.backend, q.device)).explain(q, k, v, chosen, predict_time)
 
 
 def _read_options(q: Tensor, k: Tensor, mask: Mask, softmax_scale: float | None, rest: dict[str, Any]) -> AttentionOptions:

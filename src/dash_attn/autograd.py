@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .backends import load, resolve
+from .call_log import LOG_CALLS, log_call
 from .options import AttentionOptions
 
 
@@ -18,7 +19,10 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
         batch, q_len, heads, _ = q.shape
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         return q.new_zeros(batch, q_len, heads, v.shape[-1]), q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
-    return load(backend).forward(q, k, v, options)
+    results = load(backend).forward(q, k, v, options)
+    if LOG_CALLS:
+        log_call(q, k, v, options, backend)
+    return results
 
 
 def attention_backward(

@@ -13,6 +13,7 @@ import torch
 
 from ..explanation import Explanation
 from ..options import AttentionOptions
+from ..plan import Plan
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
@@ -35,8 +36,13 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dQ, dK and dV."""
 
-    def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> Explanation:
-        """What forward and backward of these tensors would do."""
+    def backward_plan(self, q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> Plan:
+        """The plan that the backward of these tensors walks."""
+
+    def explain(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, predict_time: bool = True
+    ) -> Explanation:
+        """What forward and backward of these tensors, which may be on the meta device, would do."""
 
 
 def resolve(name: str, device: torch.device) -> str:
@@ -48,6 +54,15 @@ def resolve(name: str, device: torch.device) -> str:
         raise ValueError(f"no backend runs on {device}; tensors may be on {' or '.join(DEVICE_OF.values())}")
     if DEVICE_OF[name] != device.type:
         raise ValueError(f"backend {name!r} needs {DEVICE_OF[name]} tensors; got tensors on {device}")
+    return name
+
+
+def resolve_to_explain(name: str, device: torch.device) -> str:
+    """As `resolve`; tensors on the meta device stand for those of any backend that is named."""
+    if device.type != "meta":
+        return resolve(name, device)
+    if name == "auto":
+        raise ValueError(f"tensors on meta fit every backend: say which one to explain, backend={' or '.join(map(repr, DEVICE_OF))}")
     return name
 
 

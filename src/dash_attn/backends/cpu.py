@@ -22,6 +22,7 @@ from ..explanation import Explanation
 from ..masks import EMPTY, PARTIAL
 from ..options import AttentionOptions
 from ..order import Ints
+from ..plan import Plan
 from ..planning import DEFAULT_WORKERS, explanation_of, plan_for, problem_of
 from ..problem import Problem, Task
 
@@ -43,10 +44,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple
         return _unpack(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
-    plan = plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+def backward_plan(q: Tensor, k: Tensor, options: AttentionOptions) -> Plan:
+    return plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
+    """Times are never predicted: nobody trains on this backend."""
     tiles = (TILE_Q, TILE_KV)
-    return explanation_of(plan, "cpu", options, backward_tiles=tiles, forward_tiles=tiles)
+    note = "the CPU backend is for reference, its time is not modelled"
+    plan = backward_plan(q, k, options)
+    return explanation_of(plan, "cpu", (q, k, v), options, backward_tiles=tiles, forward_tiles=tiles, prediction_note=note)
 
 
 def backward(

@@ -17,7 +17,7 @@ from ...problem import Problem
 from .driver import Arguments, LoadedKernel, device_index, load
 from .hang import MOST_POLLS, raise_if_hung, report_address
 from .structs import BackwardParams, PostprocessParams, PreprocessParams, Strides
-from .support import DTYPES, check_call, check_device
+from .support import DTYPES, check_call, sm_count
 from .tables import MaskOnDevice, PlanOnDevice, mask_on_device, plan_on_device
 from .tensor_map import TensorMap, tma_ready
 
@@ -43,7 +43,7 @@ def backward(
 def backward_plan(q: Tensor, k: Tensor, options: AttentionOptions) -> Plan:
     """The plan a backward of these tensors walks."""
     problem = problem_of(q, k, options, Q_ROWS[q.shape[-1]], KV_ROWS)
-    return plan_for(problem, options.schedule, check_device(device_index(q.device)))
+    return plan_for(problem, options.schedule, sm_count(q.device))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ...options import AttentionOptions
+from ...planning import DEFAULT_WORKERS
+from .driver import device_index
 
 HEAD_DIMS = (64, 128)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -27,6 +29,11 @@ def check_device(index: int) -> int:
             f" {properties.name} has {properties.major}.{properties.minor}. Other GPUs are not supported yet; CPU tensors are."
         )
     return int(properties.multi_processor_count)
+
+
+def sm_count(device: torch.device) -> int:
+    """SMs of a Hopper GPU; for tensors on the meta device, which only ask what would happen, those of an H200."""
+    return DEFAULT_WORKERS if device.type == "meta" else check_device(device_index(device))
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
