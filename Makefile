@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check pages clean
 
 $(VENV)/installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,9 +15,12 @@ demo: $(VENV)/installed
 	$(BIN)/dash-attn demo
 
 check: $(VENV)/installed
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples tools
+	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
+
+pages: $(VENV)/installed
+	$(BIN)/python tools/write_pages.py
 
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile

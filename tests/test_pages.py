@@ -1,0 +1,58 @@
+"""The generated pages of docs/ say what the code says today."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import support_page
+from dash_attn import masks
+from dash_attn.backends.hopper import support
+from page_parts import numbers_in_words
+from questions import Question
+from write_pages import DOCS, PAGES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_committed_page_is_up_to_date(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), f"docs/{name} is out of date: run `make pages`"
+
+
+def test_every_argument_is_on_the_page() -> None:
+    missing = support_page.unasked_arguments()
+    assert not missing, f"add {missing} to OPTIONS or ARGUMENTS of tools/support_page.py"
+
+
+def test_every_mask_is_on_the_page() -> None:
+    def concrete(base: type) -> Iterator[type]:
+        for kind in base.__subclasses__():
+            yield from concrete(kind)
+            if not getattr(kind, "__abstractmethods__", None) and kind.__module__ == masks.__name__:
+                yield kind
+
+    assert {type(mask) for mask in support_page.MASKS.values()} == set(concrete(masks.Mask))
+
+
+def test_the_page_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the backend refuses is refused on the page."""
+    assert support_page.by_backend("dtype", [Question("bf16")])[-1] == "| bf16 | yes | yes |"
+    monkeypatch.setattr(support, "DTYPES", {})
+    _, _, row, _, error = support_page.by_backend("dtype", [Question("bf16")])
+    assert row == "| bf16 | yes | raises |"
+    assert error.startswith("- `hopper`, bf16: `backend 'hopper' takes")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], "none"),
+        ([64, 128], "64, 128"),
+        ([1, 2, 3, 4], "1 to 4"),
+        ([8, 16, 24, 32, 64, 128], "8 to 32 in steps of 8, 64, 128"),
+        ([64, 96, 128, 192, 256], "64, 96, 128, 192, 256"),
+        ([1, 2, 3, 4, 6, 8, 10, 12], "1 to 4, 6 to 12 in steps of 2"),
+    ],
+)
+def test_numbers_in_words(numbers: list[int], text: str) -> None:
+    assert numbers_in_words(numbers) == text

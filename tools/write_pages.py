@@ -1,0 +1,19 @@
+"""Writes the generated pages of docs/. Run it by `make pages`; tests compare the committed pages with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import support_page
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {"support.md": support_page.page}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
