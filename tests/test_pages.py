@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+import errors_page
 import support_page
 from dash_attn import masks
 from dash_attn.backends.hopper import support
+from misuse import MISUSE
 from page_parts import numbers_in_words
 from questions import Question
 from write_pages import DOCS, PAGES
@@ -56,3 +58,15 @@ def test_the_page_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_numbers_in_words(numbers: list[int], text: str) -> None:
     assert numbers_in_words(numbers) == text
+
+
+@pytest.mark.parametrize("call", [call for cases in MISUSE.values() for call, _ in cases])
+def test_every_misuse_says_what_is_allowed(call: str) -> None:
+    found = errors_page.outcome(call)
+    assert found is not None
+    assert 15 < len(found.message) < 300  # a sentence, not a dump of a tensor
+    assert found.error in {"ValueError", "TypeError", "Unsupported", "ScheduleError", "NotImplementedError", "RuntimeError"}
+
+
+def test_a_call_without_error_is_noticed() -> None:
+    assert errors_page.outcome("flash_attn_func(q, k, v)") is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import errors_page
 import support_page
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = {"support.md": support_page.page}
+PAGES = {"errors.md": errors_page.page, "support.md": support_page.page}
 
 
 def main() -> None:
