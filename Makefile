@@ -15,8 +15,8 @@ demo: $(VENV)/installed
 	$(BIN)/dash-attn demo
 
 check: $(VENV)/installed
-	$(BIN)/ruff check src tests examples tools
-	$(BIN)/ruff format --check src tests examples tools
+	$(BIN)/ruff check src tests examples tools docs
+	$(BIN)/ruff format --check src tests examples tools docs
 	$(BIN)/mypy
 
 pages: $(VENV)/installed

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import errors_page
 import support_page
+import tutorial_page
 from dash_attn import masks
 from dash_attn.backends.hopper import support
 from misuse import MISUSE
 from page_parts import numbers_in_words
 from questions import Question
-from write_pages import DOCS, PAGES
+from write_pages import DOCS, PAGES, TUTORIAL
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -70,3 +74,24 @@ def test_every_misuse_says_what_is_allowed(call: str) -> None:
 
 def test_a_call_without_error_is_noticed() -> None:
     assert errors_page.outcome("flash_attn_func(q, k, v)") is None
+
+
+def test_the_tutorial_runs_and_its_page_is_up_to_date(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    drawn = tutorial_page.page(tmp_path)
+    committed = (DOCS / TUTORIAL).read_text(encoding="utf-8")
+    assert drawn == committed, "docs/tutorial is out of date: run `make pages`"
+    shown = re.findall(r"!\[[^]]+\]\(([\w-]+\.png)\)", committed)
+    assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
+    for name in shown:
+        before, now = (np.asarray(Image.open(folder / name).convert("RGB"), dtype=float) for folder in (DOCS / "tutorial", tmp_path))
+        assert before.shape == now.shape
+        assert abs(before - now).mean() < 5, f"{name} shows something else: run `make pages`"  # fonts may differ a little
+        assert (DOCS / "tutorial" / name).stat().st_size < 120_000
+
+
+def test_cells_are_told_apart() -> None:
+    source = '"""Doc."""\n# %% [markdown]\n# Text\n# %%\nx = 1\n# %%no cell\n'
+    assert tutorial_page.cells(source) == [(True, "# Text"), (False, "x = 1\n# %%no cell")]
