@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check pages clean
+.PHONY: demo test check pages docs clean
 
 $(VENV)/installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,8 +22,11 @@ check: $(VENV)/installed
 pages: $(VENV)/installed
 	$(BIN)/python tools/write_pages.py
 
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile
 
 clean:
-	rm -rf $(VENV) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site demo-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
