@@ -20,7 +20,7 @@ from dash_attn.cli.main import main
 from dash_attn.order import ALL_GUARANTEES
 
 DOCS = Path(__file__).parent.parent / "docs"
-DETERMINISM, MIGRATION = ((DOCS / name).read_text() for name in ("determinism.md", "migration.md"))
+DETERMINISM, MIGRATION, INDEX = ((DOCS / name).read_text() for name in ("determinism.md", "migration.md", "index.md"))
 
 
 def blocks(page: str, fence: str) -> list[str]:
@@ -38,8 +38,8 @@ def run(code: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("code", blocks(DETERMINISM, "python"))
-def test_determinism_blocks_run(code: str) -> None:
+@pytest.mark.parametrize("code", blocks(INDEX, "python") + blocks(DETERMINISM, "python"))
+def test_blocks_run(code: str) -> None:
     run(code)
 
 
