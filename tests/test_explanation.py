@@ -71,10 +71,10 @@ def test_hopper_without_a_gpu() -> None:
 def test_why_there_is_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     unordered = hopper(1, 512, 2, 64, accumulation="unordered")
     assert unordered.guarantees == ()
-    assert (unordered.predicted_backward_us, unordered.prediction_note) == (None, "the constants were fitted to ordered runs")
-    monkeypatch.setattr("dash_attn.backends.hopper.identity.H200", {})
-    assert "measured the constants of an H200" in hopper(1, 512, 2, 64).prediction_note
-    monkeypatch.undo()
+    capped = hopper(1, 512, 2, 64, softcap=10.0)
+    for found in (unordered, capped):
+        assert (found.predicted_backward_us, found.prediction_note) == (None, "the constants were fitted to ordered runs without softcap")
+    assert "for this head dim" in hopper(1, 512, 2, 96).prediction_note
     monkeypatch.setattr(planning, "MOST_PREDICTED_TASKS", 10)
     assert "64 tasks take too long" in hopper(1, 1024, 1, 64).prediction_note
 
@@ -109,13 +109,16 @@ def test_a_long_mask_is_cut() -> None:
 
 LOGGED = """
 import torch
-from dash_attn import flash_attn_func
+from dash_attn import flash_attn_func, flash_attn_varlen_func
 q = torch.zeros(1, 300, 2, 16)
 for _ in range(3):
     flash_attn_func(q, q, q, causal=True)
 flash_attn_func(q, q, q)
 flash_attn_func(q, q, q, causal=True, schedule="shift")
 flash_attn_func(q[:, :0], q, q)
+for end in (100, 200):
+    ends = torch.tensor([0, end, 300], dtype=torch.int32)
+    flash_attn_varlen_func(q[0], q[0], q[0], ends, ends, 200, 200)
 """
 
 
@@ -129,12 +132,13 @@ def lines_of(setting: str | None) -> list[str]:
 
 
 def test_the_log_has_one_line_for_every_kind_of_call() -> None:
-    causal, full, refused = lines_of("1")
+    causal, full, refused, packed = lines_of("1")
     order = explain(*tensors(1, 300, 2, 16, "cpu"), mask=Causal()).order_hash
     shapes = ", ".join(f"{name} (1, 300, 2, 16)" for name in "qkv")
-    assert causal == f"dash-attn: {shapes}, float32, causal: cpu on cpu, alternating, ordered, tiles 64 x 128, order {order}"
-    assert "float32, full: cpu on cpu, shift_blocks, ordered" in full
+    assert causal == f"dash-attn: {shapes}, float32, causal: cpu on cpu, ordered, alternating, tiles 64 x 128, order {order}"
+    assert "float32, full: cpu on cpu, ordered, shift_blocks" in full
     assert "no backward: shift serves full masks only" in refused
+    assert packed.endswith("float32, full in 2 packed sequences: cpu on cpu, ordered, planned sequence by sequence")
 
 
 def test_the_log_is_off_unless_asked_for() -> None:

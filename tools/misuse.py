@@ -32,6 +32,8 @@ OPTIONS = (
     ("flash_attn_func(q, k, v, softcap=-1.0)", "0 means no softcap."),
     ("flash_attn_func(q, k, v, window_size=(-2, 0))", "-1 means no limit on that side."),
     ("flash_attn_func(q, k, v, window_size=128)", "Give both sides: `(127, 0)` is 128 keys, the query's own included."),
+    ("flash_attn_func(q, k, v, sinks=torch.zeros(2))", "One logit for every query head, not KV head."),
+    ("flash_attn_func(q, k, v, sinks=0.5)", "`torch.full((4,), 0.5)`"),
     ("flash_attn_func(q, k, v, head_offset=-1)", "The index of this rank's first KV head in the unsharded model."),
     ("flash_attn_func(q, k, v, 0.0, None, False, (-1, -1), 0.0, None, False, False, Causal())", "Ours are keyword-only."),
 )
@@ -67,6 +69,7 @@ CHOICES = (
 PACKED = (
     ("flash_attn_varlen_func(q, k, v, ends, ends, 6, 6)", "Packed tensors have no batch dimension."),
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends.long(), ends, 6, 6)", "`cu_seqlens.int()`"),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends[::2], ends[::2], 10, 10)", "`cu_seqlens.contiguous()`"),
     ("flash_attn_varlen_func(tokens, tokens, tokens, [0, 4, 10], ends, 6, 6)", "Make it an int32 tensor."),
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends + 1, ends, 6, 6)", "Cumulative lengths start at 0."),
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends[:2], ends[:2], 6, 6)", "All tokens belong to a sequence; cut q, k and v."),

@@ -12,11 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from dash_attn import ScheduleError, explain, flash_attn_func, flash_attn_varlen_func
-from dash_attn.backends import DEVICE_OF
+from dash_attn.backends.hopper.layout import Layout
 from dash_attn.backends.hopper.support import check_device
+from dash_attn.options import AttentionOptions
+from dash_attn.packing import Packing
 
 LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
 BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16}
@@ -26,7 +27,10 @@ REFUSALS = (ValueError, NotImplementedError, ScheduleError)  # other errors are 
 
 @dataclass(frozen=True)
 class Question:
-    """One call. `heads` are query and KV heads, `lengths` queries and keys, `dims` those of q and k, and of v."""
+    """One call. `heads` are query and KV heads, `lengths` queries and keys, `dims` those of q and k, and of v.
+
+    An option that is a tensor is given as a function of the device.
+    """
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,11 +49,12 @@ class Question:
 def refusal(backend: str, question: Question, run: bool = True) -> str | None:
     """The error a call gets; None if the backend serves it. `run=False`: explain the call on every backend."""
     q, k, v = question.tensors(backend)
+    options = {name: value(q.device) if callable(value) else value for name, value in question.options.items()}
     try:
         if backend == "cpu" and run:
-            _run(q, k, v, question.options)
+            _run(q, k, v, options)
         else:
-            explain(q, k, v, backend=backend, predict_time=False, **question.options)
+            explain(q, k, v, backend=backend, predict_time=False, **options)
     except REFUSALS as error:
         return str(error)
     return None
@@ -61,18 +66,18 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, A
     out.sum().backward()
 
 
-def refusal_of_varlen(backend: str) -> str | None:
-    """The error flash_attn_varlen_func gets. There is no GPU here: fake tensors say they are on one, up to the first look at a value."""
-    with FakeTensorMode():
-        q = torch.zeros(LENGTH, 2, 64, device=DEVICE_OF[backend], dtype=BASE_DTYPE[backend])
-        ends = torch.zeros(2, device=DEVICE_OF[backend], dtype=torch.int32)
-        try:
-            flash_attn_varlen_func(q, q, q, ends, ends, LENGTH, LENGTH)
-        except REFUSALS as error:
-            return str(error)
-        except DataDependentOutputException:
-            return None
-    raise AssertionError("flash_attn_varlen_func never looked at cu_seqlens")
+def refusal_of_packed(backend: str, question: Question) -> str | None:
+    """The error a packed batch of one sequence gets. For the GPU, the check that its kernels make before anything else is asked."""
+    q, k, v = (tensor[0] for tensor in question.tensors(backend))
+    ends = torch.tensor([0, LENGTH], dtype=torch.int32, device=q.device)
+    try:
+        if backend == "cpu":
+            flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
+        else:
+            Layout.of((q, k, v), AttentionOptions(scale=1.0, **question.options), Packing(ends, ends, LENGTH, LENGTH))
+    except REFUSALS as error:
+        return str(error)
+    return None
 
 
 def capabilities() -> list[str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from dash_attn import GENERATORS, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
-from dash_attn.api import DTYPES
 from dash_attn.backends import DEVICE_OF
+from dash_attn.checks import DTYPES
 from page_parts import code, numbers_in_words, table
-from questions import LENGTH, Question, capabilities, refusal, refusal_of_varlen
+from questions import LENGTH, Question, capabilities, refusal, refusal_of_packed
 
 LARGEST_DIM = 512
 SOME_DIMS = (64, 96, 128, 192, 256)
@@ -22,6 +22,7 @@ MASKS: dict[str, Mask] = {
     "`Causal`": Causal(),
     "`Window`, left": Window(100, 0),
     "`Window`, both sides": Window(100, 100),
+    "`Window`, no limit on the right": Window(100, -1),
     "`Documents`": Documents((200, 312)),
     "`Documents`, not causal": Documents((200, 312), causal=False),
     "`Prefix`": Prefix(200),
@@ -36,6 +37,7 @@ OPTIONS = (
     Question("`softmax_scale` > 0", {"softmax_scale": 0.3}),
     Question("`softmax_scale` < 0", {"softmax_scale": -0.3}),
     Question("`softcap`", {"softcap": 20.0}),
+    Question("`sinks`", {"sinks": lambda device: torch.zeros(2, device=device)}),
     Question('`accumulation="unordered"`', {"accumulation": "unordered"}),
     Question("`head_offset`", {"head_offset": 1}),
 )
@@ -59,9 +61,9 @@ def unasked_arguments() -> set[str]:
     return set(inspect.signature(flash_attn_func).parameters) - asked
 
 
-def by_backend(what: str, questions: Iterable[Question]) -> list[str]:
+def by_backend(what: str, questions: Iterable[Question], ask: Callable[[str, Question], str | None] = refusal) -> list[str]:
     """A table of questions by backend, and below it what the refused ones raise."""
-    found = {(backend, question.name): refusal(backend, question) for question in questions for backend in DEVICE_OF}
+    found = {(backend, question.name): ask(backend, question) for question in questions for backend in DEVICE_OF}
     names = dict.fromkeys(name for _, name in found)
     rows = [[name, *("yes" if found[backend, name] is None else "raises" for backend in DEVICE_OF)] for name in names]
     return [*table([what, *map(code, DEVICE_OF)], rows), *refusals(found)]
@@ -92,7 +94,7 @@ def _of_dims(dim: int, v_dim: int) -> Question:
 def _unequal_dims(backend: str) -> str:
     pairs = [(a, b) for a in SOME_DIMS for b in SOME_DIMS if a != b]
     served = [pair for pair in pairs if refusal(backend, _of_dims(*pair)) is None]
-    return "any" if served == pairs else ", ".join(map(str, served)) or "none"
+    return "any two of them" if served == pairs else ", ".join(map(str, served)) or "none"
 
 
 def schedules() -> list[str]:
@@ -114,9 +116,10 @@ def arguments() -> list[str]:
 
 
 def packed_sequences() -> list[str]:
-    found = {(backend, "`flash_attn_varlen_func`"): refusal_of_varlen(backend) for backend in DEVICE_OF}
-    row = ["`flash_attn_varlen_func`", *("yes" if error is None else "raises" for error in found.values())]
-    return [*table(["function", *map(code, DEVICE_OF)], [row]), *refusals(found)]
+    """Masks apply to every sequence; those that fix its length do not fit a packed batch and are left out."""
+    questions = [Question(name, {"mask": mask}) for name, mask in MASKS.items() if not isinstance(mask, (Documents, TileMap))]
+    questions.append(Question("a named `schedule`", {"mask": Causal(), "schedule": "descending"}))
+    return by_backend("call", questions, refusal_of_packed)
 
 
 def page() -> str:
@@ -145,6 +148,6 @@ def page() -> str:
         ),
         *schedules(),
         *("", "## Arguments of `flash_attn_func`", "", "Decided before any backend is asked.", "", *arguments()),
-        *("", "## Variable lengths", "", *packed_sequences()),
+        *("", "## Variable lengths: `flash_attn_varlen_func`", "", *packed_sequences()),
     ]
     return "\n".join(lines) + "\n"

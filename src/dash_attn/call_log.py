@@ -12,8 +12,9 @@ import threading
 
 from torch import Tensor
 
-from .backends import load
+from .backends import load, resolve
 from .options import AttentionOptions
+from .packing import Packing
 from .planning import describe_call
 from .validate import ScheduleError
 
@@ -24,21 +25,23 @@ _lock = threading.Lock()
 _seen: set[tuple] = set()
 
 
-def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, backend: str) -> None:
+def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None) -> None:
     """Print the call unless one with the same shapes, dtype, device and options was printed before."""
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, options)
+    sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
+    key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, sequences)
     with _lock:
         if key in _seen:
             return
         _seen.add(key)
-    print(f"dash-attn: {describe_call(q, k, v, options)}: {_decided(q, k, options, backend)}", file=sys.stderr, flush=True)
+    packed = f" in {sequences} packed sequences" if sequences else ""
+    decided = "planned sequence by sequence" if sequences else _plan_in_words(q, k, v, options)
+    backend = f"{resolve(options.backend, q.device)} on {q.device}, {options.accumulation}"
+    print(f"dash-attn: {describe_call(q, k, v, options)}{packed}: {backend}, {decided}", file=sys.stderr, flush=True)
 
 
-def _decided(q: Tensor, k: Tensor, options: AttentionOptions, backend: str) -> str:
-    where = f"{backend} on {q.device}"
+def _plan_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     try:
-        plan = load(backend).backward_plan(q, k, options)
+        plan = load(resolve(options.backend, q.device)).backward_plan(q, k, v, options)
     except ScheduleError as error:  # the forward needs no schedule, so it goes on; the backward will raise this
-        return f"{where}, no backward: {error}"
-    tiles = f"tiles {plan.problem.tile_q} x {plan.problem.tile_kv}"
-    return f"{where}, {plan.schedule_name}, {options.accumulation}, {tiles}, order {plan.order_hash}"
+        return f"no backward: {error}"
+    return f"{plan.schedule_name}, tiles {plan.problem.tile_q} x {plan.problem.tile_kv}, order {plan.order_hash}"

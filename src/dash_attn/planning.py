@@ -63,8 +63,8 @@ def predict(plan: Plan, options: AttentionOptions, machine: Machine | None, name
     """The two fields of an Explanation about time, for the machine called `name`; None means nobody measured its constants."""
     if machine is None:
         return {"prediction_note": f"nobody has measured the constants of {name} for this head dim"}
-    if not options.ordered:
-        return {"prediction_note": "the constants were fitted to ordered runs"}
+    if not options.ordered or options.softcap:
+        return {"prediction_note": "the constants were fitted to ordered runs without softcap"}
     tasks = plan.problem.tasks
     if tasks > MOST_PREDICTED_TASKS:
         return {"prediction_note": f"{tasks:,} tasks take too long to simulate here (at most {MOST_PREDICTED_TASKS:,})"}

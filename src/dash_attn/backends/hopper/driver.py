@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from .compile import Kernel, compile_kernel
+
+ANY_DEVICE = -1  # of tensors on the meta device, which only ask what a call would do
+_NO_SWITCH: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -22,15 +26,17 @@ class LoadedKernel:
     shared_bytes: int
     kernel: Kernel
 
-    def launch(self, grid: int, arguments: Arguments, stream: int, cooperative: bool = False) -> None:
+    def launch(self, grid: int, arguments: Arguments, stream: Any, cooperative: bool = False) -> None:
         """Asynchronous; the arguments are copied before this returns. `cooperative`: all blocks resident, or an error."""
         driver = cuda_driver()
-        start = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
-        block = (self.threads, 1, 1)
         if cooperative:
-            check(start(self.function, grid, 1, 1, *block, self.shared_bytes, stream, arguments.address))
+            check(
+                driver.cuLaunchCooperativeKernel(
+                    self.function, grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.address
+                )
+            )
         else:
-            check(start(self.function, grid, 1, 1, *block, self.shared_bytes, stream, arguments.address, 0))
+            check(driver.cuLaunchKernel(self.function, grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.address, 0))
 
 
 class Arguments:
@@ -56,7 +62,24 @@ def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -
 
 
 def device_index(device: torch.device) -> int:
+    if device.type == "meta":
+        return ANY_DEVICE
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def on_device(index: int) -> AbstractContextManager[Any]:
+    """Makes the device current; costs nothing if it already is."""
+    return _NO_SWITCH if torch.cuda.current_device() == index else torch.cuda.device(index)
+
+
+def current_stream(index: int) -> Any:
+    """torch's current stream on a device, as the driver wants it."""
+    return _stream_object(torch._C._cuda_getCurrentRawStream(index))
+
+
+@lru_cache(maxsize=1024)
+def _stream_object(stream: int) -> Any:
+    return cuda_driver().CUstream(stream)
 
 
 @cache
@@ -71,7 +94,7 @@ def cuda_driver() -> Any:
 def check(result: Sequence[Any]) -> Any:
     """The value of a driver call, or an error with the driver's own words."""
     status, *values = result
-    if int(status) != 0:
+    if status:
         _, text = cuda_driver().cuGetErrorString(status)
         raise RuntimeError(f"CUDA driver: {status.name}: {text.decode() if text else 'no description'}")
     return values[0] if len(values) == 1 else tuple(values)

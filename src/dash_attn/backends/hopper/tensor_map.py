@@ -1,4 +1,4 @@
-"""TMA descriptors of (batch, length, heads, head dim) tensors."""
+"""TMA descriptors of (batch, length, heads, head dim) tensors, and of packed (tokens, heads, head dim) ones."""
 
 from __future__ import annotations
 
@@ -9,23 +9,37 @@ from torch import Tensor
 
 from .driver import check, cuda_driver
 
+PANEL = 64  # columns of a box: 128 bytes
+
 
 class TensorMap:
-    """Describes boxes of `rows` x 64 elements of one head. Encoded once per layout; only the address changes from call to call."""
+    """Describes boxes of `rows` x 64 elements of one head. Encoded once per layout; only the address changes from call to call.
 
-    def __init__(self, tensor: Tensor, rows: int) -> None:
+    A packed tensor is given with its `reach`, the longest sequence: its map has two axes over the tokens, the first of which
+    ends where a sequence does (kernels/sequence.cuh).
+    """
+
+    def __init__(self, tensor: Tensor, rows: int, reach: int | None = None) -> None:
         driver = cuda_driver()
-        batch, length, heads, dim = tensor.shape
         item = tensor.element_size()
-        strides = [_byte_stride(tensor, axis) for axis in (2, 1, 0)]
+        if reach is None:
+            batch, length, heads, dim = tensor.shape
+            sizes, strides = (dim, heads, length, batch), [_byte_stride(tensor, axis) for axis in (2, 1, 0)]
+            self._before = 0
+        else:
+            tokens, heads, dim = tensor.shape
+            row = _byte_stride(tensor, 0)
+            sizes, strides = (dim, heads, reach, tokens + 1), [_byte_stride(tensor, 1), row, row]
+            self._before = reach * row
+        self._pointer = tensor.data_ptr()
         is_bf16 = tensor.dtype == torch.bfloat16
         types = driver.CUtensorMapDataType
         self._map: Any = check(
             driver.cuTensorMapEncodeTiled(
                 types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if is_bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                 4,
-                tensor.data_ptr(),
-                [driver.cuuint64_t(n) for n in (dim, heads, length, batch)],
+                self._base(self._pointer),
+                [driver.cuuint64_t(n) for n in sizes],
                 [driver.cuuint64_t(n) for n in strides],
                 [driver.cuuint32_t(n) for n in (128 // item, 1, rows, 1)],
                 [driver.cuuint32_t(1)] * 4,
@@ -35,25 +49,36 @@ class TensorMap:
                 driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         )
-        self._pointer = tensor.data_ptr()
 
     @property
     def address(self) -> int:
         return int(self._map.getPtr())
 
-    def point_to(self, tensor: Tensor) -> None:
-        pointer = tensor.data_ptr()
+    def point_to(self, pointer: int) -> None:
         if pointer != self._pointer:
-            check(cuda_driver().cuTensorMapReplaceAddress(self._map, pointer))
+            check(cuda_driver().cuTensorMapReplaceAddress(self._map, self._base(pointer)))
             self._pointer = pointer
+
+    def _base(self, pointer: int) -> int:
+        """Coordinate (0, 0) of a packed tensor lies `reach` rows before its first token; nothing is read there."""
+        if pointer <= self._before:
+            raise RuntimeError("the tensor lies too low in memory for the descriptor of a packed batch")
+        return pointer - self._before
+
+
+def is_tma_ready(tensor: Tensor) -> bool:
+    """Whether TMA can read the tensor where it lies: last axis contiguous, other strides multiples of 16 bytes."""
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    regular = all(size == 1 or (stride > 0 and stride * tensor.element_size() % 16 == 0) for size, stride in outer)
+    return tensor.stride(-1) == 1 and regular and tensor.data_ptr() % 16 == 0
 
 
 def tma_ready(tensor: Tensor) -> Tensor:
-    """The tensor itself if TMA can read it where it lies, else a contiguous copy."""
-    aligned = tensor.data_ptr() % 16 == 0 and tensor.stride(-1) == 1
-    outer = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    regular = all(size == 1 or (stride > 0 and stride * tensor.element_size() % 16 == 0) for size, stride in outer)
-    return tensor if aligned and regular else tensor.clone(memory_format=torch.contiguous_format)
+    """The tensor itself if TMA can read it, else a copy; a head dim that is no multiple of 8 is padded with zeros."""
+    missing = -tensor.shape[-1] % 8
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor if is_tma_ready(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _byte_stride(tensor: Tensor, axis: int) -> int:

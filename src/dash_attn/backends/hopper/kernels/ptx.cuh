@@ -62,6 +62,18 @@ DEVICE int load_acquire(const int* p) {
 }
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
+// ---- the last word of a kernel that cannot go on: written to host memory, read by hang.py
+enum class Trouble : int { None, Hang, BadLengths };
+DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x, int y) {
+  report[1] = call;
+  report[2] = x;
+  report[3] = y;
+  __threadfence_system();
+  report[0] = (int)what;
+  __threadfence_system();
+  __trap();
+}
+
 // ---- wgmma control (the products themselves are in the generated wgmma.cuh)
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -95,6 +107,12 @@ DEVICE float exp2_approx(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// tanh(x ln(2) / 2). tanh.approx would be one instruction less, but good to 11 bits only.
+DEVICE float tanh_half_log2(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exp2_approx(x)));
+  return fmaf(-2.f, y, 1.f);
 }
 template <typename Half> DEVICE u32 pack(float low, float high) {
   u32 r;
