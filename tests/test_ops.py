@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
@@ -239,6 +242,36 @@ def test_double_backward_is_refused() -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), arguments[0], create_graph=True)
     with pytest.raises(RuntimeError, match=r"dash_attn\.attention_backward.* no autograd formula"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_get_shapes(device: str) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16, device=device)
+        k, v = (torch.empty(2, 100, 2, dim, dtype=torch.bfloat16, device=device) for dim in (64, 32))
+        out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+        assert (out.shape, out.dtype, out.device) == ((2, 300, 4, 32), torch.bfloat16, q.device)
+        assert (lse.shape, lse.dtype, lse.device) == ((2, 4, 300), torch.float32, q.device)
+        cu = torch.empty(3, dtype=torch.int32, device=device)
+        tokens = [x.flatten(0, 1) for x in (q, k, v)]
+        out, lse = flash_attn_varlen_func(*tokens, cu, cu, 300, 100, return_lse=True)
+        assert (out.shape, lse.shape) == ((600, 4, 32), (4, 600))
+        with pytest.raises(ValueError, match="unknown schedule"):
+            flash_attn_func(q, k, v, schedule="fastest")
+
+
+def test_sharded_tensors_are_refused_not_misread() -> None:
+    script = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import init_device_mesh, distribute_tensor, Shard
+from dash_attn import flash_attn_func
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = distribute_tensor(torch.randn(1, 70, 2, 8), init_device_mesh("cpu", (1,)), [Shard(2)])
+flash_attn_func(x, x, x)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "dash_attn.attention.default does not have a sharding strategy" in done.stderr
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .autograd import Attention
@@ -12,7 +11,7 @@ from .backends import load, resolve_to_explain
 from .checks import check_sinks, check_tensors
 from .explanation import Explanation
 from .masks import Mask
-from .ops import traced_attention
+from .ops import is_traced, traced_attention
 from .options import AttentionOptions, choose_mask, options_for, refuse_unsupported
 
 
@@ -57,14 +56,14 @@ def flash_attn_func(
     0 and lse the sink, or -inf without one.
     """
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    choices = (scale, softcap, schedule, accumulation, backend, head_offset)
-    if torch.compiler.is_compiling():
-        out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), *choices)
+    choices = (softcap, schedule, accumulation, backend, head_offset)
+    if is_traced(q, k, v):
+        out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), softmax_scale, *choices)
     else:
         check_tensors(q, k, v)
         check_sinks(sinks, q)
-        options = options_for(mask, causal, window_size, *choices)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        options = options_for(mask, causal, window_size, scale, *choices)
         options.mask.check(q.shape[1], k.shape[1])
         out, lse = Attention.apply(q, k, v, sinks, options, None)
     if return_attn_probs:

@@ -1,7 +1,8 @@
 """Attention as torch operators, for torch.compile: dash_attn::attention and dash_attn::attention_backward.
 
 Every choice of a call is an argument of the operator. Calls that are not traced take the lighter way through
-autograd.Attention; both ways run the same two functions.
+autograd.Attention; both ways run the same two functions. Of tensor subclasses, fake tensors get shapes, and those that
+have no rule for the operator (DTensor) raise.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from .masks import Mask
 from .options import AttentionOptions
 from .packing import Packing
 
+PLAIN = (Tensor, torch.nn.Parameter)
 PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
-CHOICES = "str mask, SymInt[] mask_sizes, float scale, float softcap, str schedule, str accumulation, str backend, SymInt head_offset"
+CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str schedule, str accumulation, str backend, SymInt head_offset"
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
     f"(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES})"
@@ -30,10 +32,17 @@ BACKWARD = (
 )
 
 
+def is_traced(*tensors: Tensor) -> bool:
+    """Whether a call goes through the operator: in a program that is traced, and for tensor subclasses, whose memory is not theirs."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(type(tensor) not in PLAIN and isinstance(tensor, Tensor) for tensor in tensors)
+
+
 def traced_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Any, ...] | None, mask: Mask, *choices: Any
 ) -> tuple[Tensor, Tensor]:
-    """The operator, called as a program is traced. packed: Packing's fields; choices: AttentionOptions' fields after the mask."""
+    """The operator. packed: Packing's fields; choices: AttentionOptions' fields after the mask, a scale of None for the usual one."""
     name, sizes = encode_mask(mask)
     return torch.ops.dash_attn.attention(q, k, v, sinks, *(packed or (None, None, 0, 0)), name, sizes, *choices)
 
@@ -83,6 +92,7 @@ def _read(
     max_seqlen_k: int,
     mask: str,
     mask_sizes: Sequence[int],
+    scale: float | None,
     *choices: Any,
 ) -> tuple[Packing | None, AttentionOptions | None]:
     """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
@@ -93,9 +103,10 @@ def _read(
         longest = (0 if isinstance(length, SymInt) else length for length in (max_seqlen_q, max_seqlen_k))
         packing = Packing(cu_seqlens_q, cu_seqlens_k, *longest)
         packing.check_device(q.device)
-    if any(isinstance(number, (SymInt, SymFloat)) for number in (*mask_sizes, *choices)):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if any(isinstance(number, (SymInt, SymFloat)) for number in (*mask_sizes, scale, *choices)):
         return packing, None
-    options = _options(mask, tuple(mask_sizes), *choices)
+    options = _options(mask, tuple(mask_sizes), scale, *choices)
     resolve(options.backend, q.device)
     if packing is None:
         options.mask.check(q.shape[1], k.shape[1])

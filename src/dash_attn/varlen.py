@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .autograd import Attention
 from .checks import check_sinks, check_tensors
 from .masks import Mask
-from .ops import traced_attention
+from .ops import is_traced, traced_attention
 from .options import choose_mask, options_for, refuse_unsupported
 from .packing import Packing
 
@@ -55,17 +54,17 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise ValueError("paged keys and values are not supported: block_table must be None")
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    choices = (scale, softcap, schedule, accumulation, backend, head_offset)
+    choices = (softcap, schedule, accumulation, backend, head_offset)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if torch.compiler.is_compiling():
-        out, lse = traced_attention(q, k, v, sinks, packed, choose_mask(mask, causal, window_size), *choices)
+    if is_traced(q, k, v):
+        out, lse = traced_attention(q, k, v, sinks, packed, choose_mask(mask, causal, window_size), softmax_scale, *choices)
     else:
         check_tensors(q, k, v, ndim=3)
         check_sinks(sinks, q)
         packing = Packing(*packed)
         packing.check_device(q.device)
-        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, *choices), packing)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, scale, *choices), packing)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
