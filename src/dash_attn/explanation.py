@@ -14,7 +14,7 @@ class Explanation:
     `print(explanation)` shows it as a table; `dataclasses.asdict` gives it to a log.
     """
 
-    call: str  # shapes, dtype and mask, in words
+    call: str = field(compare=False)  # shapes, dtype and mask, in words
     backend: str
     schedule: str
     accumulation: str
