@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any
 
@@ -41,6 +41,14 @@ class AttentionOptions:
             raise ValueError(f"head_offset must be a whole number >= 0; got {self.head_offset!r}")
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", float(self.softcap))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mask, self.scale, self.softcap, self.schedule, self.accumulation, self.backend, self.head_offset))
+
+    def __hash__(self) -> int:
+        """Kept: every call looks itself up by its options."""
+        return self._hash
 
     @property
     def ordered(self) -> bool:

@@ -104,7 +104,7 @@ class BackwardCall:
     """Everything about a call that does not change with the addresses of its tensors."""
 
     def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        q, k, v, dout, out = tensors
+        q, k, v = tensors[:3]
         self.layout, self.device = layout, q.device
         self.tiles = backward_tiles(layout.dim)
         self.ordered = options.ordered
@@ -130,9 +130,8 @@ class BackwardCall:
         q, k, v, dout, out = tensors
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         boxes = [(q, tiles.q_rows), (k, tiles.kv_rows), (v, tiles.kv_rows), (dout, tiles.q_rows), (dk, 64), (dv, 64)]
-        reaches = [layout.q_reach, layout.k_reach, layout.k_reach, layout.q_reach, layout.k_reach, layout.k_reach]
-        self.maps = [TensorMap(tensor, box, reach) for (tensor, box), reach in zip(boxes, reaches, strict=True)]
-        rows = RowPlaces(
+        self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
+        places = RowPlaces(
             batch=layout.batch,
             q_heads=layout.q_heads,
             group=layout.group,
@@ -146,7 +145,7 @@ class BackwardCall:
             v_dim=v.shape[-1],
             kv_rows=tiles.kv_rows,
             tile_columns=tiles.columns,
-            rows=rows,
+            rows=places,
             mask=self.mask.params,
         )
         cap = options.softcap
@@ -166,8 +165,8 @@ class BackwardCall:
             self.tables = plan_on_device(self.plan, self.device)
             self.before.plan = self.tables.params
             self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
-        self.after = PostprocessParams(strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=rows)
-        self.sink = SinkGradientParams(sequences=layout.count, rows=rows)
+        self.after = PostprocessParams(strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=places)
+        self.sink = SinkGradientParams(sequences=layout.count, rows=places)
         self.arguments_before = Arguments([addressof(self.before)])
         self.arguments_main = Arguments([*(m.address for m in self.maps), addressof(self.main)])
         self.arguments_after = Arguments([addressof(self.after)])
@@ -197,7 +196,7 @@ class BackwardCall:
                 self.kernels.postprocess.launch(self.dq_tiles, self.arguments_after, stream)
                 dsinks = None if sinks is None else self._sink_gradient(sinks, at, stream)
         del memory  # stream order keeps it alive long enough
-        return *self.layout.without_padding(dq, dk, dv), dsinks
+        return self.layout.without_padding(dq, dk, dv, dsinks)
 
     def _point(self, at: dict[str, int], out: Tensor, dout: Tensor, lse: Tensor, dq: Tensor) -> None:
         before, main, after = self.before, self.main, self.after

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -52,8 +52,7 @@ def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -
     """Compile (or fetch from the cache) and load a kernel on a device. A kernel is loaded once per device."""
     kernel = compile_kernel(header, name)
     driver = cuda_driver()
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's primary context current
+    with on_device(device):
         module = check(driver.cuModuleLoadData(kernel.cubin))
         function = check(driver.cuModuleGetFunction(module, kernel.symbol.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -67,9 +66,34 @@ def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def on_device(index: int) -> AbstractContextManager[Any]:
-    """Makes the device current; costs nothing if it already is."""
-    return _NO_SWITCH if torch.cuda.current_device() == index else torch.cuda.device(index)
+@contextmanager
+def _switched_to(index: int) -> Iterator[None]:
+    with torch.cuda.device(index):
+        _make_context_current(index)
+        yield
+
+
+def on_device(index: int) -> AbstractContextManager[None]:
+    """Makes the device and its context current for driver calls; costs little if they already are."""
+    if torch.cuda.current_device() != index:
+        return _switched_to(index)
+    _make_context_current(index)
+    return _NO_SWITCH
+
+
+def _make_context_current(index: int) -> None:
+    """torch and the CUDA runtime do so lazily: a thread that has made no runtime call yet (autograd's) has no context."""
+    driver = cuda_driver()
+    context = _primary_context(index)
+    if int(check(driver.cuCtxGetCurrent())) != int(context):
+        check(driver.cuCtxSetCurrent(context))
+
+
+@cache
+def _primary_context(index: int) -> Any:
+    driver = cuda_driver()
+    torch.cuda.init()
+    return check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(index))))
 
 
 def current_stream(index: int) -> Any:

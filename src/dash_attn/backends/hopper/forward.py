@@ -13,9 +13,9 @@ from ...packing import Packing
 from ...planning import problem_of
 from ...problem import Problem
 from .driver import Arguments, LoadedKernel, check, cuda_driver, current_stream, load, on_device
-from .layout import CallCache, Layout
+from .layout import CallCache, Layout, cut
 from .packed import PackedTiler
-from .shapes import forward_tiles, kernel_dim
+from .shapes import KERNEL_DIMS, forward_tiles, kernel_dim
 from .structs import ForwardParams
 from .support import check_device
 from .tables import mask_on_device, visits_on_device
@@ -25,7 +25,8 @@ from .workspace import Workspace
 
 CONSUMER_ROWS = 64  # queries of a consumer warpgroup
 # Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
-CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, 96: {2: 1.0}, 128: {2: 1.0}, 192: {2: 1.0}, 256: {2: 1.0}}  # consumers: time per element, relative
+# Consumers: time per element, relative.
+CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
 LOG2_E = 1.4426950408889634
 CACHED_BYTES = 32 * 2**20  # K and V that may be expected to stay in the L2 cache
@@ -36,7 +37,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     call, tensors = _calls.find((q, k, v), options, packing)
-    return call.run(*tensors, packing, sinks)
+    return call.run(tensors, packing, sinks)
 
 
 def forward_kernel(device: int, dtype: str, dim: int, consumers: int, softcap: bool, mask_kind: str) -> LoadedKernel:
@@ -70,6 +71,7 @@ class ForwardCall:
             cap_scale=2 * LOG2_E * options.scale / cap if cap else 0.0,
             mask=self.mask.params,
         )
+        self.tiler: PackedTiler | None = None
         consumers, places = self._place_packed() if layout.packed else self._place(q, k, v, options)
         kind = "Packed" if layout.packed else self.mask.kind
         self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(cap), kind)
@@ -78,14 +80,14 @@ class ForwardCall:
         self.lse_shape = (layout.q_heads, layout.q_len) if layout.packed else (layout.batch, layout.q_heads, layout.q_len)
         kv_rows = forward_tiles(layout.dim, consumers).kv_rows
         out = q.new_empty(self.out_shape)
-        boxes = [(q, CONSUMER_ROWS, layout.q_reach), (k, kv_rows, layout.k_reach), (v, kv_rows, layout.k_reach), (out, CONSUMER_ROWS, layout.q_reach)]
-        self.maps = [TensorMap(*box) for box in boxes]
+        boxes = ((q, CONSUMER_ROWS), (k, kv_rows), (v, kv_rows), (out, CONSUMER_ROWS))
+        self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
         self.arguments = Arguments([*(m.address for m in self.maps), addressof(self.params)])
         self.lock = threading.Lock()
 
     def _heads_side_by_side(self, k: Tensor, v: Tensor) -> int:
         layout = self.layout
-        longest = layout.k_reach if layout.packed else layout.kv_len
+        longest = layout.k_longest if layout.packed else layout.kv_len
         bytes_per_head = (longest or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
         return max(1, min(layout.batch * layout.q_heads, int(CACHED_BYTES // bytes_per_head)))
 
@@ -95,19 +97,20 @@ class ForwardCall:
         self.visits = visits_on_device(problem, self.device)
         self.params.places, self.params.visits = self.visits.places, self.visits.params
         self.some_attend_nothing = self.visits.places < problem.q_tiles
-        self.tiler, self.workspace = None, Workspace(next_ticket=8)
+        self.workspace = Workspace(next_ticket=8)
         return problem.tile_q // CONSUMER_ROWS, self.visits.places
 
     def _place_packed(self) -> tuple[int, int]:
         layout = self.layout
-        consumers = 3 if layout.dim == 64 and (layout.q_reach or 0) >= LONG else 2
+        consumers = 3 if layout.dim == 64 and (layout.q_longest or 0) >= LONG else 2
         self.tiler = PackedTiler(layout, self.mask, CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows)
         self.workspace = Workspace(next_ticket=8, **self.tiler.sizes(layout))
         self.some_attend_nothing = False  # tiles without visits are written, too
         return consumers, self.tiler.room
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(self, tensors: tuple[Tensor, ...], packing: Packing | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         raise_if_troubled()
+        q, k, v = tensors
         index = self.layout.device
         with on_device(index):
             out = q.new_empty(self.out_shape)
@@ -131,7 +134,7 @@ class ForwardCall:
                     check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
                 self.kernel.launch(self.grid, self.arguments, stream)
         del memory  # stream order keeps it alive long enough
-        return (out if out.shape[-1] == self.layout.v_dim else out[..., : self.layout.v_dim].contiguous()), lse
+        return cut(out, self.layout.v_dim), lse
 
 
 _calls = CallCache(ForwardCall)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from ...options import AttentionOptions
 from ...packing import Packing
-from .driver import device_index
+from .driver import device_index, on_device
 from .shapes import kernel_dim
 from .support import DTYPES, check_call
 from .tensor_map import is_tma_ready, tma_ready
@@ -35,8 +34,8 @@ class Layout:
     q_heads: int
     kv_heads: int
     count: int  # sequences
-    q_reach: int | None  # longest sequence of a packed batch
-    k_reach: int | None
+    q_longest: int | None  # longest sequence of a packed batch
+    k_longest: int | None
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None = None) -> Layout:
@@ -55,13 +54,13 @@ class Layout:
             q_heads=q.shape[-2],
             kv_heads=k.shape[-2],
             count=batch if packing is None else len(packing.cu_seqlens_q) - 1,
-            q_reach=None if packing is None else packing.max_seqlen_q,
-            k_reach=None if packing is None else packing.max_seqlen_k,
+            q_longest=None if packing is None else packing.max_seqlen_q,
+            k_longest=None if packing is None else packing.max_seqlen_k,
         )
 
     @property
     def packed(self) -> bool:
-        return self.q_reach is not None
+        return self.q_longest is not None
 
     @property
     def group(self) -> int:
@@ -74,10 +73,14 @@ class Layout:
     def tiles_of_keys(self, rows: int) -> int:
         return _tiles(self.kv_len, rows, self.count if self.packed else None)
 
-    def without_padding(self, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """dQ, dK and dV with the caller's head dims."""
-        dims = self.q_dim, self.q_dim, self.v_dim
-        return tuple(g if g.shape[-1] == dim else g[..., :dim].contiguous() for g, dim in zip(gradients, dims, strict=False))
+    def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+        """The gradients with the caller's head dims."""
+        return cut(dq, self.q_dim), cut(dk, self.q_dim), cut(dv, self.v_dim), *rest
+
+
+def cut(tensor: Tensor, dim: int) -> Tensor:
+    """The first `dim` columns: what is there without padding."""
+    return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
 
 
 def _tiles(tokens: int, rows: int, sequences: int | None) -> int:
@@ -103,7 +106,7 @@ class CallCache(Generic[Call]):
         key = (self._key(tensors, options, packing), layout.q_dim, layout.v_dim)
         call = self._calls.get(key)
         if call is None:
-            with torch.cuda.device(layout.device):
+            with on_device(layout.device):
                 call = self._prepare(layout, tensors, options)
             if len(self._calls) >= MOST_CALLS:
                 del self._calls[next(iter(self._calls))]

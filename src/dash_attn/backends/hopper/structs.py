@@ -86,7 +86,7 @@ class PackedParams(ctypes.Structure):
     _fields_ = [
         *_pointers("cu_q", "cu_k"),
         *_ints("count", "q_tokens", "k_tokens", "q_longest", "k_longest"),
-        *_ints("heads", "group", "head_offset", "head_tiles", "chain_rows", "workers", "q_reach", "k_reach"),
+        *_ints("heads", "group", "head_offset", "head_tiles", "chain_rows", "workers"),
         ("mask", MaskParams),
         *_pointers("sequences", "parts", "tile_places", "chains", "tickets", "ticket_count", "report"),
         *_ints("call"),

@@ -9,40 +9,35 @@ from torch import Tensor
 
 from .driver import check, cuda_driver
 
-PANEL = 64  # columns of a box: 128 bytes
+RAGGED = 2**30  # as in ptx.cuh
 
 
 class TensorMap:
     """Describes boxes of `rows` x 64 elements of one head. Encoded once per layout; only the address changes from call to call.
 
-    A packed tensor is given with its `reach`, the longest sequence: its map has two axes over the tokens, the first of which
-    ends where a sequence does (kernels/sequence.cuh).
+    A packed tensor has two axes over its tokens, the first of which ends where a sequence does (kernels/sequence.cuh).
     """
 
-    def __init__(self, tensor: Tensor, rows: int, reach: int | None = None) -> None:
+    def __init__(self, tensor: Tensor, rows: int) -> None:
         driver = cuda_driver()
-        item = tensor.element_size()
-        if reach is None:
-            batch, length, heads, dim = tensor.shape
-            sizes, strides = (dim, heads, length, batch), [_byte_stride(tensor, axis) for axis in (2, 1, 0)]
-            self._before = 0
+        *outer, heads, dim = tensor.shape
+        if tensor.ndim == 4:
+            sizes, strides = [dim, heads, outer[1], outer[0]], [_byte_stride(tensor, axis) for axis in (2, 1, 0)]
         else:
-            tokens, heads, dim = tensor.shape
             row = _byte_stride(tensor, 0)
-            sizes, strides = (dim, heads, reach, tokens + 1), [_byte_stride(tensor, 1), row, row]
-            self._before = reach * row
+            sizes, strides = [dim, heads, RAGGED, outer[0] + 1, RAGGED + 1], [_byte_stride(tensor, 1), row, row, 2**34 - row]
         self._pointer = tensor.data_ptr()
-        is_bf16 = tensor.dtype == torch.bfloat16
         types = driver.CUtensorMapDataType
+        is_bf16 = tensor.dtype == torch.bfloat16
         self._map: Any = check(
             driver.cuTensorMapEncodeTiled(
                 types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if is_bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                4,
-                self._base(self._pointer),
+                len(sizes),
+                self._pointer,
                 [driver.cuuint64_t(n) for n in sizes],
                 [driver.cuuint64_t(n) for n in strides],
-                [driver.cuuint32_t(n) for n in (128 // item, 1, rows, 1)],
-                [driver.cuuint32_t(1)] * 4,
+                [driver.cuuint32_t(n) for n in (64, 1, rows, 1, 1)[: len(sizes)]],
+                [driver.cuuint32_t(1)] * len(sizes),
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
                 driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
                 driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -56,14 +51,8 @@ class TensorMap:
 
     def point_to(self, pointer: int) -> None:
         if pointer != self._pointer:
-            check(cuda_driver().cuTensorMapReplaceAddress(self._map, self._base(pointer)))
+            check(cuda_driver().cuTensorMapReplaceAddress(self._map, pointer))
             self._pointer = pointer
-
-    def _base(self, pointer: int) -> int:
-        """Coordinate (0, 0) of a packed tensor lies `reach` rows before its first token; nothing is read there."""
-        if pointer <= self._before:
-            raise RuntimeError("the tensor lies too low in memory for the descriptor of a packed batch")
-        return pointer - self._before
 
 
 def is_tma_ready(tensor: Tensor) -> bool:

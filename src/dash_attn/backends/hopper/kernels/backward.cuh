@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     registers_decrease<24>();  // 128 x 24 + 256 x 240 = 384 x 168: what the CTA was launched with
     const Notes<C> notes{shared, bar};
     if (lane != 0) return;
-    if (warp == 0) Loader<D>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
+    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
     if (warp == 1) Planner<D, MASK>{p, notes, bar}.run();
     if (warp >= 2) Drain<D, ORDERED>{p, notes, shared, bar, warp - 2}.run();
   } else {

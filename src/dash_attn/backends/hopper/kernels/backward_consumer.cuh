@@ -263,7 +263,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wg == 0 ? named_barrier_sync<2>(WARPGROUP) : named_barrier_sync<3>(WARPGROUP);
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * 8192, i * 64, chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * 8192, i * 64, chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }
   }

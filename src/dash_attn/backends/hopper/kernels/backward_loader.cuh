@@ -2,7 +2,7 @@
 #pragma once
 #include "backward_config.cuh"
 
-template <int D> struct Loader {
+template <int D, MaskKind MASK> struct Loader {
   using C = BackwardConfig<D>;
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
@@ -37,7 +37,7 @@ template <int D> struct Loader {
     const ChainNote chain = notes.chain(pipe);
     mbarrier_arrive_expect(bar + full, C::KV_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + i * C::KV_PANEL, map, bar + full, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+      tma_load<MASK == MaskKind::Packed>(shared + at + i * C::KV_PANEL, map, bar + full, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
   }
 
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
@@ -62,7 +62,7 @@ template <int D> struct Loader {
     const StepNote note = notes.step(number);
     const int4 sequence = notes.chain_sequence(pipe);  // q_shift, q_plane
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, note.q_head, note.q_row() + sequence.x,
+      tma_load<MASK == MaskKind::Packed>(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, note.q_head, note.q_row() + sequence.x,
                sequence.y);
     bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES, bar + full + 8 * s);
   }

@@ -215,7 +215,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     fence_async_shared();
     named_barrier_sync<1>(2 * WARPGROUP);
     if (wg == 0 && warp == 0 && lane == 0) {
-      for (int i = 0; i < C::PANELS; i++) tma_store(map, shared + C::OUT + i * C::KV_PANEL, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+      for (int i = 0; i < C::PANELS; i++) tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + i * C::KV_PANEL, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
       bulk_commit();
     }
   }

@@ -246,7 +246,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     warpgroup_sync();
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64, tile.q_plane);
+        tma_store<MASK == MaskKind::Packed>(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64, tile.q_plane);
       bulk_commit();
       if constexpr (C::OUT_OVER_Q) bulk_wait_read();
     }

@@ -67,7 +67,7 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     mbarrier_arrive_expect(full, C::Q_BYTES);
     for (int half = 0; half < CONSUMERS; half++)
       for (int i = 0; i < C::PANELS; i++)
-        tma_load(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full, i * 64, tile.q_head,
+        tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full, i * 64, tile.q_head,
                  tile.query + tile.q_shift + half * 64, tile.q_plane);
   }
 
@@ -95,6 +95,6 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     const u32 s = number & 1;
     mbarrier_arrive_expect(bar + full + 8 * s, C::KV_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, bar + full + 8 * s, i * 64, kv_head, row, plane);
+      tma_load<PACKED>(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, bar + full + 8 * s, i * 64, kv_head, row, plane);
   }
 };

@@ -12,7 +12,6 @@ struct PackedParams {
   const int *cu_q, *cu_k;      // [count + 1] where sequences start and end
   int count, q_tokens, k_tokens, q_longest, k_longest;
   int heads, group, head_offset, head_tiles, chain_rows, workers;  // chain_rows: room for chains of one kind
-  int q_reach, k_reach;        // length of the shift axis of the tensor maps (sequence.cuh)
   MaskParams mask;
   Sequence* sequences;         // [count]
   SequenceParts* parts;        // [count]
@@ -64,9 +63,9 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
   }
   if (s == 0) *p.ticket_count = all_tickets;
   if (s >= p.count) return;
-  mine.q_shift = p.q_reach - mine.q_len;
+  mine.q_shift = RAGGED - mine.q_len;
   mine.q_plane = p.cu_q[s + 1];
-  mine.kv_shift = p.k_reach - mine.kv_len;
+  mine.kv_shift = RAGGED - mine.kv_len;
   mine.kv_plane = p.cu_k[s + 1];
   mine.first_tile = first_tile;
   mine.band_top = p.mask.band_top(mine.q_len, mine.kv_len);

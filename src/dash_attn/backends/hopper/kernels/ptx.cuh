@@ -22,16 +22,29 @@ DEVICE void mbarrier_wait(u32 bar, u32 phase) {
 }
 
 // ---- bulk copies (TMA)
-DEVICE void tma_load(u32 shared, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(shared),
-      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
+// Maps of packed sequences have a fifth axis, whose coordinate is always RAGGED (sequence.cuh).
+constexpr int RAGGED = 1 << 30;
+template <bool PACKED> DEVICE void tma_load(u32 shared, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3) {
+  if constexpr (PACKED)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], [%2];" ::"r"(shared),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(RAGGED)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(shared),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
 }
-DEVICE void tma_store(const TensorMap* map, u32 shared, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(shared), "r"(c0),
-               "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
+template <bool PACKED> DEVICE void tma_store(const TensorMap* map, u32 shared, int c0, int c1, int c2, int c3) {
+  if constexpr (PACKED)
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map), "r"(shared), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3), "r"(RAGGED)
+                 : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(shared), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
 }
 DEVICE void bulk_load(u32 shared, const void* global, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
