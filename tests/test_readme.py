@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,16 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
 
 
-@pytest.mark.parametrize("example", blocks("python"), ids=["quick start", "imports"])
+def title(example: str) -> str:
+    return "torch.compile" if "torch.compile" in example else re.findall(r"from dash_attn\S* import (\w+)", example)[0]
+
+
+@pytest.mark.parametrize("example", blocks("python"), ids=title)
 def test_the_examples_run(example: str) -> None:
-    if "integrations" in example:
+    if "transformers" in example:
         pytest.importorskip("transformers")
+    if "torch.compile" in example and not shutil.which("g++"):
+        pytest.skip("torch.compile needs a C++ compiler")
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     if "print(" in example:

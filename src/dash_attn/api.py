@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .autograd import Attention
-from .backends import load, resolve
+from .backends import load, resolve_to_explain
 from .checks import check_sinks, check_tensors
 from .explanation import Explanation
 from .masks import Mask
@@ -79,11 +79,15 @@ def explain(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     sinks: Tensor | None = None,
+    predict_time: bool = True,
     **options: Any,
 ) -> Explanation:
     """What flash_attn_func would do with these arguments (the keyword ones it shares), without running it.
 
-    The tensors are looked at for shape, dtype and device only. Sinks change nothing of what is told.
+    The tensors are looked at for shape, dtype and device only. Sinks change nothing of what is told. Tensors on the meta
+    device ask what a backend would do that is not here: explain(q, k, v, backend="hopper") then needs no GPU, and leaves
+    out the hashes of kernels.
+    predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """
     check_tensors(q, k, v)
     check_sinks(sinks, q)
@@ -92,4 +96,4 @@ def explain(
     chosen.mask.check(q.shape[1], k.shape[1])
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return load(resolve(chosen.backend, q.device)).explain(q, k, v, chosen)
+    return load(resolve_to_explain(chosen.backend, q.device)).explain(q, k, v, chosen, predict_time)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .alerts import alert_if_unordered
 from .backends import load, resolve
+from .call_log import LOG_CALLS, log_call
 from .nothing import backward_of_nothing, forward_of_nothing, no_pairs
 from .options import AttentionOptions
 from .packing import Packing
@@ -22,7 +23,10 @@ def attention_forward(
     backend = resolve(options.backend, q.device)
     if no_pairs(q, k):
         return forward_of_nothing(q, v, sinks)
-    return load(backend).forward(q, k, v, options, packing, sinks)
+    results = load(backend).forward(q, k, v, options, packing, sinks)
+    if LOG_CALLS:
+        log_call(q, k, v, options, packing)
+    return results
 
 
 def attention_backward(

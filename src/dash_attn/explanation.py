@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+HASH_DIGITS = 12  # of a sha256, enough to tell two apart
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """`order_hash` and `kernels` together name the bits: equal on two machines, equal bits for equal inputs."""
+    """`order_hash` and `kernels` together name the bits: equal on two machines, equal bits for equal inputs.
 
+    `print(explanation)` shows it as a table; `dataclasses.asdict` gives it to a log.
+    """
+
+    call: str = field(compare=False)  # shapes, dtype and mask, in words
     backend: str
     schedule: str
     accumulation: str
@@ -20,4 +26,38 @@ class Explanation:
     workers: int
     plan_bytes: int
     workspace_bytes: int | None = None  # of the backward, beyond its gradients; None where the backend keeps no workspace
-    kernels: dict[str, str] = field(default_factory=dict)  # name -> sha256 of the machine code
+    predicted_backward_us: float | None = None  # simulated device time of the backward kernel
+    prediction_note: str = ""  # what the prediction is of, or why there is none
+    kernels: dict[str, str] = field(default_factory=dict)  # name -> sha256 of the machine code; empty where none was compiled
+
+    def __str__(self) -> str:
+        rows = {
+            "call": self.call,
+            "backend": self.backend,
+            "schedule": f"{self.schedule}, order {self.order_hash}",
+            "accumulation": self.accumulation,
+            "guarantees": ", ".join(self.guarantees) or "none",
+            "tiles": f"{_tiles(self.backward_tiles)} in the backward, {_tiles(self.forward_tiles)} in the forward (queries x keys)",
+            "workers": f"{self.workers}" + (f", {self.gang} resident together" if self.gang > 1 else ""),
+            "plan": _size(self.plan_bytes),
+            "workspace": "none" if self.workspace_bytes is None else _size(self.workspace_bytes),
+            "predicted": self._prediction(),
+            "kernels": ", ".join(f"{name} {digest[:HASH_DIGITS]}" for name, digest in self.kernels.items()) or "none compiled",
+        }
+        return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+
+    def _prediction(self) -> str:
+        if self.predicted_backward_us is None:
+            return f"none: {self.prediction_note}"
+        return f"{self.predicted_backward_us:.1f} us, {self.prediction_note}"
+
+
+def _tiles(rows: tuple[int, int]) -> str:
+    return f"{rows[0]} x {rows[1]}"
+
+
+def _size(count: int) -> str:
+    for unit, limit in (("bytes", 2**10), ("KiB", 2**20), ("MiB", 2**30)):
+        if count < limit:
+            return f"{count * 2**10 / limit:.4g} {unit}"
+    return f"{count / 2**30:.4g} GiB"

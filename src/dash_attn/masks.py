@@ -7,6 +7,7 @@ differ, the last query is aligned with the last key (bottom-right), as FlashAtte
 
 from __future__ import annotations
 
+import reprlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
@@ -248,6 +249,11 @@ def _block_range(length: int, tile: int, block: int) -> tuple[NDArray[np.int64],
 
 def _whole_tiles(length: int, tile: int) -> NDArray[np.bool_]:
     return np.arange(0, length, tile) + tile <= length
+
+
+def check_mask(mask: Any) -> None:
+    if not isinstance(mask, Mask):  # shown short: it may be a large tensor
+        raise TypeError(f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {reprlib.repr(mask)}")
 
 
 def is_whole(value: Any) -> bool:

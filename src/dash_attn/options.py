@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from .generators import GENERATORS
-from .masks import Causal, Full, Mask, Window, is_whole
+from .masks import Causal, Full, Mask, Window, check_mask, is_whole
 
 SCHEDULES = ("auto", *GENERATORS)
 ACCUMULATIONS = ("ordered", "unordered")
@@ -29,8 +29,7 @@ class AttentionOptions:
     head_offset: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, Mask):
-            raise TypeError(f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {self.mask!r}")
+        check_mask(self.mask)
         if not _is_finite(self.scale) or self.scale == 0:
             raise ValueError(f"softmax_scale must be a finite number other than 0; got {self.scale!r}")
         if not _is_finite(self.softcap) or self.softcap < 0:

@@ -6,14 +6,18 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .explanation import Explanation
 from .generators import generate
 from .options import AttentionOptions
 from .plan import Plan, lower
 from .problem import Problem
+from .simulate import Machine, simulate
 
 DEFAULT_WORKERS = 132  # the SMs of an H100 or H200; the order of `auto` never depends on it
+MOST_PREDICTED_TASKS = 4_000_000  # simulated in about four seconds
+LONGEST_MASK = 60  # characters; documents may be thousands
 
 
 def problem_of(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions, tile_q: int, tile_kv: int) -> Problem:
@@ -29,9 +33,10 @@ def plan_for(problem: Problem, schedule: str = "auto", workers: int = DEFAULT_WO
     return lower(generate(schedule, problem, workers))
 
 
-def explanation_of(plan: Plan, backend: str, options: AttentionOptions, **rest: Any) -> Explanation:
+def explanation_of(plan: Plan, backend: str, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, **rest: Any) -> Explanation:
     """What the plan says of a call; the backend adds its own."""
     return Explanation(
+        call=describe_call(*tensors, options),
         backend=backend,
         schedule=plan.schedule_name,
         accumulation=options.accumulation,
@@ -42,3 +47,31 @@ def explanation_of(plan: Plan, backend: str, options: AttentionOptions, **rest: 
         plan_bytes=plan.tables_bytes,
         **rest,
     )
+
+
+def describe_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    """One line: shapes, dtype and mask."""
+    mask = str(options.mask)
+    if len(mask) > LONGEST_MASK:
+        mask = f"{mask[:LONGEST_MASK]}..."
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in (("q", q), ("k", k), ("v", v)))
+    softcap = f", softcap {options.softcap:g}" if options.softcap else ""
+    return f"{shapes}, {str(q.dtype).removeprefix('torch.')}, {mask}{softcap}"
+
+
+def predict(plan: Plan, options: AttentionOptions, machine: Machine | None, name: str) -> dict[str, Any]:
+    """The two fields of an Explanation about time, for the machine called `name`; None means nobody measured its constants."""
+    if machine is None:
+        return {"prediction_note": f"nobody has measured the constants of {name} for this head dim"}
+    if not options.ordered or options.softcap:
+        return {"prediction_note": "the constants were fitted to ordered runs without softcap"}
+    tasks = plan.problem.tasks
+    if tasks > MOST_PREDICTED_TASKS:
+        return {"prediction_note": f"{tasks:,} tasks take too long to simulate here (at most {MOST_PREDICTED_TASKS:,})"}
+    makespan = _makespan(plan.problem, options.schedule, plan.workers, machine)
+    return {"predicted_backward_us": round(makespan, 1), "prediction_note": f"the attention kernel alone, with the constants of {name}"}
+
+
+@lru_cache(maxsize=256)
+def _makespan(problem: Problem, schedule: str, workers: int, machine: Machine) -> float:
+    return simulate(generate(schedule, problem, workers), machine).makespan

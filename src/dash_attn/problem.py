@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .masks import EMPTY, PARTIAL, Mask, is_whole, mask_from_json, mask_to_json, parse_mask
+from .masks import EMPTY, PARTIAL, Mask, check_mask, is_whole, mask_from_json, mask_to_json, parse_mask
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -67,8 +67,7 @@ class Problem:
     head_offset: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, Mask):
-            raise TypeError(f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {self.mask!r}")
+        check_mask(self.mask)
         for name in ("q_len", "kv_len", "tile_q", "tile_kv", "heads", "group", "batch", "head_offset"):
             least = 0 if name == "head_offset" else 1
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))

@@ -22,7 +22,14 @@ MOST_TASKS = 50_000_000  # about a minute, and some gigabytes
 
 @dataclass(frozen=True)
 class Machine:
-    """What a task costs, and what starting a chain costs. The defaults are the paper's model with compute 1 and reduce 0.3."""
+    """What a task costs, and what starting a chain costs. The defaults are the paper's model with compute 1 and reduce 0.3.
+
+    compute: the matrix products of a task.
+    reduce: adding its partial result to dQ.
+    overlap: finished tiles a worker may hold while their reduces go on behind the computes; 0 means it reduces itself.
+    latency: from the start of a reduce until the next rank may start, if that is longer than the reduce.
+    startup: of a chain, before its first compute.
+    """
 
     compute: float = 1.0
     reduce: float = 0.3

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..explanation import Explanation
 from ..options import AttentionOptions
 from ..packing import Packing
+from ..plan import Plan
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
@@ -51,8 +52,11 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dQ, dK, dV, and the gradient of the sinks where there are any."""
 
-    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
-        """What forward and backward of these dense tensors would do."""
+    def backward_plan(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
+        """The plan that the backward of these dense tensors walks."""
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
+        """What forward and backward of these dense tensors, which may be on the meta device, would do."""
 
 
 def resolve(name: str, device: torch.device) -> str:
@@ -64,6 +68,15 @@ def resolve(name: str, device: torch.device) -> str:
         raise ValueError(f"no backend runs on {device}; tensors may be on {' or '.join(DEVICE_OF.values())}")
     if DEVICE_OF[name] != device.type:
         raise ValueError(f"backend {name!r} needs {DEVICE_OF[name]} tensors; got tensors on {device}")
+    return name
+
+
+def resolve_to_explain(name: str, device: torch.device) -> str:
+    """As `resolve`; tensors on the meta device stand for those of any backend that is named."""
+    if device.type != "meta":
+        return resolve(name, device)
+    if name == "auto":
+        raise ValueError(f"tensors on meta fit every backend: say which one to explain, backend={' or '.join(map(repr, DEVICE_OF))}")
     return name
 
 

@@ -16,6 +16,7 @@ from ..explanation import Explanation
 from ..nothing import backward_of_nothing, forward_of_nothing, no_pairs
 from ..options import AttentionOptions
 from ..packing import Packing
+from ..plan import Plan
 from ..planning import DEFAULT_WORKERS, explanation_of, plan_for, problem_of
 from .cpu_tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, pack, unpack
 
@@ -61,10 +62,16 @@ def backward(
     return dq, dk, dv, _sum_in_order(dsinks, sinks)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
-    plan = plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
+    return plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
+    """Times are never predicted: nobody trains on this backend."""
     tiles = (TILE_Q, TILE_KV)
-    return explanation_of(plan, "cpu", options, backward_tiles=tiles, forward_tiles=tiles)
+    note = "the CPU backend is for reference, its time is not modelled"
+    plan = backward_plan(q, k, v, options)
+    return explanation_of(plan, "cpu", (q, k, v), options, backward_tiles=tiles, forward_tiles=tiles, prediction_note=note)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

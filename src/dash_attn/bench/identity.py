@@ -15,4 +15,4 @@ def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str) -
     q, k, v = tensors[:3]
     if q.device.type != "cuda":
         return {}
-    return asdict(explain(q, k, v, causal=shape.causal, schedule=schedule, accumulation=accumulation))
+    return asdict(explain(q, k, v, causal=shape.causal, schedule=schedule, accumulation=accumulation, predict_time=False))

@@ -38,7 +38,7 @@ class CaseTest:
 
     def explain(self) -> Explanation:
         q, k, v, _ = self.inputs
-        return explain(q, k, v, mask=self.mask)
+        return explain(q, k, v, mask=self.mask, predict_time=False)
 
     def outcomes(self, fresh: Results | None) -> Iterator[Outcome]:
         """`fresh`: what another process computed, None if it was not asked."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .backward import backward
+from .backward import backward, backward_plan
 from .forward import forward
 from .identity import explain
 
-__all__ = ["backward", "explain", "forward"]
+__all__ = ["backward", "backward_plan", "explain", "forward"]

@@ -13,6 +13,7 @@ import torch
 
 from .compile import Kernel, compile_kernel
 
+ANY_DEVICE = -1  # of tensors on the meta device, which only ask what a call would do
 _NO_SWITCH: AbstractContextManager[None] = nullcontext()
 
 
@@ -60,6 +61,8 @@ def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -
 
 
 def device_index(device: torch.device) -> int:
+    if device.type == "meta":
+        return ANY_DEVICE
     return torch.cuda.current_device() if device.index is None else device.index
 
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...explanation import Explanation
+from ...machines import H200
 from ...options import AttentionOptions
-from ...planning import explanation_of
+from ...planning import explanation_of, predict
 from .backward import backward_kernels, backward_plan, workspace_of
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem
 from .layout import Layout
 from .tables import mask_on_device
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Explanation:
-    """Sinks change no plan and no kernel."""
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
+    """Tensors on the meta device need no GPU; nothing is compiled for them, so there are no hashes of kernels."""
     layout = Layout.of((q, k, v), options)
     plan, ahead = backward_plan(q, k, v, options), forward_problem(q, k, v, options)
     return explanation_of(
         plan,
         "hopper",
+        (q, k, v),
         options,
         backward_tiles=(plan.problem.tile_q, plan.problem.tile_kv),
         forward_tiles=(ahead.tile_q, ahead.tile_kv),
         workspace_bytes=workspace_of(layout).bytes,
-        kernels=_kernel_hashes(q, layout, options, ahead.tile_q // CONSUMER_ROWS),
+        kernels={} if q.is_meta else _kernel_hashes(q, layout, options, ahead.tile_q // CONSUMER_ROWS),
+        **(predict(plan, options, H200.get(layout.dim), "an H200") if predict_time else {"prediction_note": "not asked for"}),
     )
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ...masks import Causal, Full, Mask, Window
 from ...options import AttentionOptions
+from ...planning import DEFAULT_WORKERS
+from .driver import ANY_DEVICE
 from .shapes import KERNEL_DIMS
 
 LARGEST_DIM = KERNEL_DIMS[-1]
@@ -21,7 +23,9 @@ class Unsupported(ValueError):
 
 @cache
 def check_device(index: int) -> int:
-    """Number of SMs, if the device is a Hopper GPU."""
+    """Number of SMs, if the device is a Hopper GPU; of an H200 where no device is meant."""
+    if index == ANY_DEVICE:
+        return DEFAULT_WORKERS
     properties = torch.cuda.get_device_properties(index)
     if (properties.major, properties.minor) != (9, 0):
         raise Unsupported(

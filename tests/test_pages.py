@@ -1,0 +1,97 @@
+"""The generated pages of docs/ say what the code says today."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import errors_page
+import support_page
+import tutorial_page
+from dash_attn import masks
+from dash_attn.backends.hopper import support
+from misuse import MISUSE
+from page_parts import numbers_in_words
+from questions import Question
+from write_pages import DOCS, PAGES, TUTORIAL
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_committed_page_is_up_to_date(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), f"docs/{name} is out of date: run `make pages`"
+
+
+def test_every_argument_is_on_the_page() -> None:
+    missing = support_page.unasked_arguments()
+    assert not missing, f"add {missing} to OPTIONS or ARGUMENTS of tools/support_page.py"
+
+
+def test_every_mask_is_on_the_page() -> None:
+    def concrete(base: type) -> Iterator[type]:
+        for kind in base.__subclasses__():
+            yield from concrete(kind)
+            if not getattr(kind, "__abstractmethods__", None) and kind.__module__ == masks.__name__:
+                yield kind
+
+    assert {type(mask) for mask in support_page.MASKS.values()} == set(concrete(masks.Mask))
+
+
+def test_the_page_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the backend refuses is refused on the page."""
+    assert support_page.by_backend("dtype", [Question("bf16")])[-1] == "| bf16 | yes | yes |"
+    monkeypatch.setattr(support, "DTYPES", {})
+    _, _, row, _, error = support_page.by_backend("dtype", [Question("bf16")])
+    assert row == "| bf16 | yes | raises |"
+    assert error.startswith("- `hopper`, bf16: `backend 'hopper' takes")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], "none"),
+        ([64, 128], "64, 128"),
+        ([1, 2, 3, 4], "1 to 4"),
+        ([8, 16, 24, 32, 64, 128], "8 to 32 in steps of 8, 64, 128"),
+        ([64, 96, 128, 192, 256], "64, 96, 128, 192, 256"),
+        ([1, 2, 3, 4, 6, 8, 10, 12], "1 to 4, 6 to 12 in steps of 2"),
+    ],
+)
+def test_numbers_in_words(numbers: list[int], text: str) -> None:
+    assert numbers_in_words(numbers) == text
+
+
+@pytest.mark.parametrize("call", [call for cases in MISUSE.values() for call, _ in cases])
+def test_every_misuse_says_what_is_allowed(call: str) -> None:
+    found = errors_page.outcome(call)
+    assert found is not None
+    assert 15 < len(found.message) < 300  # a sentence, not a dump of a tensor
+    assert found.error in {"ValueError", "TypeError", "Unsupported", "ScheduleError", "NotImplementedError", "RuntimeError"}
+
+
+def test_a_call_without_error_is_noticed() -> None:
+    assert errors_page.outcome("flash_attn_func(q, k, v)") is None
+
+
+def test_the_tutorial_runs_and_its_page_is_up_to_date(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    drawn = tutorial_page.page(tmp_path)
+    committed = (DOCS / TUTORIAL).read_text(encoding="utf-8")
+    assert drawn == committed, "docs/tutorial is out of date: run `make pages`"
+    shown = re.findall(r"!\[[^]]+\]\(([\w-]+\.png)\)", committed)
+    assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
+    for name in shown:
+        before, now = (np.asarray(Image.open(folder / name).convert("RGB"), dtype=float) for folder in (DOCS / "tutorial", tmp_path))
+        assert before.shape == now.shape
+        assert abs(before - now).mean() < 5, f"{name} shows something else: run `make pages`"  # fonts may differ a little
+        assert (DOCS / "tutorial" / name).stat().st_size < 120_000
+
+
+def test_cells_are_told_apart() -> None:
+    source = '"""Doc."""\n# %% [markdown]\n# Text\n# %%\nx = 1\n# %%no cell\n'
+    assert tutorial_page.cells(source) == [(True, "# Text"), (False, "x = 1\n# %%no cell")]

@@ -1,0 +1,109 @@
+"""Calls that are mistakes, each with what to do instead, for docs/errors.md. They run as they stand."""
+
+from __future__ import annotations
+
+PREPARATION = """
+q = torch.randn(2, 10, 4, 16)  # (batch, length, heads, head dim)
+k = v = torch.randn(2, 12, 2, 16)
+tokens = torch.randn(10, 4, 16)  # packed: (tokens, heads, head dim)
+ends = torch.tensor([0, 4, 10], dtype=torch.int32)  # two sequences, of 4 and 6 tokens
+x = torch.randn(1, 300, 1, 16, requires_grad=True)
+planned = torch.empty(2, 256, 4, 512, device="meta")  # stands for a tensor on a GPU
+"""
+
+TENSORS = (
+    ("flash_attn_func(q[0], k[0], v[0])", "Add a batch dimension, or `flash_attn_varlen_func` for packed tokens."),
+    ("flash_attn_func(q, k, v.tolist())", "Pass tensors."),
+    ("flash_attn_func(q.int(), k.int(), v.int())", "Cast to a floating dtype that the backend has."),
+    ("flash_attn_func(q, k.half(), v)", "Cast to one dtype."),
+    ('flash_attn_func(q, k.to("meta"), v)', "Move all three to one device."),
+    ('flash_attn_func(q.to("meta"), k.to("meta"), v.to("meta"))', "Meta tensors can be explained, not computed."),
+    ("flash_attn_func(q[:1], k, v)", "Expand the batch; nothing is broadcast."),
+    ("flash_attn_func(q, k[..., :8], v)", "q and k share a head dim; v may have its own where the backend takes that."),
+    ("flash_attn_func(q[:, :, :3], k, v)", "Check the head counts; under tensor parallelism, that KV heads were split too."),
+    ("flash_attn_func(q, k, v[:, :-1])", "k and v come in pairs."),
+    ("flash_attn_func(q[:, :, :0], k, v)", "A tensor-parallel rank without heads must not call."),
+)
+OPTIONS = (
+    ("flash_attn_func(q, k, v, dropout_p=0.1)", "Train without attention dropout."),
+    ("flash_attn_func(q, k, v, alibi_slopes=torch.ones(4))", "Use rotary embeddings, or another library."),
+    ('flash_attn_func(q, k, v, softmax_scale=float("nan"))', "Look for the NaN upstream; `None` means `head_dim ** -0.5`."),
+    ("flash_attn_func(q, k, v, softmax_scale=0.0)", "`None` means `head_dim ** -0.5`."),
+    ("flash_attn_func(q, k, v, softcap=-1.0)", "0 means no softcap."),
+    ("flash_attn_func(q, k, v, window_size=(-2, 0))", "-1 means no limit on that side."),
+    ("flash_attn_func(q, k, v, window_size=128)", "Give both sides: `(127, 0)` is 128 keys, the query's own included."),
+    ("flash_attn_func(q, k, v, sinks=torch.zeros(2))", "One logit for every query head, not KV head."),
+    ("flash_attn_func(q, k, v, sinks=0.5)", "`torch.full((4,), 0.5)`"),
+    ("flash_attn_func(q, k, v, head_offset=-1)", "The index of this rank's first KV head in the unsharded model."),
+    ("flash_attn_func(q, k, v, 0.0, None, False, (-1, -1), 0.0, None, False, False, Causal())", "Ours are keyword-only."),
+)
+MASKS = (
+    ("flash_attn_func(q, k, v, mask=Causal(), causal=True)", "Give one of them."),
+    (
+        "flash_attn_func(q, k, v, mask=TileMap([[True, True]], 10, 6), window_size=(4, 0))",
+        "Cut the window into the map's blocks, or use `Window` alone.",
+    ),
+    ('flash_attn_func(q, k, v, mask="causal")', "`mask=Causal()`, or `parse_mask`."),
+    ("flash_attn_func(q, k, v, mask=torch.ones(10, 12).bool())", "`TileMap` takes a map of blocks. There is no mask by element."),
+    ("flash_attn_func(q, k, v, mask=Documents((5, 5)))", "Documents need as many queries as keys."),
+    ("flash_attn_func(q, k, v, mask=Prefix(13))", "The prefix is a number of keys."),
+    ("flash_attn_func(q, k, v, mask=TileMap([[True]], 64, 8))", "One entry for every block, the last one may overhang."),
+    ("TileMap([[1, 0]], 64, 64)", "Pass booleans."),
+    ("Documents((5, 0, 5))", "Leave empty documents out."),
+)
+CHOICES = (
+    ('flash_attn_func(q, k, v, schedule="fastest")', '`"auto"` needs no choice.'),
+    (
+        'flash_attn_func(x, x, x, causal=True, schedule="shift").sum().backward()',
+        '`"auto"`, or one that serves the mask ([support](support.md)).',
+    ),
+    ('flash_attn_func(q, k, v, accumulation="atomic")', '`"unordered"` gives up every guarantee.'),
+    ('flash_attn_func(q, k, v, deterministic=True, accumulation="unordered")', "Decide which one is meant."),
+    ('flash_attn_func(q, k, v, backend="cuda")', '`"auto"` goes by the device of the tensors.'),
+    ('flash_attn_func(q, k, v, backend="hopper")', "Move the tensors to the GPU; a named backend never falls back."),
+    ('explain(planned, planned, planned, backend="hopper")', "Cast to a dtype that the backend has."),
+    ('p = planned.bfloat16(); explain(p, p, p, backend="hopper")', "See [support](support.md) for the head dims."),
+    ("explain(planned, planned, planned)", "Name the backend: meta tensors have no device to choose by."),
+    ("explain(q[:, :0], k, v)", "Nothing runs for such a call."),
+)
+PACKED = (
+    ("flash_attn_varlen_func(q, k, v, ends, ends, 6, 6)", "Packed tensors have no batch dimension."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends.long(), ends, 6, 6)", "`cu_seqlens.int()`"),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends[::2], ends[::2], 10, 10)", "`cu_seqlens.contiguous()`"),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, [0, 4, 10], ends, 6, 6)", "Make it an int32 tensor."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends + 1, ends, 6, 6)", "Cumulative lengths start at 0."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends[:2], ends[:2], 6, 6)", "All tokens belong to a sequence; cut q, k and v."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends[[0, 2, 1]], ends, 6, 6)", "Give cumulative lengths, not lengths."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends[[0, 2]], 6, 10)", "As many key sequences as query sequences."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 5, 6)", "Give the longest length or more."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 6, 6, block_table=ends)", "Training has no paged keys."),
+    ("flash_attn_qkvpacked_func(q)", "`torch.stack([q, k, v], dim=2)`"),
+    ("flash_attn_kvpacked_func(q, k)", "`torch.stack([k, v], dim=2)`"),
+)
+OTHERS = (
+    (
+        "scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4).bool())",
+        "`is_causal=True`, or `flash_attn_func` with a mask of ours.",
+    ),
+    ("scaled_dot_product_attention(q, q[:, :5], q[:, :5])", "`enable_gqa=True`; the layout here is (batch, heads, length, head dim)."),
+    (
+        "torch.autograd.grad(flash_attn_func(x, x, x).sum(), x, create_graph=True)[0].sum().backward()",
+        "First gradients only: no gradient penalty, no Hessian.",
+    ),
+)
+MISUSE = {
+    "Tensors": TENSORS,
+    "Options": OPTIONS,
+    "Masks": MASKS,
+    "Schedules, accumulation and backends": CHOICES,
+    "Packed sequences and packed tensors": PACKED,
+    "Other doors": OTHERS,
+}
+ACCEPTED = (
+    "flash_attn_func(q[:0], k[:0], v[:0]).shape",
+    "flash_attn_func(q[:, :0], k, v).shape",
+    "flash_attn_func(q, k[:, :0], v[:, :0]).abs().max().item()",
+    "flash_attn_func(q, k[:, :0], v[:, :0], return_lse=True)[1].max().item()",
+    "flash_attn_func(q, k[:, :4], v[:, :4], causal=True)[:, 0].abs().max().item()",
+    "flash_attn_varlen_func(tokens, tokens, tokens, ends[[0, 0, 1, 2]], ends[[0, 0, 1, 2]], 6, 6).shape",
+)

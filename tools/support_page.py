@@ -1,0 +1,153 @@
+"""The page docs/support.md: what every backend can do, as the code itself answers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from dash_attn import GENERATORS, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
+from dash_attn.backends import DEVICE_OF
+from dash_attn.checks import DTYPES
+from page_parts import code, numbers_in_words, table
+from questions import LENGTH, Question, capabilities, refusal, refusal_of_packed
+
+LARGEST_DIM = 512
+SOME_DIMS = (64, 96, 128, 192, 256)
+MASKS: dict[str, Mask] = {
+    "`Full`": Full(),
+    "`Causal`": Causal(),
+    "`Window`, left": Window(100, 0),
+    "`Window`, both sides": Window(100, 100),
+    "`Window`, no limit on the right": Window(100, -1),
+    "`Documents`": Documents((200, 312)),
+    "`Documents`, not causal": Documents((200, 312), causal=False),
+    "`Prefix`": Prefix(200),
+    "`TileMap`": TileMap(np.eye(4, dtype=bool), 128, 128),
+}
+OPTIONS = (
+    Question("fewer KV heads than query heads", heads=(4, 2)),
+    Question("one KV head", heads=(4, 1)),
+    Question("causal, more keys than queries", {"causal": True}, lengths=(LENGTH // 2, LENGTH)),
+    Question("causal, more queries than keys", {"causal": True}, lengths=(LENGTH, LENGTH // 2)),
+    Question("lengths that fill no tile", lengths=(LENGTH - 27, LENGTH - 27)),
+    Question("`softmax_scale` > 0", {"softmax_scale": 0.3}),
+    Question("`softmax_scale` < 0", {"softmax_scale": -0.3}),
+    Question("`softcap`", {"softcap": 20.0}),
+    Question("`sinks`", {"sinks": lambda device: torch.zeros(2, device=device)}),
+    Question('`accumulation="unordered"`', {"accumulation": "unordered"}),
+    Question("`head_offset`", {"head_offset": 1}),
+)
+# What flash_attn_func decides itself, before any backend.
+ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("`dropout_p` other than 0", {"dropout_p": 0.1}),
+    ("`alibi_slopes`", {"alibi_slopes": torch.ones(2)}),
+    ("`deterministic=True` (the default is as deterministic)", {"deterministic": True}),
+    ('`deterministic=True, accumulation="unordered"`', {"deterministic": True, "accumulation": "unordered"}),
+    ("`return_lse=True`", {"return_lse": True}),
+    ("`return_attn_probs=True` (probabilities are None)", {"return_attn_probs": True}),
+    ("`window_size` and `causal` together", {"window_size": (64, 64), "causal": True}),
+    ("`mask` and `causal` together", {"mask": Full(), "causal": True}),
+)
+ASKED_BY_NAME = {"q", "k", "v", "schedule", "backend"}
+
+
+def unasked_arguments() -> set[str]:
+    """Arguments of flash_attn_func that nothing on the page is about: a new one needs a line in OPTIONS or ARGUMENTS."""
+    asked = ASKED_BY_NAME.union(*(question.options for question in OPTIONS), *(options for _, options in ARGUMENTS))
+    return set(inspect.signature(flash_attn_func).parameters) - asked
+
+
+def by_backend(what: str, questions: Iterable[Question], ask: Callable[[str, Question], str | None] = refusal) -> list[str]:
+    """A table of questions by backend, and below it what the refused ones raise."""
+    found = {(backend, question.name): ask(backend, question) for question in questions for backend in DEVICE_OF}
+    names = dict.fromkeys(name for _, name in found)
+    rows = [[name, *("yes" if found[backend, name] is None else "raises" for backend in DEVICE_OF)] for name in names]
+    return [*table([what, *map(code, DEVICE_OF)], rows), *refusals(found)]
+
+
+def refusals(found: dict[tuple[str, str], str | None]) -> list[str]:
+    lines = [f"- {code(backend)}, {name}: {code(error)}" for (backend, name), error in found.items() if error is not None]
+    return ["", *lines] if lines else []
+
+
+def head_dims() -> list[str]:
+    rows, refused = [], {}
+    for backend in DEVICE_OF:
+        dims = (1, 2, 40, *SOME_DIMS, LARGEST_DIM) if backend == "cpu" else range(1, LARGEST_DIM + 1)  # the CPU runs each
+        found = {dim: refusal(backend, _of_dims(dim, dim)) for dim in dims}
+        served = [dim for dim, error in found.items() if error is None]
+        alike = "any" if len(served) == len(dims) else numbers_in_words(served)
+        rows.append([code(backend), alike, _unequal_dims(backend)])
+        refused[backend, f"head dim {LARGEST_DIM}"] = found[LARGEST_DIM]
+    header = ["backend", "head dims, the same for q, k and v", "another for v: (q and k, v)"]
+    return [*table(header, rows), *refusals(refused)]
+
+
+def _of_dims(dim: int, v_dim: int) -> Question:
+    return Question(lengths=(128, 128), dims=(dim, v_dim))  # short, as there are many
+
+
+def _unequal_dims(backend: str) -> str:
+    pairs = [(a, b) for a in SOME_DIMS for b in SOME_DIMS if a != b]
+    served = [pair for pair in pairs if refusal(backend, _of_dims(*pair)) is None]
+    return "any two of them" if served == pairs else ", ".join(map(str, served)) or "none"
+
+
+def schedules() -> list[str]:
+    """Planned for the CPU, not run; every backend plans with the same code."""
+    masks = {name: mask for name, mask in MASKS.items() if "," not in name or "left" in name}
+    rows = []
+    for name in ("auto", *GENERATORS):
+        answers = (refusal("cpu", Question(options={"mask": mask, "schedule": name}), run=False) for mask in masks.values())
+        rows.append([code(name), *("yes" if answer is None else "raises" for answer in answers)])
+    return table(["schedule", *masks], rows)
+
+
+def arguments() -> list[str]:
+    rows = []
+    for name, options in ARGUMENTS:
+        error = refusal("cpu", Question(name, options))
+        rows.append([name, "yes" if error is None else f"raises: {code(error)}"])
+    return table(["argument", "taken"], rows)
+
+
+def packed_sequences() -> list[str]:
+    """Masks apply to every sequence; those that fix its length do not fit a packed batch and are left out."""
+    questions = [Question(name, {"mask": mask}) for name, mask in MASKS.items() if not isinstance(mask, (Documents, TileMap))]
+    questions.append(Question("a named `schedule`", {"mask": Causal(), "schedule": "descending"}))
+    return by_backend("call", questions, refusal_of_packed)
+
+
+def page() -> str:
+    hardware = [
+        ["`cpu`", DEVICE_OF["cpu"], "any CPU"],
+        ["`hopper`", DEVICE_OF["hopper"], f"compute capability {', '.join(capabilities())}"],
+    ]
+    dtypes = [Question(code(str(dtype)), dtype=dtype) for dtype in DTYPES]
+    lines = [
+        "# What is supported",
+        "",
+        "This page is written by `make pages`, which asks the code: the CPU backend runs every question forward and backward, the Hopper",
+        'backend answers through `dash_attn.explain(..., backend="hopper")`. A test fails when the page is out of date.',
+        "What is not supported raises an error that says what is. Nothing falls back.",
+        *("", "## Devices", "", *table(["backend", "tensors on", "hardware"], hardware)),
+        *("", "## Dtypes", "", *by_backend("dtype", dtypes)),
+        *("", "## Head dims", "", *head_dims()),
+        *("", "## Masks", "", *by_backend("mask", [Question(name, {"mask": mask}) for name, mask in MASKS.items()])),
+        *("", "## Shapes and options", "", *by_backend("call", OPTIONS)),
+        *(
+            "",
+            "## Schedules",
+            "",
+            "The same on every backend. `raises` is a `ScheduleError` that says which masks the schedule serves.",
+            "",
+        ),
+        *schedules(),
+        *("", "## Arguments of `flash_attn_func`", "", "Decided before any backend is asked.", "", *arguments()),
+        *("", "## Variable lengths: `flash_attn_varlen_func`", "", *packed_sequences()),
+    ]
+    return "\n".join(lines) + "\n"

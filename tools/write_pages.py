@@ -1,0 +1,23 @@
+"""Writes the generated pages of docs/. Run it by `make pages`; tests compare the committed pages with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import errors_page
+import support_page
+import tutorial_page
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {"errors.md": errors_page.page, "support.md": support_page.page}
+TUTORIAL = "tutorial/schedules.md"
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+    (DOCS / TUTORIAL).write_text(tutorial_page.page(DOCS / "tutorial"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
