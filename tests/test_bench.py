@@ -15,7 +15,8 @@ from dash_attn.bench.checks import dense
 from dash_attn.bench.environment import short_name
 from dash_attn.bench.host import CALLS, host_time, measure_host
 from dash_attn.bench.measure import measure
-from dash_attn.bench.peers import deterministic_algorithms, peers
+from dash_attn.bench.peers import peers
+from dash_attn.bench.pytorch_peers import deterministic_algorithms
 from dash_attn.bench.suites import SUITES, Shape, choose
 from dash_attn.bench.timing import WARM_UP, interleaved
 from dash_attn.masks import Causal
@@ -184,11 +185,11 @@ def test_real_candidates(shape: Shape) -> None:
 
 
 def test_dense_reference_against_sdpa() -> None:
-    q, k, v, dout = (x.double() for x in make_tensors(Shape("causal", 50, 1, 3, 1, 16), CPU))
+    q, k, v, dout = (x.double() for x in make_tensors(Shape("causal", 50, 1, 3, 1, 16), CPU)[:4])
     leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k.expand(q.shape), v.expand(q.shape))]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
-    found = dense((q, k, v, dout), causal=True)
+    found = dense(Tensors(q, k, v, dout), Causal())
     for name, expected in (("out", out), ("dq", dq), ("dk", dk.sum(1, keepdim=True)), ("dv", dv.sum(1, keepdim=True))):
         torch.testing.assert_close(found[name], expected.transpose(1, 2), msg=name)
 

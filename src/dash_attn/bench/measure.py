@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .candidates import Candidate, Runner, make_tensors
 from .checks import Reference, repeats_differ
-from .names import CUDNN
-from .peers import first_line
-from .suites import PASSES, Shape
+from .names import CUDNN, is_ours
+from .packages import first_line
+from .shape import PASSES, Shape
 from .timing import Spread, Stopwatch, interleaved
 
 OK, FAILED, UNAVAILABLE = "ok", "failed check", "unavailable"
@@ -31,10 +31,11 @@ class Row:
     identity: dict[str, Any] = field(default_factory=dict)
     runner: Runner | None = None
 
-    def to_json(self, cudnn_ms: float | None) -> dict[str, Any]:
+    def to_json(self, cudnn_ms: float | None, fastest_ms: float | None) -> dict[str, Any]:
+        """`fastest_ms`: of the kernels that are not ours."""
         row: dict[str, Any] = {
             "pass": self.direction,
-            "shape": asdict(self.shape),
+            "shape": self.shape.to_json(),
             "candidate": self.candidate.name,
             "deterministic": self.candidate.deterministic,
             "status": self.status,
@@ -44,17 +45,18 @@ class Row:
             median, low, high = self.times
             row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "tflops": self.shape.operations(self.direction) / median / 1e9}
             row["ratio_to_cudnn"] = cudnn_ms / median if cudnn_ms else None
+            row["ratio_to_fastest_peer"] = fastest_ms / median if fastest_ms else None
         return row | ({"identity": self.identity} if self.identity else {})
 
 
 def measure(
     shape: Shape, candidates: Sequence[Candidate], repeats: int, stopwatch: Callable[[], Stopwatch], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Rows of one shape, ready for JSON."""
+    """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (peers.who_runs says why)."""
     tensors = make_tensors(shape, device)
     reference = Reference(shape, tensors)
     rows: list[Row] = []
-    for candidate in candidates:
+    for candidate in (candidate for candidate in candidates if candidate.refuses(shape) is None):
         made = [Row(direction, shape, candidate) for direction in PASSES if direction in candidate.passes]
         rows += made
         try:
@@ -86,5 +88,6 @@ def _timed(rows: list[Row], repeats: int, stopwatch: Stopwatch) -> list[dict[str
     calls = [row.runner.call(row.direction) for row in runnable if row.runner is not None]
     for row, times in zip(runnable, interleaved(calls, repeats, stopwatch) if calls else [], strict=True):
         row.times = times
-    cudnn = [row.times.median for row in rows if row.candidate.name == CUDNN and row.times is not None]
-    return [row.to_json(cudnn[0] if cudnn else None) for row in rows]
+    medians = {row.candidate.name: row.times.median for row in rows if row.times is not None}
+    peers = [median for name, median in medians.items() if not is_ours(name)]
+    return [row.to_json(medians.get(CUDNN), min(peers, default=None)) for row in rows]
