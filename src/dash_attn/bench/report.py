@@ -32,7 +32,15 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], Cells]:
     found = {(row["candidate"], row["shape"]["seqlen"]): row for row in rows}
     names = unique(row["candidate"] for row in rows)
     cells = [[name, *(cell(found.get((name, seqlen))) for seqlen in seqlens)] for name in names]
-    return ["", *map(str, seqlens)], cells
+    weighed = [seqlen for seqlen in seqlens if any("energy_j" in row for row in rows if row["shape"]["seqlen"] == seqlen)]
+    for line, name in zip(cells, names, strict=True):
+        line += [energy_cell(found.get((name, seqlen))) for seqlen in weighed]
+    return ["", *map(str, seqlens), *(f"J at {seqlen}" for seqlen in weighed)], cells
+
+
+def energy_cell(row: dict[str, Any] | None) -> str:
+    """Joules of a step. What was not measured is not zero."""
+    return f"{row['energy_j']:.3g}" if row is not None and "energy_j" in row else "-"
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -59,6 +67,8 @@ def host_cells(row: dict[str, Any]) -> list[str]:
 def print_reasons(results: Results) -> None:
     """Nothing is dropped silently: who is missing, who failed, and why."""
     reasons = [f"{name}: not installed ({why})" for name, why in results.get("missing", {}).items()]
+    if results.get("energy", {}).get("missing"):
+        reasons.append(f"energy: not measured ({results['energy']['missing']})")
     for case in results.get("cases", []):
         reasons += [f"{name}, {case['case']}: cannot ({why})" for name, why in case["cannot"].items()]
     for row in [*results["rows"], *results.get("host", [])]:

@@ -36,6 +36,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
     parser.add_argument("--schedules", action="store_true", help="also time the backward of every schedule")
     parser.add_argument("--no-peers", action="store_true", help="only our kernels")
+    parser.add_argument(
+        "--no-energy", dest="energy", action="store_false", help="do not measure energy, which takes half a second a kernel"
+    )
     results_help = "where results go (default: benchmarks/results)"
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR", help=results_help)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed relative to cuDNN, as .png or .svg")
@@ -139,11 +142,22 @@ def _measured_shapes(arguments: argparse.Namespace, shapes: list[Shape], results
 
     candidates, results["missing"] = _candidates(arguments)
     results["cases"] = [who_runs(shape, candidates) for shape in shapes]
+    meter, results["energy"] = _meter() if arguments.energy else (None, {"missing": "--no-energy"})
     device = torch.device("cuda", torch.cuda.current_device())
     for number, shape in enumerate(shapes, start=1):
         print(f"[{number}/{len(shapes)}] {shape}", file=sys.stderr, flush=True)
-        yield measure(shape, candidates, arguments.repeats, CudaStopwatch, device)
+        yield measure(shape, candidates, arguments.repeats, CudaStopwatch, device, meter)
         torch.cuda.empty_cache()
+
+
+def _meter() -> tuple[Any, dict[str, Any]]:
+    """The GPU's energy counter, or why there is none."""
+    from ..bench.energy import SECONDS, NoCounter, gpu_meter
+
+    try:
+        return gpu_meter(), {"seconds": SECONDS}
+    except NoCounter as error:
+        return None, {"missing": str(error)}
 
 
 def _require_gpu() -> None:
