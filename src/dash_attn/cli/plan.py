@@ -13,8 +13,10 @@ from ..describe import counted, describe_machine, describe_problem
 from ..generators import generate
 from ..problem import Problem
 from ..simulate import Machine, Timeline, simulate
+from ..spans import Spans
 from ..validate import ScheduleError
 from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
+from .devices import add_device
 from .progress import progress_bar
 from .table import Named, print_table
 
@@ -22,6 +24,7 @@ EXAMPLES = """examples:
   dash-attn plan --mask causal --q-tiles 8 --kv-tiles 8 --heads 4 --workers 8 --compute 3 --reduce 1
   dash-attn plan --seqlen 16384 --heads 16 --overlap 2 --latency 2 --schedule descending,alternating --gantt chart.png
   dash-attn plan --mask window:1024,0 --seqlen 8192 --schedule auto --json
+  dash-attn plan --seqlen 4096 --heads 16 --schedule ascending,auto --measured --machine h200 --gantt measured.png
 """
 
 
@@ -40,6 +43,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    measured_help = "also run the schedules and show the measured times: on a Hopper GPU, or on the CPU in threads"
+    parser.add_argument("--measured", action="store_true", help=measured_help)
+    add_device(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")
     parser.set_defaults(run=run)
 
@@ -47,18 +53,49 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     names = read_schedules(arguments.schedule or ["all"])
     _check_files(arguments, names)
-    problem, machine = read_problem(arguments), read_machine(arguments)
+    if arguments.measured:
+        return _run_measured(arguments, names)
+    machine = read_machine(arguments)
+    problem = read_problem(arguments)
     runs, refused = simulate_all(names, problem, machine, arguments.workers)
     if len(names) == 1 and refused:
         raise ScheduleError(refused[0][1])
-    if arguments.json:
-        _print_json(arguments, problem, runs, refused)
-    else:
-        header = plan_header(problem, machine, arguments.workers, arguments.mask)
-        print_table(header, runs, auto_order_name(problem, arguments.workers))
-        print_refused(refused)
-    _write_files(arguments, problem, machine, runs)
+    _print(arguments, problem, machine, runs, refused)
+    _write_files(arguments, problem, machine, [timeline for _, timeline in runs])
     return 0 if runs else 2
+
+
+def _run_measured(arguments: argparse.Namespace, names: list[str]) -> int:
+    """The same, with what a device noted beside what was simulated."""
+    from .measured import measure_all, print_measured, read_measured
+
+    device, problem = read_measured(arguments)
+    pairs, machine, refused = measure_all(names, arguments, device, problem)
+    if len(names) == 1 and refused:
+        raise ScheduleError(refused[0][1])
+    runs = [(pair.name, pair.timeline) for pair in pairs]
+    _print(arguments, problem, machine, runs, refused, {pair.name: pair.measured.makespan for pair in pairs})
+    if not arguments.json:
+        print_measured(pairs, device)
+    timelines = [timeline for _, timeline in runs]
+    _write_files(arguments, problem, machine, timelines, [panel for pair in pairs for panel in pair.panels()])
+    return 0 if runs else 2
+
+
+def _print(
+    arguments: argparse.Namespace,
+    problem: Problem,
+    machine: Machine,
+    runs: list[Named],
+    refused: list[tuple[str, str]],
+    measured: dict[str, float] | None = None,
+) -> None:
+    if arguments.json:
+        _print_json(arguments, problem, runs, refused, measured or {})
+        return
+    header = plan_header(problem, machine, arguments.workers, arguments.mask)
+    print_table(header, runs, auto_order_name(problem, arguments.workers))
+    print_refused(refused)
 
 
 def plan_header(problem: Problem, machine: Machine, workers: int, mask: str) -> str:
@@ -98,10 +135,14 @@ def auto_order_name(problem: Problem, workers: int) -> str | None:
         return None
 
 
-def _print_json(arguments: argparse.Namespace, problem: Problem, runs: list[Named], refused: list[tuple[str, str]]) -> None:
+def _print_json(
+    arguments: argparse.Namespace, problem: Problem, runs: list[Named], refused: list[tuple[str, str]], measured: dict[str, float]
+) -> None:
     for name, reason in refused:
         print(f"dash-attn: {name} cannot serve this problem: {_first_line(name, reason)}", file=sys.stderr)
     rows = [_json_row(name, arguments.mask, problem, timeline) for name, timeline in runs]
+    for row in rows:
+        row |= {"measured": measured[row["schedule"]]} if row["schedule"] in measured else {}
     single = len(runs) + len(refused) == 1
     print(json.dumps(rows[0] if single else rows, indent=2))
 
@@ -140,15 +181,17 @@ def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
             raise ValueError(f"cannot write {path}: it is a directory")
 
 
-def _write_files(arguments: argparse.Namespace, problem: Problem, machine: Machine, runs: list[Named]) -> None:
-    timelines = [timeline for _, timeline in runs]
+def _write_files(
+    arguments: argparse.Namespace, problem: Problem, machine: Machine, timelines: list[Timeline], panels: list[Spans] | None = None
+) -> None:
+    """`panels`: what the Gantt chart shows, if not the timelines."""
     if not timelines:
         return
     if arguments.gantt is not None:
         from ..plot import gantt
 
         title = f"{describe_problem(problem, arguments.mask)}\n{describe_machine(machine, arguments.workers)}"
-        gantt(timelines, arguments.gantt, title)
+        gantt(panels or timelines, arguments.gantt, title)
     if arguments.trace is not None:
         from ..trace import write_trace
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
+from .devices import choose_device
 from .progress import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
@@ -82,17 +83,6 @@ def _print_comparison(differing: list[str], arguments: argparse.Namespace) -> No
         [f"Differs from {arguments.against}:", *(f"  {line}" for line in differing)] if differing else [f"Agrees with {arguments.against}"]
     )
     print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout)
-
-
-def choose_device(wanted: str) -> str:
-    """The GPU where our kernels run, unless told otherwise."""
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no GPU here")
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
 
 
 def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None) -> tuple[Case, ...]:

@@ -55,10 +55,10 @@ class BackwardKernels:
     postprocess: LoadedKernel
 
 
-def backward_kernels(device: int, dtype: str, dim: int, ordered: bool, mask_kind: str) -> BackwardKernels:
+def backward_kernels(device: int, dtype: str, dim: int, ordered: bool, mask_kind: str, record: bool = False) -> BackwardKernels:
     rows = Q_ROWS[dim]
     flag = "true" if ordered else "false"
-    attention = f"attention_backward<{dtype}, {dim}, {rows}, {flag}, MaskKind::{mask_kind}>"
+    attention = f"attention_backward<{dtype}, {dim}, {rows}, {flag}, MaskKind::{mask_kind}{', true' if record else ''}>"
     return BackwardKernels(
         load(device, "preprocess.cuh", f"backward_preprocess<{dtype}, {dim}>", HELPER_THREADS, 0),
         load(device, "backward.cuh", attention, THREADS, shared_bytes(dim)),

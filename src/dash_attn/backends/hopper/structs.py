@@ -38,6 +38,7 @@ class BackwardParams(ctypes.Structure):
         *((name, c_float) for name in ("scale_log2", "scale", "masked_score")),
         ("mask", MaskParams),
         ("plan", PlanTables),
+        *((name, c_void_p) for name in ("record", "clocks")),
     ]
 
 

@@ -6,7 +6,7 @@
 #include "backward_loader.cuh"
 #include "backward_planner.cuh"
 
-template <typename Half, int D, int Q_ROWS, bool ORDERED, MaskKind MASK>
+template <typename Half, int D, int Q_ROWS, bool ORDERED, MaskKind MASK, bool RECORD = false>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     if (lane != 0) return;
     if (warp == 0) Loader<D, Q_ROWS>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
     if (warp == 1) Planner<D, Q_ROWS>{p, notes, bar}.run();
-    if (warp >= 2) Drain<D, Q_ROWS, ORDERED>{p, notes, shared, bar, warp - 2}.run();
+    if (warp >= 2) Drain<D, Q_ROWS, ORDERED, RECORD>{p, notes, shared, bar, warp - 2}.run();
   } else {
     registers_increase<240>();
     Consumer<Half, D, Q_ROWS, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);

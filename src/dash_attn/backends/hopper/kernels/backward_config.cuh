@@ -21,6 +21,18 @@ struct BackwardParams {
   float scale_log2, scale, masked_score;
   MaskParams mask;
   PlanTables plan;
+  struct StepRecord* record;   // [dq tile][kv_tiles], by rank; only a kernel that records has it
+  struct ClockRecord* clocks;  // [2][CTAs]: at a CTA's start, at its end
+};
+
+// What the drains of a recording kernel write, in cycles of the SM: dQ ready, turn come, landed; which CTA.
+struct alignas(16) StepRecord {
+  u32 ready, turn, landed, cta;
+};
+// The clock all SMs share (ns) beside the SM's own.
+struct alignas(16) ClockRecord {
+  u64 shared_ns;
+  u32 cycles, sm;
 };
 
 template <int D_, int Q_ROWS_> struct BackwardConfig {

@@ -6,7 +6,7 @@
 #pragma once
 #include "backward_config.cuh"
 
-template <int D, int Q_ROWS, bool ORDERED> struct Drain {
+template <int D, int Q_ROWS, bool ORDERED, bool RECORD> struct Drain {
   using C = BackwardConfig<D, Q_ROWS>;
   const BackwardParams& p;
   Notes<C> notes;
@@ -16,6 +16,7 @@ template <int D, int Q_ROWS, bool ORDERED> struct Drain {
   DEVICE void run() {
     Pipeline pipe;
     u32 uses = 0;  // of this drain's staging buffer
+    if (RECORD && w == 0) note_clocks(0);
     while (true) {
       const int steps = notes.await_chain(pipe).steps;
       if (steps < 0) break;
@@ -25,16 +26,20 @@ template <int D, int Q_ROWS, bool ORDERED> struct Drain {
       pipe.finish_chain(steps);
     }
     bulk_wait();
+    if (RECORD && w == 0) note_clocks(gridDim.x);
   }
 
  private:
   DEVICE void drain_step(u32 number, u32 phase) {
     mbarrier_wait(bar + DQ_FULL + 8 * w, phase);
+    const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
     mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
+    if (RECORD) entry(note)->ready = ready;
     float* tile = p.dq + (i64)note.dq_tile * (Q_ROWS * D);
     const u32 source = shared + C::DQ + w * C::DQ_BYTES;
     if (ORDERED && note.rank > 0) await_rank(note);
+    if (RECORD) entry(note)->turn = cycles();
     if (ORDERED && note.rank == 0)
       bulk_store(tile, source, C::DQ_BYTES);  // the first rank stores: dQ needs no zeroing
     else
@@ -47,6 +52,7 @@ template <int D, int Q_ROWS, bool ORDERED> struct Drain {
       fence_async_global();
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
+    if (RECORD) entry(note)->landed = cycles(), entry(note)->cta = blockIdx.x;
   }
 
   DEVICE void await_rank(const StepNote& note) {
@@ -55,6 +61,19 @@ template <int D, int Q_ROWS, bool ORDERED> struct Drain {
     for (u32 polls = 0; load_acquire(semaphore) != note.rank; polls++)
       if (polls > p.most_polls) report_hang(p.hang_report, note.dq_tile, note.rank);
     fence_async_global();
+  }
+
+  // Computed anew for every entry: registers are scarcer than instructions.
+  DEVICE volatile StepRecord* entry(const StepNote& note) const {
+    return p.record + (opaque(note.dq_tile) * (u32)p.plan.kv_tiles + note.rank);
+  }
+
+  // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.
+  DEVICE void note_clocks(u32 offset) {
+    const u64 before = shared_nanoseconds();
+    u64 now = before;
+    while (now == before) now = shared_nanoseconds();
+    p.clocks[offset + blockIdx.x] = {now, cycles(), sm_index()};
   }
 
   // A validated plan cannot hang. If it does anyway (a corrupted table, a broken driver), stop with the task's name.

@@ -62,6 +62,23 @@ DEVICE int load_acquire(const int* p) {
 }
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
+// ---- clocks
+DEVICE u32 cycles() {
+  u32 v;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(v)::"memory");
+  return v;
+}
+DEVICE u64 shared_nanoseconds() {
+  u64 v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v)::"memory");
+  return v;
+}
+DEVICE u32 sm_index() {
+  u32 v;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(v));
+  return v;
+}
+
 // ---- wgmma control (the products themselves are in the generated wgmma.cuh)
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

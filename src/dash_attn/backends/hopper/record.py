@@ -1,0 +1,84 @@
+"""One backward whose drains note when each dQ tile was ready, had its turn and landed: the measured Gantt chart.
+
+A kernel of its own does it (template parameter RECORD); the one that trains has no such instruction.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...generators import generate
+from ...options import AttentionOptions
+from ...problem import Problem, Task
+from ...recording import Clocks, Cycles, RecordError, noted_by_drains, spans_from
+from ...schedule import Schedule
+from ...spans import Spans, TaskTable, task_table
+from .backward import BackwardCall, backward_kernels
+from .driver import device_index
+from .support import DTYPES, check_call
+from .tensor_map import tma_ready
+
+DRAINS = 2  # as in backward_config.cuh
+MOST_ENTRIES = 2**26  # of 16 bytes: a gigabyte
+UNWRITTEN = -1
+
+
+class RecordingCall(BackwardCall):
+    """A backward call with the recording kernel and the memory it writes to."""
+
+    def __init__(self, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        super().__init__(q, k, tensors, options)
+        problem = self.plan.problem
+        check_size(problem)
+        kinds = (self.ordered, self.mask.kind)
+        self.kernels = backward_kernels(device_index(q.device), DTYPES[q.dtype], q.shape[-1], *kinds, record=True)
+        self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=q.device)  # struct StepRecord
+        self.clocks = torch.zeros((2, self.workers, 2), dtype=torch.int64, device=q.device)  # struct ClockRecord
+        self.main.record, self.main.clocks = self.record.data_ptr(), self.clocks.data_ptr()
+
+
+def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Spans:
+    """Run one backward of these tensors (after one to warm up) and tell when every task ran. Times are microseconds."""
+    check_call(q, k, v, options)
+    tensors = tuple(tma_ready(t) for t in (q, k, v, dout, out))
+    q, k, v, dout, out = tensors
+    with torch.cuda.device(q.device):
+        call = RecordingCall(q, k, tensors, options)
+        for _ in range(2):
+            call.record.fill_(UNWRITTEN)
+            call.run(q, k, v, dout, out, lse)
+        torch.cuda.synchronize()
+    schedule = generate(options.schedule, call.plan.problem, call.plan.workers)
+    return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy())
+
+
+def check_size(problem: Problem) -> None:
+    if entries(problem) > MOST_ENTRIES:
+        raise ValueError(f"a recording takes one entry a task; {entries(problem):,} are too many, at most {MOST_ENTRIES:,}")
+
+
+def entries(problem: Problem) -> int:
+    """One for each dQ tile and rank it could have."""
+    return problem.batch * problem.heads * problem.group * problem.q_tiles * problem.kv_tiles
+
+
+def read_record(schedule: Schedule, record: np.ndarray, clocks: np.ndarray) -> Spans:
+    """Spans from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and rank; per CTA both clocks, twice."""
+    table = task_table(schedule)
+    rows = record[entry_of(schedule.problem, table)].astype(np.int64)
+    missing = np.flatnonzero(rows[:, 3] == UNWRITTEN)
+    if len(missing):
+        task = Task(*(int(x[missing[0]]) for x in (table.head, table.q_tile, table.kv_tile, table.sequence)))
+        raise RecordError(f"the kernel noted nothing of {len(missing)} of {len(rows)} tasks, first {task}")
+    cycles = Cycles(rows[:, 3], *(rows[:, i] % 2**32 for i in range(3)))
+    ns, packed = clocks[..., 0], clocks[..., 1]
+    both = Clocks(ns[0], packed[0] & 0xFFFFFFFF, ns[1], packed[1] & 0xFFFFFFFF)
+    return spans_from(schedule, noted_by_drains(schedule, cycles, both, DRAINS), DRAINS)
+
+
+def entry_of(problem: Problem, table: TaskTable) -> np.ndarray:
+    """Where the kernel writes each task, as in backward_drain.cuh."""
+    dq_tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
+    return dq_tile * problem.kv_tiles + table.rank
