@@ -18,6 +18,7 @@ of the executor in threads, which share the processors with everything else and 
 EXAMPLES = """examples:
   dash-attn calibrate --output machine.json
   dash-attn plan --seqlen 8192 --heads 16 --machine machine.json --gantt predicted.png
+  dash-attn calibrate --from benchmarks/results/h200-prediction.json --plot prediction.png --plot-schedules errors.png
 """
 
 
@@ -28,10 +29,35 @@ def add_command(commands: Any) -> None:
     add_device(parser)
     parser.add_argument("--head-dims", metavar="N,N", help="head dims to calibrate (default: all the kernels take; 64 on the CPU)")
     parser.add_argument("--output", type=Path, default=Path("machine.json"), metavar="FILE", help="default: machine.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw measured over predicted times, as .png or .svg")
+    parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the errors of the prediction, schedule by schedule")
+    from_help = "draw an earlier calibration, or what benchmarks/predict.py wrote; measures nothing"
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=from_help)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..bench.picture_errors import draw_errors
+    from ..bench.picture_prediction import draw, read
+    from ..bench.picture_style import check_format
+
+    pictures = {path: make for path, make in ((arguments.plot, draw), (arguments.plot_schedules, draw_errors)) if path is not None}
+    for path in pictures:
+        check_format(path)
+    if arguments.source is None:
+        _measure(arguments)
+    elif not pictures:
+        raise ValueError("--from goes with --plot or --plot-schedules: there is nothing else to do")
+    if pictures:
+        prediction = read(arguments.source or arguments.output)
+        for path, make in pictures.items():
+            make(prediction, path)
+            print(f"picture: {path}", file=sys.stderr)
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    """Calibrate every head dim and write the file."""
     if not arguments.output.parent.is_dir():
         raise ValueError(f"--output: there is no directory {arguments.output.parent}")
     from ..calibration.measured import CPU_PLAN, GPU_PLAN, calibrate
@@ -48,7 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     machine = Calibrated(device.name, device.backend, device.workers, constants, tiles)
     arguments.output.write_text(json.dumps({**machine.to_json(), "measured": rows}, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {arguments.output}", file=sys.stderr)
-    return 0
 
 
 def _head_dims(text: str | None, known: dict[int, Any], default: tuple[int, ...]) -> tuple[int, ...]:
