@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..verify.certificate import Certificate
 
 RUNS = {"cpu": 4, "cuda": 50}
-SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype")
+SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "schedule")
 EXAMPLES = """examples:
   dash-attn verify --output here.json
   dash-attn verify --against here.json
@@ -28,7 +28,8 @@ EXAMPLES = """examples:
 
 def add_command(commands: Any) -> None:
     text = (
-        "Runs attention again and again and compares every bit: repeated, in other interleavings, in other batches, in a fresh process.\n"
+        "Runs attention again and again and compares every bit: repeated, interleaved otherwise, beside other work, in other batches,\n"
+        "in fresh processes that compile everything anew. Memory is poisoned before every run.\n"
         "Exit code 0: all bits agree, those of the unordered control do not; 1: otherwise."
     )
     layout = argparse.RawDescriptionHelpFormatter
@@ -38,7 +39,7 @@ def add_command(commands: Any) -> None:
     runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
     parser.add_argument("--runs", type=int, metavar="N", help=runs_help)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
-    parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with a fresh process")
+    parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with fresh processes")
     parser.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with this certificate; its cases are the default")
@@ -50,6 +51,7 @@ def _add_shape(group: Any) -> None:
         group.add_argument(f"--{name}", type=int, metavar="N")
     group.add_argument("--mask", help=f"{MASK_FORMS}; lengths in tokens")
     group.add_argument("--dtype", help="fp64, fp32, bf16 or fp16 (GPU: bf16, fp16)")
+    group.add_argument("--schedule", metavar="NAME", help="auto, or a name that `dash-attn plan` lists")
 
 
 def run(arguments: argparse.Namespace) -> int:
