@@ -8,11 +8,11 @@ HAND_OVER = """      bulk_wait();
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
 """
 PLAIN_STORE = "*(volatile int*)(p.semaphores + note.dq_tile) = note.rank + 1;"
-FIRST_RANK = "    if (ORDERED && note.rank == 0)\n"
+FIRST_PIECE = "    add_piece(tile, 0, note.rank);\n"
 
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "nobody waits": [("if (ORDERED && note.rank > 0) await_rank(note);", "")],
-    "handed over before the reduce": [(FIRST_RANK, f"    if (ORDERED) {PLAIN_STORE}\n{FIRST_RANK}"), (HAND_OVER, "")],
+    "handed over before the reduce": [(FIRST_PIECE, f"    if (ORDERED) {PLAIN_STORE}\n{FIRST_PIECE}"), (HAND_OVER, "")],
     "handed over before the writes have landed": [(HAND_OVER, f"      {PLAIN_STORE}\n")],
 }
 

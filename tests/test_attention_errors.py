@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dash_attn import Causal, Documents, Full, Prefix, ScheduleError, TileMap, flash_attn_func
+from dash_attn import Causal, Documents, Full, Prefix, ScheduleError, TileMap, Window, flash_attn_func
 from dash_attn.backends import load, resolve
-from dash_attn.options import BACKENDS, AttentionOptions
+from dash_attn.options import BACKENDS, AttentionOptions, options_for
 from dense import random_inputs
 
 
@@ -29,7 +29,7 @@ BAD_TENSORS = [
     ((Q, K[..., :8], K), r"same head dim; got .*k \(2, 12, 2, 8\)"),
     ((Q, zeros(2, 12, 3, 16), zeros(2, 12, 3, 16)), r"multiple of KV heads"),
     ((Q, K, K[:, :-1]), r"k and v must have the same length"),
-    ((Q, K, K[:, :, :1]), r"k and v must have the same length and heads"),
+    ((Q, K, K[:, :, :1]), r"k and v must have the same heads"),
     ((Q[..., :0], K[..., :0], K), r"at least one head"),
     ((Q, K[:, :, :0], K[:, :, :0]), r"at least one head"),
 ]
@@ -58,6 +58,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_size": (-2, 0)}, ValueError, r"window_size must be \(left, right\).*got \(-2, 0\)"),
     ({"window_size": (1.5, 0)}, ValueError, r"window_size must be"),
     ({"window_size": (1, 2, 3)}, ValueError, r"window_size must be"),
+    ({"window_size": (1,)}, ValueError, r"window_size must be .*got \(1,\)"),
+    ({"window_size": (True, 0)}, ValueError, r"window_size must be"),
     ({"window_size": 5}, ValueError, r"window_size must be .*got 5"),
     ({"window_size": (-1, -2), "causal": True}, ValueError, r"window_size must be"),
     ({"mask": Causal(), "causal": True}, ValueError, r"either mask or causal/window_size"),
@@ -69,6 +71,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": TileMap([[True]], 64, 8)}, ValueError, r"needs shape \(1, 2\); got \(1, 1\)"),
     ({"schedule": "fastest"}, ValueError, r"unknown schedule 'fastest'; choose from auto, ascending"),
     ({"schedule": Causal()}, ValueError, r"unknown schedule"),
+    ({"schedule": ["auto"]}, ValueError, r"unknown schedule \['auto'\]"),
     ({"accumulation": "atomic"}, ValueError, r"unknown accumulation 'atomic'; choose from ordered, unordered"),
     ({"accumulation": "unordered", "deterministic": True}, ValueError, r"contradicts"),
     ({"backend": "cuda"}, ValueError, r"unknown backend 'cuda'; choose from auto, cpu, hopper"),
@@ -101,7 +104,7 @@ def test_a_backend_runs_only_on_its_device() -> None:
 def test_a_backend_that_is_not_built_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dash_attn.backends.find_spec", lambda name: None)
     with pytest.raises(NotImplementedError, match=r"backend 'hopper' \(cuda tensors\) is not part of this build"):
-        load("hopper")
+        load.__wrapped__("hopper")  # past the cache: another test may have loaded it
 
 
 def test_meta_tensors_are_refused_even_when_empty() -> None:
@@ -123,3 +126,15 @@ def test_options_are_values() -> None:
     assert hash(options) == hash(AttentionOptions(Causal(), 1.0))
     assert options.backend == BACKENDS[0] == "auto"
     assert options.ordered
+
+
+def test_options_of_repeated_calls_are_kept_but_types_are_told_apart() -> None:
+    arguments = (None, True, (3, -1), 0.5, 0.0, "auto", "ordered", "auto", 0)
+    assert options_for(*arguments) is options_for(*arguments)
+    assert options_for(*arguments).mask == Window(3, 0)
+    assert options_for(Documents((1, 2)), False, (-1, -1), 0.5) == AttentionOptions(Documents((1, 2)), 0.5)
+    for wrong in (3.0, True):  # equal or comparable to a kept value, and still wrong
+        with pytest.raises(ValueError, match="window_size must be"):
+            options_for(None, True, (wrong, -1), *arguments[3:])
+    with pytest.raises(ValueError, match="head_offset must be a whole number"):
+        options_for(*arguments[:-1], False)

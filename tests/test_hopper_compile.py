@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from struct import unpack_from
 
 import pytest
 
@@ -13,7 +12,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 from importlib import import_module
 
 from dash_attn.backends.hopper import structs
-from dash_attn.backends.hopper.compile import CompileError, compile_uncached, sources
+from dash_attn.backends.hopper.compile import CompileError, compile_uncached
 
 BACKWARD_LAUNCH = import_module("dash_attn.backends.hopper.backward")
 FORWARD_LAUNCH = import_module("dash_attn.backends.hopper.forward")
@@ -29,7 +28,6 @@ BACKWARD = [
     for ordered in ("true", "false")
     for mask in ("Band", "Rows", "Blocks")
 ]
-RECORDING = [name.replace(">", ", true>") for name in BACKWARD if "<bf16" in name and ", true, " in name]
 FORWARD = [
     f"attention_forward<{dtype}, {dim}, {consumers}, MaskKind::{mask}>"
     for dtype in DTYPES
@@ -38,7 +36,7 @@ FORWARD = [
     for mask in ("Band", "Rows", "Blocks")
 ]
 VARIANTS = [
-    *(("backward.cuh", name) for name in (*BACKWARD, *RECORDING)),
+    *(("backward.cuh", name) for name in BACKWARD),
     *(("forward.cuh", name) for name in FORWARD),
     *(("preprocess.cuh", f"backward_preprocess<{dtype}, {dim}>") for dtype in DTYPES for dim in DIMS),
     *(("postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {Q_ROWS[dim]}>") for dtype in DTYPES for dim in DIMS),
@@ -60,27 +58,6 @@ def test_variant_compiles_clean(header: str, name: str) -> None:
     kernel = compile_uncached(header, name)
     assert "registers" in kernel.log, "the assembler's report is missing, so spills would go unseen"
     assert assembler_complaints(kernel.log) == []
-
-
-def machine_code(cubin: bytes) -> bytes:
-    """The .text section of a binary with one kernel (a 64-bit little-endian ELF file)."""
-    table, entry_size, count, names_at = *unpack_from("<Q", cubin, 40), *unpack_from("<HHH", cubin, 58)
-    headers = [unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]  # name, ..., offset, size
-    names = cubin[headers[names_at][4] :]
-    (code,) = (cubin[h[4] : h[4] + h[5]] for h in headers if names[h[0] :].startswith(b".text"))
-    return code
-
-
-def test_recording_costs_nothing_when_it_is_off() -> None:
-    """The same machine code as without the lines that record."""
-    name = f"attention_backward<bf16, 128, {Q_ROWS[128]}, true, MaskKind::Band>"
-    drain = sources()["backward_drain.cuh"].splitlines()
-    without = "\n".join(line for line in drain if "if (RECORD" not in line).replace("RECORD ? cycles() : 0", "0")
-    assert len(drain) - without.count("\n") >= 5
-    stripped = compile_uncached("backward.cuh", name, {"backward_drain.cuh": without})
-    assert machine_code(compile_uncached("backward.cuh", name).cubin) == machine_code(stripped.cubin)
-    recording = compile_uncached("backward.cuh", name.replace(">", ", true>"))
-    assert machine_code(recording.cubin) != machine_code(stripped.cubin), "the control: recording does add code"
 
 
 def test_spills_would_be_seen() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func  # noqa: E402
-from dash_attn.integrations import huggingface  # noqa: E402
+from dash_attn.integrations import _documents, huggingface  # noqa: E402
+from dash_attn.integrations._mask_functions import read_causal  # noqa: E402
 from dash_attn.integrations._mask_patterns import mask_of_pattern  # noqa: E402
 from dense import element_mask, largest_error, random_inputs  # noqa: E402
 
@@ -31,6 +32,7 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=40),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=12),
     "qwen2-window": lambda: transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
 }
 TOKENS = torch.randint(64, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -87,8 +89,9 @@ def test_the_window_matters() -> None:
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_packed_documents_do_not_see_each_other(use_cache: bool) -> None:
-    model = model_of("llama", "dash_attn")
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_documents_do_not_see_each_other(name: str, use_cache: bool) -> None:
+    model = model_of(name, "dash_attn")
     tokens = TOKENS[:1]
     packed = model(input_ids=tokens, position_ids=PACKED, use_cache=use_cache).logits
     alone = [model(input_ids=part).logits for part in tokens.split([70, 1, 79], 1)]
@@ -96,10 +99,70 @@ def test_packed_documents_do_not_see_each_other(use_cache: bool) -> None:
     assert largest_error(model(input_ids=tokens).logits, packed) > 1e-3
 
 
-def test_packed_documents_match_eager() -> None:
-    arguments = {"tokens": TOKENS[:1], "position_ids": PACKED}
-    for mine, theirs in zip(step(model_of("llama", "dash_attn"), **arguments), step(model_of("llama", "eager"), **arguments), strict=True):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_match_eager(name: str) -> None:
+    """Also under a sliding window, and with other documents in each row of a batch."""
+    rows = torch.cat([PACKED, torch.cat([torch.arange(n) for n in (20, 130)])[None]])
+    for tokens, positions in ((TOKENS[:1], PACKED), (TOKENS, rows)):
+        ours, eager = (step(model_of(name, kind), tokens, position_ids=positions) for kind in ("dash_attn", "eager"))
+        for mine, theirs in zip(ours, eager, strict=True):
+            assert largest_error(mine, theirs) < 1e-7
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_lengths_from_the_collator_are_position_ids(name: str) -> None:
+    """DataCollatorWithFlattening gives cu_seq_lens beside position_ids; either alone means the same."""
+    samples = [{"input_ids": part} for part in TOKENS[0].split([70, 1, 79])]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = dict(collate(samples))
+    both = model_of(name, "dash_attn", torch.float32)(**batch).logits
+    by_positions = model_of(name, "dash_attn", torch.float32)(input_ids=batch["input_ids"], position_ids=PACKED).logits
+    assert torch.equal(both, by_positions)
+    # Lengths win: these position_ids are for rotary angles only, and say nothing of documents.
+    del batch["position_ids"]
+    by_lengths = model_of(name, "dash_attn", torch.float64)(**batch).logits
+    plain = model_of(name, "dash_attn", torch.float64)(input_ids=batch["input_ids"]).logits
+    assert largest_error(by_lengths[:, :70], plain[:, :70]) < 1e-7
+    assert largest_error(by_lengths[:, 70:], plain[:, 70:]) > 1e-3
+
+
+def test_the_same_position_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    original = _documents._packing_of_positions
+    monkeypatch.setattr(_documents, "_packing_of_positions", lambda *given: reads.append(given) or original(*given))
+    reader, positions = _documents.PositionReader(), PACKED.clone()
+    first = reader.packing(positions, 1)
+    assert reader.packing(positions, 1) is first
+    assert first.cu_seqlens_q.tolist() == [0, 70, 71, 150]
+    positions[0, 100:] = torch.arange(50)  # changed in place
+    assert reader.packing(positions, 1).cu_seqlens_q.tolist() == [0, 70, 71, 100, 150]
+    assert reader.packing(torch.arange(9)[None], 1) is None
+    assert len(reads) == 3
+
+
+def gpt_oss(implementation: str, sink: float) -> Any:
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.GptOssConfig(**SIZES, **experts, head_dim=8, sliding_window=40)
+    chosen = {"attn_implementation": implementation, "experts_implementation": "eager", "dtype": torch.float64}
+    model = transformers.AutoModelForCausalLM.from_config(config, **chosen)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.linspace(-1, sink, 4, dtype=torch.float64)
+    return model
+
+
+def test_attention_sinks_of_gpt_oss() -> None:
+    ours, eager = step(gpt_oss("dash_attn", 2.0)), step(gpt_oss("eager", 2.0))
+    for mine, theirs in zip(ours, eager, strict=True):
         assert largest_error(mine, theirs) < 1e-7
+    assert largest_error(step(gpt_oss("dash_attn", 3.0))[0], ours[0]) > 1e-3  # the control: sinks matter
+
+
+def test_packed_documents_of_gpt_oss() -> None:
+    """transformers does not look for documents here, so eager mixes them; position_ids still reach us."""
+    model, tokens = gpt_oss("dash_attn", 2.0), TOKENS[:1]
+    alone = [model(input_ids=part).logits for part in tokens.split([70, 1, 79], 1)]
+    assert largest_error(model(input_ids=tokens, position_ids=PACKED).logits, torch.cat(alone, 1)) < 1e-7
 
 
 def test_decoding_with_a_cache_matches_one_pass() -> None:
@@ -130,12 +193,13 @@ def test_mask_tensors_are_refused() -> None:
         model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=torch.zeros(2, 1, 150, 150))
 
 
-def test_packed_rows_of_a_batch_are_refused_unless_equal() -> None:
-    model = model_of("llama", "dash_attn")
-    equal = model(input_ids=TOKENS, position_ids=PACKED.expand(2, -1)).logits
-    assert largest_error(equal[:1], model(input_ids=TOKENS[:1], position_ids=PACKED).logits) < 1e-12
-    with pytest.raises(ValueError, match="one mask for the whole batch"):
-        model(input_ids=TOKENS, position_ids=torch.cat([PACKED, torch.arange(150)[None]]))
+def test_rows_of_a_batch_may_hold_other_documents() -> None:
+    model = model_of("llama", "dash_attn", torch.float32)
+    together = model(input_ids=TOKENS, position_ids=torch.cat([PACKED, torch.arange(150)[None]])).logits
+    assert torch.equal(together[:1], model(input_ids=TOKENS[:1], position_ids=PACKED).logits)
+    assert torch.equal(together[1:], model(input_ids=TOKENS[1:]).logits)
+    equal = model(input_ids=TOKENS, position_ids=PACKED).logits  # one row of positions for all
+    assert torch.equal(equal[:1], together[:1])
 
 
 def call(**arguments: Any) -> Tensor:
@@ -154,8 +218,6 @@ CALLS: list[tuple[dict[str, Any], Mask]] = [
     ({"sliding_window": 90}, Causal()),
     ({"attention_mask": Window(5, 5)}, Window(5, 5)),
     ({"position_ids": torch.arange(90)[None]}, Causal()),
-    ({"position_ids": torch.arange(90)[None] % 30}, Documents((30, 30, 30))),
-    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 30}, Documents((30, 30, 30))),
     ({"position_ids": torch.arange(90)[None] % 30, "attention_mask": Full()}, Full()),
 ]
 
@@ -166,12 +228,40 @@ def test_what_the_arguments_of_a_call_mean(arguments: dict[str, Any], mask: Mask
     assert torch.equal(call(scaling=0.4, softcap=3.0, **arguments), flash_attn_func(q, k, v, softmax_scale=0.4, softcap=3.0, mask=mask))
 
 
+THIRTY = torch.tensor([0, 30, 60, 90], dtype=torch.int32)
+LENGTHS = {"cu_seq_lens_q": THIRTY, "cu_seq_lens_k": THIRTY, "max_length_q": 30, "max_length_k": 30}
+PACKED_CALLS: list[tuple[dict[str, Any], Mask]] = [
+    ({"position_ids": torch.arange(90)[None] % 30}, Causal()),
+    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 30}, Causal()),
+    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 9}, Window(8, 0)),
+    ({"position_ids": torch.arange(90)[None] % 30, "attention_mask": Window(8, 0)}, Window(8, 0)),
+    (LENGTHS, Causal()),
+    ({**LENGTHS, "cu_seq_lens_q": THIRTY.long(), "sliding_window": 9}, Window(8, 0)),
+    ({**LENGTHS, "position_ids": torch.arange(90)[None]}, Causal()),
+    ({**LENGTHS, "is_causal": False}, Full()),
+    ({**LENGTHS, "is_causal": False, "s_aux": torch.tensor([0.5, -1.0])}, Full()),
+]
+
+
+@pytest.mark.parametrize(("arguments", "mask"), PACKED_CALLS, ids=[str(sorted(c)) + str(m) for c, m in PACKED_CALLS])
+def test_what_the_arguments_of_a_packed_call_mean(arguments: dict[str, Any], mask: Mask) -> None:
+    q, k, v, _ = random_inputs(90, 90, (2, 1), 8)
+    sinks = arguments.get("s_aux")
+    parts = zip(q.split(30, 1), k.split(30, 1), v.split(30, 1), strict=True)
+    alone = [flash_attn_func(*part, softmax_scale=0.4, softcap=3.0, mask=mask, sinks=sinks) for part in parts]
+    assert torch.equal(call(scaling=0.4, softcap=3.0, **arguments), torch.cat(alone, 1))
+
+
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": 0.1}, ValueError, r"dropout_p must be 0; got 0.1"),
     ({"output_attentions": True}, ValueError, r"output_attentions"),
-    ({"s_aux": torch.zeros(2)}, ValueError, r"does not support s_aux"),
-    ({"position_ids": torch.arange(90).expand(2, -1) % 30}, ValueError, r"packed documents need batch size 1.*\(2, 90\)"),
-    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 29}, NotImplementedError, r"window:28,0 inside packed documents"),
+    ({"position_bias": torch.zeros(2)}, ValueError, r"does not support position_bias"),
+    (
+        {"position_ids": torch.arange(90).expand(2, -1) % 30},
+        ValueError,
+        r"one row, or one for each of the 1 sequences; got shape \(2, 90\)",
+    ),
+    ({"cu_seq_lens_q": THIRTY}, ValueError, r"need all of cu_seq_lens_q, .*max_length_k; got only cu_seq_lens_q"),
 ]
 
 
@@ -179,6 +269,24 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_what_a_call_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(**arguments)
+
+
+def test_mask_functions_are_read_off() -> None:
+    masks = transformers.masking_utils
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    window, packed = masks.sliding_window_causal_mask_function(4), masks.packed_sequence_mask_function(documents)
+    assert read_causal(masks.causal_mask_function) == (None, None)
+    assert read_causal(window) == (4, None)
+    assert read_causal(masks.and_masks(window, packed)) == (4, documents)
+    unknown = (
+        masks.bidirectional_mask_function,
+        masks.sliding_window_overlay(4),  # a window alone looks ahead
+        masks.and_masks(window, masks.sliding_window_overlay(3)),
+        masks.or_masks(masks.causal_mask_function, packed),
+        masks.chunked_causal_mask_function(4, torch.zeros(1)),
+        lambda batch, head, q, kv: kv <= q,
+    )
+    assert [read_causal(function) for function in unknown] == [None] * len(unknown)
 
 
 def pattern_of(kept: Tensor) -> Any:

@@ -58,6 +58,27 @@ def test_importing_the_package_imports_no_heavy_package() -> None:
     assert result.stdout == "[]\n", result.stderr
 
 
+USE_THE_API = """
+import sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+import dash_attn
+dash_attn.flash_attn_func, dash_attn.flash_attn_varlen_func, dash_attn.flash_attn_qkvpacked_func, dash_attn.explain
+print(time.perf_counter() - start, *sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+"""
+HEAVY = {"triton", "transformers", "accelerate", "matplotlib", "rich", "cuda", "flash_attn"}
+
+
+def test_the_api_brings_in_nothing_heavy_and_is_quick() -> None:
+    """On top of torch. The quickest of three: other work on the machine slows single runs."""
+    results = [run_python(USE_THE_API) for _ in range(3)]
+    assert all(result.returncode == 0 for result in results), results[0].stderr
+    seconds, *modules = zip(*(result.stdout.split() for result in results), strict=True)
+    assert not HEAVY & {name for (name, *_) in modules}
+    assert "dash_attn" in {name for (name, *_) in modules}
+    assert min(map(float, seconds)) < 1.0
+
+
 def test_attention_without_torch_fails_on_use_not_on_import() -> None:
     code = "import sys; sys.modules['torch'] = None; import dash_attn; dash_attn.flash_attn_func"
     result = run_python(code)

@@ -7,24 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
+from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
+from dash_attn.autograd import attention_backward
 from dense import Results, assert_same_bits, assert_within_budget, random_inputs, run_dense, run_ours
 
 LENGTHS = [(70, 70), (0, 0), (200, 330), (1, 1), (0, 5), (140, 90)]  # (queries, keys) of each sequence
 BOTH = {"heads": (4, 2), "dim": 16}
 
 
-def offsets(lengths: list[int]) -> torch.Tensor:
+def offsets(lengths: list[int]) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
-def sequences(dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, ...]]:
+def sequences(dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
     return [random_inputs(q_len, kv_len, dtype=dtype, seed=i, **BOTH) for i, (q_len, kv_len) in enumerate(LENGTHS)]
 
 
-def run_varlen(parts: list[tuple[torch.Tensor, ...]], **options: Any) -> list[Results]:
+def run_varlen(parts: list[tuple[Tensor, ...]], **options: Any) -> list[Results]:
     """Pack, run once, and cut the results back into sequences."""
     q, k, v, dout = (torch.cat([part[i][0] for part in parts]) for i in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -97,7 +99,7 @@ GOOD: dict[str, Any] = {
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.zeros(1, 10, 4, 16)}, ValueError, r"q must be 3-d \(tokens, heads, head dim\); got shape \(1, 10, 4, 16\)"),
     ({"k": [1.0]}, TypeError, r"k must be a tensor; got list"),
-    ({"v": torch.zeros(11, 2, 16)}, ValueError, r"same number of tokens; got 12 and 11"),
+    ({"v": torch.zeros(11, 2, 16)}, ValueError, r"same number of tokens; got .*v \(11, 2, 16\)"),
     ({"v": torch.zeros(12, 2, 16).double()}, ValueError, r"one dtype"),
     ({"cu_seqlens_q": [0, 4, 10]}, TypeError, r"cu_seqlens_q must be a tensor; got list"),
     ({"cu_seqlens_q": offsets([4, 6]).long()}, ValueError, r"cu_seqlens_q must be a 1-d int32 tensor .*got torch.int64"),
@@ -105,13 +107,20 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": offsets([])}, ValueError, r"at least two; got torch.int32 of shape \(1,\)"),
     ({"cu_seqlens_q": offsets([4, 6]) + 1}, ValueError, r"cu_seqlens_q must start at 0 and end at .*\(10\); got 1 and 11"),
     ({"cu_seqlens_q": offsets([4, 5])}, ValueError, r"cu_seqlens_q must start at 0 and end at .*\(10\); got 0 and 9"),
-    ({"cu_seqlens_k": offsets([7, 5, -2, 2])}, ValueError, r"cu_seqlens_k must not decrease; got 12 followed by 10 at entry 3"),
+    ({"cu_seqlens_k": offsets([14, -2])}, ValueError, r"cu_seqlens_k must not decrease; got 14 followed by 12 at entry 2"),
+    (
+        {"cu_seqlens_k": torch.tensor([0, 9, 7, 9, 12, 9], dtype=torch.int32)[::2]},
+        ValueError,
+        r"cu_seqlens_k must be contiguous; got stride 2",
+    ),
+    ({"cu_seqlens_q": offsets([4, 6]).to("meta")}, ValueError, r"cu_seqlens_q must be on the device of q, k and v \(cpu\); got meta"),
     ({"cu_seqlens_k": offsets([7, 3, 2])}, ValueError, r"cu_seqlens_q and cu_seqlens_k must have one length; got 3 and 4"),
-    ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be a whole number >= the longest sequence \(6\); got 5"),
-    ({"max_seqlen_k": 7.0}, ValueError, r"max_seqlen_k must be a whole number >= the longest sequence \(7\); got 7.0"),
+    ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest sequence \(6\); got 5"),
+    ({"max_seqlen_k": 7.0}, ValueError, r"max_seqlen_k must be a whole number >= 0; got 7.0"),
     ({"block_table": torch.zeros(2, 1)}, ValueError, r"block_table must be None"),
     ({"dropout_p": 0.1}, ValueError, r"dropout_p must be 0; got 0.1"),
     ({"alibi_slopes": torch.ones(4)}, ValueError, r"alibi_slopes must be None"),
+    ({"mask": Documents((4,))}, ValueError, r"documents need q_len == kv_len .*got q_len=4, kv_len=7"),
     ({"backend": "hopper"}, ValueError, r"needs cuda tensors"),
     ({"shedule": "auto"}, TypeError, r"unexpected keyword"),
 ]
@@ -127,8 +136,55 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message:
         flash_attn_varlen_func(**{**GOOD, **changes})
 
 
-def test_gpu_tensors_are_refused_until_there_is_a_kernel() -> None:
+class Recorder:
+    """A backend that remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def forward(self, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        self.calls.append((q, *rest))
+        return torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+        self.calls.append((dout, q, k, v, *rest))
+        return q.clone(), k.clone(), v.clone(), None
+
+
+def test_on_the_gpu_lengths_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: whoever reads one gets an error."""
+    backend = Recorder()
+    monkeypatch.setattr("dash_attn.autograd.load", {"hopper": backend}.__getitem__)
+    monkeypatch.setattr("dash_attn.varlen.is_traced", lambda *_: False)  # or fake tensors would not come as far as a backend
     with FakeTensorMode():
-        on_gpu = torch.empty(12, 2, 16, device="cuda")
-    with pytest.raises(NotImplementedError, match="packed batches on the GPU come later"):
-        flash_attn_varlen_func(on_gpu, on_gpu, on_gpu, GOOD["cu_seqlens_k"], GOOD["cu_seqlens_k"], 7, 7)
+        x = torch.empty(12, 2, 64, dtype=torch.bfloat16, device="cuda")
+        cu = torch.empty(3, dtype=torch.int32, device="cuda")
+        with pytest.raises(RuntimeError):  # the control
+            cu.tolist()
+        out, lse = flash_attn_varlen_func(x, x, x, cu, cu, 7, 7, causal=True, return_lse=True)
+        # The engine itself cannot run on fake GPU tensors in a build without CUDA.
+        attention_backward(out, x, x, x, out, lse, *backend.calls[0][3:])
+        with pytest.raises(ValueError, match="cu_seqlens_k must be on the device of q, k and v \\(cuda:0\\); got cpu"):
+            flash_attn_varlen_func(x, x, x, cu, torch.empty(3, dtype=torch.int32), 7, 7)
+    assert len(backend.calls) == 2
+    for call in backend.calls:
+        *_, options, packing, sinks = call
+        assert (options.mask, sinks) == (Causal(), None)
+        assert (packing.cu_seqlens_q is cu, packing.max_seqlen_q, packing.max_seqlen_k) == (True, 7, 7)
+
+
+def test_a_packed_batch_is_one_differentiable_step() -> None:
+    q, k, v, _ = (x[0] for x in random_inputs(100, 100))
+    cu = offsets([40, 60])
+    out = flash_attn_varlen_func(q.requires_grad_(), k, v, cu, cu, 60, 60)
+    assert type(out.grad_fn).__name__ == "AttentionBackward"
+    assert out.grad_fn.next_functions[0][0].variable is q
+
+
+def test_changing_the_lengths_before_the_backward_is_noticed() -> None:
+    q, k, v, _ = (x[0] for x in random_inputs(100, 100))
+    cu = offsets([40, 60])
+    out = flash_attn_varlen_func(q.requires_grad_(), k, v, cu, cu.clone(), 60, 60)
+    cu[1] = 41
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

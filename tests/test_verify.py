@@ -87,20 +87,20 @@ def test_unordered_execution_is_caught_and_its_first_element_named(
 
 
 def test_a_result_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack = cpu._unpack
+    unpack = cpu.unpack
 
     def depends(tiles: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
         return unpack(tiles, length, dtype) * (1 + (tiles.shape[0] > 1))
 
-    monkeypatch.setattr(cpu, "_unpack", depends)
+    monkeypatch.setattr(cpu, "unpack", depends)
     found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
     assert [name for name, outcome in found.items() if outcome.status == "fail"] == ["same bits whatever else is in the batch"]
     assert found["same bits whatever else is in the batch"].detail.startswith("at position 0 of 3: out[0, 0, 0, 0]: ")
 
 
 def test_memory_that_nobody_wrote_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack = cpu._unpack
-    monkeypatch.setattr(cpu, "_unpack", lambda tiles, length, dtype: torch.empty_like(unpack(tiles, length, dtype)))
+    unpack = cpu.unpack
+    monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: torch.empty_like(unpack(tiles, length, dtype)))
     found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
     assert found["same bits in repeated runs"] == Outcome("same bits in repeated runs", "fail", "run 2: out[0, 0, 0, 0] is NaN")
 
@@ -123,7 +123,7 @@ def test_work_beside_it_is_real_and_must_not_fail(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack, busy = cpu._unpack, load.other_work
+    unpack, busy = cpu.unpack, load.other_work
     loaded = False
 
     @contextmanager
@@ -135,7 +135,7 @@ def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
             loaded = False
 
     monkeypatch.setattr(guarantees, "other_work", noticed)
-    monkeypatch.setattr(cpu, "_unpack", lambda tiles, length, dtype: unpack(tiles, length, dtype) * (1 + loaded))
+    monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: unpack(tiles, length, dtype) * (1 + loaded))
     found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
     assert found["same bits while other work runs"].status == "fail"
     assert found["same bits while other work runs"].detail.startswith("run 1 beside other work: out[0, 0, 0, 0]: ")

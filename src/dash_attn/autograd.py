@@ -7,41 +7,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alerts import alert_if_unordered
 from .backends import load, resolve
+from .nothing import backward_of_nothing, forward_of_nothing, no_pairs
 from .options import AttentionOptions
+from .packing import Packing
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
+    alert_if_unordered(options)
     backend = resolve(options.backend, q.device)
-    if _has_no_pairs(q, k):
-        batch, q_len, heads, _ = q.shape
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return q.new_zeros(batch, q_len, heads, v.shape[-1]), q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
-    return load(backend).forward(q, k, v, options)
+    if no_pairs(q, k):
+        return forward_of_nothing(q, v, sinks)
+    return load(backend).forward(q, k, v, options, packing, sinks)
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dQ, dK, dV and, where there are sinks, their gradient."""
+    alert_if_unordered(options)
     backend = resolve(options.backend, q.device)
-    if _has_no_pairs(q, k):
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return load(backend).backward(dout, q, k, v, out, lse, options)
-
-
-def _has_no_pairs(q: Tensor, k: Tensor) -> bool:
-    """No sequence, no query or no key: a backend has no tile to visit."""
-    return 0 in (q.shape[0], q.shape[1], k.shape[1])
+    if no_pairs(q, k):
+        return backward_of_nothing(q, k, v, sinks)
+    return load(backend).backward(dout, q, k, v, out, lse, options, packing, sinks)
 
 
 class FirstGradientsOnly(torch.autograd.Function):
-    """Passes dQ, dK and dV through; they depend on the other arguments, but nobody may differentiate them again."""
+    """Passes the gradients through; they depend on the other arguments, but nobody may differentiate them again."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in tensors[:3])
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -49,13 +57,17 @@ class FirstGradientsOnly(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Attention.apply(q, k, v, options) -> (out, lse). Differentiable once, and only through `out`."""
+    """Attention.apply(q, k, v, sinks, options, packing) -> (out, lse). Differentiable once, and only through `out`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        out, lse = attention_forward(q, k, v, options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = options
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = attention_forward(q, k, v, options, packing, sinks)
+        # Saved like the other tensors, so that changing them in place before the backward is noticed.
+        places = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *places)
+        ctx.options, ctx.packing = options, packing
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -63,11 +75,11 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
+            return (None,) * 6
+        q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
         with torch.no_grad():
-            gradients = attention_backward(dout, q, k, v, out, lse, ctx.options)
+            gradients = attention_backward(dout, q, k, v, out, lse, ctx.options, ctx.packing, sinks)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = FirstGradientsOnly.apply(*gradients, dout, q, k, v)
+            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks)
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None
+        return *wanted, None, None

@@ -199,7 +199,9 @@ class TileMap(Mask):
         array.setflags(write=False)
         self.blocks = array
         self.block_q, self.block_kv = int(block_q), int(block_kv)
-        self._identity = (array.tobytes(), array.shape, self.block_q, self.block_kv)
+        self.rows, self.columns = array.shape
+        self.hexadecimal = np.packbits(array).tobytes().hex()  # the blocks as text
+        self._identity = (self.hexadecimal, array.shape, self.block_q, self.block_kv)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TileMap) and self._identity == other._identity

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any
 
 from .generators import GENERATORS
-from .masks import Mask, is_whole
+from .masks import Causal, Full, Mask, Window, is_whole
 
 SCHEDULES = ("auto", *GENERATORS)
 ACCUMULATIONS = ("ordered", "unordered")
@@ -42,6 +43,14 @@ class AttentionOptions:
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", float(self.softcap))
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mask, self.scale, self.softcap, self.schedule, self.accumulation, self.backend, self.head_offset))
+
+    def __hash__(self) -> int:
+        """Kept: every call looks itself up by its options."""
+        return self._hash
+
     @property
     def ordered(self) -> bool:
         return self.accumulation == "ordered"
@@ -49,3 +58,42 @@ class AttentionOptions:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool, accumulation: str) -> None:
+    """Arguments of FlashAttention that cannot be honoured."""
+    if dropout_p != 0:
+        raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
+    if alibi_slopes is not None:
+        raise ValueError("ALiBi is not supported: alibi_slopes must be None")
+    if deterministic and accumulation == "unordered":
+        raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
+
+
+def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
+    """One mask from FlashAttention's two arguments or ours. A causal window ends at the query itself."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(is_whole(w) and w >= -1 for w in window_size):
+        raise ValueError(f"window_size must be (left, right), each a whole number >= 0 or -1 for no limit; got {window_size!r}")
+    window = Window(window_size[0], 0 if causal else window_size[1])
+    if mask is not None:
+        if causal or not window.is_full:
+            raise ValueError(f"give either mask or causal/window_size; got mask={mask!r}, causal={causal}, window_size={window_size}")
+        return mask
+    if window.is_full:
+        return Full()
+    return Causal() if window.is_causal else window
+
+
+def options_for(mask: Mask | None, causal: bool, window_size: tuple[int, int], *rest: Any) -> AttentionOptions:
+    """The options of a call; rest: AttentionOptions' fields after the mask. Training repeats the same few, so they are kept."""
+    if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
+        try:
+            return _kept(mask, causal, window_size[0], window_size[1], *rest)
+        except TypeError:  # something has no hash, or is of a wrong type: below it is said what
+            pass
+    return AttentionOptions(choose_mask(mask, causal, window_size), *rest)
+
+
+@lru_cache(maxsize=1024, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
+def _kept(mask: Mask | None, causal: bool, left: int, right: int, *rest: Any) -> AttentionOptions:
+    return AttentionOptions(choose_mask(mask, causal, (left, right)), *rest)

@@ -5,38 +5,54 @@ Backends never import each other, and an explicit request never falls back to an
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
 from ..explanation import Explanation
 from ..options import AttentionOptions
+from ..packing import Packing
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
 
 class Backend(Protocol):
-    """The tensors are laid out (batch, length, heads, head dim), LSE (batch, query heads, length); nothing is empty."""
+    """Dense tensors are (batch, length, heads, head dim), LSE (batch, query heads, length). With `packing` they are
+    (tokens, heads, head dim) and (query heads, tokens). There is at least one query and one key; of packed sequences
+    some may be empty. `sinks` are (query heads,) logits that each row's softmax sums too.
+    """
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        packing: Packing | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Output and LSE."""
 
     def backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dQ, dK and dV."""
+        packing: Packing | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dQ, dK, dV, and the gradient of the sinks where there are any."""
 
-    def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> Explanation:
-        """What forward and backward of these tensors would do."""
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
+        """What forward and backward of these dense tensors would do."""
 
 
 def resolve(name: str, device: torch.device) -> str:
@@ -51,6 +67,7 @@ def resolve(name: str, device: torch.device) -> str:
     return name
 
 
+@cache
 def load(name: str) -> Backend:
     """The module of a backend."""
     module = f"{__name__}.{name}"

@@ -1,46 +1,64 @@
-"""Attention on the CPU, tile by tile: the reference for what a GPU kernel computes and in which order.
+"""Attention on the CPU: the reference for what a GPU kernel computes and in which order. cpu_tiles has the arithmetic.
 
-Memory is linear in the lengths. Every product is a 2-d product of two contiguous tiles of a fixed shape on one
-thread, so that bits cannot depend on the batch, other heads, strides or the number of threads.
+Packed sequences are computed one after another, each as if it were alone, so their bits are those of each alone.
 """
 
 from __future__ import annotations
 
 import secrets
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..executor import Interleaving, Partial, Ticket, current_interleaving, execute
+from ..executor import Interleaving, current_interleaving, execute
 from ..explanation import Explanation
-from ..masks import EMPTY, PARTIAL
+from ..nothing import backward_of_nothing, forward_of_nothing, no_pairs
 from ..options import AttentionOptions
-from ..order import Ints
+from ..packing import Packing
 from ..planning import DEFAULT_WORKERS, explanation_of, plan_for, problem_of
-from ..problem import Problem, Task
+from .cpu_tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, pack, unpack
 
-TILE_Q, TILE_KV = 64, 128
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output in the input's dtype, LSE in the dtype of the arithmetic."""
-    problem = problem_of(q, k, options, TILE_Q, TILE_KV)
-    with _fixed_arithmetic():
-        scores = _Scores(problem, options)
-        q_tiles, k_tiles, v_tiles = _pack(q, TILE_Q), _pack(k, TILE_KV), _pack(v, TILE_KV)
-        out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
-        lse = q_tiles.new_empty(q_tiles.shape[:-1])
-        for place in product(*map(range, q_tiles.shape[:3])):
-            sequence, head, q_tile = place
-            kv_head = sequence, head // problem.group
-            out[place], lse[place] = _attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], scores, q_tile)
-        return _unpack(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
+    if packing is None:
+        return _forward(q, k, v, options, sinks)
+    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], len(q), dtype=arithmetic(q.dtype))
+    for rows, columns in packing.sequences(len(q), len(k)):
+        options.mask.check(rows.stop - rows.start, columns.stop - columns.start)
+        one, one_lse = _forward(q[None, rows], k[None, columns], v[None, columns], options, sinks)
+        out[rows], lse[:, rows] = one[0], one_lse[0]
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
+    sinks: Tensor | None = None,
+) -> Gradients:
+    """dQ, dK and dV in the inputs' dtype, summed in the order of the plan (or of arrival, where options say unordered)."""
+    if packing is None:
+        dq, dk, dv, per_sequence = _backward(dout, q, k, v, out, lse, options, sinks)
+        return dq, dk, dv, _sum_in_order([] if per_sequence is None else list(per_sequence), sinks)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dsinks: list[Tensor] = []
+    for rows, columns in packing.sequences(len(q), len(k)):
+        mine, keys, values = q[None, rows], k[None, columns], v[None, columns]
+        one = _backward(dout[None, rows], mine, keys, values, out[None, rows], lse[None, :, rows], options, sinks)
+        dq[rows], dk[columns], dv[columns] = one[0][0], one[1][0], one[2][0]
+        dsinks += [] if one[3] is None else list(one[3])
+    return dq, dk, dv, _sum_in_order(dsinks, sinks)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
@@ -49,169 +67,51 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Expla
     return explanation_of(plan, "cpu", options, backward_tiles=tiles, forward_tiles=tiles)
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV in the inputs' dtype, summed in the order of the plan (or of arrival, where options say unordered)."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A batch of sequences of one length."""
+    if no_pairs(q, k):
+        return forward_of_nothing(q, v, sinks)
+    problem = problem_of(q, k, options, TILE_Q, TILE_KV)
+    with fixed_arithmetic():
+        scores = Scores(problem, options)
+        q_tiles, k_tiles, v_tiles = pack(q, TILE_Q), pack(k, TILE_KV), pack(v, TILE_KV)
+        sink_of = q_tiles.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks.detach().to(q_tiles.dtype)
+        out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
+        lse = q_tiles.new_empty(q_tiles.shape[:-1])
+        for place in product(*map(range, q_tiles.shape[:3])):
+            sequence, head, q_tile = place
+            kv_head = sequence, head // problem.group
+            out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, q_tile)
+        return unpack(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions, sinks: Tensor | None
+) -> Gradients:
+    """A batch of sequences of one length. The sinks' gradient is (batch, query heads): a part for each sequence."""
+    if no_pairs(q, k):
+        dq, dk, dv, _ = backward_of_nothing(q, k, v, None)
+        return dq, dk, dv, None if sinks is None else torch.zeros(q.shape[0], q.shape[2], dtype=arithmetic(q.dtype))
     chosen = current_interleaving()
     if chosen is None:
         # "unordered" promises nothing, and the control must show it: every call arrives differently.
         chosen = Interleaving(None if options.ordered else secrets.randbits(64))
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
     plan = plan_for(problem, options.schedule, chosen.workers or DEFAULT_WORKERS)
-    with _fixed_arithmetic():
-        kernel = _Backward(problem, options, (dout, q, k, v, out), lse)
-        kernel.dq[:, :, plan.ranks_per_q_tile == 0] = 0
-        execute(plan, kernel, options.ordered, chosen)
-        dq, dk, dv = kernel.dq * options.scale, kernel.dk * options.scale, kernel.dv
-        return _unpack(dq, problem.q_len, q.dtype), _unpack(dk, problem.kv_len, k.dtype), _unpack(dv, problem.kv_len, v.dtype)
+    with fixed_arithmetic():
+        tiles = BackwardTiles(problem, options, (dout, q, k, v, out), lse)
+        tiles.dq[:, :, plan.ranks_per_q_tile == 0] = 0
+        execute(plan, tiles, options.ordered, chosen)
+        dsinks = None if sinks is None else tiles.sink_gradients(sinks.detach().to(tiles.lse.dtype))
+        dq, dk, dv = tiles.dq * options.scale, tiles.dk * options.scale, tiles.dv
+        return unpack(dq, problem.q_len, q.dtype), unpack(dk, problem.kv_len, k.dtype), unpack(dv, problem.kv_len, v.dtype), dsinks
 
 
-class _Scores:
-    """Scaled, capped and masked scores of one tile."""
-
-    def __init__(self, problem: Problem, options: AttentionOptions) -> None:
-        self.problem, self.scale, self.cap = problem, options.scale, options.softcap
-
-    def tile(self, q: Tensor, k: Tensor, q_tile: int, kv_tile: int, partial: bool) -> tuple[Tensor, Tensor | None]:
-        """Scores, and the tanh of the softcap where there is one (its slope is 1 - tanh^2)."""
-        scores = torch.mm(q, k.t())
-        tanh = None
-        if self.cap:
-            tanh = scores.mul_(self.scale / self.cap).tanh_()
-            scores = tanh * self.cap
-        else:
-            scores.mul_(self.scale)
-        if partial:
-            scores.masked_fill_(self._dropped(q_tile, kv_tile), -torch.inf)
-        return scores, tanh
-
-    def _dropped(self, q_tile: int, kv_tile: int) -> Tensor:
-        """Elements of a tile that do not attend; those beyond the lengths never do."""
-        problem = self.problem
-        rows = slice(q_tile * TILE_Q, min((q_tile + 1) * TILE_Q, problem.q_len))
-        columns = slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, problem.kv_len))
-        dropped = np.ones((TILE_Q, TILE_KV), dtype=np.bool_)
-        keep = problem.mask.keep(rows, columns, problem.q_len, problem.kv_len)
-        dropped[: keep.shape[0], : keep.shape[1]] = ~keep
-        return torch.from_numpy(dropped)
-
-
-def _attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, scores: _Scores, q_tile: int) -> tuple[Tensor, Tensor]:
-    """Output and LSE of one Q tile: online softmax over its KV tiles, first to last."""
-    highest = q.new_full((TILE_Q,), -torch.inf)
-    total = q.new_zeros(TILE_Q)
-    out = q.new_zeros(TILE_Q, v_tiles.shape[-1])
-    kinds = scores.problem.tile_map[q_tile]
-    for kv_tile in np.flatnonzero(kinds != EMPTY).tolist():
-        tile, _ = scores.tile(q, k_tiles[kv_tile], q_tile, kv_tile, kinds[kv_tile] == PARTIAL)
-        before, highest = highest, torch.maximum(highest, tile.amax(1))
-        base = highest.masked_fill(highest == -torch.inf, 0)  # a row that attends nothing yet: exp(-inf - 0) is 0, not NaN
-        weights = tile.sub_(base[:, None]).exp_()
-        fade = torch.exp(before - base)
-        total = total * fade + weights.sum(1)
-        out.mul_(fade[:, None]).addmm_(weights, v_tiles[kv_tile])
-    nothing = total == 0
-    out.div_(total[:, None]).masked_fill_(nothing[:, None], 0)
-    return out, (highest + total.log()).masked_fill_(nothing, -torch.inf)
-
-
-class _Backward:
-    """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale."""
-
-    def __init__(self, problem: Problem, options: AttentionOptions, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
-        self.problem = problem
-        self.scores = _Scores(problem, options)
-        dout, q, k, v, out = tensors
-        self.q, self.dout = _pack(q, TILE_Q), _pack(dout, TILE_Q)
-        self.k, self.v = _pack(k, TILE_KV), _pack(v, TILE_KV)
-        self.lse = self._pack_lse(lse)
-        self.delta = self._delta(_pack(out, TILE_Q))
-        self.dq, self.dk, self.dv = (torch.empty_like(tiles) for tiles in (self.q, self.k, self.v))
-
-    def _pack_lse(self, lse: Tensor) -> Tensor:
-        """LSE by Q tile. Rows that attend nothing get +inf, so that their weights are exp(-inf) = 0."""
-        padded = self.q.new_full((*lse.shape[:2], self.problem.q_tiles * TILE_Q), torch.inf)
-        padded[:, :, : self.problem.q_len] = lse.masked_fill(lse == -torch.inf, torch.inf)
-        return padded.unflatten(2, (-1, TILE_Q))
-
-    def _delta(self, out: Tensor) -> Tensor:
-        """Row sums of dO * O."""
-        delta = torch.empty_like(self.lse)
-        for place in product(*map(range, delta.shape[:3])):
-            delta[place] = (self.dout[place] * out[place]).sum(1)
-        return delta
-
-    def chain(self, ticket: Ticket, steps: Ints, members: list[int]) -> Iterator[Partial]:
-        """Walk one KV tile's Q tiles; dK and dV stay with the chain."""
-        k, v = self.k[ticket], self.v[ticket]
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        group = self.problem.group
-        for member in members:
-            for q_tile, rank, partial in steps.tolist():
-                place = ticket.sequence, ticket.head * group + member, q_tile
-                weights, dscores = self._gradients(place, k, v, ticket.kv_tile, bool(partial))
-                dv.addmm_(weights.t(), self.dout[place])
-                dk.addmm_(dscores.t(), self.q[place])
-                yield Partial(member, q_tile, rank, torch.mm(dscores, k))
-        self.dk[ticket], self.dv[ticket] = dk, dv
-
-    def _gradients(self, place: tuple[int, int, int], k: Tensor, v: Tensor, kv_tile: int, partial: bool) -> tuple[Tensor, Tensor]:
-        """P and dS of one tile, dS before the scale."""
-        scores, tanh = self.scores.tile(self.q[place], k, place[2], kv_tile, partial)
-        weights = scores.sub_(self.lse[place][:, None]).exp_()
-        dscores = torch.mm(self.dout[place], v.t()).sub_(self.delta[place][:, None]).mul_(weights)
-        if tanh is not None:
-            dscores.mul_(1 - tanh * tanh)
-        return weights, dscores
-
-    def land(self, task: Task, value: Any, first: bool) -> None:
-        tile = self.dq[task.sequence, task.head, task.q_tile]
-        if first:
-            tile.copy_(value)
-        else:
-            tile.add_(value)
-
-
-def _pack(x: Tensor, rows: int) -> Tensor:
-    """(batch, length, heads, dim) -> contiguous tiles (batch, heads, tiles, rows, dim) for the arithmetic, zero-padded."""
-    batch, length, heads, dim = x.shape
-    tiles = -(-length // rows)
-    packed = torch.zeros(batch, heads, tiles * rows, dim, dtype=_arithmetic(x.dtype), device="cpu")
-    packed[:, :, :length] = x.detach().transpose(1, 2)
-    return packed.unflatten(2, (tiles, rows))
-
-
-def _unpack(tiles: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of _pack, in the caller's dtype."""
-    return tiles.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype).contiguous()
-
-
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-_lock = threading.Lock()
-_callers = 0
-_threads_before = 1
-
-
-@contextmanager
-def _fixed_arithmetic() -> Iterator[None]:
-    """One thread per product, because BLAS splits small products differently with more; no autocast, no gradients.
-
-    Threads made inside inherit the count; calls that overlap on several threads restore what the first one found.
-    """
-    global _callers, _threads_before
-    with _lock:
-        if _callers == 0:
-            _threads_before = torch.get_num_threads()
-        _callers += 1
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        with _lock:
-            _callers -= 1
-        torch.set_num_threads(_threads_before)
+def _sum_in_order(parts: list[Tensor], sinks: Tensor | None) -> Tensor | None:
+    """The sum over sequences, first to last, in the dtype of the sinks."""
+    if sinks is None:
+        return None
+    total = torch.zeros(sinks.shape, dtype=parts[0].dtype if parts else sinks.dtype)
+    for part in parts:
+        total += part
+    return total.to(sinks.dtype)

@@ -13,7 +13,8 @@ from ..recording import Noted, RecordError, spans_from
 from ..schedule import Schedule
 from ..spans import Spans, task_table
 from ..threads import TaskTimes
-from .cpu import TILE_KV, TILE_Q, backward
+from .cpu import backward
+from .cpu_tiles import TILE_KV, TILE_Q
 
 
 def record_backward(

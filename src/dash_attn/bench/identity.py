@@ -11,8 +11,8 @@ from .shape import Shape
 
 
 def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str) -> dict[str, Any]:
-    """The explanation of a call; empty off the GPU, and for packed sequences and sinks, which `explain` does not take."""
-    if tensors.q.device.type != "cuda" or shape.lengths or shape.sinks:
+    """The explanation of a call; empty off the GPU, and for packed sequences, which `explain` does not take."""
+    if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
     options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap}
-    return asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.attended, **options))
+    return asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.attended, sinks=tensors.sinks, **options))

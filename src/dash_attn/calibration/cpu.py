@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 128)
 
 def cpu_device(workers: int | None = None) -> Device:
     """`workers` threads; as many as there are processors, unless told otherwise."""
-    from ..backends.cpu import TILE_KV, TILE_Q
+    from ..backends.cpu_tiles import TILE_KV, TILE_Q
 
     count = max(2, os.cpu_count() or 2) if workers is None else workers
     if count < 1:

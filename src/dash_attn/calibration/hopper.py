@@ -15,12 +15,12 @@ def hopper_device() -> Device:
     """Raises where there is no such GPU, naming what is needed."""
     if not torch.cuda.is_available():
         raise ValueError("measuring kernels needs a GPU of compute capability 9.0 (H100, H200, GH200); PyTorch finds none here")
-    from ..backends.hopper.backward import KV_ROWS, Q_ROWS
+    from ..backends.hopper.shapes import KERNEL_DIMS, backward_tiles
     from ..backends.hopper.support import check_device
 
     index = torch.cuda.current_device()
     workers = check_device(index)
-    tiles = {dim: (rows, KV_ROWS) for dim, rows in Q_ROWS.items()}
+    tiles = {dim: (backward_tiles(dim).q_rows, backward_tiles(dim).kv_rows) for dim in KERNEL_DIMS}
     # A reduce is hidden behind computes and hand-overs: no time depends on it apart from the start of a chain.
     free = ("compute", "latency", "startup")
     name = torch.cuda.get_device_name(index)

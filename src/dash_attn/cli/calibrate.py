@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
     help_text = "fit the simulator's constants to this machine"
     parser = commands.add_parser("calibrate", help=help_text, description=TEXT, epilog=EXAMPLES, formatter_class=layout)
     add_device(parser)
-    parser.add_argument("--head-dims", metavar="N,N", help="head dims to calibrate (default: all the kernels take; 64 on the CPU)")
+    parser.add_argument("--head-dims", metavar="N,N", help="head dims to calibrate (default: 64,128; 64 on the CPU)")
     parser.add_argument("--output", type=Path, default=Path("machine.json"), metavar="FILE", help="default: machine.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw measured over predicted times, as .png or .svg")
     parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the errors of the prediction, schedule by schedule")
@@ -64,7 +64,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     device = choose(arguments)
     constants, tiles, rows = {}, {}, []
-    for head_dim in _head_dims(arguments.head_dims, device.tiles, (64,) if device.backend == "cpu" else tuple(device.tiles)):
+    for head_dim in _head_dims(arguments.head_dims, device.tiles, (64,) if device.backend == "cpu" else (64, 128)):
         plan = CPU_PLAN if device.backend == "cpu" else GPU_PLAN
         with progress_bar(f"measuring, head dim {head_dim}", LONG_WORK) as progress:
             found, measured = calibrate(device, head_dim, plan, progress)

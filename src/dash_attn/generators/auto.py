@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..masks import EMPTY, Causal
+from ..masks import EMPTY, Causal, Window
 from ..problem import Problem
 from ..schedule import Schedule
 from .alternating import alternating
@@ -15,9 +15,15 @@ from .weave import weave
 def auto(problem: Problem, workers: int) -> Schedule:
     if problem.kept.all():
         return shift_blocks(problem, workers)
-    if _keeps_causal_tiles(problem):
+    if _is_window_on_the_past(problem) or _keeps_causal_tiles(problem):
         return alternating(problem, workers)
     return weave(problem, workers)
+
+
+def _is_window_on_the_past(problem: Problem) -> bool:
+    """Neighbours of a band that ends on the right follow each other as on a causal mask. (Packed batches, which are planned
+    on the device, know this order and no other for windows.)"""
+    return isinstance(problem.mask, Window) and problem.mask.right >= 0
 
 
 def _keeps_causal_tiles(problem: Problem) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -35,7 +36,8 @@ def attend(inputs: Inputs, mask: Mask, schedule: str = "auto", accumulation: str
     """Forward and backward, with every new tensor filled with NaN before a kernel sees it."""
     *tensors, dout = inputs
     q, k, v = (x.detach().requires_grad_() for x in tensors)
-    with _poisoned_memory():
+    with _poisoned_memory(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="accumulation='unordered'")  # the control is meant to be unordered
         out, lse = flash_attn_func(q, k, v, mask=mask, schedule=schedule, accumulation=accumulation, return_lse=True)
         gradients = torch.autograd.grad(out, (q, k, v), dout)
     return Results(*(x.detach().cpu() for x in (out, lse, *gradients)))
@@ -47,7 +49,7 @@ def _poisoned_memory() -> Iterator[None]:
     settings: Any = import_module("torch.utils.deterministic")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # warn_only: else the unordered control would raise
     settings.fill_uninitialized_memory = True
     try:
         yield

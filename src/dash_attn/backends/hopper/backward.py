@@ -1,189 +1,242 @@
-"""Launches the backward: preprocess, the attention kernel, postprocess, on the current stream."""
+"""Launches the backward on the current stream: packed sequences are planned, then preprocess, the attention kernel, postprocess."""
 
 from __future__ import annotations
 
 import threading
 from ctypes import addressof
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...options import AttentionOptions
+from ...packing import Packing
 from ...plan import Plan
 from ...planning import plan_for, problem_of
-from ...problem import Problem
-from .driver import Arguments, LoadedKernel, device_index, load
-from .hang import MOST_POLLS, raise_if_hung, report_address
-from .structs import BackwardParams, PostprocessParams, PreprocessParams, Strides
-from .support import DTYPES, check_call, check_device
-from .tables import MaskOnDevice, PlanOnDevice, mask_on_device, plan_on_device
-from .tensor_map import TensorMap, tma_ready
+from .driver import Arguments, LoadedKernel, current_stream, load, on_device
+from .layout import CallCache, Layout
+from .packed import PackedPlanner, packed_sizes
+from .shapes import HELPER_THREADS, THREADS, backward_tiles
+from .structs import BackwardParams, PostprocessParams, PreprocessParams, RowPlaces, SinkGradientParams, Strides
+from .support import check_device
+from .tables import MaskOnDevice, mask_on_device, plan_on_device
+from .tensor_map import TensorMap
+from .trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
+from .workspace import Workspace
 
-KV_ROWS = 128
-Q_ROWS = {64: 128, 128: 64}  # rows of a Q tile, by head dim
-THREADS, HELPER_THREADS = 384, 256
 LOG2_E = 1.4426950408889634
-MASKED_SCORE = -1e30
-ALIGNMENT = 256
-TICKET_WORDS = 8  # of struct Ticket in plan.cuh
+# Far below every score, but with softcap its square must still be a number: the slope of the cap is 1 - score^2.
+MASKED_SCORE, MASKED_CAPPED_SCORE = -1e30, -1e18
+TICKET_BYTES = 48  # struct Ticket of plan.cuh
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV."""
-    check_call(q, k, v, options)
-    q, k, v, dout, out = (tma_ready(t) for t in (q, k, v, dout, out))
-    layouts = tuple((t.shape, t.stride()) for t in (q, k, v, dout, out))
-    return _call_for(q.device, q.dtype, options, layouts).run(q, k, v, dout, out, lse)
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dQ, dK, dV and the gradient of the sinks."""
+    call, tensors = _calls.find((q, k, v, dout, out), options, packing)
+    return call.run(tensors, lse, packing, sinks)
 
 
-def backward_plan(q: Tensor, k: Tensor, options: AttentionOptions) -> Plan:
-    """The plan a backward of these tensors walks."""
-    problem = problem_of(q, k, options, Q_ROWS[q.shape[-1]], KV_ROWS)
-    return plan_for(problem, options.schedule, check_device(device_index(q.device)))
+def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
+    """The plan a backward of these (batched) tensors walks."""
+    layout = Layout.of((q, k, v), options)
+    tiles = backward_tiles(layout.dim)
+    return plan_for(problem_of(q, k, options, tiles.q_rows, tiles.kv_rows), options.schedule, check_device(layout.device))
 
 
 @dataclass(frozen=True)
 class BackwardKernels:
-    """The three kernels of one variant."""
+    """The kernels of one variant."""
 
     preprocess: LoadedKernel
     attention: LoadedKernel
     postprocess: LoadedKernel
 
 
-def backward_kernels(device: int, dtype: str, dim: int, ordered: bool, mask_kind: str, record: bool = False) -> BackwardKernels:
-    rows = Q_ROWS[dim]
-    flag = "true" if ordered else "false"
-    attention = f"attention_backward<{dtype}, {dim}, {rows}, {flag}, MaskKind::{mask_kind}{', true' if record else ''}>"
+def backward_kernels(
+    device: int, dtype: str, dim: int, ordered: bool, softcap: bool, mask_kind: str, record: bool = False
+) -> BackwardKernels:
+    tiles = backward_tiles(dim)
+    flags = f"{_flag(ordered)}, {_flag(softcap)}"
+    packed = _flag(mask_kind == "Packed")
+    attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{mask_kind}{', true' if record else ''}>"
+    preprocess = f"backward_preprocess<{dtype}, {lanes_of(dim)}, {tiles.q_rows}, {packed}>"
     return BackwardKernels(
-        load(device, "preprocess.cuh", f"backward_preprocess<{dtype}, {dim}>", HELPER_THREADS, 0),
-        load(device, "backward.cuh", attention, THREADS, shared_bytes(dim)),
-        load(device, "postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {rows}>", HELPER_THREADS, 0),
+        load(device, "preprocess.cuh", preprocess, HELPER_THREADS, 0),
+        load(device, "backward.cuh", attention, THREADS, tiles.shared_bytes),
+        load(device, "postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>", HELPER_THREADS, 0),
     )
 
 
-def shared_bytes(dim: int) -> int:
-    """As BackwardConfig::SHARED_BYTES (a test compares them): K, V, two stages of Q, dO, dS, dQ, row statistics, notes, barriers."""
-    rows = Q_ROWS[dim]
-    tiles = 2 * KV_ROWS * dim * 2 + 2 * (2 * rows * dim * 2 + rows * KV_ROWS * 2 + rows * dim * 4)
-    return tiles + 4 * rows * 4 + 8 * 16 + 2 * 16 + 320
+def lanes_of(dim: int) -> int:
+    """Threads that sum a row in the preprocess, 8 elements each: a power of two."""
+    return 8 if dim == 64 else 16 if dim <= 128 else 32
 
 
-def workspace_sizes(problem: Problem, dim: int) -> tuple[int, ...]:
-    """Words of LSE, delta, dQ accumulator, semaphores, ticket counter and tickets: linear in tokens."""
-    tiles = problem.batch * problem.heads * problem.group * problem.q_tiles
-    rows = tiles * problem.tile_q
-    return rows, rows, rows * dim, tiles, 1, problem.chains * TICKET_WORDS
+def workspace_of(layout: Layout) -> Workspace:
+    """Row statistics, dQ in float32, semaphores and tickets: linear in tokens."""
+    tiles = backward_tiles(layout.dim)
+    head_tiles = layout.tiles_of_queries(tiles.q_rows)
+    dq_tiles = layout.batch * layout.q_heads * head_tiles
+    rows = dq_tiles * tiles.q_rows
+    chains = layout.batch * layout.tiles_of_keys(tiles.kv_rows)
+    packed = packed_sizes(layout, head_tiles, chains) if layout.packed else {}
+    return Workspace(
+        lse=4 * rows,
+        delta=4 * rows,
+        dq=4 * rows * tiles.columns,
+        semaphores=4 * dq_tiles,
+        next_ticket=8,
+        tickets=TICKET_BYTES * chains * layout.kv_heads,
+        **packed,
+    )
 
 
 class BackwardCall:
     """Everything about a call that does not change with the addresses of its tensors."""
 
-    def __init__(self, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        device = q.device
-        self.plan = backward_plan(q, k, options)
+    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        q, k, v = tensors[:3]
+        self.layout, self.device = layout, q.device
+        self.tiles = backward_tiles(layout.dim)
         self.ordered = options.ordered
-        problem = self.plan.problem
-        self.tables: PlanOnDevice = plan_on_device(self.plan, device)
-        self.mask: MaskOnDevice = mask_on_device(options.mask, problem.q_len, problem.kv_len, device)
-        dim = q.shape[-1]
-        self.kernels = backward_kernels(device_index(device), DTYPES[q.dtype], dim, self.ordered, self.mask.kind)
-        self.heads = problem.batch * problem.heads * problem.group
-        self.padded = problem.q_tiles * problem.tile_q
-        self.sizes = workspace_sizes(problem, dim)
-        self.workers = min(self.plan.workers, problem.chains)
+        self.workspace = workspace_of(layout)
+        self.head_tiles = layout.tiles_of_queries(self.tiles.q_rows)
+        self.dq_tiles = layout.batch * layout.q_heads * self.head_tiles
+        self.blocks_before = -(-self.dq_tiles * self.tiles.q_rows * lanes_of(layout.dim) // HELPER_THREADS)
+        self.mask: MaskOnDevice = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
+        kind = "Packed" if layout.packed else self.mask.kind
+        self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, self.ordered, bool(options.softcap), kind)
+        workers = check_device(layout.device)
+        self.packed = PackedPlanner(layout, self.mask, self.head_tiles, options) if layout.packed else None
+        self.plan = None if layout.packed else backward_plan(q, k, v, options)
+        # Gangs wait for each other: all their CTAs must be resident, also when other work shares the GPU.
+        self.cooperative = self.plan is None or self.plan.gang > 1
+        chains = layout.batch * layout.kv_heads * layout.tiles_of_keys(self.tiles.kv_rows)
+        self.workers = min(workers if self.plan is None else self.plan.workers, chains)
         self.lock = threading.Lock()
-        self._prepare(q, k, tensors, options)
+        self._prepare(tensors, options)
 
-    def _prepare(self, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        problem = self.plan.problem
-        dout, out, dq, dk, dv = tensors[3], tensors[4], q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape)
-        rows = problem.tile_q
-        boxes = ((q, rows), (k, KV_ROWS), (tensors[2], KV_ROWS), (dout, rows), (dk, KV_ROWS // 2), (dv, KV_ROWS // 2))
-        self.maps = [TensorMap(tensor, box) for tensor, box in boxes]
-        self.before = PreprocessParams(
-            out_strides=Strides(*out.stride()[:3]),
-            grad_strides=Strides(*dout.stride()[:3]),
-            batch=problem.batch,
-            q_heads=problem.heads * problem.group,
-            group=problem.group,
-            q_len=problem.q_len,
-            padded_len=self.padded,
-            q_tiles=problem.q_tiles,
-            plan=self.tables.params,
+    def _prepare(self, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        layout, tiles = self.layout, self.tiles
+        q, k, v, dout, out = tensors
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        boxes = [(q, tiles.q_rows), (k, tiles.kv_rows), (v, tiles.kv_rows), (dout, tiles.q_rows), (dk, 64), (dv, 64)]
+        self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
+        places = RowPlaces(
+            batch=layout.batch,
+            q_heads=layout.q_heads,
+            group=layout.group,
+            q_len=layout.q_len,
+            tokens=layout.q_len,
+            head_tiles=self.head_tiles,
         )
+        self.before = PreprocessParams(
+            out_strides=row_strides(out),
+            grad_strides=row_strides(dout),
+            v_dim=v.shape[-1],
+            kv_rows=tiles.kv_rows,
+            tile_columns=tiles.columns,
+            rows=places,
+            mask=self.mask.params,
+        )
+        cap = options.softcap
         self.main = BackwardParams(
             most_polls=MOST_POLLS,
-            kv_heads=problem.heads,
-            group=problem.group,
-            q_tiles=problem.q_tiles,
-            scale_log2=options.scale * LOG2_E,
+            call=register_call(layout.q_heads, self.head_tiles),
+            group=layout.group,
+            head_tiles=self.head_tiles,
+            scale_log2=(cap or options.scale) * LOG2_E,
             scale=options.scale,
-            masked_score=MASKED_SCORE,
+            masked_score=MASKED_CAPPED_SCORE if cap else MASKED_SCORE,
+            cap_scale=2 * LOG2_E * options.scale / cap if cap else 0.0,
             mask=self.mask.params,
-            plan=self.tables.params,
-            hang_report=report_address(problem.heads * problem.group, problem.q_tiles),
+            report=report_address(),
         )
+        if self.plan is not None:
+            self.tables = plan_on_device(self.plan, self.device)
+            self.before.plan = self.tables.params
+            self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
         self.after = PostprocessParams(
-            ranks_per_q_tile=self.tables.ranks_per_q_tile,
-            strides=Strides(*dq.stride()[:3]),
-            q_heads=problem.heads * problem.group,
-            q_len=problem.q_len,
-            q_tiles=problem.q_tiles,
-            scale=options.scale,
+            strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=places
         )
+        self.sink = SinkGradientParams(sequences=layout.count, rows=places)
         self.arguments_before = Arguments([addressof(self.before)])
         self.arguments_main = Arguments([*(m.address for m in self.maps), addressof(self.main)])
         self.arguments_after = Arguments([addressof(self.after)])
+        self.arguments_sink = Arguments([addressof(self.sink)])
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        raise_if_hung()
-        with torch.cuda.device(q.device):
+    def run(
+        self, tensors: tuple[Tensor, ...], lse: Tensor, packing: Packing | None, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        raise_if_troubled()
+        q, k, v, dout, out = tensors
+        index = self.layout.device
+        with on_device(index):
             dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-            workspace, addresses = self._workspace(q.device)
-            lse = lse.contiguous()
-            stream = torch.cuda.current_stream().cuda_stream
+            memory, at = self.workspace.allocate(self.device)
+            if not lse.is_contiguous():
+                lse = lse.contiguous()
+            stream = current_stream(index)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 for tensor_map, tensor in zip(self.maps, (q, k, v, dout, dk, dv), strict=True):
-                    tensor_map.point_to(tensor)
-                self._point(addresses, out, dout, lse, dq)
-                self._launch(stream, dq)
-        del workspace  # stream order keeps it alive long enough
-        return dq, dk, dv
+                    tensor_map.point_to(tensor.data_ptr())
+                self._point(at, out, dout, lse, dq)
+                if self.packed is not None and packing is not None:
+                    self.packed.launch(packing, at, stream)
+                    self._point_to_sequences(at)
+                self.kernels.preprocess.launch(self.blocks_before, self.arguments_before, stream)
+                self.kernels.attention.launch(self.workers, self.arguments_main, stream, self.cooperative)
+                self.kernels.postprocess.launch(self.dq_tiles, self.arguments_after, stream)
+                dsinks = None if sinks is None else self._sink_gradient(sinks, at, stream)
+        del memory  # stream order keeps it alive long enough
+        return self.layout.without_padding(dq, dk, dv, dsinks)
 
-    def _workspace(self, device: torch.device) -> tuple[Tensor, list[int]]:
-        """All of the workspace in one allocation."""
-        offsets, total = [], 0
-        for size in self.sizes:
-            offsets.append(total)
-            total += -(-size * 4 // ALIGNMENT) * ALIGNMENT
-        memory = torch.empty(total, dtype=torch.uint8, device=device)
-        return memory, [memory.data_ptr() + offset for offset in offsets]
-
-    def _point(self, addresses: list[int], out: Tensor, dout: Tensor, lse: Tensor, dq: Tensor) -> None:
+    def _point(self, at: dict[str, int], out: Tensor, dout: Tensor, lse: Tensor, dq: Tensor) -> None:
         before, main, after = self.before, self.main, self.after
         before.out, before.grad_out, before.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
-        before.lse_log2, before.delta, accumulator, before.semaphores, before.next_ticket, before.tickets = addresses
-        before.dq_to_zero = None if self.ordered else accumulator
-        main.lse, main.delta, main.dq, main.semaphores, main.next_ticket, main.tickets = addresses
-        after.dq_accumulator, after.dq = accumulator, dq.data_ptr()
+        before.lse_log2 = main.lse = at["lse"]
+        before.delta = main.delta = at["delta"]
+        before.semaphores = main.semaphores = after.semaphores = at["semaphores"]
+        before.next_ticket = main.next_ticket = at["next_ticket"]
+        before.tickets = main.tickets = at["tickets"]
+        main.dq = after.dq_accumulator = at["dq"]
+        before.dq_to_zero = None if self.ordered else at["dq"]
+        after.dq = dq.data_ptr()
 
-    def _launch(self, stream: int, dq: Tensor) -> None:
-        dim = dq.shape[-1]
-        blocks = -(-self.heads * self.padded * (dim // 8) // HELPER_THREADS)
-        self.kernels.preprocess.launch(blocks, self.arguments_before, stream)
-        # Gangs wait for each other: all their CTAs must be resident, also when other work shares the GPU.
-        self.kernels.attention.launch(self.workers, self.arguments_main, stream, cooperative=self.plan.gang > 1)
-        self.kernels.postprocess.launch(self.heads * self.plan.problem.q_tiles, self.arguments_after, stream)
+    def _point_to_sequences(self, at: dict[str, int]) -> None:
+        for params in (self.before, self.after, self.sink):
+            params.rows.sequences, params.rows.tile_places = at["sequences"], at["tile_places"]
+        self.main.chains = at["chains"]
+
+    def _sink_gradient(self, sinks: Tensor, at: dict[str, int], stream: Any) -> Tensor:
+        logits = sinks.detach().float().contiguous()
+        gradient = torch.empty_like(logits)
+        self.sink.sinks, self.sink.gradient = logits.data_ptr(), gradient.data_ptr()
+        self.sink.lse_log2, self.sink.delta = at["lse"], at["delta"]
+        name = f"sink_gradient<{self.tiles.q_rows}, {_flag(self.layout.packed)}>"
+        kernel = load(self.layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
+        kernel.launch(self.layout.q_heads, self.arguments_sink, stream)
+        return gradient.to(sinks.dtype)
 
 
-@lru_cache(maxsize=256)
-def _call_for(device: torch.device, dtype: torch.dtype, options: AttentionOptions, layouts: tuple[tuple, ...]) -> BackwardCall:
-    """A call prepared for tensors of these shapes and strides (made here, empty, only to describe them)."""
-    with torch.cuda.device(device):
-        tensors = tuple(torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride in layouts)
-        return BackwardCall(tensors[0], tensors[1], tensors, options)
+def row_strides(tensor: Tensor) -> Any:
+    """Strides of batch, row and head; packed tokens are one batch."""
+    return Strides(*tensor.stride()[:3]) if tensor.ndim == 4 else Strides(0, *tensor.stride()[:2])
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+_calls = CallCache(BackwardCall)

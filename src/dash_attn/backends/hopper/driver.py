@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from .compile import Kernel, compile_kernel
+
+_NO_SWITCH: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,17 @@ class LoadedKernel:
     shared_bytes: int
     kernel: Kernel
 
-    def launch(self, grid: int, arguments: Arguments, stream: int, cooperative: bool = False) -> None:
+    def launch(self, grid: int, arguments: Arguments, stream: Any, cooperative: bool = False) -> None:
         """Asynchronous; the arguments are copied before this returns. `cooperative`: all blocks resident, or an error."""
         driver = cuda_driver()
-        start = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
-        block = (self.threads, 1, 1)
         if cooperative:
-            check(start(self.function, grid, 1, 1, *block, self.shared_bytes, stream, arguments.address))
+            check(
+                driver.cuLaunchCooperativeKernel(
+                    self.function, grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.address
+                )
+            )
         else:
-            check(start(self.function, grid, 1, 1, *block, self.shared_bytes, stream, arguments.address, 0))
+            check(driver.cuLaunchKernel(self.function, grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.address, 0))
 
 
 class Arguments:
@@ -46,8 +51,7 @@ def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -
     """Compile (or fetch from the cache) and load a kernel on a device. A kernel is loaded once per device."""
     kernel = compile_kernel(header, name)
     driver = cuda_driver()
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's primary context current
+    with on_device(device):
         module = check(driver.cuModuleLoadData(kernel.cubin))
         function = check(driver.cuModuleGetFunction(module, kernel.symbol.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -57,6 +61,46 @@ def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -
 
 def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+@contextmanager
+def _switched_to(index: int) -> Iterator[None]:
+    with torch.cuda.device(index):
+        _make_context_current(index)
+        yield
+
+
+def on_device(index: int) -> AbstractContextManager[None]:
+    """Makes the device and its context current for driver calls; costs little if they already are."""
+    if torch.cuda.current_device() != index:
+        return _switched_to(index)
+    _make_context_current(index)
+    return _NO_SWITCH
+
+
+def _make_context_current(index: int) -> None:
+    """torch and the CUDA runtime do so lazily: a thread that has made no runtime call yet (autograd's) has no context."""
+    driver = cuda_driver()
+    context = _primary_context(index)
+    if int(check(driver.cuCtxGetCurrent())) != int(context):
+        check(driver.cuCtxSetCurrent(context))
+
+
+@cache
+def _primary_context(index: int) -> Any:
+    driver = cuda_driver()
+    torch.cuda.init()
+    return check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(index))))
+
+
+def current_stream(index: int) -> Any:
+    """torch's current stream on a device, as the driver wants it."""
+    return _stream_object(torch._C._cuda_getCurrentRawStream(index))
+
+
+@lru_cache(maxsize=1024)
+def _stream_object(stream: int) -> Any:
+    return cuda_driver().CUstream(stream)
 
 
 @cache
@@ -71,7 +115,7 @@ def cuda_driver() -> Any:
 def check(result: Sequence[Any]) -> Any:
     """The value of a driver call, or an error with the driver's own words."""
     status, *values = result
-    if int(status) != 0:
+    if status:
         _, text = cuda_driver().cuGetErrorString(status)
         raise RuntimeError(f"CUDA driver: {status.name}: {text.decode() if text else 'no description'}")
     return values[0] if len(values) == 1 else tuple(values)

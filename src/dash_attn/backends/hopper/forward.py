@@ -4,106 +4,137 @@ from __future__ import annotations
 
 import threading
 from ctypes import addressof
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...options import AttentionOptions
+from ...packing import Packing
 from ...planning import problem_of
 from ...problem import Problem
-from .driver import Arguments, LoadedKernel, check, cuda_driver, device_index, load
+from .driver import Arguments, LoadedKernel, check, cuda_driver, current_stream, load, on_device
+from .layout import CallCache, Layout, cut
+from .packed import PackedTiler
+from .shapes import KERNEL_DIMS, forward_tiles, kernel_dim
 from .structs import ForwardParams
-from .support import DTYPES, check_call, check_device
+from .support import check_device
 from .tables import mask_on_device, visits_on_device
-from .tensor_map import TensorMap, tma_ready
+from .tensor_map import TensorMap
+from .trouble import raise_if_troubled
+from .workspace import Workspace
 
-KV_ROWS = 128
 CONSUMER_ROWS = 64  # queries of a consumer warpgroup
 # Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
-CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, 128: {2: 1.0}}  # consumers: time per element, relative
+# Consumers: time per element, relative.
+CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
+LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
 LOG2_E = 1.4426950408889634
 CACHED_BYTES = 32 * 2**20  # K and V that may be expected to stay in the L2 cache
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
-    check_call(q, k, v, options)
-    q, k, v = (tma_ready(t) for t in (q, k, v))
-    return _call_for(q.device, q.dtype, options, tuple((t.shape, t.stride()) for t in (q, k, v))).run(q, k, v)
+    call, tensors = _calls.find((q, k, v), options, packing)
+    return call.run(tensors, packing, sinks)
 
 
-def forward_kernel(device: int, dtype: str, dim: int, consumers: int, mask_kind: str) -> LoadedKernel:
-    name = f"attention_forward<{dtype}, {dim}, {consumers}, MaskKind::{mask_kind}>"
-    return load(device, "forward.cuh", name, 128 * (consumers + 1), shared_bytes(dim, consumers))
+def forward_kernel(device: int, dtype: str, dim: int, consumers: int, softcap: bool, mask_kind: str) -> LoadedKernel:
+    name = f"attention_forward<{dtype}, {dim}, {consumers}, {'true' if softcap else 'false'}, MaskKind::{mask_kind}>"
+    return load(device, "forward.cuh", name, 128 * (consumers + 1), forward_tiles(dim, consumers).shared_bytes)
 
 
-def forward_problem(q: Tensor, k: Tensor, options: AttentionOptions) -> Problem:
+def forward_problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Problem:
     """The tiling that visits least, by a fixed rule: like everything that decides bits, a function of one sequence alone."""
-    choices = CONSUMER_CHOICES[q.shape[-1]]
-    problems = {problem_of(q, k, options, CONSUMER_ROWS * c, KV_ROWS): c * time for c, time in choices.items()}
+    dim = kernel_dim(q.shape[-1], v.shape[-1])
+    costs = CONSUMER_CHOICES[dim]
+    problems = {problem_of(q, k, options, CONSUMER_ROWS * c, forward_tiles(dim, c).kv_rows): c * time for c, time in costs.items()}
     return min(problems, key=lambda problem: problems[problem] * int(problem.kept.sum()))
-
-
-def shared_bytes(dim: int, consumers: int) -> int:
-    """As ForwardConfig::SHARED_BYTES (a test compares them): two stages of Q, K and V, output, notes, barriers."""
-    q_bytes = consumers * CONSUMER_ROWS * dim * 2
-    return 3 * q_bytes + 4 * KV_ROWS * dim * 2 + 32 + 16 + 128
 
 
 class ForwardCall:
     """Everything about a call that does not change with the addresses of its tensors."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
-        device, dim = q.device, q.shape[-1]
-        problem = forward_problem(q, k, options)
-        consumers = problem.tile_q // CONSUMER_ROWS
-        self.mask = mask_on_device(options.mask, problem.q_len, problem.kv_len, device)
-        self.visits = visits_on_device(problem, device)
-        self.kernel = forward_kernel(device_index(device), DTYPES[q.dtype], dim, consumers, self.mask.kind)
-        heads = problem.heads * problem.group
-        tickets = problem.batch * heads * self.visits.places
-        self.some_attend_nothing = self.visits.places < problem.q_tiles
-        self.lse_shape = (problem.batch, heads, problem.q_len)
-        self.grid = max(1, min(check_device(device_index(device)), tickets))
-        out = q.new_empty(q.shape)
-        self.maps = [TensorMap(tensor, box) for tensor, box in ((q, CONSUMER_ROWS), (k, KV_ROWS), (v, KV_ROWS), (out, CONSUMER_ROWS))]
-        bytes_per_head = 2 * problem.kv_len * dim * q.element_size() / problem.group
+    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        q, k, v = tensors
+        self.layout, self.device = layout, q.device
+        self.mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
+        cap = options.softcap
         self.params = ForwardParams(
-            batch=problem.batch,
-            q_heads=heads,
-            group=problem.group,
-            places=self.visits.places,
-            tickets=tickets,
-            heads_side_by_side=max(1, min(problem.batch * heads, int(CACHED_BYTES // bytes_per_head))),
-            scale_log2=options.scale * LOG2_E,
+            batch=layout.batch,
+            q_heads=layout.q_heads,
+            group=layout.group,
+            tokens=layout.q_len,
+            heads_side_by_side=self._heads_side_by_side(k, v),
+            scale_log2=(cap or options.scale) * LOG2_E,
+            cap_scale=2 * LOG2_E * options.scale / cap if cap else 0.0,
             mask=self.mask.params,
-            visits=self.visits.params,
         )
+        self.tiler: PackedTiler | None = None
+        consumers, places = self._place_packed() if layout.packed else self._place(q, k, v, options)
+        kind = "Packed" if layout.packed else self.mask.kind
+        self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(cap), kind)
+        self.grid = max(1, min(check_device(layout.device), layout.batch * layout.q_heads * places))
+        self.out_shape = (*q.shape[:-1], v.shape[-1])
+        self.lse_shape = (layout.q_heads, layout.q_len) if layout.packed else (layout.batch, layout.q_heads, layout.q_len)
+        kv_rows = forward_tiles(layout.dim, consumers).kv_rows
+        out = q.new_empty(self.out_shape)
+        boxes = ((q, CONSUMER_ROWS), (k, kv_rows), (v, kv_rows), (out, CONSUMER_ROWS))
+        self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
         self.arguments = Arguments([*(m.address for m in self.maps), addressof(self.params)])
         self.lock = threading.Lock()
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.cuda.device(q.device):
-            out = q.new_empty(q.shape)
+    def _heads_side_by_side(self, k: Tensor, v: Tensor) -> int:
+        layout = self.layout
+        longest = layout.k_longest if layout.packed else layout.kv_len
+        bytes_per_head = (longest or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
+        return max(1, min(layout.batch * layout.q_heads, int(CACHED_BYTES // bytes_per_head)))
+
+    def _place(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[int, int]:
+        """Consumers, and Q tiles of a head that visit anything."""
+        problem = forward_problem(q, k, v, options)
+        self.visits = visits_on_device(problem, self.device)
+        self.params.places, self.params.visits = self.visits.places, self.visits.params
+        self.some_attend_nothing = self.visits.places < problem.q_tiles
+        self.workspace = Workspace(next_ticket=8)
+        return problem.tile_q // CONSUMER_ROWS, self.visits.places
+
+    def _place_packed(self) -> tuple[int, int]:
+        layout = self.layout
+        consumers = 3 if layout.dim == 64 and (layout.q_longest or 0) >= LONG else 2
+        self.tiler = PackedTiler(layout, self.mask, CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows)
+        self.workspace = Workspace(next_ticket=8, **self.tiler.sizes(layout))
+        self.some_attend_nothing = False  # tiles without visits are written, too
+        return consumers, self.tiler.room
+
+    def run(self, tensors: tuple[Tensor, ...], packing: Packing | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        raise_if_troubled()
+        q, k, v = tensors
+        index = self.layout.device
+        with on_device(index):
+            out = q.new_empty(self.out_shape)
             lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-            counter = q.new_empty(4, dtype=torch.int32)
+            logits = None if sinks is None else sinks.detach().float().contiguous()
             if self.some_attend_nothing:
                 out.zero_()
-                lse.fill_(-torch.inf)
-            stream = torch.cuda.current_stream().cuda_stream
+                lse.fill_(-torch.inf) if logits is None else lse.copy_(logits[:, None].expand(self.lse_shape))
+            memory, at = self.workspace.allocate(self.device)
+            stream = current_stream(index)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 for tensor_map, tensor in zip(self.maps, (q, k, v, out), strict=True):
-                    tensor_map.point_to(tensor)
-                self.params.lse, self.params.next_ticket = lse.data_ptr(), counter.data_ptr()
-                check(cuda_driver().cuMemsetD32Async(counter.data_ptr(), 0, 1, stream))
+                    tensor_map.point_to(tensor.data_ptr())
+                params = self.params
+                params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
+                params.next_ticket = at["next_ticket"]
+                if self.tiler is not None and packing is not None:
+                    self.tiler.launch(packing, at, stream)
+                    params.sequences, params.tiles = at["sequences"], at["tiles"]
+                else:
+                    check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
                 self.kernel.launch(self.grid, self.arguments, stream)
-        return out, lse
+        del memory  # stream order keeps it alive long enough
+        return cut(out, self.layout.v_dim), lse
 
 
-@lru_cache(maxsize=256)
-def _call_for(device: torch.device, dtype: torch.dtype, options: AttentionOptions, layouts: tuple[tuple, ...]) -> ForwardCall:
-    """A call prepared for tensors of these shapes and strides (made here, empty, only to describe them)."""
-    with torch.cuda.device(device):
-        q, k, v = (torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride in layouts)
-        return ForwardCall(q, k, v, options)
+_calls = CallCache(ForwardCall)

@@ -7,34 +7,34 @@ from torch import Tensor
 from ...explanation import Explanation
 from ...options import AttentionOptions
 from ...planning import explanation_of
-from .backward import KV_ROWS, Q_ROWS, backward_kernels, backward_plan, workspace_sizes
-from .driver import device_index
+from .backward import backward_kernels, backward_plan, workspace_of
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem
-from .support import DTYPES, check_call
+from .layout import Layout
 from .tables import mask_on_device
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
-    check_call(q, k, v, options)
-    plan, ahead = backward_plan(q, k, options), forward_problem(q, k, options)
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Explanation:
+    """Sinks change no plan and no kernel."""
+    layout = Layout.of((q, k, v), options)
+    plan, ahead = backward_plan(q, k, v, options), forward_problem(q, k, v, options)
     return explanation_of(
         plan,
         "hopper",
         options,
-        backward_tiles=(Q_ROWS[q.shape[-1]], KV_ROWS),
+        backward_tiles=(plan.problem.tile_q, plan.problem.tile_kv),
         forward_tiles=(ahead.tile_q, ahead.tile_kv),
-        workspace_bytes=4 * sum(workspace_sizes(plan.problem, q.shape[-1])),
-        kernels=_kernel_hashes(q, k, options, ahead.tile_q // CONSUMER_ROWS),
+        workspace_bytes=workspace_of(layout).bytes,
+        kernels=_kernel_hashes(q, layout, options, ahead.tile_q // CONSUMER_ROWS),
     )
 
 
-def _kernel_hashes(q: Tensor, k: Tensor, options: AttentionOptions, consumers: int) -> dict[str, str]:
+def _kernel_hashes(q: Tensor, layout: Layout, options: AttentionOptions, consumers: int) -> dict[str, str]:
     """Compiles what is not compiled yet: the hash is of the machine code, not of the source."""
-    device, dtype, dim = device_index(q.device), DTYPES[q.dtype], q.shape[-1]
-    kind = mask_on_device(options.mask, q.shape[1], k.shape[1], q.device).kind
-    behind = backward_kernels(device, dtype, dim, options.ordered, kind)
+    kind = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device).kind
+    cap = bool(options.softcap)
+    behind = backward_kernels(layout.device, layout.dtype, layout.dim, options.ordered, cap, kind)
     loaded = {
-        "forward": forward_kernel(device, dtype, dim, consumers, kind),
+        "forward": forward_kernel(layout.device, layout.dtype, layout.dim, consumers, cap, kind),
         "preprocess": behind.preprocess,
         "backward": behind.attention,
         "postprocess": behind.postprocess,

@@ -16,11 +16,9 @@ from ...recording import Clocks, Cycles, RecordError, noted_by_drains, spans_fro
 from ...schedule import Schedule
 from ...spans import Spans, TaskTable, task_table
 from .backward import BackwardCall, backward_kernels
-from .driver import device_index
-from .support import DTYPES, check_call
-from .tensor_map import tma_ready
+from .layout import CallCache, Layout
 
-DRAINS = 2  # as in backward_config.cuh
+DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward_config.cuh)
 MOST_ENTRIES = 2**26  # of 16 bytes: a gigabyte
 UNWRITTEN = -1
 
@@ -28,30 +26,31 @@ UNWRITTEN = -1
 class RecordingCall(BackwardCall):
     """A backward call with the recording kernel and the memory it writes to."""
 
-    def __init__(self, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        super().__init__(q, k, tensors, options)
+    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        super().__init__(layout, tensors, options)
+        assert self.plan is not None  # record_backward takes no packed sequences, which are planned on the device
         problem = self.plan.problem
         check_size(problem)
-        kinds = (self.ordered, self.mask.kind)
-        self.kernels = backward_kernels(device_index(q.device), DTYPES[q.dtype], q.shape[-1], *kinds, record=True)
-        self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=q.device)  # struct StepRecord
-        self.clocks = torch.zeros((2, self.workers, 2), dtype=torch.int64, device=q.device)  # struct ClockRecord
-        self.main.record, self.main.clocks = self.record.data_ptr(), self.clocks.data_ptr()
+        kinds = (self.ordered, bool(options.softcap), self.mask.kind)
+        self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, *kinds, record=True)
+        self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
+        self.clocks = torch.zeros((2, self.workers, 2), dtype=torch.int64, device=self.device)  # struct ClockRecord
+        self.main.record, self.main.clocks, self.main.record_ranks = self.record.data_ptr(), self.clocks.data_ptr(), problem.kv_tiles
 
 
 def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Spans:
-    """Run one backward of these tensors (after one to warm up) and tell when every task ran. Times are microseconds."""
-    check_call(q, k, v, options)
-    tensors = tuple(tma_ready(t) for t in (q, k, v, dout, out))
-    q, k, v, dout, out = tensors
+    """Run one backward of these (batched) tensors, after one to warm up, and tell when every task ran. Times are microseconds."""
+    call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
+    plan = call.plan
+    assert plan is not None
     with torch.cuda.device(q.device):
-        call = RecordingCall(q, k, tensors, options)
         for _ in range(2):
             call.record.fill_(UNWRITTEN)
-            call.run(q, k, v, dout, out, lse)
+            call.run(tensors, lse, None, None)
         torch.cuda.synchronize()
-    schedule = generate(options.schedule, call.plan.problem, call.plan.workers)
-    return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy())
+    schedule = generate(options.schedule, plan.problem, plan.workers)
+    drains = DRAINS[call.layout.dim <= 128]
+    return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy(), drains)
 
 
 def check_size(problem: Problem) -> None:
@@ -64,7 +63,7 @@ def entries(problem: Problem) -> int:
     return problem.batch * problem.heads * problem.group * problem.q_tiles * problem.kv_tiles
 
 
-def read_record(schedule: Schedule, record: np.ndarray, clocks: np.ndarray) -> Spans:
+def read_record(schedule: Schedule, record: np.ndarray, clocks: np.ndarray, drains: int = 2) -> Spans:
     """Spans from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and rank; per CTA both clocks, twice."""
     table = task_table(schedule)
     rows = record[entry_of(schedule.problem, table)].astype(np.int64)
@@ -75,7 +74,7 @@ def read_record(schedule: Schedule, record: np.ndarray, clocks: np.ndarray) -> S
     cycles = Cycles(rows[:, 3], *(rows[:, i] % 2**32 for i in range(3)))
     ns, packed = clocks[..., 0], clocks[..., 1]
     both = Clocks(ns[0], packed[0] & 0xFFFFFFFF, ns[1], packed[1] & 0xFFFFFFFF)
-    return spans_from(schedule, noted_by_drains(schedule, cycles, both, DRAINS), DRAINS)
+    return spans_from(schedule, noted_by_drains(schedule, cycles, both, drains), drains)
 
 
 def entry_of(problem: Problem, table: TaskTable) -> np.ndarray:

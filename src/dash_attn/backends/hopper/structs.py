@@ -9,10 +9,18 @@ Pair = c_int * 2
 Strides = c_int64 * 3
 
 
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_void_p) for name in names]
+
+
+def _ints(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_int) for name in names]
+
+
 class PlanTables(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("starts", "chain_runs", "chain_steps", "runs", "entries", "segments")),
-        *((name, c_int) for name in ("kinds", "kv_tiles", "lanes", "tickets", "has_gangs")),
+        *_pointers("starts", "chain_runs", "chain_steps", "runs", "entries", "segments"),
+        *_ints("kinds", "kv_tiles", "lanes", "tickets", "has_gangs"),
         ("instances", Pair),
         ("heads_per_sequence", Pair),
         ("first_head", Pair),
@@ -22,59 +30,87 @@ class PlanTables(ctypes.Structure):
 
 class MaskParams(ctypes.Structure):
     _fields_ = [
-        *((name, c_int) for name in ("q_len", "kv_len", "band_top")),
+        *_ints("q_len", "kv_len", "band_right"),
         ("band_width", c_uint32),
-        ("rows", c_void_p),
-        ("blocks", c_void_p),
-        *((name, c_int) for name in ("block_q", "block_kv", "block_columns")),
+        *_pointers("rows", "blocks"),
+        *_ints("block_q", "block_kv", "block_columns"),
+    ]
+
+
+class RowPlaces(ctypes.Structure):
+    _fields_ = [
+        *_ints("batch", "q_heads", "group", "q_len", "tokens", "head_tiles"),
+        *_pointers("sequences", "tile_places"),
     ]
 
 
 class BackwardParams(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("lse", "delta", "dq", "semaphores", "next_ticket", "tickets", "hang_report")),
+        *_pointers("lse", "delta", "dq", "semaphores", "next_ticket", "tickets", "report"),
         ("most_polls", c_uint32),
-        *((name, c_int) for name in ("kv_heads", "group", "q_tiles")),
-        *((name, c_float) for name in ("scale_log2", "scale", "masked_score")),
+        *_ints("call", "group", "head_tiles"),
+        *((name, c_float) for name in ("scale_log2", "scale", "masked_score", "cap_scale")),
         ("mask", MaskParams),
-        ("plan", PlanTables),
-        *((name, c_void_p) for name in ("record", "clocks")),
+        *_pointers("runs", "entries", "chains", "record", "clocks"),
+        ("record_ranks", c_uint32),
     ]
 
 
 class PreprocessParams(ctypes.Structure):
     _fields_ = [
-        ("out", c_void_p),
-        ("grad_out", c_void_p),
+        *_pointers("out", "grad_out"),
         ("out_strides", Strides),
         ("grad_strides", Strides),
-        *((name, c_void_p) for name in ("lse", "lse_log2", "delta", "dq_to_zero", "semaphores", "next_ticket", "tickets")),
-        *((name, c_int) for name in ("batch", "q_heads", "group", "q_len", "padded_len", "q_tiles")),
+        *_pointers("lse", "lse_log2", "delta", "dq_to_zero", "semaphores", "next_ticket", "tickets"),
+        *_ints("v_dim", "kv_rows", "tile_columns"),
+        ("rows", RowPlaces),
+        ("mask", MaskParams),
         ("plan", PlanTables),
     ]
 
 
 class PostprocessParams(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("dq_accumulator", "ranks_per_q_tile", "dq")),
+        *_pointers("dq_accumulator", "semaphores", "dq"),
         ("strides", Strides),
-        *((name, c_int) for name in ("q_heads", "q_len", "q_tiles")),
+        *_ints("dim", "ordered"),
         ("scale", c_float),
+        ("rows", RowPlaces),
     ]
+
+
+class SinkGradientParams(ctypes.Structure):
+    _fields_ = [*_pointers("sinks", "lse_log2", "delta", "gradient"), *_ints("sequences"), ("rows", RowPlaces)]
+
+
+class PackedParams(ctypes.Structure):
+    _fields_ = [
+        *_pointers("cu_q", "cu_k"),
+        *_ints("count", "q_tokens", "k_tokens", "q_longest", "k_longest"),
+        *_ints("heads", "group", "head_offset", "head_tiles", "chain_rows", "workers"),
+        ("mask", MaskParams),
+        *_pointers("sequences", "parts", "tile_places", "chains", "tickets", "ticket_count", "report"),
+        *_ints("call"),
+    ]
+
+
+class PackedTilesParams(ctypes.Structure):
+    _fields_ = [*_ints("count", "tile_room"), ("mask", MaskParams), *_pointers("sequences", "parts", "tiles", "next_ticket")]
 
 
 class VisitParams(ctypes.Structure):
     """struct VisitTables of forward_config.cuh."""
 
-    _fields_ = [(name, c_void_p) for name in ("q_order", "first_runs", "runs", "visits")]
+    _fields_ = _pointers("q_order", "first_runs", "runs", "visits")
 
 
 class ForwardParams(ctypes.Structure):
     _fields_ = [
-        ("lse", c_void_p),
-        ("next_ticket", c_void_p),
-        *((name, c_int) for name in ("batch", "q_heads", "group", "places", "tickets", "heads_side_by_side")),
+        *_pointers("lse", "sinks", "next_ticket"),
+        *_ints("batch", "q_heads", "group", "places", "tokens", "heads_side_by_side"),
         ("scale_log2", c_float),
+        ("cap_scale", c_float),
         ("mask", MaskParams),
         ("visits", VisitParams),
+        *_pointers("sequences", "tiles"),
     ]

@@ -7,9 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...masks import Causal, Full, Mask, Window
 from ...options import AttentionOptions
+from .shapes import KERNEL_DIMS
 
-HEAD_DIMS = (64, 128)
+LARGEST_DIM = KERNEL_DIMS[-1]
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -29,13 +31,30 @@ def check_device(index: int) -> int:
     return int(properties.multi_processor_count)
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool = False) -> None:
     if q.dtype not in DTYPES:
         raise Unsupported(f"backend 'hopper' takes bfloat16 and float16; got {q.dtype}")
-    if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
-        dims = f"q/k {q.shape[-1]}, v {v.shape[-1]}"
-        raise Unsupported(f"backend 'hopper' takes head dims {', '.join(map(str, HEAD_DIMS))}, the same for q, k and v; got {dims}")
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
+        raise Unsupported(f"backend 'hopper' takes head dims up to {LARGEST_DIM}; got q/k {q.shape[-1]}, v {v.shape[-1]}")
     if options.scale < 0:
         raise Unsupported(f"backend 'hopper' takes softmax_scale > 0; got {options.scale}")
-    if options.softcap:
-        raise Unsupported(f"backend 'hopper' has no softcap yet; got softcap={options.softcap}. Tensors on the CPU support it.")
+    if packed:
+        _check_packed(options)
+
+
+def _check_packed(options: AttentionOptions) -> None:
+    """Lengths are known on the device only, so the kernels must be able to plan from them."""
+    if not is_plain_band(options.mask):
+        raise Unsupported(
+            f"packed sequences on backend 'hopper' take a full or causal mask, or a window with a right limit; got {options.mask}."
+            " Documents inside one sequence (mask=Documents(lengths), flash_attn_func) take any mask."
+        )
+    if options.schedule != "auto":
+        raise Unsupported(
+            f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule!r}"
+        )
+
+
+def is_plain_band(mask: Mask) -> bool:
+    """Full, causal, or a window that does not look ahead without limit."""
+    return isinstance(mask, (Full, Causal)) or (isinstance(mask, Window) and (mask.right >= 0 or mask.left < 0))

@@ -53,7 +53,6 @@ class PlanOnDevice:
                 "runs": plan.runs,
                 "entries": plan.entries,
                 "segments": np.cumsum([0, *plan.segments]),
-                "ranks_per_q_tile": plan.ranks_per_q_tile,
             },
             device,
         )
@@ -72,7 +71,6 @@ class PlanOnDevice:
             first_head=Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),
             last_member_first=Pair(*map(int, plan.last_member_first)),
         )
-        self.ranks_per_q_tile = self.tables["ranks_per_q_tile"]
 
 
 class VisitsOnDevice:
@@ -93,12 +91,7 @@ class MaskOnDevice:
         self.params = MaskParams(q_len=q_len, kv_len=kv_len)
         if isinstance(mask, (Full, Causal, Window)):
             self.kind = "Band"
-            left = -1 if isinstance(mask, (Full, Causal)) else mask.left
-            right = 0 if isinstance(mask, Causal) else -1 if isinstance(mask, Full) else mask.right
-            offset = kv_len - q_len
-            top = FAR_AWAY if right < 0 else offset + right
-            bottom = -FAR_AWAY if left < 0 else offset - left
-            self.params.band_top, self.params.band_width = top, top - bottom
+            self.params.band_right, self.params.band_width = band_of(mask)
         elif isinstance(mask, IntervalMask):
             self.kind = "Rows"
             bounds = np.stack(mask.clipped_bounds(np.arange(q_len), q_len, kv_len), axis=1)
@@ -113,6 +106,14 @@ class MaskOnDevice:
             self.params.block_columns = mask.blocks.shape[1]
         else:
             raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
+
+
+def band_of(mask: Full | Causal | Window) -> tuple[int, int]:
+    """(band_right, band_width) of mask.cuh: the same for sequences of all lengths."""
+    left = mask.left if isinstance(mask, Window) else -1
+    right = mask.right if isinstance(mask, Window) else 0 if isinstance(mask, Causal) else -1
+    ahead = FAR_AWAY if right < 0 else min(right, FAR_AWAY)
+    return ahead, 2 * FAR_AWAY - 1 if left < 0 else min(left, FAR_AWAY) + ahead
 
 
 @lru_cache(maxsize=64)

@@ -5,14 +5,15 @@
 #include "backward_drain.cuh"
 #include "backward_loader.cuh"
 #include "backward_planner.cuh"
+#include "backward_wide.cuh"
 
-template <typename Half, int D, int Q_ROWS, bool ORDERED, MaskKind MASK, bool RECORD = false>
+template <typename Half, int D, bool ORDERED, bool SOFTCAP, MaskKind MASK, bool RECORD = false>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
                        const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
                        const __grid_constant__ BackwardParams p) {
-  using C = BackwardConfig<D, Q_ROWS>;
+  using C = BackwardConfig<D>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory), bar = shared + C::BARRIERS;
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
@@ -24,11 +25,14 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     registers_decrease<24>();  // 128 x 24 + 256 x 240 = 384 x 168: what the CTA was launched with
     const Notes<C> notes{shared, bar};
     if (lane != 0) return;
-    if (warp == 0) Loader<D, Q_ROWS>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
-    if (warp == 1) Planner<D, Q_ROWS>{p, notes, bar}.run();
-    if (warp >= 2) Drain<D, Q_ROWS, ORDERED, RECORD>{p, notes, shared, bar, warp - 2}.run();
+    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
+    if (warp == 1) Planner<D, MASK>{p, notes, bar}.run();
+    if (warp >= 2) Drain<D, ORDERED, RECORD>{p, notes, shared, bar, warp - 2}.run();
   } else {
     registers_increase<240>();
-    Consumer<Half, D, Q_ROWS, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);
+    if constexpr (D <= 128)
+      Consumer<Half, D, SOFTCAP, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);
+    else
+      WideConsumer<Half, D, SOFTCAP, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);
   }
 }

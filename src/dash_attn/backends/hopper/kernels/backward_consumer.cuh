@@ -5,11 +5,11 @@
 #include "backward_config.cuh"
 #include "wgmma.cuh"
 
-template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
-  using C = BackwardConfig<D, Q_ROWS>;
-  static constexpr int SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
+template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
+  using C = BackwardConfig<D>;
+  static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
   // Groups of LSE and delta loaded while the product before them still runs; more would spill.
-  static constexpr int EARLY_LSE = Q_ROWS == 64 ? GROUPS : 6, EARLY_DELTA = Q_ROWS == 64 ? 4 : 1;
+  static constexpr int EARLY_LSE = Q_ROWS == 64 ? GROUPS : SOFTCAP || !is_band(MASK) ? 2 : 6, EARLY_DELTA = Q_ROWS == 64 ? 4 : 1;
 
   const BackwardParams& p;
   Notes<C> notes;
@@ -27,7 +27,8 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
     Pipeline pipe;
     u32 kv_loads = 0;
     while (true) {
-      const ChainNote chain = notes.await_chain(pipe);
+      notes.await_chain(pipe);
+      const ChainNote chain = notes.chain(pipe);
       if (chain.steps < 0) break;
 #pragma unroll
       for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0.f;
@@ -51,17 +52,16 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
   }
 
   DEVICE void walk_chain(const ChainNote& chain, const Pipeline& pipe, u32 kv_phase) {
-    const int key = chain.kv_tile * KV_ROWS + wg * 64 + warp * 16 + (lane >> 2);
     mbarrier_wait(bar + K_FULL, kv_phase);
-    step<0, true, true>(0, key, pipe, kv_phase);
+    step<0, true, true>(0, pipe, kv_phase);
     int j = 1;
     // Two steps a trip: dK of the first may still run when S of the second is issued, but not over the back edge (ptxas).
     for (; j + 1 < chain.steps; j += 2) {
-      step<1, false, false>(j, key, pipe, kv_phase);
-      step<0, false, true>(j + 1, key, pipe, kv_phase);
+      step<1, false, false>(j, pipe, kv_phase);
+      step<0, false, true>(j + 1, pipe, kv_phase);
     }
     if (j < chain.steps) {
-      step<1, false, true>(j, key, pipe, kv_phase);
+      step<1, false, true>(j, pipe, kv_phase);
       finish<1>(j, pipe);
     } else {
       finish<0>(j - 1, pipe);
@@ -69,7 +69,7 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
   }
 
   // One Q tile. STAGE is its parity; CLOSE waits for dK, else S of the next step queues behind it.
-  template <int STAGE, bool FIRST, bool CLOSE> DEVICE void step(int j, int key, const Pipeline& pipe, u32 kv_phase) {
+  template <int STAGE, bool FIRST, bool CLOSE> DEVICE void step(int j, const Pipeline& pipe, u32 kv_phase) {
     constexpr int OTHER = STAGE ^ 1;
     const u32 phase = pipe.template phase<STAGE>(j);
     mbarrier_wait(bar + Q_FULL + 8 * STAGE, phase);
@@ -88,7 +88,8 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
     multiply_dp<STAGE>();
     wgmma_wait<1>();  // S
     pin(s);
-    mask_partial(rows, key);
+    if constexpr (SOFTCAP) cap_scores();
+    mask_partial(rows, pipe);
     exponentiate<STAGE>(lse);
     multiply_dv<STAGE>();
     float2 delta[EARLY_DELTA];
@@ -180,10 +181,17 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
   // ---- element-wise work. Register 4 g + e of a score tile is key row + 8 (e / 2), query column 8 g + 2 (lane % 4) + e % 2.
   DEVICE float2 row_pair(int rows, int stage, int g) { return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32); }
 
-  DEVICE void mask_partial(int rows, int key) {
+  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies with it
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
+  }
+  DEVICE void mask_partial(int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;
-    const KeyMask<MASK> low(p.mask, key), high(p.mask, key + 8);
+    const ChainNote chain = notes.chain(pipe);
+    const int4 sequence = notes.chain_sequence(pipe);  // z: keys, w: band_top
+    const int local = wg * 64 + warp * 16 + (lane >> 2);
+    const KeyMask<MASK> low(local, chain.kv_row, sequence.z, sequence.w), high(local + 8, chain.kv_row, sequence.z, sequence.w);
     const int query = note.q_row() + 2 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
@@ -196,13 +204,18 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       const float2 lse = g < EARLY_LSE ? early[g < EARLY_LSE ? g : 0] : row_pair(C::LSE, STAGE, g);
+      float x[4];
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[4 * g + e] = exp2_approx(fmaf(s[4 * g + e], scale, (e & 1) ? -lse.y : -lse.x));
-      probability[2 * g] = pack<Half>(s[4 * g], s[4 * g + 1]);
-      probability[2 * g + 1] = pack<Half>(s[4 * g + 2], s[4 * g + 3]);
+      for (int e = 0; e < 4; e++) {
+        const float capped = s[4 * g + e];
+        x[e] = exp2_approx(fmaf(capped, scale, (e & 1) ? -lse.y : -lse.x));
+        s[4 * g + e] = SOFTCAP ? x[e] * (1.f - capped * capped) : x[e];  // what dS needs: times the slope of the cap
+      }
+      probability[2 * g] = pack<Half>(x[0], x[1]);
+      probability[2 * g + 1] = pack<Half>(x[2], x[3]);
     }
   }
-  template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {  // dS = P (dP - delta)
+  template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {  // dS = P (dP - delta), times the slope of the cap
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       const float2 d = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, STAGE, g);
@@ -250,8 +263,7 @@ template <typename Half, int D, int Q_ROWS, MaskKind MASK> struct Consumer {
     wg == 0 ? named_barrier_sync<2>(WARPGROUP) : named_barrier_sync<3>(WARPGROUP);
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * 8192, i * 64, chain.kv_head, chain.kv_tile * KV_ROWS + wg * 64,
-                  chain.sequence);
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * 8192, i * 64, chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }
   }

@@ -6,8 +6,8 @@
 #pragma once
 #include "backward_config.cuh"
 
-template <int D, int Q_ROWS, bool ORDERED, bool RECORD> struct Drain {
-  using C = BackwardConfig<D, Q_ROWS>;
+template <int D, bool ORDERED, bool RECORD> struct Drain {
+  using C = BackwardConfig<D>;
   const BackwardParams& p;
   Notes<C> notes;
   u32 shared, bar;
@@ -18,10 +18,11 @@ template <int D, int Q_ROWS, bool ORDERED, bool RECORD> struct Drain {
     u32 uses = 0;  // of this drain's staging buffer
     if (RECORD && w == 0) note_clocks(0);
     while (true) {
-      const int steps = notes.await_chain(pipe).steps;
+      notes.await_chain(pipe);
+      const int steps = notes.chain(pipe).steps;
       if (steps < 0) break;
 #pragma unroll 1
-      for (int j = w; j < steps; j += DRAINS) drain_step(pipe.steps + j, uses++ & 1);
+      for (int j = w; j < steps; j += DRAINS) drain_step(pipe.steps + j, uses++);
       mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
       pipe.finish_chain(steps);
     }
@@ -30,23 +31,20 @@ template <int D, int Q_ROWS, bool ORDERED, bool RECORD> struct Drain {
   }
 
  private:
-  DEVICE void drain_step(u32 number, u32 phase) {
-    mbarrier_wait(bar + DQ_FULL + 8 * w, phase);
+  DEVICE void drain_step(u32 number, u32 use) {
+    mbarrier_wait(bar + DQ_FULL + 8 * w, C::DQ_PIECES == 2 ? 0 : use & 1);
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
     mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
     if (RECORD) entry(note)->ready = ready;
-    float* tile = p.dq + (i64)note.dq_tile * (Q_ROWS * D);
-    const u32 source = shared + C::DQ + w * C::DQ_BYTES;
+    float* tile = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH);
     if (ORDERED && note.rank > 0) await_rank(note);
     if (RECORD) entry(note)->turn = cycles();
-    if (ORDERED && note.rank == 0)
-      bulk_store(tile, source, C::DQ_BYTES);  // the first rank stores: dQ needs no zeroing
-    else
-      bulk_reduce_add_f32(tile, source, C::DQ_BYTES);
-    bulk_commit();
-    bulk_wait_read();
-    mbarrier_arrive(bar + DQ_EMPTY + 8 * w);
+    add_piece(tile, 0, note.rank);
+    if constexpr (C::DQ_PIECES == 2) {
+      mbarrier_wait(bar + DQ_FULL + 8 * w, 1);
+      add_piece(tile + C::piece_bytes(0) / 4, 1, note.rank);
+    }
     if (ORDERED) {
       bulk_wait();
       fence_async_global();
@@ -55,17 +53,30 @@ template <int D, int Q_ROWS, bool ORDERED, bool RECORD> struct Drain {
     if (RECORD) entry(note)->landed = cycles(), entry(note)->cta = blockIdx.x;
   }
 
+  // The first rank stores: dQ needs no zeroing.
+  DEVICE void add_piece(float* to, int piece, int rank) {
+    const u32 source = shared + C::dq_staging(w);
+    if (ORDERED && rank == 0)
+      bulk_store(to, source, C::piece_bytes(piece));
+    else
+      bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
+    bulk_commit();
+    bulk_wait_read();
+    mbarrier_arrive(bar + DQ_EMPTY + 8 * w);
+  }
+
+  // A validated plan cannot hang. If it does anyway, stop with the task's name.
   DEVICE void await_rank(const StepNote& note) {
     const int* semaphore = p.semaphores + note.dq_tile;
 #pragma unroll 1
     for (u32 polls = 0; load_acquire(semaphore) != note.rank; polls++)
-      if (polls > p.most_polls) report_hang(p.hang_report, note.dq_tile, note.rank);
+      if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, note.dq_tile, note.rank);  // a corrupted table, a broken driver
     fence_async_global();
   }
 
   // Computed anew for every entry: registers are scarcer than instructions.
   DEVICE volatile StepRecord* entry(const StepNote& note) const {
-    return p.record + (opaque(note.dq_tile) * (u32)p.plan.kv_tiles + note.rank);
+    return p.record + (opaque(note.dq_tile) * p.record_ranks + note.rank);
   }
 
   // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.
@@ -74,15 +85,5 @@ template <int D, int Q_ROWS, bool ORDERED, bool RECORD> struct Drain {
     u64 now = before;
     while (now == before) now = shared_nanoseconds();
     p.clocks[offset + blockIdx.x] = {now, cycles(), sm_index()};
-  }
-
-  // A validated plan cannot hang. If it does anyway (a corrupted table, a broken driver), stop with the task's name.
-  static DEVICE void report_hang(volatile int* report, int dq_tile, int rank) {
-    report[1] = dq_tile;
-    report[2] = rank;
-    __threadfence_system();
-    report[0] = 1;
-    __threadfence_system();
-    __trap();
   }
 };

@@ -2,8 +2,8 @@
 #pragma once
 #include "backward_config.cuh"
 
-template <int D, int Q_ROWS> struct Loader {
-  using C = BackwardConfig<D, Q_ROWS>;
+template <int D, MaskKind MASK> struct Loader {
+  using C = BackwardConfig<D>;
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Notes<C> notes;
@@ -11,49 +11,59 @@ template <int D, int Q_ROWS> struct Loader {
 
   DEVICE void run() {
     Pipeline pipe;
-    u32 kv_loads = 0;
+    u32 kv_loads = 0, phases = 0;  // phases: one bit a stage, instead of the counts in Pipeline
     while (true) {
-      const ChainNote chain = notes.await_chain(pipe);
-      if (chain.steps < 0) return;
-      if (chain.steps > 0) {
+      notes.await_chain(pipe);
+      const int steps = notes.chain(pipe).steps;
+      if (steps < 0) return;
+      if (steps > 0) {
         mbarrier_wait(bar + KV_EMPTY, (kv_loads & 1) ^ 1);
-        load_kv(C::K, k_map, K_FULL, chain);
+        load_kv(C::K, k_map, K_FULL, pipe);
 #pragma unroll 1
-        for (int j = 0; j < chain.steps; j++) load_step(j, pipe, chain);
+        for (int j = 0; j < steps; j++) {
+          load_step(j, phases >> (j & 1) & 1, pipe);
+          phases ^= 1 << (j & 1);
+        }
         kv_loads++;
       }
       mbarrier_arrive(bar + CHAIN_LOADED);
       mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
-      pipe.finish_chain(chain.steps);
+      pipe.finish_chain(steps);
     }
   }
 
  private:
-  DEVICE void load_kv(int at, const TensorMap* map, int full, const ChainNote& chain) {
+  DEVICE void load_kv(int at, const TensorMap* map, int full, const Pipeline& pipe) {
+    const ChainNote chain = notes.chain(pipe);
     mbarrier_arrive_expect(bar + full, C::KV_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + i * C::KV_PANEL, map, bar + full, i * 64, chain.kv_head, chain.kv_tile * KV_ROWS, chain.sequence);
+      tma_load<MASK == MaskKind::Packed>(shared + at + i * C::KV_PANEL, map, bar + full, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
   }
 
-  DEVICE void load_step(int j, const Pipeline& pipe, const ChainNote& chain) {
-    const u32 s = j & 1, phase = ((u32)(j >> 1) + (s ? pipe.flips[1] : pipe.flips[0])) & 1, number = pipe.steps + j;
+  DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
+    const u32 s = j & 1, number = pipe.steps + j;
     mbarrier_wait(bar + NOTE_FULL + 8 * (number % NOTES), (number / NOTES) & 1);
-    const StepNote note = notes.step(number);
-    load_rows(C::Q, C::LSE, q_map, p.lse, Q_FULL, s, phase, note, chain);
-    if (j == 0) load_kv(C::V, v_map, V_FULL, chain);  // behind the first Q: S needs no V
-    load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, s, phase, note, chain);
+    load_rows(C::Q, C::LSE, q_map, p.lse, Q_FULL, s, phase, number, pipe);
+    if (j == 0) load_kv(C::V, v_map, V_FULL, pipe);  // behind the first Q: S needs no V
+    if constexpr (C::DO_STAGES == 2)
+      load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, s, phase, number, pipe);
+    else
+      load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, 0, number & 1, number, pipe);
   }
 
   // A tile of Q or dO and the row statistics that go with it.
   DEVICE void load_rows(int at, int statistics_at, const TensorMap* map, const float* statistics, int full, u32 s, u32 phase,
-                        const StepNote& note, const ChainNote& chain) {
+                        u32 number, const Pipeline& pipe) {
     constexpr int EMPTY_BEHIND_FULL = Q_EMPTY - Q_FULL;
     static_assert(EMPTY_BEHIND_FULL == DO_EMPTY - DO_FULL, "barriers of Q and dO are laid out alike");
     mbarrier_wait(bar + full + EMPTY_BEHIND_FULL + 8 * s, phase ^ 1);
     mbarrier_arrive_expect(bar + full + 8 * s, C::Q_BYTES + C::ROW_BYTES);
+    // Notes are read where they are needed: registers are scarcer than shared-memory loads.
+    const StepNote note = notes.step(number);
+    const int4 sequence = notes.chain_sequence(pipe);  // q_shift, q_plane
     for (int i = 0; i < C::PANELS; i++)
-      tma_load(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, chain.kv_head * p.group + note.member,
-               note.q_row(), chain.sequence);
-    bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * Q_ROWS, C::ROW_BYTES, bar + full + 8 * s);
+      tma_load<MASK == MaskKind::Packed>(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, bar + full + 8 * s, i * 64, note.q_head, note.q_row() + sequence.x,
+               sequence.y);
+    bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES, bar + full + 8 * s);
   }
 };

@@ -4,7 +4,7 @@
 #include "forward_consumer.cuh"
 #include "forward_loader.cuh"
 
-template <typename Half, int D, int CONSUMERS, MaskKind MASK>
+template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK>
 __global__ void __launch_bounds__(ForwardConfig<D, CONSUMERS>::THREADS, 1)
     attention_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                       const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
@@ -32,9 +32,9 @@ __global__ void __launch_bounds__(ForwardConfig<D, CONSUMERS>::THREADS, 1)
   __syncthreads();
   if (warp < 4) {
     registers_decrease<C::LOADER_REGISTERS>();
-    if (warp == 0 && lane == 0) ForwardLoader<D, CONSUMERS>{p, &q_map, &k_map, &v_map, shared, bar}.run();
+    if (warp == 0 && lane == 0) ForwardLoader<D, CONSUMERS, MASK>{p, &q_map, &k_map, &v_map, shared, bar}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
-    ForwardConsumer<Half, D, CONSUMERS, MASK>(p, shared, bar, warp, lane).run(&out_map);
+    ForwardConsumer<Half, D, CONSUMERS, SOFTCAP, MASK>(p, shared, bar, warp, lane).run(&out_map);
   }
 }

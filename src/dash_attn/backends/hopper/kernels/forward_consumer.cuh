@@ -8,13 +8,14 @@
 template <MaskKind KIND> struct QueryMask {
   int first, end;  // Band and Rows: the kept interval of keys
 
-  DEVICE QueryMask(const MaskParams& mask, int query) {
-    const bool exists = query < mask.q_len;
+  DEVICE QueryMask(const MaskParams& mask, int query, int q_len, int kv_len) {
+    const bool exists = query < q_len;
     first = 0;
-    end = exists ? mask.kv_len : 0;
-    if constexpr (KIND == MaskKind::Band) {
-      first = query + mask.band_top - (int)mask.band_width;
-      end = min(end, query + mask.band_top + 1);
+    end = exists ? kv_len : 0;
+    if constexpr (is_band(KIND)) {
+      const int top = mask.band_top(q_len, kv_len);
+      first = query + top - (int)mask.band_width;
+      end = min(end, query + top + 1);
     } else if (KIND == MaskKind::Rows && exists) {
       const int2 kept = mask.rows[query];
       first = kept.x;
@@ -28,7 +29,7 @@ template <MaskKind KIND> struct QueryMask {
   }
 };
 
-template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardConsumer {
+template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> struct ForwardConsumer {
   using C = ForwardConfig<D, CONSUMERS>;
   static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the maxima and sums of a row
   const ForwardParams& p;
@@ -49,17 +50,20 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
     for (u32 tiles = 0;; tiles++) {
       const u32 slot = tiles & 1, phase = (tiles >> 1) & 1;
       mbarrier_wait(bar + TILE_FULL + 8 * slot, phase);
-      const int4 note = load_shared_i32x4(shared + C::TILE_NOTES + 16 * slot);
-      const TileNote tile{note.x, note.y, note.z};
+      const TileNote tile = note_of_tile(slot);
       if (tile.visits < 0) break;
 #pragma unroll
       for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
       row_max[0] = row_max[1] = MINUS_INFINITY;
       row_sum[0] = row_sum[1] = 0.f;
-      mbarrier_wait(bar + Q_FULL + 8 * slot, phase);
-      visit(tile, slot, loads);
+      const u32 q_stage = C::Q_STAGES == 2 ? slot : 0;
+      mbarrier_wait(bar + Q_FULL + 8 * q_stage, C::Q_STAGES == 2 ? phase : tiles & 1);
+      if (tile.visits > 0)
+        visit(tile, q_stage, loads);
+      else if (!C::OUT_OVER_Q)
+        arrive(Q_EMPTY + 8 * q_stage);
       loads += tile.visits;
-      finish(tile, out_map);
+      finish(slot, out_map);
       arrive(TILE_EMPTY + 8 * slot);
     }
     if (warp == 0 && lane == 0) bulk_wait();
@@ -81,14 +85,17 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
     if (next == 1) named_barrier_arrive<2>(2 * WARPGROUP);
     if (next == 2) named_barrier_arrive<3>(2 * WARPGROUP);
   }
-  static DEVICE int query_of(const TileNote& tile, int wg, int warp, int lane) {
-    return tile.q_tile * C::Q_ROWS + wg * 64 + warp * 16 + (lane >> 2);
+  // Read anew where it is needed: registers are scarcer than shared-memory loads.
+  DEVICE TileNote note_of_tile(u32 slot) {
+    const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + 32 * slot), b = load_shared_i32x4(shared + C::TILE_NOTES + 32 * slot + 16);
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   }
+  DEVICE int query_of(const TileNote& tile) { return tile.query + wg * 64 + warp * 16 + (lane >> 2); }
 
   DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load) {
     using namespace forward_barrier;
-    const int query = query_of(tile, wg, warp, lane);
-    const QueryMask<MASK> low(p.mask, query), high(p.mask, query + 8);
+    const int query = query_of(tile);
+    const QueryMask<MASK> low(p.mask, query, tile.q_len, tile.kv_len), high(p.mask, query + 8, tile.q_len, tile.kv_len);
 
     mbarrier_wait(bar + K_FULL + 8 * (load & 1), (load >> 1) & 1);
     VisitNote note = note_of(load & 1);
@@ -98,6 +105,7 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
     wgmma_wait<0>();
     pin(s);
     arrive(K_EMPTY + 8 * (load & 1));
+    if constexpr (SOFTCAP) cap_scores();
     if (note.partial()) mask_scores(low, high, query, note.kv_tile());
     float rescale[2];
     softmax(rescale);
@@ -115,6 +123,7 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
       wgmma_wait<1>();  // S
       pin(s);
       arrive(K_EMPTY + 8 * next);
+      if constexpr (SOFTCAP) cap_scores();
       if (note.partial()) mask_scores(low, high, query, note.kv_tile());
       softmax(rescale);
       wgmma_wait<0>();  // O
@@ -124,7 +133,7 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
       for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
       pack_probabilities();
     }
-    arrive(Q_EMPTY + 8 * q_stage);
+    if constexpr (!C::OUT_OVER_Q) arrive(Q_EMPTY + 8 * q_stage);
     mbarrier_wait(bar + V_FULL + 8 * (load & 1), (load >> 1) & 1);
     multiply_out(load & 1);
     wgmma_wait<0>();
@@ -162,6 +171,10 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
       if (!row.keeps(p.mask, query + (second ? 8 : 0), key + 8 * (i / 4) + (i & 1))) s[i] = MINUS_INFINITY;
     }
   }
+  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies with it
+#pragma unroll
+    for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
+  }
   // S becomes exp2((S - max) scale); `rescale` is what the output so far must be multiplied with.
   DEVICE void softmax(float (&rescale)[2]) {
 #pragma unroll
@@ -196,22 +209,31 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
     for (int i = 0; i < C::SCORES / 2; i++) probability[i] = pack<Half>(s[2 * i], s[2 * i + 1]);
   }
 
-  DEVICE void finish(const TileNote& tile, const TensorMap* out_map) {
-    const int query = query_of(tile, wg, warp, lane);
+  DEVICE void finish(u32 slot, const TensorMap* out_map) {
+    const TileNote tile = note_of_tile(slot);
+    const int query = query_of(tile);
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float sum = row_sum[r];
+      float sum = row_sum[r], top = row_max[r] * p.scale_log2, shrink = 1.f;
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      factor[r] = sum > 0.f ? 1.f / sum : 0.f;  // a query that attends nothing has output 0 and LSE -inf
-      const float lse = sum > 0.f ? (row_max[r] * p.scale_log2 + __log2f(sum)) * LN_2 : MINUS_INFINITY;
+      if (p.sinks != nullptr) {
+        const float sink = p.sinks[tile.q_head] * LOG2_E, higher = fmaxf(top, sink);
+        shrink = exp2_approx(top - higher);
+        sum = fmaf(sum, shrink, exp2_approx(sink - higher));
+        top = higher;
+      }
+      factor[r] = sum > 0.f ? shrink / sum : 0.f;  // a query that attends nothing has output 0 and LSE -inf
+      const float lse = sum > 0.f ? (top + __log2f(sum)) * LN_2 : MINUS_INFINITY;
       const int at = query + 8 * r;
-      if ((lane & 3) == 0 && at < p.mask.q_len) p.lse[(i64)tile.head_of_batch * p.mask.q_len + at] = lse;
+      if ((lane & 3) == 0 && at < tile.q_len) p.lse[tile.lse_at + at] = lse;
     }
     const u32 half = shared + C::OUT + wg * C::HALF_BYTES;
-    if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
-    warpgroup_sync();
+    if constexpr (!C::OUT_OVER_Q) {
+      if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
+      warpgroup_sync();
+    }
 #pragma unroll
     for (int g = 0; g < D / 16; g++) {
       u32 r[4];
@@ -224,10 +246,11 @@ template <typename Half, int D, int CONSUMERS, MaskKind MASK> struct ForwardCons
     warpgroup_sync();
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store(out_map, half + i * C::PANEL, i * 64, tile.head_of_batch % p.q_heads, tile.q_tile * C::Q_ROWS + wg * 64,
-                  tile.head_of_batch / p.q_heads);
+        tma_store<MASK == MaskKind::Packed>(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64, tile.q_plane);
       bulk_commit();
+      if constexpr (C::OUT_OVER_Q) bulk_wait_read();
     }
+    if constexpr (C::OUT_OVER_Q) arrive(forward_barrier::Q_EMPTY);
   }
   DEVICE void warpgroup_sync() {
     if (wg == 0) named_barrier_sync<4>(WARPGROUP);

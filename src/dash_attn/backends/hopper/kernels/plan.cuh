@@ -1,7 +1,7 @@
 // The lowered plan (dash_attn/plan.py): which chain a ticket starts, and how a chain walks.
 // The preprocess kernel expands tickets; the planner of the backward kernel, short of registers, only reads the result.
 #pragma once
-#include "types.cuh"
+#include "sequence.cuh"
 
 struct Run;   // a stretch of a walk
 struct Step;  // one entry of an irregular walk
@@ -23,9 +23,10 @@ struct Chain {
   int group_end;                          // ticket behind the last chain of the heads that start side by side with this one
 };
 
-// What a ticket stands for: who the chain is, how many steps (Q tiles) it has, its first run and the first dQ tile of its head.
-struct Ticket {
-  int sequence, kv_head, kv_tile, steps;
+// What a ticket stands for. The first eight words are the chain's note to all roles (ChainNote in backward_config.cuh).
+struct alignas(16) Ticket {
+  int kv_head, kv_row, kv_plane, steps;
+  int q_shift, q_plane, keys, band_top;
   int first_run, first_dq_tile;
   int gang_end;           // ticket behind the last chain that may wait for this one in a circle; 0 without gangs
   int last_member_first;  // in which order the query heads of the group are walked
@@ -80,10 +81,12 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   return chain;
 }
 
-DEVICE Ticket expand_ticket(const PlanTables& plan, int ticket, int q_heads, int group, int q_tiles) {
-  const Chain chain = chain_of_ticket(plan, ticket);
-  const int first_dq_tile = (chain.sequence * q_heads + chain.kv_head * group) * q_tiles;
-  return {chain.sequence, chain.kv_head, chain.kv_tile, plan.chain_steps[chain.table], plan.chain_runs[chain.table], first_dq_tile,
+// head_tiles: dQ tiles between a query head and the next.
+DEVICE Ticket expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group, int head_tiles) {
+  const int first_key = chain.kv_tile * kv_rows;
+  return {chain.kv_head, first_key + sequence.kv_shift, sequence.kv_plane, plan.chain_steps[chain.table],
+          sequence.q_shift, sequence.q_plane, sequence.kv_len - first_key, sequence.band_top - first_key,
+          plan.chain_runs[chain.table], sequence.first_tile + chain.kv_head * group * head_tiles,
           plan.has_gangs ? chain.group_end : 0, plan.last_member_first[chain.table / plan.kv_tiles]};
 }
 
@@ -101,15 +104,15 @@ struct Walk {
   int run, at = 0;  // current run, step inside it
 
   DEVICE Walk(int first_run) : run(first_run) {}
-  DEVICE Step next(const PlanTables& plan) {
-    if (at == plan.runs[run].length) {
+  DEVICE Step next(const Run* runs, const Step* entries) {
+    if (at == runs[run].length) {
       run++;
       at = 0;
     }
-    const Run& line = plan.runs[run];
+    const Run& line = runs[run];
     const int i = at++;
     if (line.entries >= 0) {
-      const Step* entry = plan.entries + line.entries + i;
+      const Step* entry = entries + line.entries + i;
       return {entry->q_tile, entry->rank, entry->partial};
     }
     // Ranks lie on a digital line; the numerator is never negative, because ranks are not.

@@ -1,46 +1,51 @@
 // Before the backward: delta = rowsum(dO * O), LSE in base 2 and padded to whole tiles, semaphores and ticket counter reset,
-// tickets expanded.
+// tickets expanded (those of packed sequences by packed_plan.cuh).
 #pragma once
 #include "plan.cuh"
 #include "ptx.cuh"
+#include "row_place.cuh"
 
 struct PreprocessParams {
-  const void *out, *grad_out;           // (batch, q_len, q_heads, D), last dimension contiguous
+  const void *out, *grad_out;           // (batch, q_len, q_heads, v_dim) or packed (tokens, q_heads, v_dim), last dimension contiguous
   i64 out_strides[3], grad_strides[3];  // elements: batch, row, head
-  const float* lse;                     // [batch][q_heads][q_len], natural log
-  float *lse_log2, *delta;              // [batch * q_heads][padded_len]
+  const float* lse;                     // [batch][q_heads][q_len] or packed [q_heads][tokens], natural log
+  float *lse_log2, *delta;              // [dQ tile][Q_ROWS]
   float* dq_to_zero;                    // the dQ accumulator in unordered mode, else null
   int* semaphores;
-  int* next_ticket;
+  int* next_ticket;                     // [2] the next and how many there are
   Ticket* tickets;
-  int batch, q_heads, group, q_len, padded_len, q_tiles;
+  int v_dim, kv_rows, tile_columns;     // tile_columns: of the dQ accumulator
+  RowPlaces rows;
+  MaskParams mask;
   PlanTables plan;
 };
 
-template <typename Half, int D> __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant__ PreprocessParams p) {
-  constexpr int LANES = D / 8;  // 16 bytes a lane
-  static_assert((LANES & (LANES - 1)) == 0, "a row is summed by a power of two of lanes");
-  const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x;
-  if (thread == 0) *p.next_ticket = 0;
-  if (thread < (i64)p.batch * p.q_heads * p.q_tiles) p.semaphores[thread] = 0;
-  for (i64 t = thread; t < p.plan.tickets; t += (i64)gridDim.x * 256)
-    p.tickets[t] = expand_ticket(p.plan, (int)t, p.q_heads, p.group, p.q_tiles);
-  const i64 row = thread / LANES;  // over (batch, head, padded row)
-  const int lane = (int)(thread % LANES);
-  if (row >= (i64)p.batch * p.q_heads * p.padded_len) return;
-  if (p.dq_to_zero != nullptr) {
-    float4* at = (float4*)(p.dq_to_zero + thread * 8);
-    at[0] = at[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+// LANES threads sum a row, 16 bytes a lane.
+template <typename Half, int LANES, int Q_ROWS, bool PACKED>
+__global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant__ PreprocessParams p) {
+  const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x, threads = (i64)gridDim.x * 256;
+  if (thread == 0) p.next_ticket[0] = 0;
+  if (thread < p.rows.tiles()) p.semaphores[thread] = 0;
+  if constexpr (!PACKED) {
+    if (thread == 0) p.next_ticket[1] = p.plan.tickets;
+    for (i64 t = thread; t < p.plan.tickets; t += threads) {
+      const Chain chain = chain_of_ticket(p.plan, (int)t);
+      const Sequence sequence = sequence_of_batch(p.mask, chain.sequence, chain.sequence * p.rows.q_heads * p.rows.head_tiles);
+      p.tickets[t] = expand_chain(p.plan, chain, sequence, p.kv_rows, p.rows.group, p.rows.head_tiles);
+    }
   }
-  const i64 head_of_batch = row / p.padded_len;
-  const int at = (int)(row % p.padded_len), head = (int)(head_of_batch % p.q_heads), batch = (int)(head_of_batch / p.q_heads);
-  const bool exists = at < p.q_len;
+  if (p.dq_to_zero != nullptr) {
+    const i64 quads = (i64)p.rows.tiles() * (Q_ROWS / 4) * p.tile_columns;
+    for (i64 i = thread; i < quads; i += threads) ((float4*)p.dq_to_zero)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  const i64 row = thread / LANES;  // of all tiles
+  const int lane = (int)(thread % LANES);
+  if (row >= (i64)p.rows.tiles() * Q_ROWS) return;
+  const RowPlace place = p.rows.locate<Q_ROWS, PACKED>((int)(row / Q_ROWS), (int)(row % Q_ROWS));
   float sum = 0.f;
-  if (exists) {
-    const unsigned short* out = (const unsigned short*)p.out + batch * p.out_strides[0] + at * p.out_strides[1] + head * p.out_strides[2];
-    const unsigned short* grad =
-        (const unsigned short*)p.grad_out + batch * p.grad_strides[0] + at * p.grad_strides[1] + head * p.grad_strides[2];
-    const uint4 x = *(const uint4*)(out + lane * 8), y = *(const uint4*)(grad + lane * 8);
+  if (place.exists && lane * 8 < p.v_dim) {
+    const uint4 x = *(const uint4*)((const unsigned short*)p.out + place.offset(p.out_strides) + lane * 8);
+    const uint4 y = *(const uint4*)((const unsigned short*)p.grad_out + place.offset(p.grad_strides) + lane * 8);
     const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -51,7 +56,7 @@ template <typename Half, int D> __global__ void __launch_bounds__(256) backward_
 #pragma unroll
   for (int half = LANES / 2; half > 0; half /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, half);
   if (lane != 0) return;
-  const float lse = exists ? p.lse[head_of_batch * p.q_len + at] : MINUS_INFINITY;
+  const float lse = place.exists ? p.lse[place.lse_at] : MINUS_INFINITY;
   p.delta[row] = sum;
   p.lse_log2[row] = lse == MINUS_INFINITY ? FAR : lse * LOG2_E;
 }

@@ -22,16 +22,29 @@ DEVICE void mbarrier_wait(u32 bar, u32 phase) {
 }
 
 // ---- bulk copies (TMA)
-DEVICE void tma_load(u32 shared, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(shared),
-      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
+// Maps of packed sequences have a fifth axis, whose coordinate is always RAGGED (sequence.cuh).
+constexpr int RAGGED = 1 << 30;
+template <bool PACKED> DEVICE void tma_load(u32 shared, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3) {
+  if constexpr (PACKED)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], [%2];" ::"r"(shared),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(RAGGED)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(shared),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
 }
-DEVICE void tma_store(const TensorMap* map, u32 shared, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(shared), "r"(c0),
-               "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
+template <bool PACKED> DEVICE void tma_store(const TensorMap* map, u32 shared, int c0, int c1, int c2, int c3) {
+  if constexpr (PACKED)
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map), "r"(shared), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3), "r"(RAGGED)
+                 : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(shared), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
 }
 DEVICE void bulk_load(u32 shared, const void* global, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
@@ -61,6 +74,18 @@ DEVICE int load_acquire(const int* p) {
   return v;
 }
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+
+// ---- the last word of a kernel that cannot go on: written to host memory, read by hang.py
+enum class Trouble : int { None, Hang, BadLengths };
+DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x, int y) {
+  report[1] = call;
+  report[2] = x;
+  report[3] = y;
+  __threadfence_system();
+  report[0] = (int)what;
+  __threadfence_system();
+  __trap();
+}
 
 // ---- clocks
 DEVICE u32 cycles() {
@@ -112,6 +137,12 @@ DEVICE float exp2_approx(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// tanh(x ln(2) / 2). tanh.approx would be one instruction less, but good to 11 bits only.
+DEVICE float tanh_half_log2(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exp2_approx(x)));
+  return fmaf(-2.f, y, 1.f);
 }
 template <typename Half> DEVICE u32 pack(float low, float high) {
   u32 r;

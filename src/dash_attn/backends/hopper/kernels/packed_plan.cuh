@@ -1,0 +1,162 @@
+// Packed sequences: cu_seqlens become sequences, dQ tiles, chains and tickets, without a word to the host.
+#pragma once
+#include "packed_walk.cuh"
+#include "ptx.cuh"
+
+// Where the parts of a sequence begin in the tables of all sequences.
+struct alignas(16) SequenceParts {
+  int first_tile, first_chain, first_ticket;
+};
+
+struct PackedParams {
+  const int *cu_q, *cu_k;      // [count + 1] where sequences start and end
+  int count, q_tokens, k_tokens, q_longest, k_longest;
+  int heads, group, head_offset, head_tiles, chain_rows, workers;  // chain_rows: room for chains of one kind
+  MaskParams mask;
+  Sequence* sequences;         // [count]
+  SequenceParts* parts;        // [count]
+  int2* tile_places;           // [head_tiles]
+  PackedChain* chains;         // [2][chain_rows]
+  Ticket* tickets;
+  int* ticket_count;
+  int* report;                 // host memory: what is wrong with cu_seqlens, in which call
+  int call;
+};
+
+DEVICE int tiles_of(int length, int rows) { return (length + rows - 1) / rows; }
+
+DEVICE int checked_length(const PackedParams& p, int side, int entry) {
+  const int *cu = side ? p.cu_k : p.cu_q, tokens = side ? p.k_tokens : p.q_tokens, longest = side ? p.k_longest : p.q_longest;
+  const int start = cu[entry], end = cu[entry + 1];
+  const bool ends_wrong = (entry == 0 && start != 0) || (entry == p.count - 1 && end != tokens);
+  if (ends_wrong || start < 0 || end < start || end > tokens || end - start > longest)
+    report_and_trap(p.report, Trouble::BadLengths, p.call, side, entry);
+  return end - start;
+}
+
+// A thread a sequence. Longest sequences start first, so that the last to start are short. A ticket is a chain of a head (backward)
+// or a Q tile (forward).
+template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __launch_bounds__(256) packed_layout(const __grid_constant__ PackedParams p) {
+  __shared__ int2 tiles[256];
+  const int s = blockIdx.x * 256 + threadIdx.x;
+  Sequence mine = {};
+  if (s < p.count) {
+    mine.q_len = checked_length(p, 0, s);
+    mine.kv_len = checked_length(p, 1, s);
+  }
+  const int work = tiles_of(mine.q_len, Q_ROWS) * tiles_of(mine.kv_len, KV_ROWS);
+  int first_tile = 0, first_chain = 0, first_ticket = 0, all_tickets = 0;
+  for (int first = 0; first < p.count; first += 256) {
+    __syncthreads();
+    const int other = first + threadIdx.x;
+    if (other < p.count)
+      tiles[threadIdx.x] = make_int2(tiles_of(p.cu_q[other + 1] - p.cu_q[other], Q_ROWS), tiles_of(p.cu_k[other + 1] - p.cu_k[other], KV_ROWS));
+    __syncthreads();
+    for (int i = 0; i < min(256, p.count - first); i++) {
+      const int2 t = tiles[i];
+      const bool before = first + i < s;
+      const int tickets = TICKETS_ARE_CHAINS ? t.y * p.heads : t.x;
+      if (before) first_tile += t.x, first_chain += t.y;
+      if (t.x * t.y > work || (t.x * t.y == work && before)) first_ticket += tickets;
+      all_tickets += tickets;
+    }
+  }
+  if (s == 0) *p.ticket_count = all_tickets;
+  if (s >= p.count) return;
+  mine.q_shift = RAGGED - mine.q_len;
+  mine.q_plane = p.cu_q[s + 1];
+  mine.kv_shift = RAGGED - mine.kv_len;
+  mine.kv_plane = p.cu_k[s + 1];
+  mine.first_tile = first_tile;
+  mine.band_top = p.mask.band_top(mine.q_len, mine.kv_len);
+  p.sequences[s] = mine;
+  p.parts[s] = {first_tile, first_chain, first_ticket};
+}
+
+// The last sequence that begins at `index` or before, in a column of `parts`.
+DEVICE int find_sequence(const SequenceParts* parts, int count, int index, int SequenceParts::*column) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (parts[middle].*column <= index) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
+  const PackedParams& p;
+  const Sequence& s;
+  const SequenceParts& parts;
+  int kv_tile, kind;
+
+  DEVICE void make(int at) {
+    const int q_tiles = max(1, tiles_of(s.q_len, Q_ROWS)), kv_tiles = tiles_of(s.kv_len, KV_ROWS);
+    const int low_row = s.band_top - (int)p.mask.band_width;  // first key of query 0, before clipping to the sequence
+    const bool keeps_all = min(Q_ROWS, s.q_len) + s.band_top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, s.kv_len);
+    if (keeps_all && kind == 1) return;  // one kind of head only
+    PackedChain chain = {};
+    chain.kv_tile = kv_tile, chain.kv_tiles = kv_tiles, chain.high = Q_ROWS - 1 + s.band_top, chain.low = low_row;
+    const int steps = rows_of_chain(chain);
+    Place place = keeps_all ? in_ring(chain, q_tiles, kv_tiles) : in_classes(kv_tiles);
+    if (!keeps_all && kind == 1) chain.q_first += steps - 1, chain.q_stride = -1;
+    p.chains[at] = chain;
+    for (int head = 0; head < p.heads; head++)
+      if (keeps_all || (head + p.head_offset) % 2 == kind) write_ticket(head, place, at, steps);
+  }
+
+ private:
+  // Where a chain stands in the order in which the chains of a head start.
+  struct Place {
+    int first, size, position, widest;  // its segment, its position there, the widest segment of all
+    bool gang;
+  };
+
+  // Q tiles the chain visits, and those that need no element mask.
+  DEVICE int rows_of_chain(PackedChain& chain) const {
+    const int first_key = kv_tile * KV_ROWS, end_key = min(first_key + KV_ROWS, s.kv_len), width = (int)p.mask.band_width;
+    const int first_row = max(0, first_key - s.band_top), end_row = min(s.q_len, end_key - s.band_top + width);
+    chain.q_first = first_row / Q_ROWS, chain.q_stride = 1;
+    chain.full_first = tiles_of(max(0, end_key - s.band_top - 1), Q_ROWS);
+    chain.full_end = first_key + KV_ROWS > s.kv_len ? 0 : max(0, min(s.q_len, first_key - s.band_top + width + 1)) / Q_ROWS;
+    return first_row < end_row ? (end_row - 1) / Q_ROWS - chain.q_first + 1 : 0;
+  }
+  DEVICE Place in_classes(int kv_tiles) const {
+    const int classes = min(chain_classes(Q_ROWS, KV_ROWS), kv_tiles), number = kv_tile % classes, place = kv_tile / classes;
+    const int size = (kv_tiles - number + classes - 1) / classes, widest = (kv_tiles + classes - 1) / classes;
+    return {number ? widest : 0, size, kind == 0 ? size - 1 - place : place, widest, false};
+  }
+  DEVICE Place in_ring(PackedChain& chain, int q_tiles, int kv_tiles) const {
+    const int largest = min(max(1, min(64, q_tiles / 2)), kv_tiles), blocks = (kv_tiles + largest - 1) / largest;
+    const int block = kv_tile * blocks / kv_tiles, first = (block * kv_tiles + blocks - 1) / blocks, widest = (kv_tiles + blocks - 1) / blocks;
+    chain.ring = q_tiles;
+    chain.place = kv_tile - first;
+    chain.spacing = max(1, min(q_tiles / widest, 2));
+    chain.members = ((block + 1) * kv_tiles + blocks - 1) / blocks - first;
+    chain.rank_first = first;
+    chain.q_first = chain.place * chain.spacing % q_tiles;
+    return {first, chain.members, chain.place, widest, widest > 1};
+  }
+  // Segments one after the other; in a segment as many heads side by side as fit the machine, position by position.
+  DEVICE void write_ticket(int head, const Place& place, int at, int steps) const {
+    const int lanes = max(1, p.workers / place.widest), chunk = head / lanes * lanes, width = min(lanes, p.heads - chunk);
+    const int segment = parts.first_ticket + place.first * p.heads + chunk * place.size;
+    const int first_key = kv_tile * KV_ROWS;
+    p.tickets[segment + place.position * width + head - chunk] = {
+        head, first_key + s.kv_shift, s.kv_plane, steps, s.q_shift, s.q_plane, s.kv_len - first_key, s.band_top - first_key,
+        at, s.first_tile + head * p.group * p.head_tiles, place.gang ? segment + width * place.size : 0, kind};
+  }
+};
+
+// A thread a chain of each kind, and a thread a dQ tile.
+template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed_plan(const __grid_constant__ PackedParams p) {
+  const int thread = blockIdx.x * 256 + threadIdx.x;
+  if (thread < p.head_tiles) {
+    const int s = find_sequence(p.parts, p.count, thread, &SequenceParts::first_tile), within = thread - p.parts[s].first_tile;
+    p.tile_places[thread] = within < tiles_of(p.sequences[s].q_len, Q_ROWS) ? make_int2(s, within) : make_int2(-1, 0);
+  }
+  if (thread >= 2 * p.chain_rows) return;
+  const int kind = thread / p.chain_rows, index = thread - kind * p.chain_rows;
+  const int s = find_sequence(p.parts, p.count, index, &SequenceParts::first_chain), kv_tile = index - p.parts[s].first_chain;
+  if (kv_tile < tiles_of(p.sequences[s].kv_len, KV_ROWS)) ChainMaker<Q_ROWS, KV_ROWS>{p, p.sequences[s], p.parts[s], kv_tile, kind}.make(thread);
+}

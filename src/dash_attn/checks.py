@@ -1,0 +1,56 @@
+"""What the tensors of a call must look like. Looks at shapes, dtypes and devices only, never at values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LAYOUTS = {4: "(batch, length, heads, head dim)", 3: "(tokens, heads, head dim)"}
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int = 4) -> None:
+    """Dense tensors are 4-d, packed ones 3-d."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.ndim != ndim:
+            raise ValueError(f"{name} must be {ndim}-d {LAYOUTS[ndim]}; got shape {tuple(tensor.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must have one device; got {q.device}, {k.device}, {v.device}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {q.dtype}")
+    problem = _shape_problem(q.shape, k.shape, v.shape)
+    if problem is not None:
+        raise ValueError(f"{problem}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def _shape_problem(q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
+    if len(q) == 4 and not q[0] == k[0] == v[0]:
+        return "q, k and v must have one batch size"
+    if k[-3] != v[-3]:
+        return f"k and v must have the same {'length' if len(q) == 4 else 'number of tokens'}"
+    if k[-2] != v[-2]:
+        return "k and v must have the same heads"
+    if q[-1] != k[-1]:
+        return "q and k must have the same head dim"
+    if 0 in (q[-2], k[-2], q[-1], v[-1]):
+        return "there must be at least one head and one head dim"
+    if q[-2] % k[-2]:
+        return "query heads must be a multiple of KV heads"
+    return None
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """One logit a query head."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
+    heads = q.shape[-2]
+    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
+        raise ValueError(f"sinks must be {heads} floating-point numbers, one a query head; got {sinks.dtype} of shape {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, k and v ({q.device}); got {sinks.device}")

@@ -1,0 +1,75 @@
+"""Documents packed in the rows of a batch, as transformers describes them, become places for flash_attn_varlen_func."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import Mask
+from ..packing import Packing
+
+PLACES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDocuments:
+    """The mask inside each document, and where documents begin and end in the rows laid end to end."""
+
+    mask: Mask
+    packing: Packing
+
+
+def packing_of_arguments(arguments: dict[str, Any]) -> Packing | None:
+    """From transformers' cu_seq_lens_q and its companions, which come together or not at all."""
+    given = [name for name in PLACES if arguments.get(name) is not None]
+    if not given:
+        return None
+    if len(given) < len(PLACES):
+        raise ValueError(f"packed documents need all of {', '.join(PLACES)}; got only {', '.join(given)}")
+    q, k, longest_q, longest_k = (arguments[name] for name in PLACES)
+    return Packing(q.to(torch.int32), k.to(torch.int32), int(longest_q), int(longest_k))
+
+
+def packing_of_indices(documents: Tensor) -> Packing:
+    """From the number of each token's document, (batch, length)."""
+    return _packing_of_starts(documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0)
+
+
+class PositionReader:
+    """The documents that position_ids count through. Every layer asks with the same tensor, so the last answer is kept."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Packing | None] | None = None
+
+    def packing(self, positions: Tensor, batch: int) -> Packing | None:
+        """None if each row is one document."""
+        if self._last is not None and self._last[0]() is positions and self._last[1] == positions._version:
+            return self._last[2]
+        found = _packing_of_positions(positions, batch)
+        self._last = weakref.ref(positions), positions._version, found
+        return found
+
+
+def _packing_of_positions(positions: Tensor, batch: int) -> Packing | None:
+    if positions.ndim != 2 or positions.shape[1] < 2:
+        return None
+    if len(positions) not in (1, batch):
+        raise ValueError(f"position_ids must have one row, or one for each of the {batch} sequences; got shape {tuple(positions.shape)}")
+    starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    if not starts.any():
+        return None
+    return _packing_of_starts(starts.expand(batch, -1))
+
+
+def _packing_of_starts(starts: Tensor) -> Packing:
+    starts = starts.clone()
+    starts[:, 0] = True  # no document goes over the end of a row
+    places = [*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()]
+    cu_seqlens = torch.tensor(places, dtype=torch.int32, device=starts.device)
+    longest = max(end - start for start, end in pairwise(places))
+    return Packing(cu_seqlens, cu_seqlens, longest, longest)

@@ -1,0 +1,62 @@
+"""What transformers' mask functions are made of, read off instead of evaluated on every pair of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from inspect import getclosurevars
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MaskFunction = Callable[..., Any]
+
+
+def read_causal(mask_function: MaskFunction) -> tuple[int | None, Tensor | None] | None:
+    """(window, numbers of the documents) of a causal mask function; None if it has parts that are not known here."""
+    from transformers.masking_utils import causal_mask_function
+
+    causal, window, documents = False, None, None
+    for part in _parts(mask_function):
+        name, value = _known(part)
+        if part is causal_mask_function:
+            causal = True
+        elif name == "window" and window is None:
+            window = value
+        elif name == "documents" and documents is None:
+            documents = value
+        else:
+            return None
+    return (window, documents) if causal else None
+
+
+def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
+    """The functions whose intersection this is."""
+    from transformers.masking_utils import and_masks
+
+    inside = _closure_of(mask_function, like=and_masks())
+    if inside is None:
+        yield mask_function
+        return
+    for part in inside["mask_functions"]:
+        yield from _parts(part)
+
+
+def _known(part: MaskFunction) -> tuple[str, Any]:
+    from transformers.masking_utils import packed_sequence_mask_function, sliding_window_overlay
+
+    inside = _closure_of(part, like=sliding_window_overlay(1))
+    if inside is not None:
+        return "window", inside["sliding_window"]
+    inside = _closure_of(part, like=packed_sequence_mask_function(torch.zeros(1, 1)))
+    if inside is not None:
+        return "documents", inside["packed_sequence_mask"]
+    return "unknown", None
+
+
+def _closure_of(function: MaskFunction, like: MaskFunction) -> dict[str, Any] | None:
+    """The variables a function has captured, if it was made by the same code as `like`."""
+    if isinstance(function, FunctionType) and isinstance(like, FunctionType) and function.__code__ is like.__code__:
+        return dict(getclosurevars(function).nonlocals)
+    return None
