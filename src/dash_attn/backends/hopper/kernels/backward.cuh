@@ -22,14 +22,14 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
   __syncthreads();
 
   if (warp < 4) {
-    registers_decrease<24>();  // 128 x 24 + 256 x 240 = 384 x 168: what the CTA was launched with
+    registers_decrease<C::HELPER_REGISTERS>();
     const Notes<C> notes{shared, bar};
     if (lane != 0) return;
     if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared, bar}.run();
     if (warp == 1) Planner<D, MASK>{p, notes, bar}.run();
     if (warp >= 2) Drain<D, ORDERED, RECORD>{p, notes, shared, bar, warp - 2}.run();
   } else {
-    registers_increase<240>();
+    registers_increase<C::CONSUMER_REGISTERS>();
     if constexpr (D <= 128)
       Consumer<Half, D, SOFTCAP, MASK>(p, shared, bar, warp, lane).run(&dk_map, &dv_map);
     else

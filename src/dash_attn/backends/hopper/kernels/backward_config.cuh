@@ -42,6 +42,7 @@ struct alignas(16) ClockRecord {
 // Up to head dim 128: a warpgroup owns 64 of 128 KV rows. P and dS stay in registers as A operands of dV and dK.
 template <int D_> struct TallConfig {
   static constexpr int D = D_, Q_ROWS = D == 64 ? 128 : 64, KV_ROWS = 128, DO_STAGES = 2;
+  static constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // of 128 and 256 threads; the CTA is launched with 384 x 168
   static constexpr int PANELS = (D + 63) / 64, WIDTH = 64 * PANELS;  // 128-byte swizzled panels of 64 columns; the last may be zeros in part
   // With D = 64 a warpgroup computes dQ^T for half of the Q rows, else dQ for 64 of the columns.
   static constexpr bool DQ_TRANSPOSED = D == 64;
@@ -65,6 +66,7 @@ template <int D_> struct TallConfig {
 // D = 192, half of the one inner panel. dQ leaves in two pieces: own panels first, inner panels second.
 template <int D_> struct WideConfig {
   static constexpr int D = D_, Q_ROWS = 64, KV_ROWS = 64, DO_STAGES = 1;
+  static constexpr int HELPER_REGISTERS = D == 192 ? 40 : 24, CONSUMER_REGISTERS = D == 192 ? 232 : 240;
   static constexpr int PANELS = D / 64, WIDTH = D, INNER = D / 2 - 64;  // INNER: columns of a warpgroup in inner panels
   static constexpr int KV_BYTES = KV_ROWS * D * 2, Q_BYTES = Q_ROWS * D * 2, TILE = Q_ROWS * KV_ROWS * 2;
   static constexpr int OWN_BYTES = 2 * Q_ROWS * 64 * 4, INNER_BYTES = 2 * Q_ROWS * INNER * 4, ROW_BYTES = Q_ROWS * 4;
@@ -192,6 +194,10 @@ template <typename C> struct Notes {
     return {v.x, v.y, v.z, v.w};
   }
   DEVICE int4 chain_sequence(const Pipeline& pipe) const { return load_shared_i32x4(chain_at(pipe.chain_slot()) + 16); }
+  DEVICE int keys(const Pipeline& pipe) const { return load_shared_i32(chain_at(pipe.chain_slot()) + 24); }
+  template <MaskKind MASK> DEVICE int mask_from(const Pipeline& pipe) const {  // band_top or kv_row
+    return load_shared_i32(chain_at(pipe.chain_slot()) + (is_band(MASK) ? 28 : 4));
+  }
   DEVICE StepNote step(u32 step) const {
     const int4 v = load_shared_i32x4(step_at(step));
     return {v.x, v.y, v.z, v.w};

@@ -8,6 +8,7 @@
 template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   using C = BackwardConfig<D>;
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
+  static constexpr bool READS_NOTE_EARLY = Q_ROWS == 64 || is_band(MASK);  // while S is computed; costs a register
   // Groups of LSE and delta loaded while the product before them still runs; more would spill.
   static constexpr int EARLY_LSE = Q_ROWS == 64 ? GROUPS : SOFTCAP || !is_band(MASK) ? 2 : 6, EARLY_DELTA = Q_ROWS == 64 ? 4 : 1;
 
@@ -28,19 +29,19 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     u32 kv_loads = 0;
     while (true) {
       notes.await_chain(pipe);
-      const ChainNote chain = notes.chain(pipe);
-      if (chain.steps < 0) break;
+      const int steps = notes.chain(pipe).steps;
+      if (steps < 0) break;
 #pragma unroll
       for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0.f;
-      if (chain.steps > 0) {
-        walk_chain(chain, pipe, kv_loads & 1);
+      if (steps > 0) {
+        walk_chain(steps, pipe, kv_loads & 1);
         arrive(KV_EMPTY);
         kv_loads++;
       }
-      store_tile(dv, 1.f, dv_map, chain);
-      store_tile(dk, p.scale, dk_map, chain);
+      store_tile(dv, 1.f, dv_map, notes.chain(pipe));
+      store_tile(dk, p.scale, dk_map, notes.chain(pipe));
       arrive(CHAIN_EMPTY + 8 * pipe.chain_slot());
-      pipe.finish_chain(chain.steps);
+      pipe.finish_chain(steps);
     }
     if (warp == 0 && lane == 0) bulk_wait();
   }
@@ -51,16 +52,16 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     if (lane == 0) mbarrier_arrive(bar + barrier);
   }
 
-  DEVICE void walk_chain(const ChainNote& chain, const Pipeline& pipe, u32 kv_phase) {
+  DEVICE void walk_chain(int steps, const Pipeline& pipe, u32 kv_phase) {
     mbarrier_wait(bar + K_FULL, kv_phase);
     step<0, true, true>(0, pipe, kv_phase);
     int j = 1;
     // Two steps a trip: dK of the first may still run when S of the second is issued, but not over the back edge (ptxas).
-    for (; j + 1 < chain.steps; j += 2) {
+    for (; j + 1 < steps; j += 2) {
       step<1, false, false>(j, pipe, kv_phase);
       step<0, false, true>(j + 1, pipe, kv_phase);
     }
-    if (j < chain.steps) {
+    if (j < steps) {
       step<1, false, true>(j, pipe, kv_phase);
       finish<1>(j, pipe);
     } else {
@@ -73,7 +74,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     constexpr int OTHER = STAGE ^ 1;
     const u32 phase = pipe.template phase<STAGE>(j);
     mbarrier_wait(bar + Q_FULL + 8 * STAGE, phase);
-    const int rows = load_shared_i32(notes.step_at(pipe.steps + j));
+    int rows;
+    if constexpr (READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
     float2 lse[EARLY_LSE];
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE, STAGE, g);
@@ -88,6 +90,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     multiply_dp<STAGE>();
     wgmma_wait<1>();  // S
     pin(s);
+    if constexpr (!READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
     if constexpr (SOFTCAP) cap_scores();
     mask_partial(rows, pipe);
     exponentiate<STAGE>(lse);
@@ -188,10 +191,9 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   DEVICE void mask_partial(int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;
-    const ChainNote chain = notes.chain(pipe);
-    const int4 sequence = notes.chain_sequence(pipe);  // z: keys, w: band_top
+    const int keys = notes.keys(pipe), from = notes.template mask_from<MASK>(pipe);
     const int local = wg * 64 + warp * 16 + (lane >> 2);
-    const KeyMask<MASK> low(local, chain.kv_row, sequence.z, sequence.w), high(local + 8, chain.kv_row, sequence.z, sequence.w);
+    const KeyMask<MASK> low(local, keys, from), high(local + 8, keys, from);
     const int query = note.q_row() + 2 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
@@ -209,7 +211,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
       for (int e = 0; e < 4; e++) {
         const float capped = s[4 * g + e];
         x[e] = exp2_approx(fmaf(capped, scale, (e & 1) ? -lse.y : -lse.x));
-        s[4 * g + e] = SOFTCAP ? x[e] * (1.f - capped * capped) : x[e];  // what dS needs: times the slope of the cap
+        s[4 * g + e] = SOFTCAP ? x[e] * fmaf(-capped, capped, 1.f) : x[e];  // what dS needs: times the slope of the cap
       }
       probability[2 * g] = pack<Half>(x[0], x[1]);
       probability[2 * g + 1] = pack<Half>(x[2], x[3]);

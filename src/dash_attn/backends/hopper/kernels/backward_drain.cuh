@@ -22,7 +22,7 @@ template <int D, bool ORDERED, bool RECORD> struct Drain {
       const int steps = notes.chain(pipe).steps;
       if (steps < 0) break;
 #pragma unroll 1
-      for (int j = w; j < steps; j += DRAINS) drain_step(pipe.steps + j, uses++);
+      for (u32 number = pipe.steps + w; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
       mbarrier_arrive(bar + CHAIN_EMPTY + 8 * pipe.chain_slot());
       pipe.finish_chain(steps);
     }
@@ -34,29 +34,29 @@ template <int D, bool ORDERED, bool RECORD> struct Drain {
   DEVICE void drain_step(u32 number, u32 use) {
     mbarrier_wait(bar + DQ_FULL + 8 * w, C::DQ_PIECES == 2 ? 0 : use & 1);
     const u32 ready = RECORD ? cycles() : 0;
-    const StepNote note = notes.step(number);
-    mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
-    if (RECORD) entry(note)->ready = ready;
-    float* tile = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH);
-    if (ORDERED && note.rank > 0) await_rank(note);
-    if (RECORD) entry(note)->turn = cycles();
-    add_piece(tile, 0, note.rank);
+    // The note is read anew for every use: registers are scarcer than shared-memory loads.
+    if (ORDERED && notes.step(number).rank > 0) await_rank(notes.step(number));
+    const u32 turn = RECORD ? cycles() : 0;
+    add_piece(notes.step(number), 0);
     if constexpr (C::DQ_PIECES == 2) {
       mbarrier_wait(bar + DQ_FULL + 8 * w, 1);
-      add_piece(tile + C::piece_bytes(0) / 4, 1, note.rank);
+      add_piece(notes.step(number), 1);
     }
     if (ORDERED) {
       bulk_wait();
       fence_async_global();
+      const StepNote note = notes.step(number);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
-    if (RECORD) entry(note)->landed = cycles(), entry(note)->cta = blockIdx.x;
+    if (RECORD) record(number, ready, turn);
+    mbarrier_arrive(bar + NOTE_EMPTY + 8 * (number % NOTES));
   }
 
   // The first rank stores: dQ needs no zeroing.
-  DEVICE void add_piece(float* to, int piece, int rank) {
+  DEVICE void add_piece(const StepNote& note, int piece) {
+    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + (piece ? C::piece_bytes(0) / 4 : 0);
     const u32 source = shared + C::dq_staging(w);
-    if (ORDERED && rank == 0)
+    if (ORDERED && note.rank == 0)
       bulk_store(to, source, C::piece_bytes(piece));
     else
       bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
@@ -74,9 +74,10 @@ template <int D, bool ORDERED, bool RECORD> struct Drain {
     fence_async_global();
   }
 
-  // Computed anew for every entry: registers are scarcer than instructions.
-  DEVICE volatile StepRecord* entry(const StepNote& note) const {
-    return p.record + (opaque(note.dq_tile) * p.record_ranks + note.rank);
+  // One store, late: registers are scarcer than anything.
+  DEVICE void record(u32 number, u32 ready, u32 turn) const {
+    const StepNote note = notes.step(number);
+    store_u32x4(p.record + ((u32)note.dq_tile * p.record_ranks + note.rank), ready, turn, cycles(), cta_index());
   }
 
   // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.

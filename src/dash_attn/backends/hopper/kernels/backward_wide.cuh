@@ -25,22 +25,22 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     int last_stage = -1;  // of the step before; its second piece of dQ must have left before the next first one comes
     while (true) {
       notes.await_chain(pipe);
-      const ChainNote chain = notes.chain(pipe);
-      if (chain.steps < 0) break;
+      const int steps = notes.chain(pipe).steps;
+      if (steps < 0) break;
 #pragma unroll
       for (int i = 0; i < OWN; i++) dk_own[i] = dv_own[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < INNER; i++) dk_inner[i] = dv_inner[i] = 0.f;
-      if (chain.steps > 0) {
-        walk_chain(chain.steps, pipe, kv_loads & 1, last_stage);
-        last_stage = (chain.steps - 1) & 1;
+      if (steps > 0) {
+        walk_chain(steps, pipe, kv_loads & 1, last_stage);
+        last_stage = (steps - 1) & 1;
         arrive(KV_EMPTY);
         kv_loads++;
       }
-      store_tile(dv_own, dv_inner, 1.f, dv_map, chain);
-      store_tile(dk_own, dk_inner, p.scale, dk_map, chain);
+      store_tile(dv_own, dv_inner, 1.f, dv_map, notes.chain(pipe));
+      store_tile(dk_own, dk_inner, p.scale, dk_map, notes.chain(pipe));
       arrive(CHAIN_EMPTY + 8 * pipe.chain_slot());
-      pipe.finish_chain(chain.steps);
+      pipe.finish_chain(steps);
     }
     if (wg == 0 && warp == 0 && lane == 0) bulk_wait();
   }
@@ -153,10 +153,9 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
   DEVICE void mask_partial(float (&s)[SCORES], int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;
-    const ChainNote chain = notes.chain(pipe);
-    const int4 sequence = notes.chain_sequence(pipe);  // z: keys, w: band_top
+    const int keys = notes.keys(pipe), from = notes.template mask_from<MASK>(pipe);
     const int local = warp * 16 + (lane >> 2), query = note.q_row() + wg * 32 + 2 * (lane & 3);
-    const KeyMask<MASK> low(local, chain.kv_row, sequence.z, sequence.w), high(local + 8, chain.kv_row, sequence.z, sequence.w);
+    const KeyMask<MASK> low(local, keys, from), high(local + 8, keys, from);
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
       const KeyMask<MASK>& row = (i & 2) ? high : low;
@@ -172,7 +171,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
       for (int e = 0; e < 4; e++) {
         const float capped = s[4 * g + e];
         x[e] = exp2_approx(fmaf(capped, p.scale_log2, (e & 1) ? -lse.y : -lse.x));
-        s[4 * g + e] = SOFTCAP ? x[e] * (1.f - capped * capped) : x[e];  // what dS needs: times the slope of the cap
+        s[4 * g + e] = SOFTCAP ? x[e] * fmaf(-capped, capped, 1.f) : x[e];  // what dS needs: times the slope of the cap
       }
       packed[2 * g] = pack<Half>(x[0], x[1]);
       packed[2 * g + 1] = pack<Half>(x[2], x[3]);

@@ -175,7 +175,8 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
 #pragma unroll
     for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
   }
-  // S becomes exp2((S - max) scale); `rescale` is what the output so far must be multiplied with.
+  // S becomes exp2((S - max) scale). What is one operation and what two is written out, here and everywhere: left to the compiler,
+  // the variants of a kernel would differ in the last bit. `rescale` is what the output so far must be multiplied with.
   DEVICE void softmax(float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -189,8 +190,8 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       for (int i = 0; i < LANES; i++) largest = fmaxf(largest, part[i]);
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const float shift = largest == MINUS_INFINITY ? 0.f : largest * p.scale_log2;  // a row may have met no key yet
-      rescale[r] = exp2_approx(row_max[r] * p.scale_log2 - shift);
+      const float shift = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);  // a row may have met no key yet
+      rescale[r] = exp2_approx(fmaf(row_max[r], p.scale_log2, -shift));
       row_max[r] = largest;
 #pragma unroll
       for (int i = 0; i < C::SCORES / 2; i++) {
@@ -198,9 +199,9 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
         x = exp2_approx(fmaf(x, p.scale_log2, -shift));
         part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
       }
-      row_sum[r] *= rescale[r];
+      row_sum[r] = fmaf(row_sum[r], rescale[r], part[0]);
 #pragma unroll
-      for (int i = 0; i < LANES; i++) row_sum[r] += part[i];
+      for (int i = 1; i < LANES; i++) row_sum[r] += part[i];
     }
   }
   DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }  // column i of row r, as this thread holds them
@@ -215,7 +216,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float sum = row_sum[r], top = row_max[r] * p.scale_log2, shrink = 1.f;
+      float sum = row_sum[r], top = __fmul_rn(row_max[r], p.scale_log2), shrink = 1.f;
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       if (p.sinks != nullptr) {

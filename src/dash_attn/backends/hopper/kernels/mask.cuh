@@ -18,18 +18,14 @@ struct MaskParams {
 
 // The keys one thread looks at are fixed, so what depends on the key alone is prepared once.
 template <MaskKind KIND> struct KeyMask {
-  int key;    // Rows, Blocks: the key, or an impossible one beyond the sequence
-  int above;  // Band: band_top - key, or so far off that every query is out of the band
+  static constexpr int BEYOND = is_band(KIND) ? -0x40000000 : 0x7fffffff;
+  int key;  // Band: band_top - key; else the key itself. BEYOND the sequence: so far off that no query attends it.
 
-  // Key `local` of a KV tile that starts at first_key; `keys` and `band_top` count from there, too.
-  DEVICE KeyMask(int local, int first_key, int keys, int band_top) {
-    const bool beyond = local >= keys;
-    key = beyond ? 0x7fffffff : first_key + local;
-    above = beyond ? -0x40000000 : band_top - local;
-  }
+  // Key `local` of a KV tile with `keys` keys. `from`: band_top (Band) or the key itself, for the first key of the tile.
+  DEVICE KeyMask(int local, int keys, int from) : key(local >= keys ? BEYOND : is_band(KIND) ? from - local : from + local) {}
   DEVICE bool keeps(const MaskParams& mask, int query) const {
-    if constexpr (is_band(KIND)) return (u32)(above + query) <= mask.band_width;
-    if (key == 0x7fffffff || query >= mask.q_len) return false;
+    if constexpr (is_band(KIND)) return (u32)(key + query) <= mask.band_width;
+    if (key == BEYOND || query >= mask.q_len) return false;
     if constexpr (KIND == MaskKind::Rows) {
       const int2 kept = mask.rows[query];
       return key >= kept.x && key < kept.y;

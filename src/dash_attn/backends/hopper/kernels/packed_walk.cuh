@@ -28,12 +28,6 @@ template <int Q_ROWS, int KV_ROWS> struct PackedWalk {
   }
 
  private:
-  // One load after the other: the compiler would fetch all fields at once, for which the planner has no registers.
-  static DEVICE int read(const int& field) {
-    int v;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(&field));
-    return v;
-  }
   // Members pass a Q tile in the order of their steps on it: first those that have not wrapped around, last place first.
   static DEVICE int rank_in_ring(const PackedChain& chain, int q_tile) {
     const int members = read(chain.members), place = read(chain.place);

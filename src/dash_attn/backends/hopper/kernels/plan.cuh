@@ -99,24 +99,31 @@ struct Run {
   int q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries;
 };
 
-// Walks the runs of one chain. Runs are read anew for every step: registers are scarcer than cached loads.
+// One load after the other: the compiler would fetch whole rows at once, for which the planner has no registers.
+DEVICE int read(const int& field) {
+  int v;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(&field));
+  return v;
+}
+
+// Walks the runs of one chain.
 struct Walk {
   int run, at = 0;  // current run, step inside it
 
   DEVICE Walk(int first_run) : run(first_run) {}
   DEVICE Step next(const Run* runs, const Step* entries) {
-    if (at == runs[run].length) {
+    if (at == read(runs[run].length)) {
       run++;
       at = 0;
     }
     const Run& line = runs[run];
-    const int i = at++;
-    if (line.entries >= 0) {
-      const Step* entry = entries + line.entries + i;
-      return {entry->q_tile, entry->rank, entry->partial};
+    const int i = at++, listed = read(line.entries);
+    if (listed >= 0) {
+      const Step& entry = entries[listed + i];
+      return {read(entry.q_tile), read(entry.rank), read(entry.partial)};
     }
     // Ranks lie on a digital line; the numerator is never negative, because ranks are not.
-    const int rank = (u32)(line.rank_mul * i + line.rank_add) / (u32)line.rank_div;
-    return {line.q_first + i * line.q_stride, rank, line.partial};
+    const u32 rank = (u32)(read(line.rank_mul) * i + read(line.rank_add)) / (u32)read(line.rank_div);
+    return {read(line.q_first) + i * read(line.q_stride), (int)rank, read(line.partial)};
   }
 };

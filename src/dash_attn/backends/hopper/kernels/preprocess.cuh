@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float2 a = unpack<Half>(xs[i]), b = unpack<Half>(ys[i]);
-      sum += a.x * b.x + a.y * b.y;
+      sum = fmaf(a.y, b.y, fmaf(a.x, b.x, sum));
     }
   }
 #pragma unroll

@@ -14,7 +14,7 @@ struct SinkGradientParams {
 template <int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256) sink_gradient(const __grid_constant__ SinkGradientParams p) {
   __shared__ float sums[256];
   const int head = blockIdx.x;
-  const float sink = p.sinks[head] * LOG2_E;
+  const float sink = __fmul_rn(p.sinks[head], LOG2_E);
   float total = 0.f;
   for (int s = 0; s < p.sequences; s++) {
     const int first = PACKED ? head * p.rows.head_tiles + p.rows.sequences[s].first_tile : (s * p.rows.q_heads + head) * p.rows.head_tiles;
@@ -22,7 +22,7 @@ template <int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256) sink_g
     float sum = 0.f;
     for (int i = threadIdx.x; i < rows; i += 256) {
       const i64 at = (i64)first * Q_ROWS + i;
-      sum += exp2_approx(sink - p.lse_log2[at]) * p.delta[at];
+      sum = fmaf(exp2_approx(sink - p.lse_log2[at]), p.delta[at], sum);
     }
     sums[threadIdx.x] = sum;
     __syncthreads();
