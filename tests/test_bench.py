@@ -249,7 +249,8 @@ def test_the_backend_still_names_its_kernels_as_the_record_asks() -> None:
     """The record of kernel hashes calls these; here is no GPU to load a kernel on."""
     forward, backward = (import_module(f"dash_attn.backends.hopper.{name}") for name in ("forward", "backward"))
     assert list(inspect.signature(forward.forward_kernel).parameters) == ["device", "dtype", "dim", "consumers", "softcap", "mask_kind"]
-    assert list(inspect.signature(backward.backward_kernels).parameters)[:6] == ["device", "dtype", "dim", "ordered", "softcap", "mask_kind"]
+    first = ["device", "dtype", "dim", "ordered", "softcap", "mask_kind"]
+    assert list(inspect.signature(backward.backward_kernels).parameters)[:6] == first
     q = torch.empty(1, 512, 2, 64)
     options = import_module("dash_attn.options").AttentionOptions(Causal(), 1.0)
     assert forward.forward_problem(q, q, q, options).tile_q % forward.CONSUMER_ROWS == 0

@@ -39,7 +39,8 @@ def test_recorded_times_are_possible(dim: int, mask: Mask, schedule: str) -> Non
     options = options_of(mask, schedule, dim)
     spans = recorded(inputs, options)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    problem = Problem(mask, 2048, 2048, hopper("backward").Q_ROWS[dim], 128, 2048 // dim, batch=8)
+    tiles = hopper("shapes").backward_tiles(dim)
+    problem = Problem(mask, 2048, 2048, tiles.q_rows, tiles.kv_rows, 2048 // dim, batch=8)
     made = generate(schedule, problem, sms)
     assert (len(spans.q_tile), spans.workers) == (problem.tasks, sms)
     assert len(set(spans.worker.tolist())) == sms, "every SM took chains"
@@ -61,8 +62,8 @@ def test_recording_changes_no_bit() -> None:
     backward, record = hopper("backward"), hopper("record")
     out, lse = hopper("forward").forward(q, k, v, options)
     expected = backward.backward(dout, q, k, v, out, lse, options)
-    call = record.RecordingCall(q, k, (q, k, v, dout, out), options)
-    found = call.run(q, k, v, dout, out, lse)
+    call, tensors = hopper("layout").CallCache(record.RecordingCall).find((q, k, v, dout, out), options, None)
+    found = call.run(tensors, lse, None, None)
     assert all(same_bits(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
     assert recorded(inputs, options).makespan > 0
 
