@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench_results import failed, made_up_results
-from dash_attn.bench import picture, picture_errors, picture_prediction, picture_schedules
+from bench_results import failed, made_up_results, made_up_row
+from dash_attn.bench import picture, picture_cases, picture_errors, picture_prediction, picture_schedules
 from dash_attn.bench.candidates import COMPARED_SCHEDULES
 from dash_attn.bench.picture_style import OTHER_LOOK, SCHEDULE_LOOKS
 from dash_attn.bench.results import save
+from dash_attn.bench.suites import SUITES
 from dash_attn.cli.main import main
 from dash_attn.generators import GENERATORS
 
@@ -103,6 +104,40 @@ def test_nothing_overlaps(direction: str, panels: int) -> None:
     with rc_context(STYLE):
         assert overlaps(picture._figure(results, main_rows, direction)) == []
         assert overlaps(picture_schedules._figure(results, picture_schedules.relative_rows(rows))) == []
+
+
+def results_of_masks() -> dict[str, Any]:
+    """Cases of which cuDNN runs some, and one kernel that runs none."""
+    results = made_up_results()
+    rows = []
+    for shape in SUITES["masks"].shapes():
+        for name in ("dash-attn", "dash-attn unordered", "PyTorch flash", "PyTorch flash deterministic"):
+            row = made_up_row("backward", shape, name)
+            rows.append({**row, "ratio_to_cudnn": None, "ratio_to_fastest_peer": row["ratio_to_cudnn"] / 0.6})
+    return {**results, "suite": "masks", "rows": rows}
+
+
+def test_cases_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = results_of_masks()
+    source, path = tmp_path / "masks.json", tmp_path / "masks.svg"
+    save(results, source)
+    assert main(["bench", "--from", str(source), "--plot", str(path)]) == 0
+    assert "(1.83*)" in capsys.readouterr().out
+    svg = path.read_text()
+    for text in (
+        "causal window of 4096, head dim 128",
+        "prefix of 4096, head dim 128",
+        "1.83 to 1.83 times the fastest other",
+    ):
+        assert text in svg
+    figure = picture_cases._figure(results, results["rows"], "backward")
+    (axes,) = figure.axes
+    drawn = {points.get_label(): points.get_offsets() for points in axes.collections}
+    assert list(drawn) == ["dash-attn", "dash-attn unordered", "PyTorch flash", "PyTorch flash deterministic"]
+    assert drawn["dash-attn"][:, 0].tolist() == pytest.approx([1.1 / 0.6] * 9)
+    assert drawn["dash-attn"][:, 1].tolist() == list(range(9))
+    assert overlaps(figure) == []
+    assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0, "names of cases are whole"
 
 
 def test_limits_hold_every_value() -> None:

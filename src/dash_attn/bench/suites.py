@@ -8,7 +8,7 @@ from itertools import product
 
 from .shape import PASSES, Shape
 
-__all__ = ["FLEX_SUITES", "HOST_SUITE", "MASKS", "PASSES", "SUITES", "Shape", "choose"]
+__all__ = ["FLEX_SUITES", "HOST_SUITE", "MASKS", "PASSES", "SUITES", "Shape", "Suite", "choose"]
 
 TOKENS = 16384  # batch x seqlen
 MASKS = ("causal", "full")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.suites import FLEX_SUITES, HOST_SUITE, PASSES, SUITES, Shape, choose
+from ..bench.suites import FLEX_SUITES, HOST_SUITE, PASSES, SUITES, Shape, Suite, choose
 
 REPEATS = 30
 EXAMPLES = """examples:
@@ -41,7 +41,7 @@ def add_command(commands: Any) -> None:
     )
     results_help = "where results go (default: benchmarks/results)"
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR", help=results_help)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed relative to cuDNN, as .png or .svg")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw relative speeds, as .png or .svg")
     parser.add_argument("--plot-pass", choices=PASSES, default="backward", help="the pass to draw (default: backward)")
     parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the schedules relative to the unordered backward")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show earlier results; needs no GPU")
@@ -50,6 +50,7 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..bench.picture import draw
+    from ..bench.picture_cases import draw_cases
     from ..bench.picture_schedules import draw_schedules
     from ..bench.picture_style import check_format
     from ..bench.report import print_report
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         path, results = _measure(arguments)
     print_report(results)
     if arguments.plot:
-        draw(results, arguments.plot, arguments.plot_pass)
+        by_length = isinstance(SUITES.get(results["suite"]), Suite)
+        (draw if by_length else draw_cases)(results, arguments.plot, arguments.plot_pass)
         print(f"picture: {arguments.plot}")
     if arguments.plot_schedules:
         draw_schedules(results, arguments.plot_schedules)
