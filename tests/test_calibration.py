@@ -255,6 +255,17 @@ def test_plan_measures_beside_simulating(tmp_path: Path, capsys: pytest.CaptureF
     assert "microseconds" in svg
 
 
+def test_measured_runs_are_traced_beside_simulated_ones(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert main([*MEASURED, "--heads", "2", "--schedule", "ascending", "--trace", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [name.split(":")[0] for name in names] == ["ascending", "ascending, measured"]
+    computes = [sorted(e["name"] for e in events if e["pid"] == process and e.get("cat") == "compute") for process in (1, 2)]
+    assert computes[0] == computes[1]
+    assert len(computes[0]) == Problem(Causal(), 384, 384, 64, 128, 2).tasks
+
+
 def test_measured_times_are_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     row = plan(capsys, *MEASURED[1:], "--schedule", "auto", "--compute", "100", "--reduce", "5")
     assert row["measured"] > 0

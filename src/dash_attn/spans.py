@@ -102,6 +102,13 @@ class Spans:
         return found
 
 
+class Recorded(NamedTuple):
+    """A measured run and the schedule it walked."""
+
+    schedule: Schedule
+    spans: Spans
+
+
 def task_table(schedule: Schedule) -> TaskTable:
     problem = schedule.problem
     chains = [schedule.head_order(head).tasks(kv_tile, problem.group) for _, head, kv_tile in schedule.tickets.tolist()]

@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..describe import counted, describe_machine, describe_problem
 from ..generators import generate
 from ..problem import Problem
 from ..simulate import Machine, Timeline, simulate
-from ..spans import Spans
+from ..spans import Recorded
 from ..validate import ScheduleError
 from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
 from .devices import add_device
 from .progress import progress_bar
 from .table import Named, print_table
+
+if TYPE_CHECKING:
+    from .measured import Pair
 
 EXAMPLES = """examples:
   dash-attn plan --mask causal --q-tiles 8 --kv-tiles 8 --heads 4 --workers 8 --compute 3 --reduce 1
@@ -77,8 +81,7 @@ def _run_measured(arguments: argparse.Namespace, names: list[str]) -> int:
     _print(arguments, problem, machine, runs, refused, {pair.name: pair.measured.makespan for pair in pairs})
     if not arguments.json:
         print_measured(pairs, device)
-    timelines = [timeline for _, timeline in runs]
-    _write_files(arguments, problem, machine, timelines, [panel for pair in pairs for panel in pair.panels()])
+    _write_files(arguments, problem, machine, [timeline for _, timeline in runs], pairs)
     return 0 if runs else 2
 
 
@@ -182,21 +185,22 @@ def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
 
 
 def _write_files(
-    arguments: argparse.Namespace, problem: Problem, machine: Machine, timelines: list[Timeline], panels: list[Spans] | None = None
+    arguments: argparse.Namespace, problem: Problem, machine: Machine, timelines: list[Timeline], pairs: Sequence[Pair] = ()
 ) -> None:
-    """`panels`: what the Gantt chart shows, if not the timelines."""
+    """`pairs`: measured runs, shown beside the simulated ones."""
     if not timelines:
         return
     if arguments.gantt is not None:
         from ..plot import gantt
 
         title = f"{describe_problem(problem, arguments.mask)}\n{describe_machine(machine, arguments.workers)}"
-        gantt(panels or timelines, arguments.gantt, title)
+        gantt([panel for pair in pairs for panel in pair.panels()] or timelines, arguments.gantt, title)
     if arguments.trace is not None:
         from ..trace import write_trace
 
-        with progress_bar("writing the trace", problem.tasks * len(timelines)) as progress:
-            write_trace(timelines, arguments.trace, progress)
+        traced: list[Timeline | Recorded] = [*timelines, *(Recorded(pair.timeline.schedule, pair.measured) for pair in pairs)]
+        with progress_bar("writing the trace", problem.tasks * len(traced)) as progress:
+            write_trace(traced, arguments.trace, progress)
     if arguments.save is not None:
         arguments.save.write_text(timelines[0].schedule.to_json() + "\n", encoding="utf-8")
     for path in (arguments.gantt, arguments.trace, arguments.save):
