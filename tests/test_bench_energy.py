@@ -65,6 +65,18 @@ def test_a_counter_that_stands_still_gives_nothing() -> None:
     assert gpu.now < 2 * energy.PATIENCE * energy.SECONDS
 
 
+def test_a_counter_that_fails_midway_gives_nothing() -> None:
+    readings = iter([1.0, 2.0, 3.0])
+
+    def joules() -> float:
+        found = next(readings, None)
+        if found is None:
+            raise NoCounter("the GPU has fallen off the bus")
+        return found
+
+    assert Meter(joules, lambda: None, lambda: 0.0).per_step(lambda: None, 1.0) is None
+
+
 class FakeNvml:
     """Answers like libnvidia-ml: a status, values by reference."""
 

@@ -27,12 +27,17 @@ class Meter:
     clock: Callable[[], float] = field(default=time.perf_counter)
 
     def per_step(self, step: Callable[[], Any], expected_ms: float) -> float | None:
-        """Joules of one step; None if the counter stands still.
+        """Joules of one step; None if the counter stands still or fails.
 
         The counter moves some ten times a second, so both ends of the measurement are waited for: steps are counted from
         one of its moves to another.
         """
-        chunk = max(1, round(CHUNK * 1000 / expected_ms))
+        try:
+            return self._per_step(step, max(1, round(CHUNK * 1000 / expected_ms)))
+        except NoCounter:
+            return None
+
+    def _per_step(self, step: Callable[[], Any], chunk: int) -> float | None:
         if self._run_until_it_moves(step, chunk) is None:
             return None
         begun, start, steps = self.joules(), self.clock(), 0
