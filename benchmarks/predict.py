@@ -11,39 +11,21 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from dash_attn import Causal, Full, Mask, Problem, ScheduleError, generate, simulate
 from dash_attn.bench.environment import environment
+from dash_attn.calibration.hopper import kernel_time
 from dash_attn.generators import GENERATORS
 from dash_attn.machines import H200
 from dash_attn.options import AttentionOptions
 
 TOKENS, WIDTH = 16384, 2048  # batch x seqlen, heads x head dim
 Q_ROWS = {64: 128, 128: 64}
-RUNS = 6
-
-
-def measured_us(tensors: tuple[torch.Tensor, ...], options: AttentionOptions) -> float:
-    """Device time of the attention kernel alone."""
-    from dash_attn.backends.hopper import backward, forward
-
-    q, k, v, dout = tensors
-    out, lse = forward(q, k, v, options)
-    for _ in range(2):
-        backward(dout, q, k, v, out, lse, options)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        for _ in range(RUNS):
-            backward(dout, q, k, v, out, lse, options)
-        torch.cuda.synchronize()
-    (event,) = (e for e in record.key_averages() if "attention_backward" in e.key)
-    return float(event.device_time_total / event.count)
 
 
 def compare(dim: int, seqlen: int, mask: Mask) -> list[dict[str, Any]]:
     batch, heads = TOKENS // seqlen, WIDTH // dim
-    tensors = tuple(torch.randn(batch, seqlen, heads, dim, device="cuda").bfloat16() for _ in range(4))
+    q, k, v, dout = (torch.randn(batch, seqlen, heads, dim, device="cuda").bfloat16() for _ in range(4))
     problem = Problem(mask, seqlen, seqlen, Q_ROWS[dim], 128, heads, batch=batch)
     workers = torch.cuda.get_device_properties(0).multi_processor_count
     rows = []
@@ -52,7 +34,7 @@ def compare(dim: int, seqlen: int, mask: Mask) -> list[dict[str, Any]]:
             timeline = simulate(generate(name, problem, workers), H200[dim])
         except ScheduleError:
             continue
-        measured = measured_us(tensors, AttentionOptions(mask, dim**-0.5, 0.0, name))
+        measured = kernel_time((q, k, v, dout), AttentionOptions(mask, dim**-0.5, 0.0, name))
         error = timeline.makespan / measured - 1
         rows.append({"head_dim": dim, "mask": str(mask), "seqlen": seqlen, "schedule": name})
         rows[-1] |= {"measured_us": round(measured, 1), "predicted_us": round(timeline.makespan, 1), "error": round(error, 4)}

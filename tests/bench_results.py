@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from dash_attn.bench.suites import SUITES, Shape
@@ -20,7 +19,7 @@ def made_up_row(direction: str, shape: Shape, candidate: str, **changes: Any) ->
     ratio, deterministic = RATIOS[candidate]
     row = {
         "pass": direction,
-        "shape": asdict(shape),
+        "shape": shape.to_json(),
         "candidate": candidate,
         "deterministic": deterministic,
         "status": "ok",

@@ -15,7 +15,8 @@ from dash_attn.bench.checks import dense
 from dash_attn.bench.environment import short_name
 from dash_attn.bench.host import CALLS, host_time, measure_host
 from dash_attn.bench.measure import measure
-from dash_attn.bench.peers import deterministic_algorithms, peers
+from dash_attn.bench.peers import peers
+from dash_attn.bench.pytorch_peers import deterministic_algorithms
 from dash_attn.bench.suites import SUITES, Shape, choose
 from dash_attn.bench.timing import WARM_UP, interleaved
 from dash_attn.masks import Causal
@@ -184,11 +185,11 @@ def test_real_candidates(shape: Shape) -> None:
 
 
 def test_dense_reference_against_sdpa() -> None:
-    q, k, v, dout = (x.double() for x in make_tensors(Shape("causal", 50, 1, 3, 1, 16), CPU))
+    q, k, v, dout = (x.double() for x in make_tensors(Shape("causal", 50, 1, 3, 1, 16), CPU)[:4])
     leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k.expand(q.shape), v.expand(q.shape))]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
-    found = dense((q, k, v, dout), causal=True)
+    found = dense(Tensors(q, k, v, dout), Causal())
     for name, expected in (("out", out), ("dq", dq), ("dk", dk.sum(1, keepdim=True)), ("dv", dv.sum(1, keepdim=True))):
         torch.testing.assert_close(found[name], expected.transpose(1, 2), msg=name)
 
@@ -247,8 +248,9 @@ def test_host_suite_runs_ours_and_flash() -> None:
 def test_the_backend_still_names_its_kernels_as_the_record_asks() -> None:
     """The record of kernel hashes calls these; here is no GPU to load a kernel on."""
     forward, backward = (import_module(f"dash_attn.backends.hopper.{name}") for name in ("forward", "backward"))
-    assert list(inspect.signature(forward.forward_kernel).parameters) == ["device", "dtype", "dim", "consumers", "mask_kind"]
-    assert list(inspect.signature(backward.backward_kernels).parameters) == ["device", "dtype", "dim", "ordered", "mask_kind"]
+    assert list(inspect.signature(forward.forward_kernel).parameters) == ["device", "dtype", "dim", "consumers", "softcap", "mask_kind"]
+    first = ["device", "dtype", "dim", "ordered", "softcap", "mask_kind"]
+    assert list(inspect.signature(backward.backward_kernels).parameters)[:6] == first
     q = torch.empty(1, 512, 2, 64)
     options = import_module("dash_attn.options").AttentionOptions(Causal(), 1.0)
-    assert forward.forward_problem(q, q, options).tile_q % forward.CONSUMER_ROWS == 0
+    assert forward.forward_problem(q, q, q, options).tile_q % forward.CONSUMER_ROWS == 0

@@ -1,28 +1,25 @@
-"""The pictures of `dash-attn bench` and of benchmarks/plot_prediction.py, from made-up results."""
+"""The pictures of `dash-attn bench` and of `dash-attn calibrate`, from made-up results."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
+import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from bench_results import failed, made_up_results
-from dash_attn.bench import picture, picture_schedules
+from bench_results import failed, made_up_results, made_up_row
+from dash_attn.bench import picture, picture_cases, picture_errors, picture_prediction, picture_schedules
 from dash_attn.bench.candidates import COMPARED_SCHEDULES
 from dash_attn.bench.picture_style import OTHER_LOOK, SCHEDULE_LOOKS
 from dash_attn.bench.results import save
+from dash_attn.bench.suites import SUITES
 from dash_attn.cli.main import main
 from dash_attn.generators import GENERATORS
 
 pytest.importorskip("matplotlib")
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "plot_prediction.py"
 SLOWNESS = {"spt": 1.0, "ascending": 4.0, "shift": 2.0, "homemade": 1.25}  # time relative to the unordered kernel
 
 
@@ -109,6 +106,40 @@ def test_nothing_overlaps(direction: str, panels: int) -> None:
         assert overlaps(picture_schedules._figure(results, picture_schedules.relative_rows(rows))) == []
 
 
+def results_of_masks() -> dict[str, Any]:
+    """Cases of which cuDNN runs some, and one kernel that runs none."""
+    results = made_up_results()
+    rows = []
+    for shape in SUITES["masks"].shapes():
+        for name in ("dash-attn", "dash-attn unordered", "PyTorch flash", "PyTorch flash deterministic"):
+            row = made_up_row("backward", shape, name)
+            rows.append({**row, "ratio_to_cudnn": None, "ratio_to_fastest_peer": row["ratio_to_cudnn"] / 0.6})
+    return {**results, "suite": "masks", "rows": rows}
+
+
+def test_cases_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = results_of_masks()
+    source, path = tmp_path / "masks.json", tmp_path / "masks.svg"
+    save(results, source)
+    assert main(["bench", "--from", str(source), "--plot", str(path)]) == 0
+    assert "(1.83*)" in capsys.readouterr().out
+    svg = path.read_text()
+    for text in (
+        "causal window of 4096, head dim 128",
+        "prefix of 4096, head dim 128",
+        "1.83 to 1.83 times the fastest other",
+    ):
+        assert text in svg
+    figure = picture_cases._figure(results, results["rows"], "backward")
+    (axes,) = figure.axes
+    drawn = {points.get_label(): points.get_offsets() for points in axes.collections}
+    assert list(drawn) == ["dash-attn", "dash-attn unordered", "PyTorch flash", "PyTorch flash deterministic"]
+    assert drawn["dash-attn"][:, 0].tolist() == pytest.approx([1.1 / 0.6] * 9)
+    assert drawn["dash-attn"][:, 1].tolist() == list(range(9))
+    assert overlaps(figure) == []
+    assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0, "names of cases are whole"
+
+
 def test_limits_hold_every_value() -> None:
     assert picture._limits([0.265, 1.446]) == pytest.approx((0.2, 1.496))
     assert picture._limits([0.02]) == pytest.approx((0.0, 1.05))
@@ -184,27 +215,17 @@ def test_every_schedule_has_its_own_look() -> None:
     assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == len(looks)
 
 
-@pytest.fixture(scope="module")
-def plot_prediction() -> ModuleType:
-    spec = spec_from_file_location("plot_prediction", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def made_up_prediction() -> dict[str, Any]:
     rows = []
     for name, error in (("spt", 0.05), ("ascending", -0.4), ("homemade", 0.3)):
         for seqlen in (1024, 16384):
             shape = {"head_dim": 64, "mask": "causal", "seqlen": seqlen, "schedule": name}
             rows.append({**shape, "measured_us": seqlen / 2, "predicted_us": seqlen / 2 * (1 + error), "error": error})
-    return {"environment": {"gpu": "NVIDIA Nonesuch"}, "rows": rows}
+    return {"gpu": "NVIDIA Nonesuch", "rows": rows}
 
 
-def test_prediction_labels_outliers(plot_prediction: ModuleType) -> None:
-    figure = plot_prediction.figure_of(made_up_prediction())
+def test_prediction_labels_outliers() -> None:
+    figure = picture_prediction.figure_of(made_up_prediction())
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.texts] == [
         "causal 1k, d64: \N{MINUS SIGN}40 %",
@@ -218,13 +239,50 @@ def test_prediction_labels_outliers(plot_prediction: ModuleType) -> None:
     assert drawn["ascending"] == [pytest.approx([0.6 * 0.512, 0.512]), pytest.approx([0.6 * 8.192, 8.192])]
 
 
-def test_prediction_script(tmp_path: Path) -> None:
-    source, path = tmp_path / "prediction.json", tmp_path / "prediction.png"
-    source.write_text(json.dumps(made_up_prediction()))
-    subprocess.run([sys.executable, str(SCRIPT), str(source), str(path)], check=True)
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_errors_by_schedule() -> None:
+    figure = picture_errors.figure_of(made_up_prediction())
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ascending", "spt", "homemade"]
+    minus = "\N{MINUS SIGN}"
+    said = [f"median {minus}40.0 %, worst {minus}40 %", "median +5.0 %, worst +5 %", "median +30.0 %, worst +30 %"]
+    assert [text.get_text() for text in axes.texts] == said
+    assert figure.texts[0].get_text() == "The simulator on Nonesuch: off by 30.0 % in the median of 6 runs, 29.0 % rms"
+    assert [points.get_offsets()[:, 0].tolist() for points in axes.collections] == [[-40.0] * 2, [5.0] * 2, [30.0] * 2]
 
 
-def test_no_prediction_no_picture(plot_prediction: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plot_prediction.draw({**made_up_prediction(), "rows": []}, tmp_path / "a.png")
+@pytest.mark.parametrize("kind", ["predict.py", "calibrate"])
+def test_predictions_from_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, pictures = tmp_path / "prediction.json", [tmp_path / "a.png", tmp_path / "b.svg"]
+    made = made_up_prediction()
+    gpu, rows = made["gpu"], made["rows"]
+    source.write_text(json.dumps({"environment": {"gpu": gpu}, "rows": rows} if kind == "predict.py" else {"name": gpu, "measured": rows}))
+    assert main(["calibrate", "--from", str(source), "--plot", str(pictures[0]), "--plot-schedules", str(pictures[1])]) == 0
+    assert pictures[0].read_bytes().startswith(b"\x89PNG")
+    assert "The simulator on Nonesuch" in pictures[1].read_text()
+    assert str(pictures[1]) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "{}", '{"name": "x", "measured": []}', '{"name": "x", "measured": [{"error": 1}]}'])
+def test_no_prediction_no_picture(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "other.json"
+    source.write_text(text)
+    assert main(["calibrate", "--from", str(source), "--plot", str(tmp_path / "a.png")]) == 2
+    assert f"{source} holds no predictions" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_from_needs_something_to_draw(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--from", "x.json"]) == 2
+    assert "--from goes with --plot" in capsys.readouterr().err
+    assert main(["calibrate", "--plot", "x.gif"]) == 2
+    assert "x.gif" in capsys.readouterr().err
+
+
+def test_the_documents_tell_the_committed_errors() -> None:
+    root = Path(__file__).parent.parent
+    found = picture_prediction.read(root / "benchmarks/results/h200-prediction.json")
+    title = picture_errors._title(found)
+    numbers = re.search(r"off by ([\d.]+ %) in the median of (\d+) runs, ([\d.]+ %) rms", title)
+    assert numbers is not None
+    design = (root / "DESIGN.md").read_text()
+    assert f"{numbers[1]} in the median of {numbers[2]} runs ({numbers[3]} rms" in design

@@ -94,7 +94,7 @@ def test_host_results_are_shown(stored: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("suite", ["paper", "quick", "gqa", "host"])
+@pytest.mark.parametrize("suite", ["paper", "quick", "gqa", "llama", "masks", "host"])
 def test_no_gpu(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", suite, "--output", str(tmp_path)]) == 2
     assert "needs a CUDA GPU" in capsys.readouterr().err

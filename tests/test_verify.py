@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dash_attn.backends import cpu
+from dash_attn.cli.devices import choose_device
 from dash_attn.cli.main import main
-from dash_attn.cli.verify import choose_device
 from dash_attn.executor import execute
+from dash_attn.verify import guarantees, load
 from dash_attn.verify.bits import NAMES, Results, attend, difference, sha256
 from dash_attn.verify.cases import Case, default_cases, make_inputs
-from dash_attn.verify.guarantees import CaseTest, Outcome, overall
+from dash_attn.verify.certificate import _device, verify
+from dash_attn.verify.fresh import fresh_results
+from dash_attn.verify.guarantees import CaseTest, Outcome, comparisons, overall
+from dash_attn.verify.report import table
 from dense import dense, largest_error
 
 SMALL = ["--device", "cpu", "--no-fresh", "--runs", "2", "--seqlen", "400", "--heads", "1", "--head-dim", "16", "--batch", "1"]
@@ -25,7 +35,7 @@ SMALL_CASE = Case(400, 1, 1, 16, 1)
 
 
 def statuses(test: CaseTest) -> dict[str, Outcome]:
-    return {outcome.guarantee: outcome for outcome in test.outcomes(None)}
+    return {outcome.guarantee: outcome for outcome in test.outcomes({})}
 
 
 def small_certificate(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
@@ -47,8 +57,9 @@ def test_the_command_passes_with_a_fresh_process(capsys: pytest.CaptureFixture[s
         ("same bits in repeated runs", "pass"),
         ("same bits in any interleaving", "pass"),
         ("same bits on any number of workers", "pass"),
+        ("same bits while other work runs", "pass"),
         ("same bits whatever else is in the batch", "pass"),
-        ("same bits in a fresh process", "pass"),
+        ("same bits in fresh processes", "pass"),
         ("control: unordered runs differ", "pass"),
     ]
     assert len(entry["explain"]["order_hash"]) >= 16
@@ -92,6 +103,102 @@ def test_memory_that_nobody_wrote_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: torch.empty_like(unpack(tiles, length, dtype)))
     found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
     assert found["same bits in repeated runs"] == Outcome("same bits in repeated runs", "fail", "run 2: out[0, 0, 0, 0] is NaN")
+
+
+def test_work_beside_it_is_real_and_must_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(load, "_cpu_work", lambda: lambda: rounds.append(1))
+    with load.other_work("cpu"):
+        assert rounds, "it has begun before the block does"
+    after = len(rounds)
+    time.sleep(0.05)
+    assert len(rounds) == after, "it ends with the block"
+
+    def fails() -> None:
+        raise ArithmeticError("out of numbers")
+
+    monkeypatch.setattr(load, "_cpu_work", lambda: fails)
+    with pytest.raises(RuntimeError, match="nothing ran beside it: out of numbers"), load.other_work("cpu"):
+        pass
+
+
+def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack, busy = cpu.unpack, load.other_work
+    loaded = False
+
+    @contextmanager
+    def noticed(device: str) -> Iterator[None]:
+        nonlocal loaded
+        with busy(device):
+            loaded = True
+            yield
+            loaded = False
+
+    monkeypatch.setattr(guarantees, "other_work", noticed)
+    monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: unpack(tiles, length, dtype) * (1 + loaded))
+    found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
+    assert found["same bits while other work runs"].status == "fail"
+    assert found["same bits while other work runs"].detail.startswith("run 1 beside other work: out[0, 0, 0, 0]: ")
+
+
+def test_fresh_processes_compile_anew_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[list[Path]] = []
+    run = subprocess.run
+
+    def watched(command: Any, **rest: Any) -> Any:
+        if "env" in rest:
+            caches.append([*Path(rest["env"]["DASH_ATTN_CACHE"]).iterdir()])
+            assert rest["env"]["PYTHONHASHSEED"] == "random"
+            (Path(rest["env"]["DASH_ATTN_CACHE"]) / "compiled").touch()
+        return run(command, **rest)
+
+    monkeypatch.setattr(subprocess, "run", watched)
+    found = fresh_results([SMALL_CASE], "cpu")
+    assert [len(files) for files in caches] == [0, 1], "first cold, then warm"
+    results = {what: results[0] for what, results in found.items()}
+    assert list(results) == ["a fresh process with a cold cache", "a fresh process with a warm cache"]
+    test = CaseTest(SMALL_CASE, "cpu", 2)
+    (outcome,) = (outcome for outcome in test.outcomes(results) if "fresh" in outcome.guarantee)
+    assert outcome == Outcome("same bits in fresh processes", "pass", "2 compared")
+    other = results["a fresh process with a warm cache"]
+    changed = {**results, "a fresh process with a warm cache": other._replace(dv=other.dv + 1)}
+    (outcome,) = (outcome for outcome in test.outcomes(changed) if "fresh" in outcome.guarantee)
+    assert outcome.status == "fail"
+    assert outcome.detail.startswith("a fresh process with a warm cache: dv[0, 0, 0, 0]: ")
+
+
+def test_progress_counts_every_comparison() -> None:
+    seen: list[tuple[int, int]] = []
+    verify([SMALL_CASE, SMALL_CASE], "cpu", 3, fresh=False, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert seen[-1][0] == seen[-1][1] == 2 * comparisons("cpu", 3, 0)
+
+
+def test_a_schedule_can_be_chosen_and_promises_no_more_than_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of `shift` depend on the workers."""
+    certificate = small_certificate(capsys, "--mask", "full", "--schedule", "shift")
+    (entry,) = certificate["cases"]
+    assert (entry["case"]["schedule"], entry["explain"]["schedule"]) == ("shift", "shift")
+    assert "same bits on any number of workers" not in [outcome["guarantee"] for outcome in entry["guarantees"]]
+    assert main(["verify", *SMALL, "--schedule", "fastest"]) == 2
+    assert "schedule must be one of auto, ascending" in capsys.readouterr().err
+
+
+def test_a_table_of_cases_that_promise_different_things() -> None:
+    certificate = verify([SMALL_CASE, replace(SMALL_CASE, mask="full", schedule="shift")], "cpu", 2, fresh=False)
+    line = next(line for line in table(certificate).splitlines() if line.startswith("same bits on any number of workers"))
+    assert line.split()[-2:] == ["pass", "-"]
+
+
+def test_certificates_name_what_was_used(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = small_certificate(capsys)
+    assert {"dash_attn", "commit", "torch", "cuda", "python", "system"} <= set(certificate["versions"])
+    assert certificate["scope"]
+    where = SimpleNamespace(name="NVIDIA Nonesuch", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: where)
+    monkeypatch.setattr("dash_attn.verify.certificate.driver_facts", lambda: {"driver_version": "580.1"})
+    assert _device("cuda") == {"type": "cuda", "name": "NVIDIA Nonesuch", "capability": "9.0", "sms": 132, "driver": "580.1"}
 
 
 def test_a_control_that_agrees_is_inconclusive(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from .order import Ints
 from .plan import Plan
 from .problem import Task
 from .schedule import Placement
+
+if TYPE_CHECKING:
+    from .threads import TaskTimes
 
 DqTile = tuple[int, int, int]  # sequence, query head, Q tile
 
@@ -69,8 +72,11 @@ class Interleaving:
     seed: int | None = None
     threads: bool = False
     workers: int | None = None  # None: as many as the backend plans for
+    record: list[TaskTimes] | None = field(default=None, compare=False)  # threads note there when every task ran
 
     def __post_init__(self) -> None:
+        if self.record is not None and not self.threads:
+            raise ValueError("only threads record times: coroutines take turns on one")
         for name, value, least in (("seed", self.seed, None), ("workers", self.workers, 1)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or (least and value < least)):
                 raise ValueError(f"{name} must be None or a whole number{' >= 1' if least else ''}; got {value!r}")
@@ -80,9 +86,11 @@ _current: ContextVar[Interleaving | None] = ContextVar("interleaving", default=N
 
 
 @contextmanager
-def interleaving(seed: int | None, threads: bool = False, workers: int | None = None) -> Iterator[Interleaving]:
+def interleaving(
+    seed: int | None, threads: bool = False, workers: int | None = None, record: list[TaskTimes] | None = None
+) -> Iterator[Interleaving]:
     """Run the CPU backward passes inside this block under one interleaving, on `workers` workers."""
-    chosen = Interleaving(seed, threads, workers)
+    chosen = Interleaving(seed, threads, workers, record)
     token = _current.set(chosen)
     try:
         yield chosen
@@ -101,7 +109,7 @@ def execute(plan: Plan, kernel: Kernel, ordered: bool = True, chosen: Interleavi
     if chosen.threads:
         from .threads import run_threads
 
-        run_threads(plan, kernel, ledger, chosen.seed)
+        run_threads(plan, kernel, ledger, chosen.seed, chosen.record)
     else:
         _run_coroutines(plan, kernel, ledger, None if chosen.seed is None else Random(chosen.seed))
     ledger.finish()

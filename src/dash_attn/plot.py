@@ -80,7 +80,7 @@ def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
     figure = Figure(figsize=(FIGURE_WIDTH, sum(h + 0.55 for h in heights) + 1.45), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     horizon = max(max(p.makespan, p.lower_bound or 0.0) for p in panels) or 1.0
-    slowest = max(panels, key=lambda p: p.makespan)
+    slowest = {source: max((p for p in panels if p.source == source), key=lambda p: p.makespan) for source in {p.source for p in panels}}
     mappable = q_tile_colours(max(p.q_tiles for p in panels))
     for axes, spans, n in zip(all_axes, panels, lanes, strict=True):
         axes.set_xlim(0, horizon * 1.015)
@@ -91,7 +91,7 @@ def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
         else:
             _draw_image(axes, spans, colours)
         _dress(axes, spans, n)
-        _mark(axes, spans, slowest, crisp)
+        _mark(axes, spans, slowest[spans.source], crisp)
     all_axes[-1].set_xlabel(panels[0].time_label)
     _explain(figure, all_axes, mappable, panels, crisp)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#555555")

@@ -49,6 +49,7 @@ class Spans:
     lower_bound: float | None = None
     notes: str = ""
     time_label: str = "model time"
+    source: str = "simulated"  # runs are compared in words only with others of their kind
 
     @property
     def makespan(self) -> float:
@@ -82,14 +83,30 @@ class Spans:
         """Start and end of the time that is lost after each task's compute (equal where none is).
 
         A worker that reduces itself waits for its rank. With reduces in the background it waits for a free buffer,
-        and at the end of a chain for the last reduces.
+        and at the end of a chain for the last reduces, unless it can start its next chain before.
         """
         if not self.drains:
             return self.compute_end, self.reduce_start
         until = np.append(self.compute_start[1:], 0.0)[: len(self.compute_end)]
-        tickets, _, end = self.chains
-        until[self.offsets[tickets + 1] - 1] = end
+        tickets, start, end = self.chains
+        until[self.offsets[tickets + 1] - 1] = np.minimum(end, self._next_start(tickets, start))
         return self.compute_end, until
+
+    def _next_start(self, tickets: Indices, start: Floats) -> Floats:
+        """When the worker of each chain starts its next one; inf if it has none."""
+        worker = self.worker[tickets]
+        order = np.lexsort((start, worker))
+        same = worker[order[1:]] == worker[order[:-1]]
+        found = np.full(len(tickets), np.inf)
+        found[order[:-1][same]] = start[order[1:][same]]
+        return found
+
+
+class Recorded(NamedTuple):
+    """A measured run and the schedule it walked."""
+
+    schedule: Schedule
+    spans: Spans
 
 
 def task_table(schedule: Schedule) -> TaskTable:

@@ -5,27 +5,43 @@ from __future__ import annotations
 import threading
 import time
 from random import Random
+from typing import NamedTuple
 
 from .executor import Chain, DqTile, ExecutionError, Kernel, Ledger, deadlock, tickets_of
 from .plan import Plan
+from .problem import Task
 
 LONGEST_SLEEP = 3e-4  # seconds; about one task on a CPU, so that chains overtake each other
+
+
+class TaskTimes(NamedTuple):
+    """When a task ran, in seconds of one clock."""
+
+    worker: int
+    task: Task
+    compute_start: float
+    compute_end: float
+    reduce_start: float
+    reduce_end: float
 
 
 class _Abandoned(Exception):
     """Another worker has failed."""
 
 
-def run_threads(plan: Plan, kernel: Kernel, ledger: Ledger, seed: int | None) -> None:
-    """Run every chain. With a seed, workers sleep at random before they compute and before they land."""
-    _Team(plan, kernel, ledger, seed).run()
+def run_threads(plan: Plan, kernel: Kernel, ledger: Ledger, seed: int | None, record: list[TaskTimes] | None = None) -> None:
+    """Run every chain. With a seed, workers sleep at random before they compute and before they land.
+
+    `record` gets a row for every task, in the order they land.
+    """
+    _Team(plan, kernel, ledger, seed, record).run()
 
 
 class _Team:
     """Workers that share the ledger under one lock. A worker that must wait parks on the event of its dQ tile and rank."""
 
-    def __init__(self, plan: Plan, kernel: Kernel, ledger: Ledger, seed: int | None) -> None:
-        self.plan, self.kernel, self.ledger, self.seed = plan, kernel, ledger, seed
+    def __init__(self, plan: Plan, kernel: Kernel, ledger: Ledger, seed: int | None, record: list[TaskTimes] | None) -> None:
+        self.plan, self.kernel, self.ledger, self.seed, self.record = plan, kernel, ledger, seed, record
         self.lock = threading.Lock()
         self.tickets = iter(tickets_of(plan))
         self.parked: dict[tuple[DqTile, int], tuple[Chain, threading.Event]] = {}
@@ -46,8 +62,14 @@ class _Team:
         sleeper = None if self.seed is None else Random(f"{self.seed}/{index}")
         try:
             while (chain := self._take()) is not None:
+                start = time.perf_counter()
                 while self._compute(chain, sleeper):
-                    self._reduce(chain, sleeper)
+                    computed = time.perf_counter()
+                    turn = self._reduce(chain, sleeper)
+                    landed = time.perf_counter()
+                    if self.record is not None:
+                        self.record.append(TaskTimes(index, chain.task, start, computed, turn, landed))
+                    start = landed
         except _Abandoned:
             pass
         except BaseException as error:
@@ -67,7 +89,8 @@ class _Team:
         _sleep(sleeper)
         return chain.compute()
 
-    def _reduce(self, chain: Chain, sleeper: Random | None) -> None:
+    def _reduce(self, chain: Chain, sleeper: Random | None) -> float:
+        """Returns when its turn came."""
         _sleep(sleeper)
         with self.lock:
             released = self._park(chain)
@@ -76,9 +99,11 @@ class _Team:
         with self.lock:
             if self.failure is not None:
                 raise _Abandoned
+            turn = time.perf_counter()
             _, event = self.parked.pop(self.ledger.land(chain, self.kernel), (None, None))
             if event is not None:
                 event.set()
+        return turn
 
     def _park(self, chain: Chain) -> threading.Event | None:
         """Queue a chain behind the lower ranks of its dQ tile; None if it may land now."""

@@ -2,7 +2,7 @@
 
 Every schedule is a process and every worker a thread with compute, reduce and waiting slices. Reduces that go on
 behind the computes get threads of their own, one per drain, because slices of a thread must not overlap. One unit of
-model time is shown as one microsecond.
+model time is shown as one microsecond, as measured times are.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .describe import describe_machine, describe_problem
 from .engine import Progress
 from .problem import Task
 from .simulate import Timeline
-from .spans import Spans, spans_of, task_table
+from .spans import Recorded, Spans, spans_of, task_table
 
 Event = dict[str, Any]
 
 
-def write_trace(timelines: Sequence[Timeline], path: str | Path, progress: Progress | None = None) -> None:
-    """Write one trace with one process per timeline. Events are written as they are made: a large run has millions."""
-    total = sum(len(t.execution.compute_start) for t in timelines)
+def write_trace(runs: Sequence[Timeline | Recorded], path: str | Path, progress: Progress | None = None) -> None:
+    """Write one trace with one process per run. Events are written as they are made: a large run has millions."""
+    total = sum(run.schedule.problem.tasks for run in runs)
     done = 0
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ns","traceEvents":[\n')
         separator = ""
-        for process, timeline in enumerate(timelines, start=1):
-            for event in trace_events(timeline, process):
+        for process, run in enumerate(runs, start=1):
+            for event in trace_events(run, process):
                 file.write(separator + json.dumps(event, separators=(",", ":")))
                 separator = ",\n"
                 done += event.get("cat") == "compute"
@@ -38,11 +38,12 @@ def write_trace(timelines: Sequence[Timeline], path: str | Path, progress: Progr
         file.write("\n]}\n")
 
 
-def trace_events(timeline: Timeline, process: int = 1) -> Iterator[Event]:
+def trace_events(run: Timeline | Recorded, process: int = 1) -> Iterator[Event]:
     """Names of the tracks, then the slices of every task in plan order."""
-    spans = spans_of(timeline)
-    yield from _track_names(timeline, spans, process)
-    table = task_table(timeline.schedule)
+    schedule, spans = (run.schedule, spans_of(run)) if isinstance(run, Timeline) else run
+    machine = f", {describe_machine(run.machine, spans.workers)}" if isinstance(run, Timeline) else ""
+    yield from _track_names(f"{spans.name}: {describe_problem(schedule.problem)}{machine}", spans, process)
+    table = task_table(schedule)
     times = (spans.compute_start, spans.compute_end, *spans.waits, spans.reduce_start, spans.reduce_end)
     rows = zip(
         *(column.tolist() for column in (*table, spans.worker_of_task, spans.position)),
@@ -51,7 +52,7 @@ def trace_events(timeline: Timeline, process: int = 1) -> Iterator[Event]:
     )
     for ticket, sequence, head, q_tile, kv_tile, rank, worker, position, *when in rows:
         name = str(Task(head, q_tile, kv_tile, sequence))
-        chain_name = f"h{head // timeline.schedule.problem.group}.kv{kv_tile}"
+        chain_name = f"h{head // schedule.problem.group}.kv{kv_tile}"
         chain_name = f"b{sequence}.{chain_name}" if sequence else chain_name
         args = {"rank": rank, "chain": chain_name, "ticket": ticket, "step": position}
         thread = _thread(spans, worker)
@@ -67,9 +68,7 @@ def _thread(spans: Spans, worker: int) -> int:
     return 1 + worker * (1 + spans.drains)  # thread 0 means the idle thread to some viewers
 
 
-def _track_names(timeline: Timeline, spans: Spans, process: int) -> Iterator[Event]:
-    problem, machine = timeline.schedule.problem, timeline.machine
-    name = f"{spans.name}: {describe_problem(problem)}, {describe_machine(machine, spans.workers)}"
+def _track_names(name: str, spans: Spans, process: int) -> Iterator[Event]:
     yield _meta("process_name", (process, 0), {"name": name})
     for worker in sorted(set(spans.worker.tolist())):
         thread = _thread(spans, worker)

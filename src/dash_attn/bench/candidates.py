@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..api import flash_attn_func
+from ..varlen import flash_attn_varlen_func
 from .names import OURS, UNORDERED
-from .suites import PASSES, Shape
+from .shape import PASSES, Shape
 
 COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "alternating", "weave")
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+class Tensors(NamedTuple):
+    """What goes in, laid out (batch, length, heads, head dim)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    sinks: Tensor | None = None  # (query heads,)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A candidate set up for one shape. Results are laid out (batch, length, heads, head dim)."""
+    """A candidate set up for one shape. Results are laid out like the inputs."""
 
     forward: Callable[[], Tensor]
     backward: Callable[[], tuple[Tensor, ...]]
@@ -33,6 +43,10 @@ class Runner:
         return (self.forward().detach(),) if direction == "forward" else self.backward()
 
 
+def serves_all(shape: Shape) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Candidate:
     """`deterministic` is what it claims; the claim is checked. Of `passes` the others are another candidate's already."""
@@ -42,33 +56,52 @@ class Candidate:
     deterministic: bool = False
     passes: tuple[str, ...] = PASSES
     identify: Callable[[Shape, Tensors], dict[str, Any]] | None = None  # what decides our bits
+    refuses: Callable[[Shape], str | None] = serves_all  # why it cannot compute a shape at all, whatever the machine
 
 
 def make_tensors(shape: Shape, device: torch.device, seed: int = 0) -> Tensors:
-    """q, k, v and dO with standard normal entries."""
+    """Standard normal entries."""
     source = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
 
-    def random(heads: int) -> Tensor:
-        return torch.randn(shape.batch, shape.seqlen, heads, shape.head_dim, generator=source, device=device).to(dtype)
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=source, device=device).to(dtype)
 
-    return random(shape.q_heads), random(shape.kv_heads), random(shape.kv_heads), random(shape.q_heads)
+    heads = (shape.q_heads, shape.kv_heads, shape.kv_heads, shape.q_heads)
+    q, k, v, dout = (random(shape.batch, shape.seqlen, count, shape.head_dim) for count in heads)
+    return Tensors(q, k, v, dout, random(shape.q_heads) if shape.sinks else None)
 
 
 def runner(attention: Callable[..., Tensor], tensors: Tensors, heads_first: bool = False) -> Runner:
-    """Forward and backward through autograd; the backward alone, from a graph that is kept."""
+    """Forward and backward through autograd; the backward alone, from a graph that is kept.
+
+    `attention` takes q, k, v and, where the shape has them, sinks.
+    """
 
     def turned(x: Tensor) -> Tensor:
-        return x.transpose(1, 2) if heads_first else x
+        return x.transpose(1, 2) if heads_first and x.ndim == 4 else x
 
-    q, k, v = (turned(x.detach()).requires_grad_() for x in tensors[:3])
-    dout = turned(tensors[3])
-    kept = attention(q, k, v)
+    inputs = (tensors.q, tensors.k, tensors.v, *(() if tensors.sinks is None else (tensors.sinks,)))
+    leaves = tuple(turned(x.detach()).requires_grad_() for x in inputs)
+    dout = turned(tensors.dout)
+    kept = attention(*leaves)
 
     def backward() -> tuple[Tensor, ...]:
-        return tuple(turned(g) for g in torch.autograd.grad(kept, (q, k, v), dout, retain_graph=True))
+        return tuple(turned(g) for g in torch.autograd.grad(kept, leaves, dout, retain_graph=True))
 
-    return Runner(lambda: turned(attention(q, k, v)), backward, (q, k, v))
+    return Runner(lambda: turned(attention(*leaves)), backward, leaves)
+
+
+def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device) -> Callable[..., Tensor]:
+    """A function of rows from one of packed tokens, which gets `cu_seqlens` and the longest length after q, k and v."""
+    ends = torch.tensor([0, *accumulate(shape.sequences)], dtype=torch.int32, device=device)
+    longest = max(shape.sequences)
+
+    def of_rows(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        tokens = (x.flatten(0, 1) for x in (q, k, v))
+        return attention(*tokens, ends, longest, *rest).unflatten(0, (shape.batch, shape.seqlen))
+
+    return of_rows
 
 
 def ours(schedules: bool) -> list[Candidate]:
@@ -80,17 +113,26 @@ def ours(schedules: bool) -> list[Candidate]:
 
 
 def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered") -> Candidate:
+    chosen = {"schedule": schedule, "accumulation": accumulation}
+
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = flash_attn_func(q, k, v, causal=shape.causal, schedule=schedule, accumulation=accumulation)
+        rest: dict[str, Any] = {**chosen, **({"softcap": shape.softcap} if shape.softcap else {})}
+
+        def of_rows(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+            extra: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
+            out: Tensor = flash_attn_func(q, k, v, mask=shape.attended, **rest, **extra)
             return out
 
-        return runner(attention, tensors)
+        def of_tokens(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+            out: Tensor = flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, causal=shape.mask == "causal", **rest)
+            return out
+
+        return runner(packed(of_tokens, shape, tensors.q.device) if shape.lengths else of_rows, tensors)
 
     def identify(shape: Shape, tensors: Tensors) -> dict[str, Any]:
         from .identity import identity
 
-        return identity(shape, tensors, schedule, accumulation)
+        return identity(shape, tensors, **chosen)
 
     passes = PASSES if name == OURS else ("backward",)
     return Candidate(name, prepare, accumulation == "ordered", passes, identify)

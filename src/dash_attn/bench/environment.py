@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
     return {
         "gpu": properties.name,
         "sms": properties.multi_processor_count,
-        **_driver(),
+        **driver_facts(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -42,7 +42,7 @@ def short_name(gpu: str) -> str:
     return (found.group(1) if found else re.sub(r"\W+", "-", gpu).strip("-")).lower()
 
 
-def _driver() -> dict[str, str]:
+def driver_facts() -> dict[str, str]:
     """What nvidia-smi says, where there is one."""
     said = _output(["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader", f"--id={torch.cuda.current_device()}"])
     values = [value.strip() for value in (said or "").split(",")]

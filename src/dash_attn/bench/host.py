@@ -11,8 +11,9 @@ import torch
 from .candidates import Candidate, make_tensors, ours
 from .measure import OK, UNAVAILABLE
 from .names import CUDNN, OURS
-from .peers import first_line, peers
-from .suites import Shape
+from .packages import first_line
+from .peers import peers
+from .shape import Shape
 from .timing import Spread, spread
 
 SHAPE = Shape("causal", 128, 1, 2, 2, 64)
@@ -38,8 +39,8 @@ def _row(candidate: Candidate, device: torch.device, synchronize: Callable[[], N
 def _training_step(candidate: Candidate, device: torch.device) -> Callable[[], Any]:
     """Forward and backward as a training loop calls them: a new graph every time."""
     tensors = make_tensors(SHAPE, device)
-    runner, dout = candidate.prepare(SHAPE, tensors), tensors[3]
-    return lambda: torch.autograd.grad(runner.forward(), runner.leaves, dout)
+    runner = candidate.prepare(SHAPE, tensors)
+    return lambda: torch.autograd.grad(runner.forward(), runner.leaves, tensors.dout)
 
 
 def host_time(

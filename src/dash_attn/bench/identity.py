@@ -7,12 +7,12 @@ from typing import Any
 
 from ..api import explain
 from .candidates import Tensors
-from .suites import Shape
+from .shape import Shape
 
 
 def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str) -> dict[str, Any]:
-    """The explanation of a call; empty off the GPU."""
-    q, k, v = tensors[:3]
-    if q.device.type != "cuda":
+    """The explanation of a call; empty off the GPU, and for packed sequences, which `explain` does not take."""
+    if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
-    return asdict(explain(q, k, v, causal=shape.causal, schedule=schedule, accumulation=accumulation, predict_time=False))
+    options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap}
+    return asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.attended, sinks=tensors.sinks, predict_time=False, **options))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .candidates import Candidate, Runner, make_tensors
 from .checks import Reference, repeats_differ
-from .names import CUDNN
-from .peers import first_line
-from .suites import PASSES, Shape
+from .energy import Meter
+from .names import CUDNN, is_ours
+from .packages import first_line
+from .shape import PASSES, Shape
 from .timing import Spread, Stopwatch, interleaved
 
 OK, FAILED, UNAVAILABLE = "ok", "failed check", "unavailable"
@@ -28,13 +29,15 @@ class Row:
     status: str = OK
     reason: str | None = None
     times: Spread | None = None
+    joules: float | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     runner: Runner | None = None
 
-    def to_json(self, cudnn_ms: float | None) -> dict[str, Any]:
+    def to_json(self, cudnn_ms: float | None, fastest_ms: float | None) -> dict[str, Any]:
+        """`fastest_ms`: of the kernels that are not ours."""
         row: dict[str, Any] = {
             "pass": self.direction,
-            "shape": asdict(self.shape),
+            "shape": self.shape.to_json(),
             "candidate": self.candidate.name,
             "deterministic": self.candidate.deterministic,
             "status": self.status,
@@ -44,17 +47,25 @@ class Row:
             median, low, high = self.times
             row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "tflops": self.shape.operations(self.direction) / median / 1e9}
             row["ratio_to_cudnn"] = cudnn_ms / median if cudnn_ms else None
+            row["ratio_to_fastest_peer"] = fastest_ms / median if fastest_ms else None
+        if self.joules is not None:
+            row["energy_j"] = self.joules
         return row | ({"identity": self.identity} if self.identity else {})
 
 
 def measure(
-    shape: Shape, candidates: Sequence[Candidate], repeats: int, stopwatch: Callable[[], Stopwatch], device: torch.device
+    shape: Shape,
+    candidates: Sequence[Candidate],
+    repeats: int,
+    stopwatch: Callable[[], Stopwatch],
+    device: torch.device,
+    meter: Meter | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of one shape, ready for JSON."""
+    """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (peers.who_runs says why)."""
     tensors = make_tensors(shape, device)
     reference = Reference(shape, tensors)
     rows: list[Row] = []
-    for candidate in candidates:
+    for candidate in (candidate for candidate in candidates if candidate.refuses(shape) is None):
         made = [Row(direction, shape, candidate) for direction in PASSES if direction in candidate.passes]
         rows += made
         try:
@@ -69,7 +80,12 @@ def measure(
         else:
             for row in made:
                 row.identity = identity
-    return [line for direction in PASSES for line in _timed([r for r in rows if r.direction == direction], repeats, stopwatch())]
+    for direction in PASSES:
+        runnable = [row for row in rows if row.direction == direction and row.status == OK]
+        _time(runnable, repeats, stopwatch())
+        if meter is not None:
+            _weigh(runnable, meter)
+    return [line for direction in PASSES for line in _to_json([row for row in rows if row.direction == direction])]
 
 
 def _check(row: Row, runner: Runner, reference: Reference) -> None:
@@ -81,10 +97,20 @@ def _check(row: Row, runner: Runner, reference: Reference) -> None:
         row.status, row.reason = FAILED, complaint
 
 
-def _timed(rows: list[Row], repeats: int, stopwatch: Stopwatch) -> list[dict[str, Any]]:
-    runnable = [row for row in rows if row.status == OK and row.runner is not None]
-    calls = [row.runner.call(row.direction) for row in runnable if row.runner is not None]
-    for row, times in zip(runnable, interleaved(calls, repeats, stopwatch) if calls else [], strict=True):
+def _time(rows: list[Row], repeats: int, stopwatch: Stopwatch) -> None:
+    calls = [row.runner.call(row.direction) for row in rows if row.runner is not None]
+    for row, times in zip(rows, interleaved(calls, repeats, stopwatch) if calls else [], strict=True):
         row.times = times
-    cudnn = [row.times.median for row in rows if row.candidate.name == CUDNN and row.times is not None]
-    return [row.to_json(cudnn[0] if cudnn else None) for row in rows]
+
+
+def _weigh(rows: list[Row], meter: Meter) -> None:
+    """One after the other: a counter of energy cannot tell candidates apart."""
+    for row in rows:
+        if row.runner is not None and row.times is not None:
+            row.joules = meter.per_step(row.runner.call(row.direction), row.times.median)
+
+
+def _to_json(rows: list[Row]) -> list[dict[str, Any]]:
+    medians = {row.candidate.name: row.times.median for row in rows if row.times is not None}
+    peers = [median for name, median in medians.items() if not is_ours(name)]
+    return [row.to_json(medians.get(CUDNN), min(peers, default=None)) for row in rows]

@@ -3,3 +3,8 @@
 OURS = "dash-attn"
 UNORDERED = "dash-attn unordered"
 CUDNN = "cuDNN"
+
+
+def is_ours(candidate: str) -> bool:
+    """Ours, with or without an order, and each of our schedules."""
+    return candidate.startswith(OURS)

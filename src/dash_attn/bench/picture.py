@@ -9,7 +9,7 @@ from typing import Any
 from ..plot_style import INK
 from .names import CUDNN, OURS, UNORDERED
 from .picture_style import DASHED, HIGHLIGHT, check_format, finish, grid, label_outside, legend_below, write
-from .results import Results, is_schedule, panel_title, shape_key, unique
+from .results import Results, is_schedule, kind, unique
 
 PALE = "#6f9fe8"
 PEERS = ("#d55e00", "#009e73", "#882255", "#e69f00", "#cc79a7")
@@ -28,7 +28,7 @@ def draw(results: Results, path: Path, direction: str = "backward") -> None:
 
 
 def _figure(results: Results, rows: list[Row], direction: str) -> Any:
-    panels = unique(shape_key(row) for row in rows)
+    panels = unique(kind(row) for row in rows)
     styles = _styles(rows, direction)
     columns = 5 if len(panels) > 1 else 2
     labels = [*(name for name in (OURS, UNORDERED) if name in styles), BASELINE, *(n for n in styles if n not in (OURS, UNORDERED, CUDNN))]
@@ -36,7 +36,7 @@ def _figure(results: Results, rows: list[Row], direction: str) -> Any:
     figure, axes = grid(len(panels), _title(results, rows, direction), note, -(-len(labels) // columns), sharey="all")
     axes[0, 0].set_ylim(*_limits([row["ratio_to_cudnn"] for row in rows]))
     for place, key in zip(axes.flat, panels, strict=False):
-        _panel(place, [row for row in rows if shape_key(row) == key], styles, panel_title(key))
+        _panel(place, [row for row in rows if kind(row) == key], styles, key)
     label_outside(axes, f"speed relative to {CUDNN}")
     legend_below(figure, axes, labels, columns)
     return figure

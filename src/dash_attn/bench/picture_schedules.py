@@ -21,7 +21,7 @@ from .picture_style import (
     legend_below,
     write,
 )
-from .results import Results, is_schedule, panel_title, schedule_name, shape_key, unique
+from .results import Results, is_schedule, kind, schedule_name, unique
 
 AUTO, BASELINE = f"auto ({OURS}'s choice)", f"{UNORDERED} = 1"
 COLUMNS = 5
@@ -50,16 +50,16 @@ def relative_rows(rows: list[Row]) -> list[Row]:
 
 
 def _figure(results: Results, rows: list[Row]) -> Any:
-    panels = unique(shape_key(row) for row in rows)
+    panels = unique(kind(row) for row in rows)
     names = in_known_order({schedule_name(row["candidate"]) for row in rows if row["candidate"] != OURS})
     labels = [AUTO, BASELINE, *names]
     columns = COLUMNS if len(panels) > 1 else 2
     figure, axes = grid(len(panels), _title(results, rows), _note(), -(-len(labels) // columns), sharey="col")
     for column in range(axes.shape[1]):
         keys = panels[column :: axes.shape[1]]
-        axes[0, column].set_ylim(*_limits([row["relative"] for row in rows if shape_key(row) in keys]))
+        axes[0, column].set_ylim(*_limits([row["relative"] for row in rows if kind(row) in keys]))
     for place, key in zip(axes.flat, panels, strict=False):
-        _panel(place, [row for row in rows if shape_key(row) == key], names, panel_title(key))
+        _panel(place, [row for row in rows if kind(row) == key], names, key)
     label_outside(axes, "speed relative to unordered", every_column=True)
     legend_below(figure, axes, labels, columns)
     return figure

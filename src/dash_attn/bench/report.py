@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .names import CUDNN, OURS
-from .results import Results, panel_title, shape_key, unique
+from .results import Results, kind, unique
 
 PIPE_WIDTH = 200  # a pipe or file has no width; nothing may be cut off there
 Cells = list[list[str]]
@@ -15,11 +15,13 @@ def print_report(results: Results) -> None:
     environment = results["environment"]
     print(f"{environment.get('gpu')}, driver {environment.get('driver_version', 'unknown')}, torch {environment.get('torch')}", end=", ")
     print(f"cuDNN {environment.get('cudnn')}: TFLOP/s and (speed relative to {CUDNN}), medians of {results['repeats']}")
+    if any(_baseline(row) == "*" for row in results["rows"]):
+        print(f"* {CUDNN} cannot run this: speed relative to the fastest kernel that is not ours")
     rows = results["rows"]
     for direction in unique(row["pass"] for row in rows):
-        for key in unique(shape_key(row) for row in rows):
-            header, cells = table([row for row in rows if row["pass"] == direction and shape_key(row) == key])
-            print_cells(f"{direction}: {panel_title(key)}", header, cells)
+        for key in unique(kind(row) for row in rows):
+            header, cells = table([row for row in rows if row["pass"] == direction and kind(row) == key])
+            print_cells(f"{direction}: {key}", header, cells)
     if results.get("host"):
         print_cells("host time of a warm forward and backward", ["", "us a call", "20-80 %"], [host_cells(row) for row in results["host"]])
     print_reasons(results)
@@ -30,7 +32,15 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], Cells]:
     found = {(row["candidate"], row["shape"]["seqlen"]): row for row in rows}
     names = unique(row["candidate"] for row in rows)
     cells = [[name, *(cell(found.get((name, seqlen))) for seqlen in seqlens)] for name in names]
-    return ["", *map(str, seqlens)], cells
+    weighed = [seqlen for seqlen in seqlens if any("energy_j" in row for row in rows if row["shape"]["seqlen"] == seqlen)]
+    for line, name in zip(cells, names, strict=True):
+        line += [energy_cell(found.get((name, seqlen))) for seqlen in weighed]
+    return ["", *map(str, seqlens), *(f"J at {seqlen}" for seqlen in weighed)], cells
+
+
+def energy_cell(row: dict[str, Any] | None) -> str:
+    """Joules of a step. What was not measured is not zero."""
+    return f"{row['energy_j']:.3g}" if row is not None and "energy_j" in row else "-"
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -39,8 +49,13 @@ def cell(row: dict[str, Any] | None) -> str:
         return "-"
     if "median_ms" not in row:
         return str(row["status"])
-    ratio = row["ratio_to_cudnn"]
-    return f"{row['tflops']:.0f}" + (f" ({ratio:.2f})" if ratio is not None else "")
+    ratio = row["ratio_to_cudnn"] or row.get("ratio_to_fastest_peer")
+    return f"{row['tflops']:.0f}" + (f" ({ratio:.2f}{_baseline(row)})" if ratio is not None else "")
+
+
+def _baseline(row: dict[str, Any]) -> str:
+    """A star where cuDNN is not what a speed is relative to."""
+    return "*" if row.get("ratio_to_cudnn") is None and row.get("ratio_to_fastest_peer") else ""
 
 
 def host_cells(row: dict[str, Any]) -> list[str]:
@@ -52,9 +67,13 @@ def host_cells(row: dict[str, Any]) -> list[str]:
 def print_reasons(results: Results) -> None:
     """Nothing is dropped silently: who is missing, who failed, and why."""
     reasons = [f"{name}: not installed ({why})" for name, why in results.get("missing", {}).items()]
+    if results.get("energy", {}).get("missing"):
+        reasons.append(f"energy: not measured ({results['energy']['missing']})")
+    for case in results.get("cases", []):
+        reasons += [f"{name}, {case['case']}: cannot ({why})" for name, why in case["cannot"].items()]
     for row in [*results["rows"], *results.get("host", [])]:
         if row["status"] != "ok":
-            what = f" {row['pass']}, {panel_title(shape_key(row))}" if "shape" in row else ""
+            what = f" {row['pass']}, {kind(row)}" if "shape" in row else ""
             reasons.append(f"{row['candidate']}{what}: {row['status']} ({row['reason']})")
     for reason in unique(reasons):
         print(f"  {reason}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .names import OURS, UNORDERED
+from .shape import Shape
 
 FORMAT = 1
 Results = dict[str, Any]
@@ -33,16 +34,9 @@ def read(path: Path) -> Results:
     return results
 
 
-def shape_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a panel or table has in common: everything of a shape but its length."""
-    shape = row["shape"]
-    return shape["head_dim"], shape["mask"], shape["q_heads"], shape["kv_heads"]
-
-
-def panel_title(key: tuple[Any, ...]) -> str:
-    head_dim, mask, q_heads, kv_heads = key
-    heads = "" if q_heads == kv_heads else f", {q_heads} query and {kv_heads} KV heads"
-    return f"{mask}, head dim {head_dim}{heads}"
+def kind(row: dict[str, Any]) -> str:
+    """What a panel or table has in common, in words: everything of a shape but its length."""
+    return Shape.from_json(row["shape"]).kind
 
 
 def is_schedule(candidate: str) -> bool:
@@ -64,8 +58,8 @@ def summary(results: Results, path: Path) -> dict[str, Any]:
     ours = [row for row in results["rows"] if row["candidate"] == OURS]
     said: dict[str, Any] = {"path": str(path), "suite": results["suite"], "shapes": len({json.dumps(row["shape"]) for row in ours})}
     for direction in ("forward", "backward"):
-        ratios = [row["ratio_to_cudnn"] for row in ours if row["pass"] == direction and row.get("ratio_to_cudnn")]
-        said[f"{direction}_ratio_to_cudnn"] = _mean(ratios)
+        for what in ("ratio_to_cudnn", "ratio_to_fastest_peer"):
+            said[f"{direction}_{what}"] = _mean([row[what] for row in ours if row["pass"] == direction and row.get(what)])
     said["backward_ordered_over_unordered"] = _mean(_ordered_over_unordered(results["rows"]))
     said["failed"] = sum(row["status"] != "ok" for row in ours)
     if results.get("host"):

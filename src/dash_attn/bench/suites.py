@@ -1,90 +1,100 @@
-"""The shapes a benchmark times."""
+"""The shapes a benchmark times, by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
+from .shape import PASSES, Shape
+
+__all__ = ["FLEX_SUITES", "HOST_SUITE", "MASKS", "PASSES", "SUITES", "Shape", "Suite", "choose"]
+
 TOKENS = 16384  # batch x seqlen
 MASKS = ("causal", "full")
-PASSES = ("forward", "backward")
-MULTIPLICATIONS = {"forward": 2, "backward": 5}  # matrix products of S x S x D, each of 2 S^2 D operations
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One attention problem: `batch` sequences of `seqlen` tokens, as many keys as queries."""
-
-    mask: str
-    seqlen: int
-    batch: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.mask not in MASKS:
-            raise ValueError(f"a benchmark takes the masks {' and '.join(MASKS)}; got {self.mask!r}")
-        for name in ("seqlen", "batch", "q_heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"query heads must be a multiple of KV heads; got {self.q_heads} and {self.kv_heads}")
-
-    @property
-    def causal(self) -> bool:
-        return self.mask == "causal"
-
-    @property
-    def group(self) -> int:
-        return self.q_heads // self.kv_heads
-
-    def operations(self, direction: str) -> float:
-        """Floating-point operations as papers count them: of a causal mask half of the full one."""
-        full = 2 * MULTIPLICATIONS[direction] * self.batch * self.q_heads * self.seqlen**2 * self.head_dim
-        return full / 2 if self.causal else float(full)
-
-    def __str__(self) -> str:
-        heads = f"{self.q_heads} heads" if self.group == 1 else f"{self.q_heads}/{self.kv_heads} heads"
-        return f"{self.mask}, head dim {self.head_dim}, {self.batch} x {self.seqlen} tokens, {heads}"
 
 
 @dataclass(frozen=True)
 class Suite:
-    """All combinations of masks, head dims and sequence lengths, each of 16384 tokens."""
+    """All combinations of heads, head dims, masks and sequence lengths, each of 16384 tokens."""
 
     seqlens: tuple[int, ...]
     head_dims: tuple[int, ...]
     masks: tuple[str, ...] = MASKS
-    heads: tuple[int, int] | None = None  # query and KV heads; None: as many as make heads x head dim 2048
+    heads: tuple[tuple[int, int], ...] = ()  # query and KV heads; none: as many as make heads x head dim 2048
 
     def shapes(self) -> list[Shape]:
         made = []
         for head_dim, mask, seqlen in product(self.head_dims, self.masks, self.seqlens):
-            q_heads, kv_heads = self.heads or (2048 // head_dim,) * 2
-            made.append(Shape(mask, seqlen, max(1, TOKENS // seqlen), q_heads, kv_heads, head_dim))
+            for q_heads, kv_heads in self.heads or ((2048 // head_dim,) * 2,):
+                made.append(Shape(mask, seqlen, max(1, TOKENS // seqlen), q_heads, kv_heads, head_dim))
         return made
 
 
-SUITES = {
+@dataclass(frozen=True)
+class Cases:
+    """Cases that form no grid."""
+
+    cases: tuple[Shape, ...]
+
+    def shapes(self) -> list[Shape]:
+        return list(self.cases)
+
+
+# Lengths as a packed batch of real texts has them: a few long, most short, none a multiple of a tile.
+UNEQUAL = (4731, 3111, 2457, 1890, 1333, 1021, 777, 433, 300, 187, 95, 49)
+DOCUMENTS = "documents:" + ",".join(map(str, UNEQUAL))
+MASK_CASES = (
+    Shape("window:4096,0", TOKENS, 1, 16, 16, 128),
+    Shape("window:1024,0", TOKENS, 1, 16, 16, 128),
+    Shape(DOCUMENTS, TOKENS, 1, 16, 16, 128),
+    Shape("prefix:4096", TOKENS, 1, 16, 16, 128),
+    Shape("causal", TOKENS, 1, 32, 8, 128, lengths=UNEQUAL),
+    Shape("causal", 8192, 2, 8, 8, 256),
+    Shape("full", 8192, 2, 8, 8, 256),
+    Shape("causal", 8192, 2, 16, 16, 128, softcap=30.0),
+    Shape("causal", TOKENS, 1, 64, 8, 64, sinks=True),
+)
+SUITES: dict[str, Suite | Cases] = {
     "paper": Suite((512, 1024, 2048, 4096, 8192, 16384), (64, 128)),
     "quick": Suite((1024, 4096), (128,)),
-    "gqa": Suite((4096, 8192), (128,), heads=(32, 8)),
+    "gqa": Suite((4096, 8192), (128,), heads=((32, 8),)),
+    "llama": Suite((4096, 8192, 16384), (128,), ("causal",), ((32, 8), (64, 8), (128, 8))),  # 8B, 70B, 405B
+    "masks": Cases(MASK_CASES),
 }
 HOST_SUITE = "host"
+FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds a shape: not in the short ones
 
 
 def choose(
     name: str, seqlens: tuple[int, ...] | None = None, head_dims: tuple[int, ...] | None = None, masks: tuple[str, ...] | None = None
 ) -> list[Shape]:
-    """The shapes of a suite, with some of its lists replaced."""
+    """The shapes of a suite. The lists replace those of a grid; of a list of cases they keep the ones that fit."""
     if name not in SUITES:
         raise ValueError(f"unknown suite {name!r}; choose from {', '.join((*SUITES, HOST_SUITE))}")
     suite = SUITES[name]
     if seqlens and min(seqlens) < 1:
         raise ValueError(f"--seqlens must be at least 1; got {', '.join(map(str, seqlens))}")
-    if head_dims and suite.heads is None and any(dim < 1 or 2048 % dim for dim in head_dims):
+    if isinstance(suite, Cases):
+        return _matching(name, suite, seqlens, head_dims, masks)
+    if masks and not set(masks) <= set(MASKS):
+        raise ValueError(f"suite {name} takes the masks {' and '.join(MASKS)}; got {', '.join(masks)}")
+    if head_dims and not suite.heads and any(dim < 1 or 2048 % dim for dim in head_dims):
         raise ValueError(f"--head-dims must divide 2048; got {', '.join(map(str, head_dims))}")
     changes = {"seqlens": seqlens, "head_dims": head_dims, "masks": masks}
     return replace(suite, **{key: value for key, value in changes.items() if value}).shapes()  # type: ignore[arg-type]
+
+
+def _matching(
+    name: str, suite: Cases, seqlens: tuple[int, ...] | None, head_dims: tuple[int, ...] | None, masks: tuple[str, ...] | None
+) -> list[Shape]:
+    fits: list[Callable[[Shape], bool]] = [
+        lambda shape: not seqlens or shape.seqlen in seqlens,
+        lambda shape: not head_dims or shape.head_dim in head_dims,
+        lambda shape: not masks or shape.mask.partition(":")[0] in masks,
+    ]
+    found = [shape for shape in suite.shapes() if all(fit(shape) for fit in fits)]
+    if not found:
+        known = sorted({shape.mask.partition(":")[0] for shape in suite.shapes()})
+        raise ValueError(f"no case of suite {name} has these lengths, head dims and masks; its masks are {', '.join(known)}")
+    return found

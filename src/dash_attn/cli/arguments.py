@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ..generators import GENERATORS
+from ..machines import SHIPPED, load_machine
 from ..masks import MASK_FORMS, parse_mask
 from ..problem import Problem
 from ..simulate import Machine
 
 DEFAULT_TILES = 8
 DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128
+DEFAULT_WORKERS = 132
+COSTS: dict[str, tuple[type, float, str]] = {
+    "compute": (float, 1.0, "compute time of a task"),
+    "reduce": (float, 0.3, "reduce time of a task"),
+    "overlap": (int, 0, "reduces that may go on behind computes"),
+    "latency": (float, 0.0, "least time between two reduces of a dQ tile"),
+    "startup": (float, 0.0, "time to start a chain"),
+}
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +39,13 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--workers", type=int, default=132, metavar="N", help="workers, one per SM (default: 132)")
-    machine.add_argument("--compute", type=float, default=1.0, metavar="TIME", help="compute time of a task (default: 1)")
-    machine.add_argument("--reduce", type=float, default=0.3, metavar="TIME", help="reduce time of a task (default: 0.3)")
-    machine.add_argument("--overlap", type=int, default=0, metavar="N", help="reduces that may go on behind computes (default: 0)")
-    machine.add_argument(
-        "--latency", type=float, default=0.0, metavar="TIME", help="least time between two reduces of a dQ tile (default: 0)"
-    )
-    machine.add_argument("--startup", type=float, default=0.0, metavar="TIME", help="time to start a chain (default: 0)")
+    machine = parser.add_argument_group("machine", "by its constants, in any unit of time, or calibrated, in microseconds")
+    machine.add_argument("--workers", type=int, metavar="N", help=f"workers, one per SM (default: {DEFAULT_WORKERS}, or the machine's)")
+    for name, (kind, default, meaning) in COSTS.items():
+        machine.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "TIME", help=f"{meaning} (default: {default:g})")
+    machine_help = f"a file that `dash-attn calibrate` wrote, or {', '.join(SHIPPED)}"
+    machine.add_argument("--machine", metavar="FILE", help=machine_help)
+    machine.add_argument("--head-dim", type=int, metavar="N", help="whose constants of --machine, and what --measured runs (default: 128)")
 
 
 def read_problem(arguments: argparse.Namespace) -> Problem:
@@ -64,10 +72,30 @@ def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> 
             raise ValueError(f"--{name.replace('_', '-')} {why}")
 
 
+def apply_calibration(arguments: argparse.Namespace) -> Machine | None:
+    """The constants of --machine, if given; tiles and workers that were not given become its own."""
+    if arguments.machine is None:
+        return None
+    _refuse(arguments, tuple(COSTS), "cannot be combined with --machine, which decides all costs")
+    calibrated = load_machine(arguments.machine)
+    machine, (tile_q, tile_kv) = calibrated.pick(arguments.head_dim)
+    if arguments.workers is None:
+        arguments.workers = calibrated.workers
+    if arguments.seqlen is not None and (arguments.tile_q, arguments.tile_kv) == (None, None):
+        arguments.tile_q, arguments.tile_kv = tile_q, tile_kv
+    return machine
+
+
 def read_machine(arguments: argparse.Namespace) -> Machine:
+    """Machine costs, calibrated or given. Settles the workers too. Comes before read_problem: tiles may be the machine's."""
+    calibrated = apply_calibration(arguments)
+    if arguments.workers is None:
+        arguments.workers = DEFAULT_WORKERS
     if arguments.workers < 1:
         raise ValueError(f"workers must be a whole number >= 1; got {arguments.workers}")
-    return Machine(arguments.compute, arguments.reduce, arguments.overlap, arguments.latency, arguments.startup)
+    given = {name: getattr(arguments, name) for name in COSTS}
+    costs: dict[str, Any] = {name: COSTS[name][1] if value is None else value for name, value in given.items()}
+    return calibrated or Machine(**costs)
 
 
 def read_schedules(words: list[str]) -> list[str]:

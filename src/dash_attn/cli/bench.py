@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.suites import HOST_SUITE, MASKS, PASSES, SUITES, Shape, choose
+from ..bench.suites import FLEX_SUITES, HOST_SUITE, PASSES, SUITES, Shape, Suite, choose
 
 REPEATS = 30
 EXAMPLES = """examples:
   dash-attn bench --suite paper --plot speed.png
   dash-attn bench --suite quick --seqlens 4096 --masks causal --schedules
+  dash-attn bench --suite masks --list
   dash-attn bench --from benchmarks/results/h200-paper.json --plot speed.png --plot-schedules schedules.png
 """
 
@@ -29,13 +30,18 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--suite", choices=(*SUITES, HOST_SUITE), default="quick", help="which shapes (default: quick)")
     parser.add_argument("--seqlens", type=_numbers, metavar="N,N", help="these lengths instead of the suite's")
     parser.add_argument("--head-dims", type=_numbers, metavar="N,N", help="these head dims instead of the suite's")
-    parser.add_argument("--masks", type=_words, metavar="NAME,NAME", help=f"of {', '.join(MASKS)} (default: both)")
+    masks_help = "of causal, full (default: both); of the suite masks these options keep the cases that fit"
+    parser.add_argument("--masks", type=_words, metavar="NAME,NAME", help=masks_help)
+    parser.add_argument("--list", action="store_true", help="list the cases and which kernels can run each; needs no GPU")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
     parser.add_argument("--schedules", action="store_true", help="also time the backward of every schedule")
     parser.add_argument("--no-peers", action="store_true", help="only our kernels")
+    parser.add_argument(
+        "--no-energy", dest="energy", action="store_false", help="do not measure energy, which takes half a second a kernel"
+    )
     results_help = "where results go (default: benchmarks/results)"
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR", help=results_help)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed relative to cuDNN, as .png or .svg")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw relative speeds, as .png or .svg")
     parser.add_argument("--plot-pass", choices=PASSES, default="backward", help="the pass to draw (default: backward)")
     parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the schedules relative to the unordered backward")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show earlier results; needs no GPU")
@@ -44,6 +50,7 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..bench.picture import draw
+    from ..bench.picture_cases import draw_cases
     from ..bench.picture_schedules import draw_schedules
     from ..bench.picture_style import check_format
     from ..bench.report import print_report
@@ -51,13 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     for picture in filter(None, (arguments.plot, arguments.plot_schedules)):
         check_format(picture)
+    if arguments.list:
+        return _list(arguments)
     if arguments.source:
         path, results = arguments.source, read(arguments.source)
     else:
         path, results = _measure(arguments)
     print_report(results)
     if arguments.plot:
-        draw(results, arguments.plot, arguments.plot_pass)
+        by_length = isinstance(SUITES.get(results["suite"]), Suite)
+        (draw if by_length else draw_cases)(results, arguments.plot, arguments.plot_pass)
         print(f"picture: {arguments.plot}")
     if arguments.plot_schedules:
         draw_schedules(results, arguments.plot_schedules)
@@ -65,6 +75,31 @@ def run(arguments: argparse.Namespace) -> int:
     said = summary(results, path)
     print(json.dumps(said))
     return 1 if said["failed"] else 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    """The cases of a suite and who runs them."""
+    from ..bench.peers import who_runs
+
+    shapes = [] if arguments.suite == HOST_SUITE else choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
+    candidates, missing = _candidates(arguments)
+    for shape in shapes:
+        said = who_runs(shape, candidates)
+        print(f"{said['case']}\n  can run it: {', '.join(said['runs'])}")
+        for name, why in said["cannot"].items():
+            print(f"  cannot: {name} ({why})")
+    for name, why in missing.items():
+        print(f"not installed: {name} ({why})")
+    return 0
+
+
+def _candidates(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
+    """Everybody who is installed, and why the others are not."""
+    from ..bench.candidates import ours
+    from ..bench.peers import peers
+
+    others, missing = ([], {}) if arguments.no_peers else peers(arguments.suite in FLEX_SUITES)
+    return [*ours(arguments.schedules), *others], missing
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
@@ -103,18 +138,28 @@ def _measured_shapes(arguments: argparse.Namespace, shapes: list[Shape], results
     """Rows of one shape after the other."""
     import torch
 
-    from ..bench.candidates import ours
     from ..bench.measure import measure
-    from ..bench.peers import peers
+    from ..bench.peers import who_runs
     from ..bench.timing import CudaStopwatch
 
-    others, results["missing"] = ([], {}) if arguments.no_peers else peers()
-    candidates = [*ours(arguments.schedules), *others]
+    candidates, results["missing"] = _candidates(arguments)
+    results["cases"] = [who_runs(shape, candidates) for shape in shapes]
+    meter, results["energy"] = _meter() if arguments.energy else (None, {"missing": "--no-energy"})
     device = torch.device("cuda", torch.cuda.current_device())
     for number, shape in enumerate(shapes, start=1):
         print(f"[{number}/{len(shapes)}] {shape}", file=sys.stderr, flush=True)
-        yield measure(shape, candidates, arguments.repeats, CudaStopwatch, device)
+        yield measure(shape, candidates, arguments.repeats, CudaStopwatch, device, meter)
         torch.cuda.empty_cache()
+
+
+def _meter() -> tuple[Any, dict[str, Any]]:
+    """The GPU's energy counter, or why there is none."""
+    from ..bench.energy import SECONDS, NoCounter, gpu_meter
+
+    try:
+        return gpu_meter(), {"seconds": SECONDS}
+    except NoCounter as error:
+        return None, {"missing": str(error)}
 
 
 def _require_gpu() -> None:

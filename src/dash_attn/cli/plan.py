@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..describe import counted, describe_machine, describe_problem
 from ..generators import generate
 from ..problem import Problem
 from ..simulate import Machine, Timeline, simulate
+from ..spans import Recorded
 from ..validate import ScheduleError
 from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
+from .devices import add_device
 from .progress import progress_bar
 from .table import Named, print_table
+
+if TYPE_CHECKING:
+    from .measured import Pair
 
 EXAMPLES = """examples:
   dash-attn plan --mask causal --q-tiles 8 --kv-tiles 8 --heads 4 --workers 8 --compute 3 --reduce 1
   dash-attn plan --seqlen 16384 --heads 16 --overlap 2 --latency 2 --schedule descending,alternating --gantt chart.png
   dash-attn plan --mask window:1024,0 --seqlen 8192 --schedule auto --json
+  dash-attn plan --seqlen 4096 --heads 16 --schedule ascending,auto --measured --machine h200 --gantt measured.png
 """
 
 
@@ -40,6 +47,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    measured_help = "also run the schedules and show the measured times: on a Hopper GPU, or on the CPU in threads"
+    parser.add_argument("--measured", action="store_true", help=measured_help)
+    add_device(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")
     parser.set_defaults(run=run)
 
@@ -47,18 +57,48 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     names = read_schedules(arguments.schedule or ["all"])
     _check_files(arguments, names)
-    problem, machine = read_problem(arguments), read_machine(arguments)
+    if arguments.measured:
+        return _run_measured(arguments, names)
+    machine = read_machine(arguments)
+    problem = read_problem(arguments)
     runs, refused = simulate_all(names, problem, machine, arguments.workers)
     if len(names) == 1 and refused:
         raise ScheduleError(refused[0][1])
-    if arguments.json:
-        _print_json(arguments, problem, runs, refused)
-    else:
-        header = plan_header(problem, machine, arguments.workers, arguments.mask)
-        print_table(header, runs, auto_order_name(problem, arguments.workers))
-        print_refused(refused)
-    _write_files(arguments, problem, machine, runs)
+    _print(arguments, problem, machine, runs, refused)
+    _write_files(arguments, problem, machine, [timeline for _, timeline in runs])
     return 0 if runs else 2
+
+
+def _run_measured(arguments: argparse.Namespace, names: list[str]) -> int:
+    """The same, with what a device noted beside what was simulated."""
+    from .measured import measure_all, print_measured, read_measured
+
+    device, problem = read_measured(arguments)
+    pairs, machine, refused = measure_all(names, arguments, device, problem)
+    if len(names) == 1 and refused:
+        raise ScheduleError(refused[0][1])
+    runs = [(pair.name, pair.timeline) for pair in pairs]
+    _print(arguments, problem, machine, runs, refused, {pair.name: pair.measured.makespan for pair in pairs})
+    if not arguments.json:
+        print_measured(pairs, device)
+    _write_files(arguments, problem, machine, [timeline for _, timeline in runs], pairs)
+    return 0 if runs else 2
+
+
+def _print(
+    arguments: argparse.Namespace,
+    problem: Problem,
+    machine: Machine,
+    runs: list[Named],
+    refused: list[tuple[str, str]],
+    measured: dict[str, float] | None = None,
+) -> None:
+    if arguments.json:
+        _print_json(arguments, problem, runs, refused, measured or {})
+        return
+    header = plan_header(problem, machine, arguments.workers, arguments.mask)
+    print_table(header, runs, auto_order_name(problem, arguments.workers))
+    print_refused(refused)
 
 
 def plan_header(problem: Problem, machine: Machine, workers: int, mask: str) -> str:
@@ -98,10 +138,14 @@ def auto_order_name(problem: Problem, workers: int) -> str | None:
         return None
 
 
-def _print_json(arguments: argparse.Namespace, problem: Problem, runs: list[Named], refused: list[tuple[str, str]]) -> None:
+def _print_json(
+    arguments: argparse.Namespace, problem: Problem, runs: list[Named], refused: list[tuple[str, str]], measured: dict[str, float]
+) -> None:
     for name, reason in refused:
         print(f"dash-attn: {name} cannot serve this problem: {_first_line(name, reason)}", file=sys.stderr)
     rows = [_json_row(name, arguments.mask, problem, timeline) for name, timeline in runs]
+    for row in rows:
+        row |= {"measured": measured[row["schedule"]]} if row["schedule"] in measured else {}
     single = len(runs) + len(refused) == 1
     print(json.dumps(rows[0] if single else rows, indent=2))
 
@@ -140,20 +184,23 @@ def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
             raise ValueError(f"cannot write {path}: it is a directory")
 
 
-def _write_files(arguments: argparse.Namespace, problem: Problem, machine: Machine, runs: list[Named]) -> None:
-    timelines = [timeline for _, timeline in runs]
+def _write_files(
+    arguments: argparse.Namespace, problem: Problem, machine: Machine, timelines: list[Timeline], pairs: Sequence[Pair] = ()
+) -> None:
+    """`pairs`: measured runs, shown beside the simulated ones."""
     if not timelines:
         return
     if arguments.gantt is not None:
         from ..plot import gantt
 
         title = f"{describe_problem(problem, arguments.mask)}\n{describe_machine(machine, arguments.workers)}"
-        gantt(timelines, arguments.gantt, title)
+        gantt([panel for pair in pairs for panel in pair.panels()] or timelines, arguments.gantt, title)
     if arguments.trace is not None:
         from ..trace import write_trace
 
-        with progress_bar("writing the trace", problem.tasks * len(timelines)) as progress:
-            write_trace(timelines, arguments.trace, progress)
+        traced: list[Timeline | Recorded] = [*timelines, *(Recorded(pair.timeline.schedule, pair.measured) for pair in pairs)]
+        with progress_bar("writing the trace", problem.tasks * len(traced)) as progress:
+            write_trace(traced, arguments.trace, progress)
     if arguments.save is not None:
         arguments.save.write_text(timelines[0].schedule.to_json() + "\n", encoding="utf-8")
     for path in (arguments.gantt, arguments.trace, arguments.save):

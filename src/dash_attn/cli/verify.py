@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
+from .devices import choose_device
 from .progress import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ..verify.certificate import Certificate
 
 RUNS = {"cpu": 4, "cuda": 50}
-SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype")
+SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "schedule")
 EXAMPLES = """examples:
   dash-attn verify --output here.json
   dash-attn verify --against here.json
@@ -27,7 +28,8 @@ EXAMPLES = """examples:
 
 def add_command(commands: Any) -> None:
     text = (
-        "Runs attention again and again and compares every bit: repeated, in other interleavings, in other batches, in a fresh process.\n"
+        "Runs attention again and again and compares every bit: repeated, interleaved otherwise, beside other work, in other batches,\n"
+        "in fresh processes that compile everything anew. Memory is poisoned before every run.\n"
         "Exit code 0: all bits agree, those of the unordered control do not; 1: otherwise."
     )
     layout = argparse.RawDescriptionHelpFormatter
@@ -37,7 +39,7 @@ def add_command(commands: Any) -> None:
     runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
     parser.add_argument("--runs", type=int, metavar="N", help=runs_help)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
-    parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with a fresh process")
+    parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with fresh processes")
     parser.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with this certificate; its cases are the default")
@@ -49,6 +51,7 @@ def _add_shape(group: Any) -> None:
         group.add_argument(f"--{name}", type=int, metavar="N")
     group.add_argument("--mask", help=f"{MASK_FORMS}; lengths in tokens")
     group.add_argument("--dtype", help="fp64, fp32, bf16 or fp16 (GPU: bf16, fp16)")
+    group.add_argument("--schedule", metavar="NAME", help="auto, or a name that `dash-attn plan` lists")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,17 +85,6 @@ def _print_comparison(differing: list[str], arguments: argparse.Namespace) -> No
         [f"Differs from {arguments.against}:", *(f"  {line}" for line in differing)] if differing else [f"Agrees with {arguments.against}"]
     )
     print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout)
-
-
-def choose_device(wanted: str) -> str:
-    """The GPU where our kernels run, unless told otherwise."""
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no GPU here")
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
 
 
 def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None) -> tuple[Case, ...]:

@@ -32,13 +32,13 @@ class Results(NamedTuple):
         return Results(*(x[index : index + 1] for x in self))
 
 
-def attend(inputs: Inputs, mask: Mask, accumulation: str = "ordered") -> Results:
+def attend(inputs: Inputs, mask: Mask, schedule: str = "auto", accumulation: str = "ordered") -> Results:
     """Forward and backward, with every new tensor filled with NaN before a kernel sees it."""
     *tensors, dout = inputs
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     with _poisoned_memory(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="accumulation='unordered'")  # the control is meant to be unordered
-        out, lse = flash_attn_func(q, k, v, mask=mask, accumulation=accumulation, return_lse=True)
+        out, lse = flash_attn_func(q, k, v, mask=mask, schedule=schedule, accumulation=accumulation, return_lse=True)
         gradients = torch.autograd.grad(out, (q, k, v), dout)
     return Results(*(x.detach().cpu() for x in (out, lse, *gradients)))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Mask, parse_mask
+from ..options import SCHEDULES
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 0
@@ -29,6 +30,7 @@ class Case:
     batch: int = 2
     mask: str = "causal"
     dtype: str = "fp32"
+    schedule: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("seqlen", "heads", "kv_heads", "head_dim", "batch"):
@@ -39,13 +41,18 @@ class Case:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}")
         self.read_mask().check(self.seqlen, self.seqlen)
 
     def read_mask(self) -> Mask:
         return parse_mask(self.mask)
 
     def __str__(self) -> str:
-        return f"{self.mask} {self.seqlen}, {self.heads}/{self.kv_heads} heads x {self.head_dim}, batch {self.batch}, {self.dtype}"
+        schedule = "" if self.schedule == "auto" else f", {self.schedule}"
+        return (
+            f"{self.mask} {self.seqlen}, {self.heads}/{self.kv_heads} heads x {self.head_dim}, batch {self.batch}, {self.dtype}{schedule}"
+        )
 
 
 def default_case(device: str) -> Case:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..bench.environment import commit, driver_facts
 from ..engine import Progress
 from .bits import hashes, sha256
 from .cases import INPUT_GENERATOR, SEED, Case
 from .fresh import fresh_results
-from .guarantees import CaseTest, Outcome, overall
+from .guarantees import CaseTest, Outcome, comparisons, overall
 
 FORMAT = 1
 COMPARED = ("case", "explain", "inputs_sha256", "sha256")  # of each case
@@ -26,13 +27,20 @@ Certificate = dict[str, Any]
 
 def verify(cases: Sequence[Case], device: str, runs: int, fresh: bool = True, progress: Progress | None = None) -> Certificate:
     """Test every case and write down the outcome."""
-    elsewhere = fresh_results(cases, device) if fresh else [None] * len(cases)
-    entries, outcomes = [], []
-    for done, (case, other) in enumerate(zip(cases, elsewhere, strict=True)):
+    elsewhere = fresh_results(cases, device) if fresh else {}
+    total = len(cases) * comparisons(device, runs, len(elsewhere))
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
         if progress is not None:
-            progress(done, len(cases))
-        test = CaseTest(case, device, runs)
-        found = list(test.outcomes(other))
+            progress(min(done, total), total)
+
+    entries, outcomes = [], []
+    for number, case in enumerate(cases):
+        test = CaseTest(case, device, runs, tick)
+        found = list(test.outcomes({what: results[number] for what, results in elsewhere.items()}))
         outcomes += found
         entries.append(_entry(test, found))
     return {
@@ -42,7 +50,7 @@ def verify(cases: Sequence[Case], device: str, runs: int, fresh: bool = True, pr
         "runs": runs,
         "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
         "device": _device(device),
-        "versions": _versions(),
+        "versions": _versions(device),
         "cases": entries,
     }
 
@@ -61,17 +69,25 @@ def _device(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {"type": "cpu", "name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"type": "cuda", "name": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+    capability = f"{properties.major}.{properties.minor}"
+    driver = driver_facts().get("driver_version")
+    return {"type": "cuda", "name": properties.name, "capability": capability, "sms": properties.multi_processor_count, "driver": driver}
 
 
-def _versions() -> dict[str, str | None]:
-    return {
+def _versions(device: str) -> dict[str, str | None]:
+    found: dict[str, str | None] = {
         "dash_attn": __version__,
+        "commit": commit(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "system": platform.system(),
     }
+    if device == "cuda":
+        from ..backends.hopper.compile import compiler_version
+
+        found["nvrtc"] = compiler_version()  # another version may give other machine code
+    return found
 
 
 def read(path: Path) -> Certificate:

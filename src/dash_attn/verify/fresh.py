@@ -1,4 +1,6 @@
-"""The same cases in a process of their own: another address space, another hash seed, nothing cached in memory.
+"""The same cases in processes of their own: another address space, another hash seed, nothing cached in memory.
+
+The first of them compiles every kernel anew, into an empty cache; the second finds that cache.
 
 Run as `python -m dash_attn.verify.fresh FOLDER DEVICE`: reads FOLDER/cases.json, leaves the results of case i in FOLDER/i.pt.
 """
@@ -19,24 +21,32 @@ import torch
 from .bits import Results, attend
 from .cases import Case, make_inputs
 
+PROCESSES = ("a fresh process with a cold cache", "a fresh process with a warm cache")
 
-def fresh_results(cases: Sequence[Case], device: str) -> list[Results]:
-    """What a new process computes for each case."""
+
+def fresh_results(cases: Sequence[Case], device: str) -> dict[str, list[Results]]:
+    """What new processes compute for each case, by what is special about them."""
     with TemporaryDirectory(prefix="dash-attn-verify-") as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
-        command = [sys.executable, "-m", __name__, name, device]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "random"})
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise ValueError(f"the fresh process failed with exit code {done.returncode}: {last}")
-        return [Results(*torch.load(folder / f"{i}.pt", weights_only=True)) for i in range(len(cases))]
+        (folder / "cache").mkdir()
+        return {process: _one_process(folder, device, len(cases)) for process in PROCESSES}
+
+
+def _one_process(folder: Path, device: str, cases: int) -> list[Results]:
+    command = [sys.executable, "-m", __name__, str(folder), device]
+    surroundings = {**os.environ, "PYTHONHASHSEED": "random", "DASH_ATTN_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=surroundings)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ValueError(f"the fresh process failed with exit code {done.returncode}: {last}")
+    return [Results(*torch.load(folder / f"{i}.pt", weights_only=True)) for i in range(cases)]
 
 
 def _main(folder: Path, device: str) -> None:
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text(encoding="utf-8"))]
     for i, case in enumerate(cases):
-        torch.save(list(attend(make_inputs(case, device), case.read_mask())), folder / f"{i}.pt")
+        torch.save(list(attend(make_inputs(case, device), case.read_mask(), case.schedule)), folder / f"{i}.pt")
 
 
 if __name__ == "__main__":

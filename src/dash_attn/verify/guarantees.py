@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +11,10 @@ import torch
 from ..api import explain
 from ..executor import interleaving
 from ..explanation import Explanation
+from ..order import WORKER_INVARIANT
 from .bits import Results, attend, difference, not_a_number
 from .cases import Case, Inputs, make_inputs
+from .load import other_work
 
 Status = Literal["pass", "fail", "inconclusive"]
 FEW_WORKERS = 3
@@ -30,25 +32,31 @@ class Outcome:
 class CaseTest:
     """One case, its inputs, and the first result, which every other one is compared with."""
 
-    def __init__(self, case: Case, device: str, runs: int) -> None:
-        self.case, self.device, self.runs = case, device, runs
+    def __init__(self, case: Case, device: str, runs: int, tick: Callable[[], None] | None = None) -> None:
+        """`tick` is called after every comparison."""
+        self.case, self.device, self.runs, self.tick = case, device, runs, tick
         self.mask = case.read_mask()
         self.inputs = make_inputs(case, device)
-        self.reference = attend(self.inputs, self.mask)
+        self.reference = self._run()
+
+    def _run(self, inputs: Inputs | None = None, accumulation: str = "ordered") -> Results:
+        return attend(self.inputs if inputs is None else inputs, self.mask, self.case.schedule, accumulation)
 
     def explain(self) -> Explanation:
         q, k, v, _ = self.inputs
-        return explain(q, k, v, mask=self.mask, predict_time=False)
+        return explain(q, k, v, mask=self.mask, schedule=self.case.schedule, predict_time=False)
 
-    def outcomes(self, fresh: Results | None) -> Iterator[Outcome]:
-        """`fresh`: what another process computed, None if it was not asked."""
+    def outcomes(self, fresh: dict[str, Results]) -> Iterator[Outcome]:
+        """`fresh`: what other processes computed, by their description; empty if none was asked."""
         yield self._judge("same bits in repeated runs", self._repeats())
         if self.device == "cpu":  # a GPU interleaves by itself
             yield self._judge("same bits in any interleaving", self._interleavings())
-            yield self._judge("same bits on any number of workers", self._few_workers())
+            if WORKER_INVARIANT in self.explain().guarantees:
+                yield self._judge("same bits on any number of workers", self._few_workers())
+        yield self._judge("same bits while other work runs", self._loaded())
         yield self._judge("same bits whatever else is in the batch", self._batches())
-        if fresh is not None:
-            yield self._judge("same bits in a fresh process", iter([("a fresh process", fresh, self.reference)]))
+        if fresh:
+            yield self._judge("same bits in fresh processes", iter([(what, found, self.reference) for what, found in fresh.items()]))
         yield self._control()
 
     def _judge(self, guarantee: str, pairs: Iterator[tuple[str, Results, Results]]) -> Outcome:
@@ -56,6 +64,8 @@ class CaseTest:
         count = 0
         for what, actual, expected in pairs:
             count += 1
+            if self.tick is not None:
+                self.tick()
             found = difference(actual, expected) or not_a_number(actual)
             if found:
                 return Outcome(guarantee, "fail", f"{what}: {found}")
@@ -63,31 +73,36 @@ class CaseTest:
 
     def _repeats(self) -> Iterator[tuple[str, Results, Results]]:
         for run in range(2, self.runs + 1):
-            yield f"run {run}", attend(self.inputs, self.mask), self.reference
+            yield f"run {run}", self._run(), self.reference
 
     def _interleavings(self) -> Iterator[tuple[str, Results, Results]]:
         for seed in range(1, self.runs + 1):
             for threads in (False, True):
                 with interleaving(seed, threads):
-                    result = attend(self.inputs, self.mask)
+                    result = self._run()
                 yield f"interleaving {seed}{' in threads' if threads else ''}", result, self.reference
 
     def _few_workers(self) -> Iterator[tuple[str, Results, Results]]:
         least = max(FEW_WORKERS, self.explain().gang)  # a gang must be resident together
         for workers in (least, least + 1):
             with interleaving(workers, workers=workers):
-                result = attend(self.inputs, self.mask)
+                result = self._run()
             yield f"{workers} workers", result, self.reference
+
+    def _loaded(self) -> Iterator[tuple[str, Results, Results]]:
+        with other_work(self.device):
+            for run in range(1, loaded_runs(self.runs) + 1):
+                yield f"run {run} beside other work", self._run(), self.reference
 
     def _batches(self) -> Iterator[tuple[str, Results, Results]]:
         """The first sequence alone, then among others, at every position."""
         expected = self.reference.sequence(0)
         alone = tuple(x[:1] for x in self.inputs)
-        yield "alone", attend(_four(alone), self.mask), expected
+        yield "alone", self._run(_four(alone)), expected
         for position in range(POSITIONS):
             mates = make_inputs(self.case, self.device, seed=position + 1, batch=POSITIONS - 1)
             batch = tuple(torch.cat([m[:position], x, m[position:]]) for x, m in zip(alone, mates, strict=True))
-            yield f"at position {position} of {POSITIONS}", attend(_four(batch), self.mask).sequence(position), expected
+            yield f"at position {position} of {POSITIONS}", self._run(_four(batch)).sequence(position), expected
 
     def _control(self) -> Outcome:
         """Unordered sums must be seen to differ. Each try arrives differently, on the CPU by its seed."""
@@ -102,7 +117,17 @@ class CaseTest:
 
     def _unordered(self, seed: int) -> Results:
         with interleaving(seed):
-            return attend(self.inputs, self.mask, accumulation="unordered")
+            return self._run(accumulation="unordered")
+
+
+def loaded_runs(runs: int) -> int:
+    return max(2, runs // 2)
+
+
+def comparisons(device: str, runs: int, processes: int) -> int:
+    """How many results of a case are compared, for a progress bar; a few less where a schedule promises less."""
+    on_cpu = 2 * runs + 2 if device == "cpu" else 0
+    return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes
 
 
 def _four(tensors: tuple[torch.Tensor, ...]) -> Inputs:

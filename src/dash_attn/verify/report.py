@@ -13,11 +13,12 @@ def table(certificate: Certificate) -> str:
     entries = certificate["cases"]
     device = certificate["device"]
     lines = [f"{device['name']} ({device['type']}), torch {certificate['versions']['torch']}, {certificate['runs']} runs of each case", ""]
-    names = [outcome["guarantee"] for outcome in entries[0]["guarantees"]]
+    found = [{outcome["guarantee"]: outcome["status"] for outcome in entry["guarantees"]} for entry in entries]
+    names = list(dict.fromkeys(name for statuses in found for name in statuses))  # not every schedule promises everything
     width = max(map(len, names))
     lines.append(" " * width + "".join(f"  {f'case {i}':12}" for i in range(1, len(entries) + 1)).rstrip())
-    for row, name in enumerate(names):
-        lines.append((name.ljust(width) + "".join(f"  {entry['guarantees'][row]['status']:12}" for entry in entries)).rstrip())
+    for name in names:
+        lines.append((name.ljust(width) + "".join(f"  {statuses.get(name, '-'):12}" for statuses in found)).rstrip())
     lines += ["", *(_describe(i, entry) for i, entry in enumerate(entries, start=1)), *_troubles(entries)]
     return "\n".join([*lines, "", f"result: {certificate['status']}"])
 

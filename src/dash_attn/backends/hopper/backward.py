@@ -63,11 +63,13 @@ class BackwardKernels:
     postprocess: LoadedKernel
 
 
-def backward_kernels(device: int, dtype: str, dim: int, ordered: bool, softcap: bool, mask_kind: str) -> BackwardKernels:
+def backward_kernels(
+    device: int, dtype: str, dim: int, ordered: bool, softcap: bool, mask_kind: str, record: bool = False
+) -> BackwardKernels:
     tiles = backward_tiles(dim)
     flags = f"{_flag(ordered)}, {_flag(softcap)}"
     packed = _flag(mask_kind == "Packed")
-    attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{mask_kind}>"
+    attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{mask_kind}{', true' if record else ''}>"
     preprocess = f"backward_preprocess<{dtype}, {lanes_of(dim)}, {tiles.q_rows}, {packed}>"
     return BackwardKernels(
         load(device, "preprocess.cuh", preprocess, HELPER_THREADS, 0),
@@ -165,7 +167,9 @@ class BackwardCall:
             self.tables = plan_on_device(self.plan, self.device)
             self.before.plan = self.tables.params
             self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
-        self.after = PostprocessParams(strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=places)
+        self.after = PostprocessParams(
+            strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=places
+        )
         self.sink = SinkGradientParams(sequences=layout.count, rows=places)
         self.arguments_before = Arguments([addressof(self.before)])
         self.arguments_main = Arguments([*(m.address for m in self.maps), addressof(self.main)])

@@ -51,7 +51,8 @@ class BackwardParams(ctypes.Structure):
         *_ints("call", "group", "head_tiles"),
         *((name, c_float) for name in ("scale_log2", "scale", "masked_score", "cap_scale")),
         ("mask", MaskParams),
-        *_pointers("runs", "entries", "chains"),
+        *_pointers("runs", "entries", "chains", "record", "clocks"),
+        ("record_ranks", c_uint32),
     ]
 
 

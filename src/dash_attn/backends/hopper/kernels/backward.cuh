@@ -7,7 +7,7 @@
 #include "backward_planner.cuh"
 #include "backward_wide.cuh"
 
-template <typename Half, int D, bool ORDERED, bool SOFTCAP, MaskKind MASK>
+template <typename Half, int D, bool ORDERED, bool SOFTCAP, MaskKind MASK, bool RECORD = false>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     if (lane != 0) return;
     if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared}.run();
     if (warp == 1) Planner<D, MASK>{p, notes, shared}.run();
-    if (warp == 2) Drain<D, ORDERED, 0>{p, notes, shared}.run();
-    if (warp == 3) Drain<D, ORDERED, 1>{p, notes, shared}.run();
+    if (warp == 2) Drain<D, ORDERED, RECORD, 0>{p, notes, shared}.run();
+    if (warp == 3) Drain<D, ORDERED, RECORD, 1>{p, notes, shared}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
     if constexpr (D <= 128)

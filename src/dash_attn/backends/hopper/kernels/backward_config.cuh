@@ -24,6 +24,19 @@ struct BackwardParams {
   const Run* runs;
   const Step* entries;
   const PackedChain* chains;  // instead of runs and entries, for packed sequences
+  struct StepRecord* record;   // [dQ tile][record_ranks]; only a kernel that records has it
+  struct ClockRecord* clocks;  // [2][CTAs]: at a CTA's start, at its end
+  u32 record_ranks;
+};
+
+// What the drains of a recording kernel write, in cycles of the SM: dQ ready, turn come, landed; which CTA.
+struct alignas(16) StepRecord {
+  u32 ready, turn, landed, cta;
+};
+// The clock all SMs share (ns) beside the SM's own.
+struct alignas(16) ClockRecord {
+  u64 shared_ns;
+  u32 cycles, sm;
 };
 
 // Up to head dim 128: a warpgroup owns 64 of 128 KV rows. P and dS stay in registers as A operands of dV and dK.

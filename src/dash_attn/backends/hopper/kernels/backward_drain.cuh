@@ -6,7 +6,7 @@
 #pragma once
 #include "backward_config.cuh"
 
-template <int D, bool ORDERED, int W> struct Drain {
+template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
   using C = BackwardConfig<D>;
   const BackwardParams& p;
   Notes<C> notes;
@@ -15,6 +15,7 @@ template <int D, bool ORDERED, int W> struct Drain {
   DEVICE void run() {
     Pipeline pipe;
     u32 uses = 0;  // of this drain's staging buffer
+    if (RECORD && W == 0) note_clocks(0);
     while (true) {
       notes.await_chain(pipe);
       const int steps = notes.chain(pipe).steps;
@@ -25,13 +26,16 @@ template <int D, bool ORDERED, int W> struct Drain {
       pipe.finish_chain(steps);
     }
     bulk_wait();
+    if (RECORD && W == 0) note_clocks(gridDim.x);
   }
 
  private:
   DEVICE void drain_step(u32 number, u32 use) {
     mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, C::DQ_PIECES == 2 ? 0 : use & 1);
+    const u32 ready = RECORD ? cycles() : 0;
     // The note is read anew for every use: registers are scarcer than shared-memory loads.
     if (ORDERED && notes.step(number).rank > 0) await_rank(notes.step(number));
+    const u32 turn = RECORD ? cycles() : 0;
     add_piece(notes.step(number), 0);
     if constexpr (C::DQ_PIECES == 2) {
       mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, 1);
@@ -43,6 +47,7 @@ template <int D, bool ORDERED, int W> struct Drain {
       const StepNote note = notes.step(number);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
+    if (RECORD) record(number, ready, turn);
     mbarrier_arrive(shared + C::BARRIERS + NOTE_EMPTY + 8 * (number % NOTES));
   }
 
@@ -66,5 +71,19 @@ template <int D, bool ORDERED, int W> struct Drain {
     for (u32 polls = 0; load_acquire(semaphore) != note.rank; polls++)
       if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, note.dq_tile, note.rank);  // a corrupted table, a broken driver
     fence_async_global();
+  }
+
+  // One store, late: registers are scarcer than anything.
+  DEVICE void record(u32 number, u32 ready, u32 turn) const {
+    const StepNote note = notes.step(number);
+    store_u32x4(p.record + ((u32)note.dq_tile * p.record_ranks + note.rank), ready, turn, cycles(), cta_index());
+  }
+
+  // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.
+  DEVICE void note_clocks(u32 offset) {
+    const u64 before = shared_nanoseconds();
+    u64 now = before;
+    while (now == before) now = shared_nanoseconds();
+    p.clocks[offset + blockIdx.x] = {now, cycles(), sm_index()};
   }
 };

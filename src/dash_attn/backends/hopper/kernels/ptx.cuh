@@ -87,6 +87,31 @@ DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x,
   __trap();
 }
 
+// ---- clocks and places, for recordings; volatile, so that nothing is kept in a register
+DEVICE u32 cycles() {
+  u32 v;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(v)::"memory");
+  return v;
+}
+DEVICE u64 shared_nanoseconds() {
+  u64 v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v)::"memory");
+  return v;
+}
+DEVICE u32 sm_index() {
+  u32 v;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(v));
+  return v;
+}
+DEVICE u32 cta_index() {
+  u32 v;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(v));
+  return v;
+}
+DEVICE void store_u32x4(void* p, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
 // ---- wgmma control (the products themselves are in the generated wgmma.cuh)
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

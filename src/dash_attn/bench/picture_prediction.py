@@ -1,29 +1,38 @@
-"""Draws what benchmarks/predict.py wrote: the measured time of the backward kernel over the time the simulator predicted.
-
-Usage: python benchmarks/plot_prediction.py benchmarks/results/h200-prediction.json OUTPUT.png
-"""
+"""Measured kernel times over predicted ones, from what `dash-attn calibrate` or benchmarks/predict.py wrote."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from dash_attn.bench.picture_style import GRID, OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
-from dash_attn.plot_style import INK
+from ..plot_style import INK
+from .picture_style import GRID, OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
 
 CLOSE = 0.1
-NOTE = """Backward kernel alone, bf16. The five constants per head dim were fitted to measured times like these.
+BAND = "#e3ecfb"
+NOTE = """Backward kernel alone, bf16. The constants per head dim were fitted to measured times like these.
 Shaded: within 10 %. Labels: mask, length, head dim, error of the prediction"""
 TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ms
 
 Row = dict[str, Any]
 
 
+def read(path: Path) -> dict[str, Any]:
+    """`gpu` and `rows` of either kind of file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = found["rows"] if "rows" in found else found["measured"]
+        gpu = found["environment"]["gpu"] if "environment" in found else found["name"]
+        if not rows or not all(key in row for row in rows for key in ("schedule", "measured_us", "predicted_us", "error")):
+            raise KeyError("rows")
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them") from None
+    return {"gpu": gpu, "rows": rows}
+
+
 def draw(prediction: dict[str, Any], path: Path) -> None:
-    if not prediction["rows"]:
-        raise ValueError("no rows: nothing to draw")
+    """One dot a schedule and shape."""
     write(path, lambda: figure_of(prediction))
 
 
@@ -53,7 +62,7 @@ def outliers(rows: list[Row]) -> list[Row]:
 
 def _title(prediction: dict[str, Any]) -> str:
     rows = prediction["rows"]
-    gpu = prediction["environment"]["gpu"].removeprefix("NVIDIA ")
+    gpu = prediction["gpu"].removeprefix("NVIDIA ")
     return f"The fitted simulator gives {len(rows) - len(outliers(rows))} of {len(rows)} kernel times on {gpu} within 10 %"
 
 
@@ -70,7 +79,7 @@ def _scales(axes: Any, times: list[float]) -> None:
     axes.set_axisbelow(True)
     ends = [left, high]
     # error = predicted / measured - 1
-    axes.fill_between(ends, [x / (1 + CLOSE) for x in ends], [x / (1 - CLOSE) for x in ends], color="#e3ecfb", zorder=1)
+    axes.fill_between(ends, [x / (1 + CLOSE) for x in ends], [x / (1 - CLOSE) for x in ends], color=BAND, zorder=1)
     axes.plot(ends, ends, color=INK, linewidth=1.2, zorder=2)
 
 
@@ -88,12 +97,3 @@ def _label(axes: Any, row: Row) -> None:
     where = {"xytext": (-9 if above else 9, 0), "textcoords": "offset points", "ha": "right" if above else "left", "va": "center"}
     point = (row["predicted_us"] / 1000, row["measured_us"] / 1000)
     axes.annotate(text.replace("-", "\N{MINUS SIGN}"), point, size=12, color=INK, bbox=paper, zorder=3, **where)
-
-
-def main() -> None:
-    source, path = map(Path, sys.argv[1:])
-    draw(json.loads(source.read_text()), path)
-
-
-if __name__ == "__main__":
-    main()

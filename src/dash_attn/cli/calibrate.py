@@ -1,0 +1,96 @@
+"""`dash-attn calibrate`: measure what a task costs on this machine and write the constants that the simulator reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..machines import Calibrated
+from .devices import add_device, choose
+from .progress import LONG_WORK, progress_bar
+
+TEXT = """Runs a few schedules of the attention backward, records when their tasks ran, and fits the constants of the simulator to
+the times: compute, reduce, hand-over latency and start of a chain. On a GPU they are those of the kernel; on the CPU those
+of the executor in threads, which share the processors with everything else and repeat far less exactly."""
+EXAMPLES = """examples:
+  dash-attn calibrate --output machine.json
+  dash-attn plan --seqlen 8192 --heads 16 --machine machine.json --gantt predicted.png
+  dash-attn calibrate --from benchmarks/results/h200-prediction.json --plot prediction.png --plot-schedules errors.png
+"""
+
+
+def add_command(commands: Any) -> None:
+    layout = argparse.RawDescriptionHelpFormatter
+    help_text = "fit the simulator's constants to this machine"
+    parser = commands.add_parser("calibrate", help=help_text, description=TEXT, epilog=EXAMPLES, formatter_class=layout)
+    add_device(parser)
+    parser.add_argument("--head-dims", metavar="N,N", help="head dims to calibrate (default: 64,128; 64 on the CPU)")
+    parser.add_argument("--output", type=Path, default=Path("machine.json"), metavar="FILE", help="default: machine.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw measured over predicted times, as .png or .svg")
+    parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the errors of the prediction, schedule by schedule")
+    from_help = "draw an earlier calibration, or what benchmarks/predict.py wrote; measures nothing"
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=from_help)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..bench.picture_errors import draw_errors
+    from ..bench.picture_prediction import draw, read
+    from ..bench.picture_style import check_format
+
+    pictures = {path: make for path, make in ((arguments.plot, draw), (arguments.plot_schedules, draw_errors)) if path is not None}
+    for path in pictures:
+        check_format(path)
+    if arguments.source is None:
+        _measure(arguments)
+    elif not pictures:
+        raise ValueError("--from goes with --plot or --plot-schedules: there is nothing else to do")
+    if pictures:
+        prediction = read(arguments.source or arguments.output)
+        for path, make in pictures.items():
+            make(prediction, path)
+            print(f"picture: {path}", file=sys.stderr)
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    """Calibrate every head dim and write the file."""
+    if not arguments.output.parent.is_dir():
+        raise ValueError(f"--output: there is no directory {arguments.output.parent}")
+    from ..calibration.measured import CPU_PLAN, GPU_PLAN, calibrate
+
+    device = choose(arguments)
+    constants, tiles, rows = {}, {}, []
+    for head_dim in _head_dims(arguments.head_dims, device.tiles, (64,) if device.backend == "cpu" else (64, 128)):
+        plan = CPU_PLAN if device.backend == "cpu" else GPU_PLAN
+        with progress_bar(f"measuring, head dim {head_dim}", LONG_WORK) as progress:
+            found, measured = calibrate(device, head_dim, plan, progress)
+        constants[head_dim], tiles[head_dim] = found.machine, device.tiles[head_dim]
+        rows += measured
+        _print(head_dim, found, measured)
+    machine = Calibrated(device.name, device.backend, device.workers, constants, tiles)
+    arguments.output.write_text(json.dumps({**machine.to_json(), "measured": rows}, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {arguments.output}", file=sys.stderr)
+
+
+def _head_dims(text: str | None, known: dict[int, Any], default: tuple[int, ...]) -> tuple[int, ...]:
+    if text is None:
+        return default
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) in known for word in words):
+        raise ValueError(f"--head-dims: some of {', '.join(map(str, known))}, separated by commas; got {text!r}")
+    return tuple(map(int, words))
+
+
+def _print(head_dim: int, found: Any, rows: list[dict[str, Any]]) -> None:
+    machine = found.machine
+    print(
+        f"head dim {head_dim}: compute {machine.compute:g} us, reduce {machine.reduce:g}, hand-over {machine.latency:g},"
+        f" start of a chain {machine.startup:g}; predictions off by {found.median_error:.1%} in the median"
+    )
+    for row in rows:
+        what = f"{row['mask']} {row['seqlen']} x {row['batch']}, {row['schedule']}"
+        print(f"  {what:40}  measured {row['measured_us']:10,.1f} us   predicted {row['predicted_us']:10,.1f}   {row['error']:+.1%}")

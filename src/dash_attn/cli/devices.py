@@ -1,0 +1,37 @@
+"""Where a command measures: a Hopper GPU, or the CPU executor in threads."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..calibration.measured import Device
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="worker threads on the CPU (default: one a processor)")
+
+
+def choose(arguments: argparse.Namespace) -> Device:
+    """The device to measure on; an error if it is not there."""
+    from ..calibration.cpu import cpu_device
+    from ..calibration.hopper import hopper_device
+
+    if choose_device(arguments.device) == "cpu":
+        return cpu_device(arguments.threads)
+    if arguments.threads is not None:
+        raise ValueError("--threads goes with --device cpu; a GPU has as many workers as SMs")
+    return hopper_device()
+
+
+def choose_device(wanted: str) -> str:
+    """The GPU where our kernels run, unless told otherwise."""
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here; a GPU of compute capability 9.0 (H100, H200, GH200) is needed")
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
