@@ -35,6 +35,10 @@ def test_unordered_differs(device: str, name: str) -> None:
     """The control: without an order dQ changes from run to run, and nothing else does."""
     chosen = family(name, device)
     inputs = chosen.inputs(device)
+    if device == "cuda" and name == "softcap":  # the GPU has no such kernel, and says so
+        with pytest.raises(ValueError, match="unordered"):
+            chosen.run(inputs, accumulation="unordered")
+        return
     first = chosen.run(inputs, accumulation="unordered")
     for run in range(MOST_TRIES):
         with disturbed(device, run):

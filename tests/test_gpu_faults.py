@@ -84,9 +84,9 @@ def test_planted_faults_change_bits(fault: str, tmp_path: Path, monkeypatch: pyt
 
 
 MISUSE = [
-    ({"dim": 96}, {}, "takes head dims 64, 128"),
+    ({"dim": 264}, {}, "takes head dims up to 256"),
     ({"dtype": torch.float32}, {}, "takes bfloat16 and float16"),
-    ({}, {"softcap": 20.0}, "no softcap yet"),
+    ({}, {"softcap": 20.0, "accumulation": "unordered"}, "without softcap"),
     ({}, {"softmax_scale": -0.1}, "softmax_scale > 0"),
     ({}, {"backend": "cpu"}, "backend 'cpu' needs cpu tensors"),
     ({}, {"mask": "causal"}, "mask must be a dash_attn mask"),

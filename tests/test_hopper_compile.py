@@ -11,35 +11,61 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from importlib import import_module
 
-from dash_attn.backends.hopper import structs
+from dash_attn.backends.hopper import shapes, structs
 from dash_attn.backends.hopper.compile import CompileError, compile_uncached
 
-BACKWARD_LAUNCH = import_module("dash_attn.backends.hopper.backward")
-FORWARD_LAUNCH = import_module("dash_attn.backends.hopper.forward")
-CONSUMER_CHOICES = FORWARD_LAUNCH.CONSUMER_CHOICES
-Q_ROWS = BACKWARD_LAUNCH.Q_ROWS
+CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.forward").CONSUMER_CHOICES
+lanes_of = import_module("dash_attn.backends.hopper.backward").lanes_of
+
+packed = import_module("dash_attn.backends.hopper.packed")
+PACKED_BYTES = {
+    "Sequence": packed.SEQUENCE_BYTES,
+    "SequenceParts": packed.PARTS_BYTES,
+    "PackedChain": packed.CHAIN_BYTES,
+    "PackedTile": packed.TILE_BYTES,
+    "Ticket": import_module("dash_attn.backends.hopper.backward").TICKET_BYTES,
+}
 
 DTYPES = ("bf16", "f16")
-DIMS = (64, 128)
+DIMS = shapes.KERNEL_DIMS
+MASKS = ("Band", "Rows", "Blocks", "Packed")
+FLAGS = ("true", "false")
+TILES = {(shapes.backward_tiles(dim).q_rows, shapes.backward_tiles(dim).kv_rows) for dim in DIMS}
+FORWARD_SHAPES = {(64 * c, shapes.forward_tiles(dim, c).kv_rows) for dim in DIMS for c in CONSUMER_CHOICES[dim]}
 BACKWARD = [
-    f"attention_backward<{dtype}, {dim}, {Q_ROWS[dim]}, {ordered}, MaskKind::{mask}>"
+    f"attention_backward<{dtype}, {dim}, {ordered}, {softcap}, MaskKind::{mask}>"
     for dtype in DTYPES
     for dim in DIMS
-    for ordered in ("true", "false")
-    for mask in ("Band", "Rows", "Blocks")
+    for ordered, softcap in (("true", "false"), ("true", "true"), ("false", "false"))  # what support.py allows
+    for mask in MASKS
 ]
+RECORDING = [f"attention_backward<bf16, {dim}, true, false, MaskKind::Band, true>" for dim in DIMS]
 FORWARD = [
-    f"attention_forward<{dtype}, {dim}, {consumers}, MaskKind::{mask}>"
+    f"attention_forward<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}>"
     for dtype in DTYPES
     for dim in DIMS
     for consumers in CONSUMER_CHOICES[dim]
-    for mask in ("Band", "Rows", "Blocks")
+    for softcap in FLAGS
+    for mask in MASKS
+]
+HELPERS = [
+    *(
+        ("preprocess.cuh", f"backward_preprocess<{dtype}, {lanes_of(dim)}, {shapes.backward_tiles(dim).q_rows}, {packed}>")
+        for dtype in DTYPES
+        for dim in DIMS
+        for packed in FLAGS
+    ),
+    *(("postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>") for dtype in DTYPES for dim in DIMS for packed in FLAGS),
+    *(("sink_gradient.cuh", f"sink_gradient<{rows}, {packed}>") for rows in (64, 128) for packed in FLAGS),
+    *(("packed_plan.cuh", f"packed_layout<{q}, {kv}, true>") for q, kv in sorted(TILES)),
+    *(("packed_plan.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
+    *(("packed_plan.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
+    *(("packed_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
 ]
 VARIANTS = [
-    *(("backward.cuh", name) for name in BACKWARD),
+    *(("backward.cuh", name) for name in (*BACKWARD, *RECORDING)),
     *(("forward.cuh", name) for name in FORWARD),
-    *(("preprocess.cuh", f"backward_preprocess<{dtype}, {dim}>") for dtype in DTYPES for dim in DIMS),
-    *(("postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {Q_ROWS[dim]}>") for dtype in DTYPES for dim in DIMS),
+    *dict.fromkeys(HELPERS),
 ]
 
 
@@ -77,7 +103,10 @@ def test_spills_would_be_seen() -> None:
 
 LAYOUTS = {
     "backward.cuh": (structs.PlanTables, structs.MaskParams, structs.BackwardParams),
-    "preprocess.cuh": (structs.PreprocessParams,),
+    "preprocess.cuh": (structs.RowPlaces, structs.PreprocessParams),
+    "sink_gradient.cuh": (structs.SinkGradientParams,),
+    "packed_plan.cuh": (structs.PackedParams,),
+    "packed_tiles.cuh": (structs.PackedTilesParams,),
     "postprocess.cuh": (structs.PostprocessParams,),
     "forward.cuh": (structs.ForwardParams,),
 }
@@ -102,12 +131,21 @@ def test_wrong_layout_would_be_seen() -> None:
 
 
 SIZES = [
-    *(("backward.cuh", f"BackwardConfig<{d}, {Q_ROWS[d]}>", BACKWARD_LAUNCH.shared_bytes(d)) for d in DIMS),
-    *(("forward.cuh", f"ForwardConfig<{d}, {c}>", FORWARD_LAUNCH.shared_bytes(d, c)) for d in DIMS for c in CONSUMER_CHOICES[d]),
+    *(("backward.cuh", f"BackwardConfig<{d}>::SHARED_BYTES", shapes.backward_tiles(d).shared_bytes) for d in DIMS),
+    *(("backward.cuh", f"BackwardConfig<{d}>::Q_ROWS", shapes.backward_tiles(d).q_rows) for d in DIMS),
+    *(("backward.cuh", f"BackwardConfig<{d}>::KV_ROWS", shapes.backward_tiles(d).kv_rows) for d in DIMS),
+    *(("backward.cuh", f"BackwardConfig<{d}>::WIDTH", shapes.backward_tiles(d).columns) for d in DIMS),
+    *(
+        ("forward.cuh", f"ForwardConfig<{d}, {c}>::SHARED_BYTES", shapes.forward_tiles(d, c).shared_bytes)
+        for d in DIMS
+        for c in CONSUMER_CHOICES[d]
+    ),
+    *(("forward.cuh", f"ForwardConfig<{d}, 2>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
+    *((("packed_tiles.cuh", f"(int)sizeof({name})", size)) for name, size in PACKED_BYTES.items()),
 ]
 
 
 @pytest.mark.parametrize(("header", "config", "size"), SIZES)
-def test_shared_memory_size(header: str, config: str, size: int) -> None:
-    source = f'#include "{header}"\nstatic_assert({config}::SHARED_BYTES == {size});\n__global__ void nothing() {{}}\n'
+def test_sizes(header: str, config: str, size: int) -> None:
+    source = f'#include "{header}"\nstatic_assert({config} == {size});\n__global__ void nothing() {{}}\n'
     assert compile_uncached("size.cuh", "nothing", {"size.cuh": source}).cubin

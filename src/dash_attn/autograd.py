@@ -81,9 +81,12 @@ class Attention(torch.autograd.Function):
         if dout is None:
             return (None,) * 6
         q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
-        with torch.no_grad():
-            gradients = attention_backward(dout, q, k, v, out, lse, ctx.options, ctx.packing, sinks)
-        if torch.is_grad_enabled():  # create_graph=True
+        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.packing, sinks)
+        if not torch.is_grad_enabled():
+            gradients = attention_backward(*arguments)
+        else:  # create_graph=True
+            with torch.no_grad():
+                gradients = attention_backward(*arguments)
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks)
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
         return *wanted, None, None

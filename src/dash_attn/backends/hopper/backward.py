@@ -15,7 +15,7 @@ from ...packing import Packing
 from ...plan import Plan
 from ...planning import plan_for, problem_of
 from .driver import Arguments, LoadedKernel, current_stream, load, on_device
-from .layout import CallCache, Layout
+from .layout import CallCache, Layout, empty_contiguous
 from .packed import PackedPlanner, packed_sizes
 from .shapes import HELPER_THREADS, THREADS, backward_tiles
 from .structs import BackwardParams, PostprocessParams, PreprocessParams, RowPlaces, SinkGradientParams, Strides
@@ -183,7 +183,7 @@ class BackwardCall:
         q, k, v, dout, out = tensors
         index = self.layout.device
         with on_device(index):
-            dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+            dq, dk, dv = empty_contiguous(q), empty_contiguous(k), empty_contiguous(v)
             memory, at = self.workspace.allocate(self.device)
             if not lse.is_contiguous():
                 lse = lse.contiguous()

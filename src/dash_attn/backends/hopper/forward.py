@@ -13,7 +13,7 @@ from ...packing import Packing
 from ...planning import problem_of
 from ...problem import Problem
 from .driver import Arguments, LoadedKernel, check, cuda_driver, current_stream, load, on_device
-from .layout import CallCache, Layout, cut
+from .layout import CallCache, Layout, cut, empty_contiguous
 from .packed import PackedTiler
 from .shapes import KERNEL_DIMS, forward_tiles, kernel_dim
 from .structs import ForwardParams
@@ -77,6 +77,7 @@ class ForwardCall:
         self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(cap), kind)
         self.grid = max(1, min(check_device(layout.device), layout.batch * layout.q_heads * places))
         self.out_shape = (*q.shape[:-1], v.shape[-1])
+        self.out_like_q = self.out_shape == tuple(q.shape)
         self.lse_shape = (layout.q_heads, layout.q_len) if layout.packed else (layout.batch, layout.q_heads, layout.q_len)
         kv_rows = forward_tiles(layout.dim, consumers).kv_rows
         out = q.new_empty(self.out_shape)
@@ -113,8 +114,8 @@ class ForwardCall:
         q, k, v = tensors
         index = self.layout.device
         with on_device(index):
-            out = q.new_empty(self.out_shape)
-            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+            out = empty_contiguous(q) if self.out_like_q else q.new_empty(self.out_shape)
+            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             logits = None if sinks is None else sinks.detach().float().contiguous()
             if self.some_attend_nothing:
                 out.zero_()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...options import AttentionOptions
@@ -76,6 +77,11 @@ class Layout:
     def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
         """The gradients with the caller's head dims."""
         return cut(dq, self.q_dim), cut(dk, self.q_dim), cut(dv, self.v_dim), *rest
+
+
+def empty_contiguous(like: Tensor) -> Tensor:
+    """Uninitialised and contiguous; the shortest way to it, because every call comes by."""
+    return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
 
 
 def cut(tensor: Tensor, dim: int) -> Tensor:

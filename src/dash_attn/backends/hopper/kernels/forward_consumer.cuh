@@ -191,7 +191,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
       const float shift = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);  // a row may have met no key yet
-      rescale[r] = exp2_approx(fmaf(row_max[r], p.scale_log2, -shift));
+      rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift);  // just 1 if the maximum stays: extra visits change nothing
       row_max[r] = largest;
 #pragma unroll
       for (int i = 0; i < C::SCORES / 2; i++) {
@@ -225,8 +225,8 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
         sum = fmaf(sum, shrink, exp2_approx(sink - higher));
         top = higher;
       }
-      factor[r] = sum > 0.f ? shrink / sum : 0.f;  // a query that attends nothing has output 0 and LSE -inf
-      const float lse = sum > 0.f ? (top + __log2f(sum)) * LN_2 : MINUS_INFINITY;
+      factor[r] = sum == 0.f ? 0.f : shrink / sum;  // a query that attends nothing has output 0 and LSE -inf; NaN stays NaN
+      const float lse = sum == 0.f ? MINUS_INFINITY : (top + __log2f(sum)) * LN_2;
       const int at = query + 8 * r;
       if ((lane & 3) == 0 && at < tile.q_len) p.lse[tile.lse_at + at] = lse;
     }
