@@ -67,7 +67,13 @@ def test_auto_on_every_worker_count_from_64_to_200(mask: str) -> None:
 
 
 def test_auto_picks_by_the_mask() -> None:
-    for mask, order in {"full": "shift_blocks", "causal": "alternating", "window:2,0": "alternating", "window:2,-1": "weave", "prefix:3": "weave"}.items():
+    for mask, order in {
+        "full": "shift_blocks",
+        "causal": "alternating",
+        "window:2,0": "alternating",
+        "window:2,-1": "weave",
+        "prefix:3": "weave",
+    }.items():
         assert generate("auto", Problem.from_tiles(mask, 16, 8), 8).name == order
 
 

@@ -56,7 +56,9 @@ def _check_packed(options: AttentionOptions) -> None:
             " Documents inside one sequence (mask=Documents(lengths), flash_attn_func) take any mask."
         )
     if options.schedule != "auto":
-        raise Unsupported(f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule}")
+        raise Unsupported(
+            f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule}"
+        )
 
 
 def is_plain_band(mask: Mask) -> bool:
