@@ -1,5 +1,5 @@
 // The consumers of wide heads (WideConfig). A warpgroup computes the scores of 32 of the 64 queries with all 64 keys, and dV,
-// dK and dQ in its own columns. Both halves of P and dS meet in shared memory: one barrier a step, two buffers.
+// dK and dQ in its own columns. Both halves of P and dS meet in shared memory, in two buffers each.
 #pragma once
 #include "backward_config.cuh"
 #include "wgmma.cuh"
@@ -13,7 +13,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
   Notes<C> notes;
   u32 shared;
   int wg, warp, lane;     // warp inside the warpgroup
-  float dk_own[OWN], dk_inner[INNER], dv_own[OWN], dv_inner[INNER];
+  float dk_own[OWN], dk_inner[INNER], dv_own[OWN], dv_inner[INNER], s[SCORES];
 
   DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
       : p(params), notes{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
@@ -53,22 +53,23 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
 
   DEVICE void walk_chain(int steps, const Pipeline& pipe, u32 kv_phase, int last_stage) {
     mbarrier_wait(shared + C::BARRIERS + K_FULL, kv_phase);
-    step<0, true>(0, pipe, kv_phase, last_stage);
+    step<0, true, false, false>(0, pipe, kv_phase, last_stage);
     int j = 1;
+    // Two steps a trip: S of the second is issued behind the products of the first, but not over the back edge (ptxas).
     for (; j + 1 < steps; j += 2) {
-      step<1, false>(j, pipe, kv_phase, 0);
-      step<0, false>(j + 1, pipe, kv_phase, 1);
+      step<1, false, false, true>(j, pipe, kv_phase, 0);
+      step<0, false, true, false>(j + 1, pipe, kv_phase, 1);
     }
-    if (j < steps) step<1, false>(j, pipe, kv_phase, 0);
+    if (j < steps) step<1, false, false, false>(j, pipe, kv_phase, 0);
   }
 
-  template <int STAGE, bool FIRST> DEVICE void step(int j, const Pipeline& pipe, u32 kv_phase, int stage_before) {
-    const u32 phase = pipe.template phase<STAGE>(j), number = pipe.steps + j;
-    float s[SCORES], dp[SCORES];
+  // One Q tile. STAGE is its parity; S_AHEAD: its S was issued by the step before; NEXT_S: this step issues the next one's.
+  template <int STAGE, bool FIRST, bool S_AHEAD, bool NEXT_S> DEVICE void step(int j, const Pipeline& pipe, u32 kv_phase, int stage_before) {
+    const u32 number = pipe.steps + j;
+    float dp[SCORES];
     u32 packed[SCORES / 2];
-    mbarrier_wait(shared + C::BARRIERS + Q_FULL + 8 * STAGE, phase);
+    if constexpr (!S_AHEAD) multiply_s<STAGE>(j, pipe);
     const int rows = load_shared_i32(notes.step_at(number));
-    multiply_scores<C::K, C::Q + STAGE * C::Q_BYTES>(s);
     if constexpr (FIRST) mbarrier_wait(shared + C::BARRIERS + V_FULL, kv_phase);
     mbarrier_wait(shared + C::BARRIERS + DO_FULL, number & 1);
     multiply_scores<C::V, C::DO>(dp);
@@ -79,13 +80,15 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     exponentiate<STAGE>(s, packed);
     if constexpr (FIRST) await_stored();
     put_tile<C::P + STAGE * C::TILE>(packed);
-    wgmma_wait<0>();  // dP
+    fence_async_shared();
+    named_barrier_sync<1>(2 * WARPGROUP);  // both halves of P
+    multiply_rows<C::P + STAGE * C::TILE, C::DO>(dv_own, dv_inner);
+    wgmma_wait<1>();  // dP
     pin(dp);
     differentiate(s, dp, packed);
     put_tile<C::DS + STAGE * C::TILE>(packed);
     fence_async_shared();
-    named_barrier_sync<1>(2 * WARPGROUP);  // both halves of P and dS
-    multiply_rows<C::P + STAGE * C::TILE, C::DO>(dv_own, dv_inner);
+    named_barrier_sync<2>(2 * WARPGROUP);  // both halves of dS
     float dq_own[OWN];
     multiply_dq<STAGE>(dq_own, own_offset(C::KV_PANEL));
     multiply_rows<C::DS + STAGE * C::TILE, C::Q + STAGE * C::Q_BYTES>(dk_own, dk_inner);
@@ -97,9 +100,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     put_dq(dq_own, STAGE);
     float dq_inner[INNER];
     multiply_dq<STAGE>(dq_inner, inner_offset(C::KV_PANEL));
-    wgmma_wait<1>();  // dK
+    if constexpr (NEXT_S) multiply_s<STAGE ^ 1>(j + 1, pipe);
+    wgmma_wait<NEXT_S ? 2 : 1>();  // dK
     arrive(Q_EMPTY + 8 * STAGE);
-    wgmma_wait<0>();
+    wgmma_wait<NEXT_S ? 1 : 0>();
     pin(dq_inner);
     pin(dk_own);
     pin(dk_inner);
@@ -110,6 +114,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
   }
 
   // ---- products
+  template <int STAGE> DEVICE void multiply_s(int j, const Pipeline& pipe) {
+    mbarrier_wait(shared + C::BARRIERS + Q_FULL + 8 * STAGE, pipe.template phase<STAGE>(j));
+    multiply_scores<C::K, C::Q + STAGE * C::Q_BYTES>(s);
+  }
   // S^T = K Q^T or dP^T = V dO^T, 64 keys x this warpgroup's 32 queries.
   template <int KEYS, int QUERIES> DEVICE void multiply_scores(float (&d)[SCORES]) {
     const u32 a = opaque(shared >> 4), b = a + wg * (32 * 128 / 16);
