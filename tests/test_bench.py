@@ -19,6 +19,7 @@ from dash_attn.bench.peers import peers
 from dash_attn.bench.pytorch_peers import deterministic_algorithms
 from dash_attn.bench.suites import SUITES, Shape, choose
 from dash_attn.bench.timing import WARM_UP, interleaved
+from dash_attn.cli.main import main
 from dash_attn.masks import Causal
 
 CPU = torch.device("cpu")
@@ -254,3 +255,12 @@ def test_the_backend_still_names_its_kernels_as_the_record_asks() -> None:
     q = torch.empty(1, 512, 2, 64)
     options = import_module("dash_attn.options").AttentionOptions(Causal(), 1.0)
     assert forward.forward_problem(q, q, q, options).tile_q % forward.CONSUMER_ROWS == 0
+
+
+def test_without_leaves_a_peer_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--suite", "paper", "--list", "--without", "cuDNN"]) == 0
+    listed = capsys.readouterr().out
+    assert "not installed: cuDNN (--without)" in listed
+    assert "run it: dash-attn, dash-attn unordered, cuDNN," not in listed
+    assert main(["bench", "--list", "--without", "cuBNN"]) == 2
+    assert "no such kernel: cuBNN" in capsys.readouterr().err

@@ -36,6 +36,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
     parser.add_argument("--schedules", action="store_true", help="also time the backward of every schedule")
     parser.add_argument("--no-peers", action="store_true", help="only our kernels")
+    parser.add_argument("--without", type=_words, default=[], metavar="NAME,NAME", help="leave these kernels out (names as in --list)")
     parser.add_argument(
         "--no-energy", dest="energy", action="store_false", help="do not measure energy, which takes half a second a kernel"
     )
@@ -99,7 +100,12 @@ def _candidates(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, str
     from ..bench.peers import peers
 
     others, missing = ([], {}) if arguments.no_peers else peers(arguments.suite in FLEX_SUITES)
-    return [*ours(arguments.schedules), *others], missing
+    left_out = set(arguments.without)
+    unknown = left_out - {candidate.name for candidate in others} - set(missing)
+    if unknown:
+        raise ValueError(f"--without: no such kernel: {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in others)}")
+    missing |= dict.fromkeys(left_out, "--without")
+    return [*ours(arguments.schedules), *(c for c in others if c.name not in left_out)], missing
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
