@@ -97,8 +97,10 @@ def hopper(name: str) -> ModuleType:
 
 
 def forget_kernels_and_calls() -> None:
-    for cached in (hopper("compile")._key, hopper("driver").load, hopper("forward")._call_for, hopper("backward")._call_for):
+    for cached in (hopper("compile")._key, hopper("driver").load):
         cached.cache_clear()
+    for name in ("forward", "backward"):
+        hopper(name)._calls.clear()
 
 
 @contextmanager

@@ -39,10 +39,12 @@ def test_unordered_differs(device: str, name: str) -> None:
         with pytest.raises(ValueError, match="unordered"):
             chosen.run(inputs, accumulation="unordered")
         return
-    first = chosen.run(inputs, accumulation="unordered")
+    # Chains that meet at every tile; the default order keeps them so far apart that they mostly arrive in rank order.
+    options = {"accumulation": "unordered"} if name == "varlen" else {"accumulation": "unordered", "schedule": "ascending"}
+    first = chosen.run(inputs, **options)
     for run in range(MOST_TRIES):
         with disturbed(device, run):
-            again = chosen.run(inputs, accumulation="unordered")
+            again = chosen.run(inputs, **options)
         assert_same({**again, "dq": first["dq"]}, first, "unordered")
         if not again["dq"].equal(first["dq"]):
             return

@@ -31,8 +31,8 @@ launch = hopper("backward")
 launch.MOST_POLLS = 100_000
 healthy_plan = launch.backward_plan
 
-def every_rank_one_too_high(q, k, options):
-    plan = healthy_plan(q, k, options)
+def every_rank_one_too_high(q, k, v, options):
+    plan = healthy_plan(q, k, v, options)
     runs, entries = plan.runs.copy(), plan.entries.copy()
     runs[:, RUN_FIELDS.index("rank_add")] += runs[:, RUN_FIELDS.index("rank_div")]
     entries[:, 1] += 1

@@ -64,7 +64,7 @@ def test_number_of_workers(mask: Mask) -> None:
     for workers in (132, 100, 66):
         changes = {(module, "check_device"): lambda _, n=workers: n for module in ("forward", "backward")}
         with patched_backend(changes):
-            plan = hopper("backward").backward_plan(*inputs[:2], AttentionOptions(mask, 128**-0.5))
+            plan = hopper("backward").backward_plan(*inputs[:3], AttentionOptions(mask, 128**-0.5))
             assert plan.workers == workers, "the control: the placement did change"
             orders.add(plan.order_hash)
             assert_same_bits(run_ours(inputs, mask), expected, f"{workers} workers")

@@ -18,7 +18,9 @@ from gpu_helpers import Inputs, full_size, gpu_inputs, hopper
 
 pytestmark = pytest.mark.gpu
 
-SLOP = 1.0  # microseconds by which the clocks of two SMs may disagree
+# Microseconds by which the clocks of two SMs may disagree: they are compared when a CTA starts and ends, and an SM's frequency may
+# change between (2.2 was seen).
+SLOP = 5.0
 
 
 def options_of(mask: Mask, schedule: str, dim: int) -> AttentionOptions:

@@ -121,6 +121,9 @@ class CallCache(Generic[Call]):
                 self._calls[key[0]] = call
         return call, tensors
 
+    def clear(self) -> None:
+        self._calls.clear()
+
     @staticmethod
     def _key(tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None) -> tuple:
         first = tensors[0]

@@ -75,7 +75,7 @@ DEVICE int load_acquire(const int* p) {
 }
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
-// ---- the last word of a kernel that cannot go on: written to host memory, read by hang.py
+// ---- the last word of a kernel that cannot go on: written to host memory, read by trouble.py
 enum class Trouble : int { None, Hang, BadLengths };
 DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x, int y) {
   report[1] = call;
