@@ -57,7 +57,7 @@ def flash_attn_func(
     """
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     choices = (softcap, schedule, accumulation, backend, head_offset)
-    if is_traced(q, k, v):
+    if is_traced(q, k, v, sinks):
         out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), softmax_scale, *choices)
     else:
         check_tensors(q, k, v)

@@ -32,7 +32,7 @@ BACKWARD = (
 )
 
 
-def is_traced(*tensors: Tensor) -> bool:
+def is_traced(*tensors: Tensor | None) -> bool:
     """Whether a call goes through the operator: in a program that is traced, and for tensor subclasses, whose memory is not theirs."""
     if torch.compiler.is_compiling():
         return True

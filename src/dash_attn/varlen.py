@@ -47,7 +47,8 @@ def flash_attn_varlen_func(
     sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func.
 
     On the GPU the values of cu_seqlens are not read on the host, so the call does not wait for the GPU: they must
-    start at 0, not decrease, and end at the number of tokens. On the CPU this is checked.
+    start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
+    them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
 
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`. lse is (q_heads, q tokens).
     """
@@ -56,7 +57,7 @@ def flash_attn_varlen_func(
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     choices = (softcap, schedule, accumulation, backend, head_offset)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if is_traced(q, k, v):
+    if is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
         out, lse = traced_attention(q, k, v, sinks, packed, choose_mask(mask, causal, window_size), softmax_scale, *choices)
     else:
         check_tensors(q, k, v, ndim=3)

@@ -124,6 +124,7 @@ class BackwardCall:
         self.cooperative = self.plan is None or self.plan.gang > 1
         chains = layout.batch * layout.kv_heads * layout.tiles_of_keys(self.tiles.kv_rows)
         self.workers = min(workers if self.plan is None else self.plan.workers, chains)
+        self.holds_tables = not layout.packed
         self.lock = threading.Lock()
         self._prepare(tensors, options)
 
@@ -170,6 +171,8 @@ class BackwardCall:
         self.after = PostprocessParams(
             strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=places
         )
+        name = f"sink_gradient<{tiles.q_rows}, {_flag(layout.packed)}>"
+        self.sink_kernel = load(layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
         self.sink = SinkGradientParams(sequences=layout.count, rows=places)
         self.arguments_before = Arguments([addressof(self.before)])
         self.arguments_main = Arguments([*(m.address for m in self.maps), addressof(self.main)])
@@ -224,9 +227,7 @@ class BackwardCall:
         gradient = torch.empty_like(logits)
         self.sink.sinks, self.sink.gradient = logits.data_ptr(), gradient.data_ptr()
         self.sink.lse_log2, self.sink.delta = at["lse"], at["delta"]
-        name = f"sink_gradient<{self.tiles.q_rows}, {_flag(self.layout.packed)}>"
-        kernel = load(self.layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
-        kernel.launch(self.layout.q_heads, self.arguments_sink, stream)
+        self.sink_kernel.launch(self.layout.q_heads, self.arguments_sink, stream)
         return gradient.to(sinks.dtype)
 
 

@@ -84,6 +84,7 @@ class ForwardCall:
         boxes = ((q, CONSUMER_ROWS), (k, kv_rows), (v, kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
         self.arguments = Arguments([*(m.address for m in self.maps), addressof(self.params)])
+        self.holds_tables = not layout.packed
         self.lock = threading.Lock()
 
     def _heads_side_by_side(self, k: Tensor, v: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What decides the bits of a call on this backend: the plan's order and the machine code of four kernels."""
+"""What decides the bits of a call on this backend: the plan's order and the machine code of its kernels."""
 
 from __future__ import annotations
 

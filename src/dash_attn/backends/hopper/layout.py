@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +18,7 @@ from .shapes import kernel_dim
 from .support import DTYPES, check_call
 from .tensor_map import is_tma_ready, tma_ready
 
-Call = TypeVar("Call")
-MOST_CALLS = 256  # prepared calls kept; the oldest goes first
+MOST_CALLS = 256  # prepared calls kept; the least recently used goes first
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Layout:
         q, k, v = tensors[:3]
         check_call(q, v, options, packing is not None)
         batch = 1 if packing is not None else q.shape[0]
+        longest = (None, None) if packing is None else _longest(q, k, packing)
         return cls(
             device=device_index(q.device),
             dtype=DTYPES[q.dtype],
@@ -55,8 +57,8 @@ class Layout:
             q_heads=q.shape[-2],
             kv_heads=k.shape[-2],
             count=batch if packing is None else len(packing.cu_seqlens_q) - 1,
-            q_longest=None if packing is None else packing.max_seqlen_q,
-            k_longest=None if packing is None else packing.max_seqlen_k,
+            q_longest=longest[0],
+            k_longest=longest[1],
         )
 
     @property
@@ -94,38 +96,72 @@ def _tiles(tokens: int, rows: int, sequences: int | None) -> int:
     return -(-tokens // rows) if sequences is None else tokens // rows + sequences
 
 
+class PreparedCall(Protocol):
+    """What is kept for a layout. `holds_tables`: it owns device memory that launches in flight may still read."""
+
+    holds_tables: bool
+
+
+Call = TypeVar("Call", bound=PreparedCall)
+
+
 class CallCache(Generic[Call]):
     """Calls by shapes, strides, dtype, device and options. A call that was made before costs one look-up."""
 
     def __init__(self, prepare: Callable[[Layout, tuple[Tensor, ...], AttentionOptions], Call]) -> None:
         self._prepare = prepare
-        self._calls: dict[Any, Call] = {}
+        self._calls: OrderedDict[Any, Call] = OrderedDict()  # least recently used first
+        self._in_graphs: list[Call] = []  # a graph holds addresses of a call's tables, but not the call
+        self._lock = threading.Lock()
 
     def find(self, tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None) -> tuple[Call, tuple[Tensor, ...]]:
         """The prepared call and the tensors it can work on (copies of those that TMA cannot read)."""
-        call = self._calls.get(self._key(tensors, options, packing))
+        dims = tensors[0].shape[-1], tensors[2].shape[-1]
+        key = _key(tensors, dims, options, packing)
+        call = self._look_up(key)
         if call is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
             return call, tensors
         layout = Layout.of(tensors, options, packing)
         if not all(is_tma_ready(t) and t.shape[-1] % 8 == 0 for t in tensors):
             tensors = tuple(tma_ready(t) for t in tensors)
-        key = (self._key(tensors, options, packing), layout.q_dim, layout.v_dim)
-        call = self._calls.get(key)
-        if call is None:
-            with on_device(layout.device):
-                call = self._prepare(layout, tensors, options)
-            if len(self._calls) >= MOST_CALLS:
-                del self._calls[next(iter(self._calls))]
+            key = _key(tensors, dims, options, packing)
+            call = self._look_up(key)
+        return (self._make(key, layout, tensors, options) if call is None else call), tensors
+
+    def _look_up(self, key: tuple) -> Call | None:
+        with self._lock:
+            call = self._calls.get(key)
+            if call is not None:
+                self._calls.move_to_end(key)
+                if torch.cuda.is_current_stream_capturing():
+                    self._in_graphs.append(call)
+        return call
+
+    def _make(self, key: tuple, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Call:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the first call with a new shape prepares kernels and tables and cannot be captured; run it once before the graph"
+            )
+        with on_device(layout.device):
+            call = self._prepare(layout, tensors, options)
+        with self._lock:
+            oldest = [self._calls.popitem(last=False)[1] for _ in range(len(self._calls) - MOST_CALLS + 1)]
             self._calls[key] = call
-            if (tensors[0].shape[-1], tensors[2].shape[-1]) == (layout.q_dim, layout.v_dim):
-                self._calls[key[0]] = call
-        return call, tensors
+        if any(old.holds_tables for old in oldest):
+            torch.cuda.synchronize(layout.device)  # launches on any stream may still read them; here they go
+        return call
 
     def clear(self) -> None:
         self._calls.clear()
 
-    @staticmethod
-    def _key(tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None) -> tuple:
-        first = tensors[0]
-        packed = None if packing is None else (len(packing.cu_seqlens_q), packing.max_seqlen_q, packing.max_seqlen_k)
-        return options, packed, first.dtype, first.device, *((t.shape, t.stride()) for t in tensors)
+
+def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, packing: Packing | None) -> tuple:
+    """`dims`: head dims before padding."""
+    first = tensors[0]
+    packed = None if packing is None else (len(packing.cu_seqlens_q), *_longest(first, tensors[1], packing))
+    return options, packed, dims, first.dtype, first.device, *((t.shape, t.stride()) for t in tensors)
+
+
+def _longest(q: Tensor, k: Tensor, packing: Packing) -> tuple[int, int]:
+    """The longest sequences there can be; callers may pass any larger number."""
+    return min(packing.max_seqlen_q, q.shape[0]), min(packing.max_seqlen_k, k.shape[0])

@@ -9,9 +9,9 @@ from ...options import AttentionOptions
 from ...packing import Packing
 from .driver import Arguments, load
 from .layout import Layout
-from .shapes import HELPER_THREADS, backward_tiles
+from .shapes import HELPER_THREADS, BackwardTiles, backward_tiles
 from .structs import PackedParams, PackedTilesParams
-from .support import check_device
+from .support import check_device, check_gang
 from .tables import MaskOnDevice
 from .trouble import register_call, report_address
 
@@ -45,6 +45,12 @@ def packed_params(layout: Layout, mask: MaskOnDevice, head_tiles: int) -> Packed
     )
 
 
+def largest_gang(layout: Layout, tiles: BackwardTiles) -> int:
+    """Most chains that may wait for each other: in_ring of packed_plan.cuh, for the longest sequence."""
+    q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-(layout.k_longest or 1) // tiles.kv_rows)
+    return min(max(1, min(64, q_tiles // 2)), kv_tiles)
+
+
 class PackedPlanner:
     """Sequences, dQ tiles, chains and tickets of the backward."""
 
@@ -54,6 +60,7 @@ class PackedPlanner:
         self._layout_kernel = load(layout.device, "packed_plan.cuh", f"packed_layout<{rows}, true>", HELPER_THREADS, 0)
         self._plan_kernel = load(layout.device, "packed_plan.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
         chains = layout.tiles_of_keys(tiles.kv_rows)
+        check_gang(largest_gang(layout, tiles), check_device(layout.device))
         self._params = packed_params(layout, mask, head_tiles)
         self._params.head_offset, self._params.chain_rows = options.head_offset, chains
         self._arguments = Arguments([addressof(self._params)])

@@ -14,6 +14,7 @@ from .driver import ANY_DEVICE
 from .shapes import KERNEL_DIMS
 
 LARGEST_DIM = KERNEL_DIMS[-1]
+MOST_ROWS = 2**31  # LSE is indexed with 32 bits
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -42,6 +43,8 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool = F
         raise Unsupported(f"backend 'hopper' takes head dims up to {LARGEST_DIM}; got q/k {q.shape[-1]}, v {v.shape[-1]}")
     if options.scale < 0:
         raise Unsupported(f"backend 'hopper' takes softmax_scale > 0; got {options.scale}")
+    if q.numel() // q.shape[-1] >= MOST_ROWS:
+        raise Unsupported(f"backend 'hopper' takes fewer than 2^31 query rows (batch x length x heads); got {q.numel() // q.shape[-1]}")
     if options.softcap and not options.ordered:
         raise Unsupported("accumulation='unordered' is for comparison only: backend 'hopper' has it without softcap; got both")
     if packed:
@@ -58,6 +61,14 @@ def _check_packed(options: AttentionOptions) -> None:
     if options.schedule != "auto":
         raise Unsupported(
             f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule}"
+        )
+
+
+def check_gang(gang: int, workers: int) -> None:
+    """Chains that wait for each other in a circle must all be resident."""
+    if gang > workers:
+        raise Unsupported(
+            f"packed sequences of this length need {gang} SMs at once; this GPU (or the slice of it given to us) has {workers}"
         )
 
 

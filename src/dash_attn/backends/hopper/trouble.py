@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 from functools import cache
 from itertools import count
 
@@ -19,12 +20,20 @@ from ...problem import Task
 MOST_POLLS = 200_000_000  # of a semaphore, each about half a microsecond: minutes, far beyond any real wait
 HANG, BAD_LENGTHS = 1, 2
 
+MOST_NAMED = 4096  # calls whose tasks can still be named
+
 _numbers = count()
 _tiles: dict[int, tuple[int, int]] = {}  # call -> query heads and tiles between them, to name a task
+_lock = threading.Lock()
+
+
+def _report() -> tuple[torch.Tensor, np.ndarray]:
+    with _lock:  # one report, whoever comes first
+        return _make_report()
 
 
 @cache
-def _report() -> tuple[torch.Tensor, np.ndarray]:
+def _make_report() -> tuple[torch.Tensor, np.ndarray]:
     memory = torch.zeros(4, dtype=torch.int32, pin_memory=True)
     atexit.register(_print_at_exit)
     return memory, memory.numpy()
@@ -39,6 +48,7 @@ def register_call(q_heads: int, head_tiles: int) -> int:
     """A number for a prepared call, by which a report finds its shape."""
     number = next(_numbers)
     _tiles[number] = q_heads, head_tiles
+    _tiles.pop(number - MOST_NAMED, None)
     return number
 
 
@@ -55,10 +65,12 @@ def _message() -> str:
             f"dash-attn: cu_seqlens_{'k' if x else 'q'} is wrong at entry {y} or {y + 1}: it must start at 0, never decrease,"
             f" end at the number of tokens and hold no sequence longer than max_seqlen_{'k' if x else 'q'}"
         )
-    q_heads, head_tiles = _tiles[call]
-    head, q_tile = divmod(x, head_tiles)
-    sequence, head = divmod(head, q_heads)
-    name = str(Task(head, q_tile, 0, sequence)).rsplit(".", 1)[0]
+    name = f"dQ tile {x} of a call long ago"
+    if call in _tiles:
+        q_heads, head_tiles = _tiles[call]
+        head, q_tile = divmod(x, head_tiles)
+        sequence, head = divmod(head, q_heads)
+        name = str(Task(head, q_tile, 0, sequence)).rsplit(".", 1)[0]
     return f"dash-attn: the reduce of {name} with rank {y} waited for the rank before it until it was called a hang; the plan is corrupt"
 
 

@@ -10,7 +10,7 @@ constexpr int NOTES = 8;   // step notes from the planner in flight
 struct BackwardParams {
   const float* lse;    // [dQ tile][Q_ROWS], times log2(e); FAR where a row attends nothing or does not exist
   const float* delta;  // same layout: rowsum(dO * O)
-  float* dq;           // [dQ tile][Q_ROWS * D], in accumulator-fragment order
+  float* dq;           // [dQ tile][Q_ROWS * WIDTH], in accumulator-fragment order
   int* semaphores;     // [dQ tile]: reduces that have landed
   int* next_ticket;    // ... and, behind it, how many there are
   const Ticket* tickets;
@@ -97,7 +97,7 @@ template <int D> struct BackwardConfig : ConfigChoice<(D > 128), D>::type {
   static constexpr int DELTA = Tiles::LSE + STAGES * Tiles::ROW_BYTES;
   static constexpr int STEP_NOTES = DELTA + Tiles::DO_STAGES * Tiles::ROW_BYTES, CHAIN_NOTES = STEP_NOTES + NOTES * 16;
   static constexpr int BARRIERS = CHAIN_NOTES + STAGES * 48;
-  static constexpr int SHARED_BYTES = BARRIERS + 320;
+  static constexpr int SHARED_BYTES = BARRIERS + 320;  // BARRIER_BYTES below
   static_assert(SHARED_BYTES <= 232448, "shared memory of one SM");
 };
 

@@ -220,13 +220,16 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       if (p.sinks != nullptr) {
-        const float sink = p.sinks[tile.q_head] * LOG2_E, higher = fmaxf(top, sink);
-        shrink = exp2_approx(top - higher);
-        sum = fmaf(sum, shrink, exp2_approx(sink - higher));
-        top = higher;
+        const float sink = __fmul_rn(p.sinks[tile.q_head], LOG2_E), higher = fmaxf(top, sink);
+        if (higher != MINUS_INFINITY) {
+          shrink = exp2_approx(top - higher);
+          sum = fmaf(sum, shrink, exp2_approx(sink - higher));
+          top = higher;
+        }
       }
       factor[r] = sum == 0.f ? 0.f : shrink / sum;  // a query that attends nothing has output 0 and LSE -inf; NaN stays NaN
-      const float lse = sum == 0.f ? MINUS_INFINITY : (top + __log2f(sum)) * LN_2;
+      float lse = sum == 0.f ? MINUS_INFINITY : (top + __log2f(sum)) * LN_2;
+      if (p.sinks != nullptr && row_max[r] == MINUS_INFINITY && row_sum[r] == 0.f) lse = p.sinks[tile.q_head];  // just the sink, unrounded
       const int at = query + 8 * r;
       if ((lane & 3) == 0 && at < tile.q_len) p.lse[tile.lse_at + at] = lse;
     }
