@@ -1,0 +1,147 @@
+"""The way of a call from Python to its launches, on a driver that launches nothing: shapes, workspaces and launches, without a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn import Causal, Documents, Full, Mask, Window
+from dash_attn.options import AttentionOptions
+from dash_attn.packing import Packing
+
+NAMES = ("forward", "backward", "layout", "packed", "tables", "trouble")
+forward, backward, layout, packed, tables, trouble = (import_module(f"dash_attn.backends.hopper.{name}") for name in NAMES)
+
+
+@dataclass
+class Driver:
+    """Notes which kernels would have run, and with how many blocks."""
+
+    launched: list[tuple[str, int]] = field(default_factory=list)
+
+    def load(self, device: int, header: str, name: str, threads: int, shared_bytes: int) -> Any:
+        return Kernel(self, name.split("<")[0])
+
+
+@dataclass
+class Kernel:
+    driver: Driver
+    name: str
+
+    def launch(self, grid: int, arguments: Any, stream: Any, cooperative: bool = False) -> None:
+        assert grid > 0
+        self.driver.launched.append((self.name, grid))
+
+
+class Map:
+    address = 0
+
+    def __init__(self, tensor: Tensor, rows: int) -> None:
+        assert rows <= 256
+        assert tensor.shape[-1] % 8 == 0, "TMA needs strides of 16 bytes"
+
+    def point_to(self, pointer: int) -> None:
+        assert pointer % 16 == 0
+
+
+class NothingToReset:
+    @staticmethod
+    def cuMemsetD32Async(*_: Any) -> tuple[int]:
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    for module in (forward, backward, packed):
+        monkeypatch.setattr(module, "load", driver.load)
+        monkeypatch.setattr(module, "check_device", lambda index: 132)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "TensorMap", Map)
+        monkeypatch.setattr(module, "current_stream", lambda index: 0)
+        monkeypatch.setattr(module, "raise_if_troubled", lambda: None)
+        monkeypatch.setattr(module, "_calls", layout.CallCache(module._calls._prepare))
+    for module in (forward, backward, layout):
+        monkeypatch.setattr(module, "on_device", lambda index: nullcontext())
+    for module in (backward, packed):
+        monkeypatch.setattr(module, "report_address", lambda: 0)
+    monkeypatch.setattr(forward, "cuda_driver", NothingToReset)
+    monkeypatch.setattr(layout, "device_index", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    for cached in (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device):
+        cached.cache_clear()
+    yield driver
+    for cached in (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device):
+        cached.cache_clear()
+
+
+class Stream:
+    def synchronize(self) -> None:
+        """The tables are there."""
+
+
+def made(length: int, heads: int, dim: int, batch: int = 2) -> Tensor:
+    return torch.zeros(batch, length, heads, dim, dtype=torch.bfloat16)
+
+
+def shapes(*tensors: Tensor | None) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in tensors if t is not None]
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(100, 0), Documents((200, 100))], ids=str)
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (59, 59), (40, 72)])
+def test_a_dense_call(driver: Driver, dim: int, v_dim: int, mask: Mask) -> None:
+    options = AttentionOptions(mask, 1.0)
+    q, k, v, sinks = made(300, 4, dim), made(300, 2, dim), made(300, 2, v_dim), torch.zeros(4, dtype=torch.bfloat16)
+    out, lse = forward.forward(q, k, v, options, None, sinks)
+    assert shapes(out, lse) == [(2, 300, 4, v_dim), (2, 4, 300)]
+    *gradients, dsinks = backward.backward(torch.zeros_like(out), q, k, v, out, lse, options, None, sinks)
+    assert shapes(*gradients) == shapes(q, k, v)
+    assert (tuple(dsinks.shape), dsinks.dtype) == ((4,), torch.bfloat16)
+    assert all(g.is_contiguous() for g in (out, *gradients))
+    names = [name for name, _ in driver.launched]
+    assert names == ["attention_forward", "backward_preprocess", "attention_backward", "backward_postprocess", "sink_gradient"]
+    again = forward.forward(q, k, v, options)[0]
+    assert again.shape == out.shape
+    assert backward.backward(torch.zeros_like(out), q, k, v, out, lse, options)[3] is None
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256, 59])
+def test_a_packed_call(driver: Driver, dim: int) -> None:
+    lengths = (100, 0, 1, 500)
+    places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    packing = Packing(places, places, 500, 2**33)
+    options = AttentionOptions(Causal(), 1.0)
+    q, k = made(601, 4, dim, 1)[0], made(601, 2, dim, 1)[0]
+    out, lse = forward.forward(q, k, k, options, packing, torch.zeros(4))
+    assert shapes(out, lse) == [(601, 4, dim), (4, 601)]
+    gradients = backward.backward(torch.zeros_like(out), q, k, k, out, lse, options, packing)
+    assert shapes(*gradients) == shapes(q, k, k)
+    names = [name for name, _ in driver.launched]
+    assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
+    assert names[3:] == ["packed_layout", "packed_plan", "backward_preprocess", "attention_backward", "backward_postprocess"]
+
+
+def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:
+    sizes = []
+    for length in (4096, 8192, 16384):
+        q = made(length, 4, 128, 1)
+        sizes.append(backward.workspace_of(layout.Layout.of((q, q, q), AttentionOptions(Causal(), 1.0))).bytes)
+    assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=1e-3)
+
+
+def test_what_tma_cannot_read_is_copied(driver: Driver) -> None:
+    options = AttentionOptions(Causal(), 1.0)
+    wide = torch.zeros(2, 300, 4, 65, dtype=torch.bfloat16)
+    q = wide[..., 1:]  # rows of 130 bytes, and not at a multiple of 16
+    k = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16).expand(2, 300, 4, 64)  # stride 0
+    out, _ = forward.forward(q, k, k, options)
+    assert out.shape == (2, 300, 4, 64)
