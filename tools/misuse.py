@@ -32,6 +32,8 @@ OPTIONS = (
     ("flash_attn_func(q, k, v, softcap=-1.0)", "0 means no softcap."),
     ("flash_attn_func(q, k, v, window_size=(-2, 0))", "-1 means no limit on that side."),
     ("flash_attn_func(q, k, v, window_size=128)", "Give both sides: `(127, 0)` is 128 keys, the query's own included."),
+    ('flash_attn_func(q, k, v, causal="False")', "Any word counts as true; pass `False`."),
+    ("flash_attn_func(q.to_sparse(), k, v)", "`q.to_dense()`"),
     ("flash_attn_func(q, k, v, sinks=torch.zeros(2))", "One logit for every query head, not KV head."),
     ("flash_attn_func(q, k, v, sinks=0.5)", "`torch.full((4,), 0.5)`"),
     ("flash_attn_func(q, k, v, head_offset=-1)", "The index of this rank's first KV head in the unsharded model."),

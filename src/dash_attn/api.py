@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .autograd import Attention
 from .backends import load, resolve_to_explain
-from .checks import check_sinks, check_tensors
+from .checks import check_flags, check_sinks, check_tensors
 from .explanation import Explanation
 from .masks import Mask
 from .ops import is_traced, traced_attention
@@ -62,6 +62,7 @@ def flash_attn_func(
     else:
         check_tensors(q, k, v)
         check_sinks(sinks, q)
+        check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         options = options_for(mask, causal, window_size, scale, *choices)
         options.mask.check(q.shape[1], k.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int = 4) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(f"{name} must be dense (layout torch.strided); got a {kind} tensor")
         if tensor.ndim != ndim:
             raise ValueError(f"{name} must be {ndim}-d {LAYOUTS[ndim]}; got shape {tuple(tensor.shape)}")
     if not q.dtype == k.dtype == v.dtype:
@@ -25,6 +29,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int = 4) -> None:
     problem = _shape_problem(q.shape, k.shape, v.shape)
     if problem is not None:
         raise ValueError(f"{problem}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def check_flags(**flags: object) -> None:
+    """Yes or no: a word like "False" would count as yes."""
+    for name, value in flags.items():
+        if value is not True and value is not False and not isinstance(value, np.bool_):
+            raise TypeError(f"{name} must be True or False; got {value!r}")
 
 
 def _shape_problem(q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:

@@ -56,7 +56,12 @@ class AttentionOptions:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool, accumulation: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .autograd import Attention
-from .checks import check_sinks, check_tensors
+from .checks import check_flags, check_sinks, check_tensors
 from .masks import Mask
 from .ops import is_traced, traced_attention
 from .options import choose_mask, options_for, refuse_unsupported
@@ -62,6 +62,7 @@ def flash_attn_varlen_func(
     else:
         check_tensors(q, k, v, ndim=3)
         check_sinks(sinks, q)
+        check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
         packing = Packing(*packed)
         packing.check_device(q.device)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
