@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..autograd import attention_backward, attention_forward
 from ..checks import check_tensors
-from ..options import AttentionOptions, options_for
+from ..options import AttentionOptions, options_for, refuse_unsupported
 from ..packing import Packing
 
 
@@ -144,8 +144,7 @@ OPERATORS = {
 def _options(
     query: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, window: tuple[int | None, int | None]
 ) -> AttentionOptions:
-    if dropout_p != 0:
-        raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
+    refuse_unsupported(dropout_p, None, False, "ordered")
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(f"PyTorch's flash attention has one head dim; got {query.shape[-1]} and {value.shape[-1]}")
     left, right = (-1 if width is None else width for width in window)

@@ -14,8 +14,8 @@ from ...options import AttentionOptions
 from ...packing import Packing
 from ...plan import Plan
 from ...planning import plan_for, problem_of
-from .driver import Arguments, LoadedKernel, current_stream, load, on_device
-from .layout import CallCache, Layout, empty_contiguous
+from .driver import Arguments, LoadedKernel, current_stream, flag, load, on_device
+from .layout import CallCache, Layout, empty_contiguous, kernel_scales
 from .packed import PackedPlanner, packed_sizes
 from .shapes import HELPER_THREADS, THREADS, backward_tiles
 from .structs import BackwardParams, PostprocessParams, PreprocessParams, RowPlaces, SinkGradientParams, Strides
@@ -25,7 +25,6 @@ from .tensor_map import TensorMap
 from .trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from .workspace import Workspace
 
-LOG2_E = 1.4426950408889634
 # Far below every score, but with softcap its square must still be a number: the slope of the cap is 1 - score^2.
 MASKED_SCORE, MASKED_CAPPED_SCORE = -1e30, -1e18
 TICKET_BYTES = 48  # struct Ticket of plan.cuh
@@ -67,8 +66,8 @@ def backward_kernels(
     device: int, dtype: str, dim: int, ordered: bool, softcap: bool, mask_kind: str, record: bool = False
 ) -> BackwardKernels:
     tiles = backward_tiles(dim)
-    flags = f"{_flag(ordered)}, {_flag(softcap)}"
-    packed = _flag(mask_kind == "Packed")
+    flags = f"{flag(ordered)}, {flag(softcap)}"
+    packed = flag(mask_kind == "Packed")
     attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{mask_kind}{', true' if record else ''}>"
     preprocess = f"backward_preprocess<{dtype}, {lanes_of(dim)}, {tiles.q_rows}, {packed}>"
     return BackwardKernels(
@@ -151,18 +150,16 @@ class BackwardCall:
             rows=places,
             mask=self.mask.params,
         )
-        cap = options.softcap
         self.main = BackwardParams(
             most_polls=MOST_POLLS,
             call=register_call(layout.q_heads, self.head_tiles),
             group=layout.group,
             head_tiles=self.head_tiles,
-            scale_log2=(cap or options.scale) * LOG2_E,
             scale=options.scale,
-            masked_score=MASKED_CAPPED_SCORE if cap else MASKED_SCORE,
-            cap_scale=2 * LOG2_E * options.scale / cap if cap else 0.0,
+            masked_score=MASKED_CAPPED_SCORE if options.softcap else MASKED_SCORE,
             mask=self.mask.params,
             report=report_address(),
+            **kernel_scales(options),
         )
         if self.plan is not None:
             self.tables = plan_on_device(self.plan, self.device)
@@ -171,7 +168,7 @@ class BackwardCall:
         self.after = PostprocessParams(
             strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=places
         )
-        name = f"sink_gradient<{tiles.q_rows}, {_flag(layout.packed)}>"
+        name = f"sink_gradient<{tiles.q_rows}, {flag(layout.packed)}>"
         self.sink_kernel = load(layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
         self.sink = SinkGradientParams(sequences=layout.count, rows=places)
         self.arguments_before = Arguments([addressof(self.before)])
@@ -234,10 +231,6 @@ class BackwardCall:
 def row_strides(tensor: Tensor) -> Any:
     """Strides of batch, row and head; packed tokens are one batch."""
     return Strides(*tensor.stride()[:3]) if tensor.ndim == 4 else Strides(0, *tensor.stride()[:2])
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 _calls = CallCache(BackwardCall)

@@ -60,6 +60,19 @@ def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -
     return LoadedKernel(function, threads, shared_bytes, kernel)
 
 
+def refuse_capture() -> None:
+    """A graph would replay addresses, but neither the preparation nor the upload behind them."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first call with a new shape prepares kernels and tables and cannot be captured; run it once before the graph"
+        )
+
+
+def flag(value: bool) -> str:
+    """As a template argument."""
+    return "true" if value else "false"
+
+
 def device_index(device: torch.device) -> int:
     if device.type == "meta":
         return ANY_DEVICE

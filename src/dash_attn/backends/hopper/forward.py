@@ -12,8 +12,8 @@ from ...options import AttentionOptions
 from ...packing import Packing
 from ...planning import problem_of
 from ...problem import Problem
-from .driver import Arguments, LoadedKernel, check, cuda_driver, current_stream, load, on_device
-from .layout import CallCache, Layout, cut, empty_contiguous
+from .driver import Arguments, LoadedKernel, check, cuda_driver, current_stream, flag, load, on_device
+from .layout import CallCache, Layout, cut, empty_contiguous, kernel_scales
 from .packed import PackedTiler
 from .shapes import KERNEL_DIMS, forward_tiles, kernel_dim
 from .structs import ForwardParams
@@ -28,7 +28,6 @@ CONSUMER_ROWS = 64  # queries of a consumer warpgroup
 # Consumers: time per element, relative.
 CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
-LOG2_E = 1.4426950408889634
 CACHED_BYTES = 32 * 2**20  # K and V that may be expected to stay in the L2 cache
 
 
@@ -41,7 +40,7 @@ def forward(
 
 
 def forward_kernel(device: int, dtype: str, dim: int, consumers: int, softcap: bool, mask_kind: str) -> LoadedKernel:
-    name = f"attention_forward<{dtype}, {dim}, {consumers}, {'true' if softcap else 'false'}, MaskKind::{mask_kind}>"
+    name = f"attention_forward<{dtype}, {dim}, {consumers}, {flag(softcap)}, MaskKind::{mask_kind}>"
     return load(device, "forward.cuh", name, 128 * (consumers + 1), forward_tiles(dim, consumers).shared_bytes)
 
 
@@ -60,21 +59,19 @@ class ForwardCall:
         q, k, v = tensors
         self.layout, self.device = layout, q.device
         self.mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
-        cap = options.softcap
         self.params = ForwardParams(
             batch=layout.batch,
             q_heads=layout.q_heads,
             group=layout.group,
             tokens=layout.q_len,
             heads_side_by_side=self._heads_side_by_side(k, v),
-            scale_log2=(cap or options.scale) * LOG2_E,
-            cap_scale=2 * LOG2_E * options.scale / cap if cap else 0.0,
             mask=self.mask.params,
+            **kernel_scales(options),
         )
         self.tiler: PackedTiler | None = None
         consumers, places = self._place_packed() if layout.packed else self._place(q, k, v, options)
         kind = "Packed" if layout.packed else self.mask.kind
-        self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(cap), kind)
+        self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(options.softcap), kind)
         self.grid = max(1, min(check_device(layout.device), layout.batch * layout.q_heads * places))
         self.out_shape = (*q.shape[:-1], v.shape[-1])
         self.out_like_q = self.out_shape == tuple(q.shape)

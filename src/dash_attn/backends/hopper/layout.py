@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ...options import AttentionOptions
 from ...packing import Packing
-from .driver import device_index, on_device
+from .driver import device_index, on_device, refuse_capture
 from .shapes import kernel_dim
 from .support import DTYPES, check_call
-from .tensor_map import is_tma_ready, tma_ready
+from .tensor_map import tma_ready
 
+LOG2_E = 1.4426950408889634
 MOST_CALLS = 256  # prepared calls kept; the least recently used goes first
 
 
@@ -91,6 +92,12 @@ def cut(tensor: Tensor, dim: int) -> Tensor:
     return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
 
 
+def kernel_scales(options: AttentionOptions) -> dict[str, float]:
+    """What scores are multiplied with before exp2 and, with softcap, before tanh (tanh_half_log2 of ptx.cuh)."""
+    cap = options.softcap
+    return {"scale_log2": (cap or options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * options.scale / cap if cap else 0.0}
+
+
 def _tiles(tokens: int, rows: int, sequences: int | None) -> int:
     """Whole tiles; every sequence of a packed batch may end with a partial one, wherever they end."""
     return -(-tokens // rows) if sequences is None else tokens // rows + sequences
@@ -122,10 +129,9 @@ class CallCache(Generic[Call]):
         if call is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
             return call, tensors
         layout = Layout.of(tensors, options, packing)
-        if not all(is_tma_ready(t) and t.shape[-1] % 8 == 0 for t in tensors):
-            tensors = tuple(tma_ready(t) for t in tensors)
-            key = _key(tensors, dims, options, packing)
-            call = self._look_up(key)
+        tensors = tuple(tma_ready(t) for t in tensors)
+        key = _key(tensors, dims, options, packing)
+        call = self._look_up(key)
         return (self._make(key, layout, tensors, options) if call is None else call), tensors
 
     def _look_up(self, key: tuple) -> Call | None:
@@ -138,10 +144,7 @@ class CallCache(Generic[Call]):
         return call
 
     def _make(self, key: tuple, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Call:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the first call with a new shape prepares kernels and tables and cannot be captured; run it once before the graph"
-            )
+        refuse_capture()
         with on_device(layout.device):
             call = self._prepare(layout, tensors, options)
         with self._lock:

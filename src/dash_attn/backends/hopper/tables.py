@@ -12,18 +12,24 @@ from ...masks import Causal, Full, IntervalMask, Mask, TileMap, Window
 from ...plan import Plan
 from ...problem import Problem
 from ...visits import visit_tables
+from .driver import refuse_capture
 from .structs import MaskParams, Pair, PlanTables, VisitParams
 
 FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
 
 
+def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+    refuse_capture()
+    memory = torch.from_numpy(array).to(device)
+    torch.cuda.current_stream(device).synchronize()  # once: other streams may use it from now on
+    return memory
+
+
 class DeviceTables:
     """Arrays laid end to end in one device tensor."""
 
     def __init__(self, arrays: dict[str, np.ndarray], device: torch.device) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the first call with a new shape uploads its plan and cannot be captured; run it once before the graph")
         offsets, parts, total = {}, [], 0
         for name, array in arrays.items():
             flat = np.ascontiguousarray(array, dtype=np.int32).ravel()
@@ -32,8 +38,7 @@ class DeviceTables:
             offsets[name] = total
             parts.append(padded)
             total += padded.size
-        self.memory: Tensor = torch.from_numpy(np.concatenate(parts)).to(device)
-        torch.cuda.current_stream(device).synchronize()  # once: other streams may use the tables from now on
+        self.memory = _upload(np.concatenate(parts), device)
         self._offsets = offsets
 
     def __getitem__(self, name: str) -> int:
@@ -99,8 +104,7 @@ class MaskOnDevice:
             self.params.rows = self._memory["rows"]
         elif isinstance(mask, TileMap):
             self.kind = "Blocks"
-            self._blocks = torch.from_numpy(mask.blocks.astype(np.uint8)).to(device)
-            torch.cuda.current_stream(device).synchronize()
+            self._blocks = _upload(mask.blocks.astype(np.uint8), device)
             self.params.blocks = self._blocks.data_ptr()
             self.params.block_q, self.params.block_kv = mask.block_q, mask.block_kv
             self.params.block_columns = mask.blocks.shape[1]
