@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal
+from dash_attn import Causal, TileMap
 from dash_attn.options import AttentionOptions
 from dash_attn.packing import Packing
 
 layout = import_module("dash_attn.backends.hopper.layout")
 packed = import_module("dash_attn.backends.hopper.packed")
 shapes = import_module("dash_attn.backends.hopper.shapes")
+tables = import_module("dash_attn.backends.hopper.tables")
 support = import_module("dash_attn.backends.hopper.support")
 OPTIONS = AttentionOptions(Causal(), 1.0)
 
@@ -107,6 +108,12 @@ def test_graphs_keep_their_calls_and_prepare_nothing(machine: Machine) -> None:
         calls.find(tensors(length), OPTIONS, None)
     assert call not in calls._calls.values()
     assert any(kept is call for kept in calls._in_graphs)
+
+
+def test_nothing_is_uploaded_into_a_graph(machine: Machine) -> None:
+    machine.capturing = True
+    with pytest.raises(RuntimeError, match="run it once before the graph"):
+        tables.mask_on_device(TileMap([[True]], 64, 64), 64, 64, torch.device("cpu"))
 
 
 def packing(longest: int) -> Packing:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...options import AttentionOptions
 from ...packing import Packing
-from .driver import Arguments, load
+from .driver import Arguments, flag, load
 from .layout import Layout
 from .shapes import HELPER_THREADS, BackwardTiles, backward_tiles
 from .structs import PackedParams, PackedTilesParams
@@ -18,31 +18,48 @@ from .trouble import register_call, report_address
 SEQUENCE_BYTES, PARTS_BYTES, CHAIN_BYTES, TILE_BYTES = 32, 16, 64, 32  # structs of sequence.cuh, packed_*.cuh, forward_config.cuh
 
 
+class SequenceLayout:
+    """The first of two kernels of either pass: cu_seqlens become sequences, and where the parts of each begin."""
+
+    def __init__(self, layout: Layout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
+        name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
+        self._kernel = load(layout.device, "packed_plan.cuh", name, HELPER_THREADS, 0)
+        self.params = PackedParams(
+            count=layout.count,
+            q_tokens=layout.q_len,
+            k_tokens=layout.kv_len,
+            q_longest=layout.q_longest,
+            k_longest=layout.k_longest,
+            heads=layout.kv_heads,
+            group=layout.group,
+            head_tiles=head_tiles,
+            workers=check_device(layout.device),
+            mask=mask.params,
+            report=report_address(),
+            call=register_call(layout.q_heads, head_tiles),
+        )
+        self.arguments = Arguments([addressof(self.params)])
+        self._grid = blocks(layout.count)
+
+    def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
+        params = self.params
+        params.cu_q, params.cu_k = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
+        params.sequences, params.parts, params.ticket_count = at["sequences"], at["parts"], at["next_ticket"] + 4
+        self._kernel.launch(self._grid, self.arguments, stream)
+
+
+def sequence_sizes(layout: Layout) -> dict[str, int]:
+    """Bytes of what SequenceLayout writes."""
+    return {"sequences": SEQUENCE_BYTES * layout.count, "parts": PARTS_BYTES * layout.count}
+
+
 def packed_sizes(layout: Layout, head_tiles: int, chains: int) -> dict[str, int]:
     """Bytes of the backward's tables: linear in tokens and sequences."""
-    return {
-        "sequences": SEQUENCE_BYTES * layout.count,
-        "parts": PARTS_BYTES * layout.count,
-        "tile_places": 8 * head_tiles,
-        "chains": CHAIN_BYTES * 2 * chains,
-    }
+    return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
 
 
-def packed_params(layout: Layout, mask: MaskOnDevice, head_tiles: int) -> PackedParams:
-    return PackedParams(
-        count=layout.count,
-        q_tokens=layout.q_len,
-        k_tokens=layout.kv_len,
-        q_longest=layout.q_longest,
-        k_longest=layout.k_longest,
-        heads=layout.kv_heads,
-        group=layout.group,
-        head_tiles=head_tiles,
-        workers=check_device(layout.device),
-        mask=mask.params,
-        report=report_address(),
-        call=register_call(layout.q_heads, head_tiles),
-    )
+def blocks(threads: int) -> int:
+    return -(-threads // HELPER_THREADS)
 
 
 def largest_gang(layout: Layout, tiles: BackwardTiles) -> int:
@@ -56,24 +73,19 @@ class PackedPlanner:
 
     def __init__(self, layout: Layout, mask: MaskOnDevice, head_tiles: int, options: AttentionOptions) -> None:
         tiles = backward_tiles(layout.dim)
-        rows = f"{tiles.q_rows}, {tiles.kv_rows}"
-        self._layout_kernel = load(layout.device, "packed_plan.cuh", f"packed_layout<{rows}, true>", HELPER_THREADS, 0)
-        self._plan_kernel = load(layout.device, "packed_plan.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
-        chains = layout.tiles_of_keys(tiles.kv_rows)
         check_gang(largest_gang(layout, tiles), check_device(layout.device))
-        self._params = packed_params(layout, mask, head_tiles)
-        self._params.head_offset, self._params.chain_rows = options.head_offset, chains
-        self._arguments = Arguments([addressof(self._params)])
-        self._grids = -(-layout.count // HELPER_THREADS), -(-max(head_tiles, 2 * chains) // HELPER_THREADS)
+        rows = f"{tiles.q_rows}, {tiles.kv_rows}"
+        chains = layout.tiles_of_keys(tiles.kv_rows)
+        self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
+        self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset, chains
+        self._kernel = load(layout.device, "packed_plan.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
+        self._grid = blocks(max(head_tiles, 2 * chains))
 
     def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
-        params = self._params
-        params.cu_q, params.cu_k = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
-        for name in ("sequences", "parts", "tile_places", "chains", "tickets"):
-            setattr(params, name, at[name])
-        params.ticket_count = at["next_ticket"] + 4
-        self._layout_kernel.launch(self._grids[0], self._arguments, stream)
-        self._plan_kernel.launch(self._grids[1], self._arguments, stream)
+        params = self._sequences.params  # both kernels take the same
+        params.tile_places, params.chains, params.tickets = at["tile_places"], at["chains"], at["tickets"]
+        self._sequences.launch(packing, at, stream)
+        self._kernel.launch(self._grid, self._sequences.arguments, stream)
 
 
 class PackedTiler:
@@ -81,23 +93,18 @@ class PackedTiler:
 
     def __init__(self, layout: Layout, mask: MaskOnDevice, q_rows: int, kv_rows: int) -> None:
         rows = f"{q_rows}, {kv_rows}"
-        self._layout_kernel = load(layout.device, "packed_plan.cuh", f"packed_layout<{rows}, false>", HELPER_THREADS, 0)
-        self._tiles_kernel = load(layout.device, "packed_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
         self.room = layout.tiles_of_queries(q_rows)
-        self._params = packed_params(layout, mask, self.room)
-        self._tiles = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
-        self._layout_arguments, self._tiles_arguments = Arguments([addressof(self._params)]), Arguments([addressof(self._tiles)])
-        self._grids = -(-layout.count // HELPER_THREADS), -(-self.room // HELPER_THREADS)
+        self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
+        self._kernel = load(layout.device, "packed_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
+        self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
+        self._arguments = Arguments([addressof(self._params)])
+        self._grid = blocks(self.room)
 
     def sizes(self, layout: Layout) -> dict[str, int]:
-        return {"sequences": SEQUENCE_BYTES * layout.count, "parts": PARTS_BYTES * layout.count, "tiles": TILE_BYTES * self.room}
+        return {**sequence_sizes(layout), "tiles": TILE_BYTES * self.room}
 
     def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
-        params, tiles = self._params, self._tiles
-        params.cu_q, params.cu_k = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
-        params.sequences = tiles.sequences = at["sequences"]
-        params.parts = tiles.parts = at["parts"]
-        tiles.tiles, tiles.next_ticket = at["tiles"], at["next_ticket"]
-        params.ticket_count = at["next_ticket"] + 4
-        self._layout_kernel.launch(self._grids[0], self._layout_arguments, stream)
-        self._tiles_kernel.launch(self._grids[1], self._tiles_arguments, stream)
+        self._sequences.launch(packing, at, stream)
+        for name in ("sequences", "parts", "tiles", "next_ticket"):
+            setattr(self._params, name, at[name])
+        self._kernel.launch(self._grid, self._arguments, stream)
