@@ -22,6 +22,15 @@ class Results(NamedTuple):
     dv: Tensor
 
 
+class WithSinks(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor
+
+
 def element_mask(mask: Mask, q_len: int, kv_len: int) -> Tensor:
     """Which query attends which key, from the definition of each mask."""
     row = torch.arange(q_len)[:, None]

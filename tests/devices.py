@@ -10,26 +10,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Full, Mask, flash_attn_func
+from dash_attn import Full, Mask
 from dash_attn.executor import interleaving
 from gpu_helpers import Inputs
-
-HAS_SINKS = "sinks" in signature(flash_attn_func).parameters
 
 # Take a name out when the feature has landed. "value head dim" is 128 of 192, the others are "other value head dims".
 MISSING: dict[str, set[str]] = {
     "cpu": set(),
     "cuda": set(),
 }
-if not HAS_SINKS:
-    MISSING["cpu"].add("sinks")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)

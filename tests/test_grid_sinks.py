@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,22 +11,11 @@ from torch import Tensor
 
 from budget import assert_in_budget
 from dash_attn import Causal, Documents, Mask, Prefix, flash_attn_func, flash_attn_varlen_func
-from dense import Results, dense, element_mask, largest_error, same_bits
-from devices import HAS_SINKS, Case, on_devices, on_each_device, require
+from dense import Results, WithSinks, dense, element_mask, largest_error, same_bits
+from devices import Case, on_devices, on_each_device, require
 from gpu_helpers import ragged_map
 from grid import DTYPES, HEADS, MASKS, batch_of, some_for_the_cpu
 from packing import make_parts, pack, places
-
-pytestmark = pytest.mark.skipif(not HAS_SINKS, reason="flash_attn_func has no sinks yet")
-
-
-class WithSinks(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor
 
 
 def cases() -> list[Case]:

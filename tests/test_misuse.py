@@ -18,7 +18,7 @@ from dash_attn import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
 )
-from devices import HAS_SINKS, dim_features, make_inputs, require
+from devices import dim_features, make_inputs, require
 from packing import places
 
 Q, K = torch.zeros(2, 10, 4, 16), torch.zeros(2, 12, 2, 16)
@@ -135,7 +135,6 @@ def test_packed_batches(changes: dict[str, Any], message: str) -> None:
         flash_attn_varlen_func(**{**PACKED, **changes})
 
 
-@pytest.mark.skipif(not HAS_SINKS, reason="lands with the sinks; until then PyTorch reports it")
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
 def test_lengths_on_another_device(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be on the device of q, k and v \(cpu\); got meta"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.executor import interleaving
-from dense import element_mask, largest_error, random_inputs, same_bits
+from dense import WithSinks, element_mask, largest_error, random_inputs, same_bits
 
 CASES: list[tuple[Mask, int, int]] = [
     (Full(), 200, 200),
@@ -24,15 +24,6 @@ CASES: list[tuple[Mask, int, int]] = [
 ]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
-
-
-class WithSinks(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor
 
 
 def logits(heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
