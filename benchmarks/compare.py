@@ -1,18 +1,27 @@
-"""Compares the backward of this tree with that of another checkout: python benchmarks/compare.py OTHER/src [rounds]
+"""Compares this tree with other checkouts: python benchmarks/compare.py OTHER/src [ANOTHER/src ...] [--forward] [--rounds 3]
 
-Every round runs each tree once in a process of its own, in turn, and prints their times relative to cuDNN's in the same process.
+Every round runs each tree once in a process of its own, in turn, and prints their speed relative to cuDNN's in the same process.
 A change of a kernel is judged by this, not by figures of another day: clocks differ by 10 % between machines and minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
-SHAPES = [(128, 1024, False), (128, 4096, False), (128, 4096, True), (128, 16384, True), (64, 4096, True), (64, 16384, False)]
+SHAPES = [
+    (128, 1024, False),
+    (128, 4096, False),
+    (128, 4096, True),
+    (128, 16384, True),
+    (64, 1024, True),
+    (64, 4096, True),
+    (64, 16384, False),
+]
 HERE = Path(__file__).resolve().parent.parent / "src"
 RUNS = 12
 
@@ -23,9 +32,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from dash_attn import flash_attn_func
 
-def backward(out, inputs, dout):
-    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
-
 def milliseconds(call):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(2_000_000)  # the launches queue up behind this, so that host time does not count
@@ -33,35 +39,44 @@ def milliseconds(call):
     end.synchronize()
     return start.elapsed_time(end)
 
-for dim, length, causal in json.loads(sys.argv[2]):
+shapes, runs, forward = json.loads(sys.argv[2])
+for dim, length, causal in shapes:
     shape = (16384 // length, length, 2048 // dim, dim)
     q, k, v = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in range(3))
-    dout = torch.randn(shape, device="cuda").bfloat16()
-    ours = backward(flash_attn_func(q, k, v, causal=causal), (q, k, v), dout)
     turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        cudnn = backward(torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=causal), turned, dout.transpose(1, 2))
-    times = [(milliseconds(ours), milliseconds(cudnn)) for _ in range(int(sys.argv[3]))][3:]
+    dout = torch.randn(shape, device="cuda").bfloat16()
+    def ours():
+        return flash_attn_func(q, k, v, causal=causal)
+    def cudnn():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=causal)
+    def backward(out, inputs, dout):
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    calls = (ours, cudnn) if forward else (backward(ours(), (q, k, v), dout), backward(cudnn(), turned, dout.transpose(1, 2)))
+    times = [[milliseconds(call) for call in calls] for _ in range(runs + 3)][3:]
     print(json.dumps([sorted(t[i] for t in times)[len(times) // 2] for i in (0, 1)]), flush=True)
 """
 
 
-def measure(source: Path) -> list[float]:
+def measure(source: Path, forward: bool) -> list[float]:
     """Speed relative to cuDNN, shape by shape."""
-    command = [sys.executable, "-c", CHILD, str(source), json.dumps(SHAPES), str(RUNS + 3)]
+    command = [sys.executable, "-c", CHILD, str(source), json.dumps([SHAPES, RUNS, forward])]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     return [cudnn / ours for ours, cudnn in map(json.loads, lines)]
 
 
 def main() -> None:
-    other, rounds = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 3
-    found: dict[Path, list[list[float]]] = {other: [], HERE: []}
-    for _ in range(rounds):
-        for source, rows in found.items():
-            rows.append(measure(source))
+    parser = argparse.ArgumentParser(description="Compares this tree with other checkouts, relative to cuDNN in the same process.")
+    parser.add_argument("others", nargs="+", type=Path, metavar="OTHER/src")
+    parser.add_argument("--forward", action="store_true", help="the forward instead of the backward")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    trees = [*arguments.others, HERE]
+    rounds = [[measure(tree, arguments.forward) for tree in trees] for _ in range(arguments.rounds)]
     for number, (dim, length, causal) in enumerate(SHAPES):
-        before, after = (median(row[number] for row in found[source]) for source in (other, HERE))
-        print(f"head dim {dim}, {length}, {'causal' if causal else 'full'}: {before:.3f} -> {after:.3f} ({after / before - 1:+.1%})")
+        *others, here = (median(of_tree[number] for of_tree in column) for column in zip(*rounds, strict=True))
+        shown = ", ".join(f"{other:.3f} ({here / other - 1:+.1%})" for other in others)
+        print(f"head dim {dim}, {length}, {'causal' if causal else 'full'}: {here:.3f}, others {shown}")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 FILE = "backward_drain.cuh"
 HAND_OVER = """      bulk_wait();
       fence_async_global();
-      const StepNote note = notes.step(number);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
 """
-PLAIN_STORE = "*(volatile int*)(p.semaphores + notes.step(number).dq_tile) = notes.step(number).rank + 1;"
-FIRST_PIECE = "    add_piece(notes.step(number), 0);\n"
+PLAIN_STORE = "*(volatile int*)(p.semaphores + note.dq_tile) = note.rank + 1;"
+FIRST_PIECE = "    add_piece(note, 0);\n"
 
 FAULTS: dict[str, list[tuple[str, str]]] = {
-    "nobody waits": [("if (ORDERED && notes.step(number).rank > 0) await_rank(notes.step(number));", "")],
+    "nobody waits": [("if (ORDERED && note.rank > 0) await_rank(note);", "")],
     "handed over before the reduce": [(FIRST_PIECE, f"    if (ORDERED) {PLAIN_STORE}\n{FIRST_PIECE}"), (HAND_OVER, "")],
     "handed over before the writes have landed": [(HAND_OVER, f"      {PLAIN_STORE}\n")],
 }

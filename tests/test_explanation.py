@@ -136,7 +136,7 @@ def test_the_log_has_one_line_for_every_kind_of_call() -> None:
     order = explain(*tensors(1, 300, 2, 16, "cpu"), mask=Causal()).order_hash
     shapes = ", ".join(f"{name} (1, 300, 2, 16)" for name in "qkv")
     assert causal == f"dash-attn: {shapes}, float32, causal: cpu on cpu, ordered, alternating, tiles 64 x 128, order {order}"
-    assert "float32, full: cpu on cpu, ordered, shift_blocks" in full
+    assert "float32, full: cpu on cpu, ordered, alternating" in full
     assert "no backward: shift serves full masks only" in refused
     assert packed.endswith("float32, full in 2 packed sequences: cpu on cpu, ordered, planned sequence by sequence")
 

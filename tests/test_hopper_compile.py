@@ -13,6 +13,7 @@ from importlib import import_module
 
 from dash_attn.backends.hopper import shapes, structs
 from dash_attn.backends.hopper.compile import CompileError, compile_uncached
+from dash_attn.generators.auto import FEW_KV_TILES
 
 CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.forward").CONSUMER_CHOICES
 lanes_of = import_module("dash_attn.backends.hopper.backward").lanes_of
@@ -103,7 +104,7 @@ def test_spills_would_be_seen() -> None:
 
 LAYOUTS = {
     "backward.cuh": (structs.PlanTables, structs.MaskParams, structs.BackwardParams),
-    "preprocess.cuh": (structs.RowPlaces, structs.PreprocessParams),
+    "preprocess.cuh": (structs.TilePlaces, structs.PreprocessParams),
     "sink_gradient.cuh": (structs.SinkGradientParams,),
     "packed_plan.cuh": (structs.PackedParams,),
     "packed_tiles.cuh": (structs.PackedTilesParams,),
@@ -149,3 +150,8 @@ SIZES = [
 def test_sizes(header: str, config: str, size: int) -> None:
     source = f'#include "{header}"\nstatic_assert({config} == {size});\n__global__ void nothing() {{}}\n'
     assert compile_uncached("size.cuh", "nothing", {"size.cuh": source}).cubin
+
+
+def test_packed_sequences_are_ordered_by_the_same_rule() -> None:
+    source = f'#include "packed_plan.cuh"\nstatic_assert(FEW_KV_TILES == {FEW_KV_TILES});\n__global__ void nothing() {{}}\n'
+    assert compile_uncached("rule.cuh", "nothing", {"rule.cuh": source}).cubin

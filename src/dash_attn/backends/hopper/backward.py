@@ -18,7 +18,7 @@ from .driver import Arguments, LoadedKernel, current_stream, flag, load, on_devi
 from .layout import CallCache, Layout, empty_contiguous, kernel_scales
 from .packed import PackedPlanner, packed_sizes
 from .shapes import HELPER_THREADS, THREADS, backward_tiles
-from .structs import BackwardParams, PostprocessParams, PreprocessParams, RowPlaces, SinkGradientParams, Strides
+from .structs import BackwardParams, PostprocessParams, PreprocessParams, SinkGradientParams, Strides, TilePlaces
 from .support import check_device
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
 from .tensor_map import TensorMap
@@ -133,7 +133,7 @@ class BackwardCall:
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         boxes = [(q, tiles.q_rows), (k, tiles.kv_rows), (v, tiles.kv_rows), (dout, tiles.q_rows), (dk, 64), (dv, 64)]
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
-        places = RowPlaces(
+        places = TilePlaces(
             batch=layout.batch,
             q_heads=layout.q_heads,
             group=layout.group,
@@ -147,7 +147,7 @@ class BackwardCall:
             v_dim=v.shape[-1],
             kv_rows=tiles.kv_rows,
             tile_columns=tiles.columns,
-            rows=places,
+            tiles=places,
             mask=self.mask.params,
         )
         self.main = BackwardParams(
@@ -166,11 +166,11 @@ class BackwardCall:
             self.before.plan = self.tables.params
             self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
         self.after = PostprocessParams(
-            strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, rows=places
+            strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, tiles=places
         )
         name = f"sink_gradient<{tiles.q_rows}, {flag(layout.packed)}>"
         self.sink_kernel = load(layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
-        self.sink = SinkGradientParams(sequences=layout.count, rows=places)
+        self.sink = SinkGradientParams(sequences=layout.count, tiles=places)
         self.arguments_before = Arguments([addressof(self.before)])
         self.arguments_main = Arguments([*(m.address for m in self.maps), addressof(self.main)])
         self.arguments_after = Arguments([addressof(self.after)])
@@ -216,7 +216,7 @@ class BackwardCall:
 
     def _point_to_sequences(self, at: dict[str, int]) -> None:
         for params in (self.before, self.after, self.sink):
-            params.rows.sequences, params.rows.tile_places = at["sequences"], at["tile_places"]
+            params.tiles.sequences, params.tiles.tile_places = at["sequences"], at["tile_places"]
         self.main.chains = at["chains"]
 
     def _sink_gradient(self, sinks: Tensor, at: dict[str, int], stream: Any) -> Tensor:

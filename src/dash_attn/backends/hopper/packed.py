@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import addressof
 from typing import Any
 
+from ...generators.auto import FEW_KV_TILES
 from ...options import AttentionOptions
 from ...packing import Packing
 from .driver import Arguments, flag, load
@@ -65,7 +66,7 @@ def blocks(threads: int) -> int:
 def largest_gang(layout: Layout, tiles: BackwardTiles) -> int:
     """Most chains that may wait for each other: in_ring of packed_plan.cuh, for the longest sequence."""
     q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-(layout.k_longest or 1) // tiles.kv_rows)
-    return min(max(1, min(64, q_tiles // 2)), kv_tiles)
+    return 1 if kv_tiles <= FEW_KV_TILES else min(max(1, min(64, q_tiles // 2)), kv_tiles)
 
 
 class PackedPlanner:

@@ -37,7 +37,7 @@ class MaskParams(ctypes.Structure):
     ]
 
 
-class RowPlaces(ctypes.Structure):
+class TilePlaces(ctypes.Structure):
     _fields_ = [
         *_ints("batch", "q_heads", "group", "q_len", "tokens", "head_tiles"),
         *_pointers("sequences", "tile_places"),
@@ -63,7 +63,7 @@ class PreprocessParams(ctypes.Structure):
         ("grad_strides", Strides),
         *_pointers("lse", "lse_log2", "delta", "dq_to_zero", "semaphores", "next_ticket", "tickets"),
         *_ints("v_dim", "kv_rows", "tile_columns"),
-        ("rows", RowPlaces),
+        ("tiles", TilePlaces),
         ("mask", MaskParams),
         ("plan", PlanTables),
     ]
@@ -75,12 +75,12 @@ class PostprocessParams(ctypes.Structure):
         ("strides", Strides),
         *_ints("dim", "ordered"),
         ("scale", c_float),
-        ("rows", RowPlaces),
+        ("tiles", TilePlaces),
     ]
 
 
 class SinkGradientParams(ctypes.Structure):
-    _fields_ = [*_pointers("sinks", "lse_log2", "delta", "gradient"), *_ints("sequences"), ("rows", RowPlaces)]
+    _fields_ = [*_pointers("sinks", "lse_log2", "delta", "gradient"), *_ints("sequences"), ("tiles", TilePlaces)]
 
 
 class PackedParams(ctypes.Structure):

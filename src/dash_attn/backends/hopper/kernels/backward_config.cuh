@@ -193,7 +193,8 @@ template <typename C> struct Notes {
     const int4 v = load_shared_i32x4(chain_at(pipe.chain_slot()));
     return {v.x, v.y, v.z, v.w};
   }
-  DEVICE int4 chain_sequence(const Pipeline& pipe) const { return load_shared_i32x4(chain_at(pipe.chain_slot()) + 16); }
+  DEVICE int q_shift(const Pipeline& pipe) const { return load_shared_i32(chain_at(pipe.chain_slot()) + 16); }
+  DEVICE int q_plane(const Pipeline& pipe) const { return load_shared_i32(chain_at(pipe.chain_slot()) + 20); }
   DEVICE int keys(const Pipeline& pipe) const { return load_shared_i32(chain_at(pipe.chain_slot()) + 24); }
   template <MaskKind MASK> DEVICE int mask_from(const Pipeline& pipe) const {  // band_top or kv_row
     return load_shared_i32(chain_at(pipe.chain_slot()) + (is_band(MASK) ? 28 : 4));

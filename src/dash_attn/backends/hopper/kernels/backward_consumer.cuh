@@ -10,7 +10,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
   static constexpr bool READS_NOTE_EARLY = Q_ROWS == 64 || is_band(MASK);  // while S is computed; costs a register
   // Groups of LSE and delta loaded while the product before them still runs; more would spill.
-  static constexpr int EARLY_LSE = Q_ROWS == 64 ? (SOFTCAP ? 4 : GROUPS) : SOFTCAP ? 8 : is_band(MASK) ? 6 : 2;
+  static constexpr int EARLY_LSE = Q_ROWS == 64 ? (SOFTCAP ? 4 : GROUPS) : SOFTCAP ? 1 : is_band(MASK) ? 6 : 2;
   static constexpr int EARLY_DELTA = Q_ROWS == 64 && !SOFTCAP ? 4 : 1;
 
   const BackwardParams& p;
@@ -52,6 +52,12 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared + C::BARRIERS + barrier);
   }
+  // What this warp has stored may be read by wgmma and TMA. The fence waits until the stores have landed, so it comes a while
+  // after them, behind the next products.
+  DEVICE void publish(int barrier) {
+    fence_async_shared();
+    arrive(barrier);
+  }
 
   DEVICE void walk_chain(int steps, const Pipeline& pipe, u32 kv_phase) {
     mbarrier_wait(shared + C::BARRIERS + K_FULL, kv_phase);
@@ -81,6 +87,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE, STAGE, g);
     multiply_s<STAGE>();
+    if (!FIRST && j > 1) publish(DQ_FULL + 8 * STAGE);  // put there by the step before: its stores have landed by now
     if constexpr (!FIRST) {
       wgmma_wait<1>();  // dK of the step before
       arrive(Q_EMPTY + 8 * OTHER);
@@ -109,6 +116,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
       multiply_dq<OTHER>();
     }
     multiply_dk<STAGE>();
+    publish(DS_FULL + 8 * STAGE);
     wgmma_wait<1>();  // dV, and dQ of the step before
     arrive(DO_EMPTY + 8 * STAGE);
     if constexpr (!FIRST) {
@@ -123,12 +131,14 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   template <int STAGE> DEVICE void finish(int j, const Pipeline& pipe) {
     const u32 phase = pipe.template phase<STAGE>(j);
     arrive(Q_EMPTY + 8 * STAGE);
+    if (j > 0) publish(DQ_FULL + 8 * (STAGE ^ 1));
     mbarrier_wait(shared + C::BARRIERS + DS_FULL + 8 * STAGE, phase);
     multiply_dq<STAGE>();
     wgmma_wait<0>();
     pin(dq);
     arrive(DS_EMPTY + 8 * STAGE);
     put_dq<STAGE>(phase);
+    publish(DQ_FULL + 8 * STAGE);
   }
 
   // ---- the five products
@@ -230,16 +240,12 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * 128 + chunk * 16;
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++) stmatrix_transposed(at + k * 2048, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
-    fence_async_shared();
-    arrive(DS_FULL + 8 * STAGE);
   }
   template <int STAGE> DEVICE void put_dq(u32 phase) {  // fragment order: the postprocess kernel unscrambles
     mbarrier_wait(shared + C::BARRIERS + DQ_EMPTY + 8 * STAGE, phase ^ 1);
     const u32 at = shared + C::DQ + STAGE * C::DQ_BYTES + wg * (C::DQ_BYTES / 2) + (warp * 32 + lane) * 16;
 #pragma unroll
     for (int i = 0; i < C::DQ_REGISTERS / 4; i++) store_shared_f32x4(at + i * 2048, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-    fence_async_shared();
-    arrive(DQ_FULL + 8 * STAGE);
   }
   // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with dS.

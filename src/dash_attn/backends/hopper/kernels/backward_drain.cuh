@@ -33,22 +33,21 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
   DEVICE void drain_step(u32 number, u32 use) {
     mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, C::DQ_PIECES == 2 ? 0 : use & 1);
     const u32 ready = RECORD ? cycles() : 0;
-    // The note is read anew for every use: registers are scarcer than shared-memory loads.
-    if (ORDERED && notes.step(number).rank > 0) await_rank(notes.step(number));
+    const StepNote note = notes.step(number);
+    mbarrier_arrive(shared + C::BARRIERS + NOTE_EMPTY + 8 * (number % NOTES));
+    if (ORDERED && note.rank > 0) await_rank(note);
     const u32 turn = RECORD ? cycles() : 0;
-    add_piece(notes.step(number), 0);
+    add_piece(note, 0);
     if constexpr (C::DQ_PIECES == 2) {
       mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, 1);
-      add_piece(notes.step(number), 1);
+      add_piece(note, 1);
     }
     if (ORDERED) {
       bulk_wait();
       fence_async_global();
-      const StepNote note = notes.step(number);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
-    if (RECORD) record(number, ready, turn);
-    mbarrier_arrive(shared + C::BARRIERS + NOTE_EMPTY + 8 * (number % NOTES));
+    if (RECORD) record(note, ready, turn);
   }
 
   // The first rank stores: dQ needs no zeroing.
@@ -74,8 +73,7 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
   }
 
   // One store, late: registers are scarcer than anything.
-  DEVICE void record(u32 number, u32 ready, u32 turn) const {
-    const StepNote note = notes.step(number);
+  DEVICE void record(const StepNote& note, u32 ready, u32 turn) const {
     store_u32x4(p.record + ((u32)note.dq_tile * p.record_ranks + note.rank), ready, turn, cycles(), cta_index());
   }
 

@@ -94,15 +94,16 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     const int q_tiles = max(1, tiles_of(s.q_len, Q_ROWS)), kv_tiles = tiles_of(s.kv_len, KV_ROWS);
     const int low_row = s.band_top - (int)p.mask.band_width;  // first key of query 0, before clipping to the sequence
     const bool keeps_all = min(Q_ROWS, s.q_len) + s.band_top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, s.kv_len);
-    if (keeps_all && kind == 1) return;  // one kind of head only
+    const bool ring = keeps_all && kv_tiles > FEW_KV_TILES;
+    if (ring && kind == 1) return;  // one kind of head only
     PackedChain chain = {};
     chain.kv_tile = kv_tile, chain.kv_tiles = kv_tiles, chain.high = Q_ROWS - 1 + s.band_top, chain.low = low_row;
     const int steps = rows_of_chain(chain);
-    Place place = keeps_all ? in_ring(chain, q_tiles, kv_tiles) : in_classes(kv_tiles);
-    if (!keeps_all && kind == 1) chain.q_first += steps - 1, chain.q_stride = -1;
+    Place place = ring ? in_ring(chain, q_tiles, kv_tiles) : in_classes(kv_tiles);
+    if (!ring && kind == 1) chain.q_first += steps - 1, chain.q_stride = -1;
     p.chains[at] = chain;
     for (int head = 0; head < p.heads; head++)
-      if (keeps_all || (head + p.head_offset) % 2 == kind) write_ticket(head, place, at, steps);
+      if (ring || (head + p.head_offset) % 2 == kind) write_ticket(head, place, at, steps);
   }
 
  private:
@@ -143,8 +144,8 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     const int segment = parts.first_ticket + place.first * p.heads + chunk * place.size;
     const int first_key = kv_tile * KV_ROWS;
     p.tickets[segment + place.position * width + head - chunk] = {
-        head, first_key + s.kv_shift, s.kv_plane, steps, s.q_shift, s.q_plane, s.kv_len - first_key, s.band_top - first_key,
-        at, s.first_tile + head * p.group * p.head_tiles, place.gang ? segment + width * place.size : 0, kind};
+        head, first_key + s.kv_shift, s.kv_plane, p.group * steps, s.q_shift, s.q_plane, s.kv_len - first_key, s.band_top - first_key,
+        at, s.first_tile + head * p.group * p.head_tiles, place.gang ? segment + width * place.size : 0, 2 * steps + kind};
   }
 };
 

@@ -1,6 +1,6 @@
 // Packed sequences: the walk of a chain, computed from the lengths of its sequence instead of read from a table, because the
-// lengths are known on the device only. The orders are those of dash_attn/generators: `shift_blocks` where a sequence keeps
-// every tile, else `alternating`. A test compares every step with the host's plan of the same sequence.
+// lengths are known on the device only. The orders are those of dash_attn/generators/auto.py: `shift_blocks` where a sequence keeps
+// every tile and has more than a few KV tiles, else `alternating`. A test compares every step with the host's plan of the same sequence.
 #pragma once
 #include "plan.cuh"
 
@@ -11,6 +11,8 @@ struct alignas(16) PackedChain {
   int high, low;                         // band: last key that Q tile 0 attends, and first key (may be negative)
   int place, spacing, members, rank_first;  // ring: place among the members of its block, 1 or 2 tiles apart; ranks of the blocks before
 };
+
+constexpr int FEW_KV_TILES = 8;  // as in generators/auto.py
 
 // KV tiles a hand-over needs between neighbours: as in generators/alternating.py.
 DEVICE constexpr int chain_classes(int q_rows, int kv_rows) { return (2 * q_rows + kv_rows - 1) / kv_rows; }

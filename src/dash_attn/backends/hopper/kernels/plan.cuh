@@ -25,11 +25,11 @@ struct Chain {
 
 // What a ticket stands for. The first eight words are the chain's note to all roles (ChainNote in backward_config.cuh).
 struct alignas(16) Ticket {
-  int kv_head, kv_row, kv_plane, steps;
+  int kv_head, kv_row, kv_plane, steps;  // steps: of all query heads of the group
   int q_shift, q_plane, keys, band_top;
   int first_run, first_dq_tile;
   int gang_end;           // ticket behind the last chain that may wait for this one in a circle; 0 without gangs
-  int last_member_first;  // in which order the query heads of the group are walked
+  int walk;               // steps of one query head, times two; plus 1 if the last query head of the group is walked first
 };
 
 // Heads of one kind, in groups of `lanes` side by side: position by position, lane by lane.
@@ -83,11 +83,11 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
 
 // head_tiles: dQ tiles between a query head and the next.
 DEVICE Ticket expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group, int head_tiles) {
-  const int first_key = chain.kv_tile * kv_rows;
-  return {chain.kv_head, first_key + sequence.kv_shift, sequence.kv_plane, plan.chain_steps[chain.table],
+  const int first_key = chain.kv_tile * kv_rows, steps = plan.chain_steps[chain.table];
+  return {chain.kv_head, first_key + sequence.kv_shift, sequence.kv_plane, group * steps,
           sequence.q_shift, sequence.q_plane, sequence.kv_len - first_key, sequence.band_top - first_key,
           plan.chain_runs[chain.table], sequence.first_tile + chain.kv_head * group * head_tiles,
-          plan.has_gangs ? chain.group_end : 0, plan.last_member_first[chain.table / plan.kv_tiles]};
+          plan.has_gangs ? chain.group_end : 0, 2 * steps + plan.last_member_first[chain.table / plan.kv_tiles]};
 }
 
 struct Step {

@@ -1,7 +1,7 @@
 // After the backward: the dQ accumulator, in fragment order, becomes dQ in the caller's layout and type.
 #pragma once
 #include "backward_config.cuh"
-#include "row_place.cuh"
+#include "tile_place.cuh"
 
 struct PostprocessParams {
   const float* dq_accumulator;
@@ -10,7 +10,7 @@ struct PostprocessParams {
   i64 strides[3];         // elements: batch, row, head
   int dim, ordered;
   float scale;
-  RowPlaces rows;
+  TilePlaces tiles;
 };
 
 // Row and column of element e of float4 `i` of an accumulator tile.
@@ -45,10 +45,10 @@ template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(2
     }
   }
   __syncthreads();
-  const int chunks = p.dim / 8;
-  for (int i = threadIdx.x; i < C::Q_ROWS * chunks; i += 256) {
-    const int row = i / chunks, chunk = i - row * chunks;
-    const RowPlace place = p.rows.locate<C::Q_ROWS, PACKED>(blockIdx.x, row);
-    if (place.exists) *(uint4*)((unsigned short*)p.dq + place.offset(p.strides) + chunk * 8) = *(const uint4*)&rows[row * PITCH + chunk * 8];
-  }
+  constexpr int CHUNKS = C::WIDTH / 8;  // of 16 bytes
+  const TilePlace place = p.tiles.locate<C::Q_ROWS, PACKED>(blockIdx.x);
+  const int chunk = threadIdx.x % CHUNKS;
+  if (chunk * 8 >= p.dim) return;
+  for (int row = threadIdx.x / CHUNKS; row < min(C::Q_ROWS, place.rows); row += 256 / CHUNKS)
+    *(uint4*)((unsigned short*)p.dq + place.offset(p.strides, row) + chunk * 8) = *(const uint4*)&rows[row * PITCH + chunk * 8];
 }

@@ -3,7 +3,7 @@
 #pragma once
 #include "plan.cuh"
 #include "ptx.cuh"
-#include "row_place.cuh"
+#include "tile_place.cuh"
 
 struct PreprocessParams {
   const void *out, *grad_out;           // (batch, q_len, q_heads, v_dim) or packed (tokens, q_heads, v_dim), last dimension contiguous
@@ -15,7 +15,7 @@ struct PreprocessParams {
   int* next_ticket;                     // [2] the next and how many there are
   Ticket* tickets;
   int v_dim, kv_rows, tile_columns;     // tile_columns: of the dQ accumulator
-  RowPlaces rows;
+  TilePlaces tiles;
   MaskParams mask;
   PlanTables plan;
 };
@@ -25,27 +25,29 @@ template <typename Half, int LANES, int Q_ROWS, bool PACKED>
 __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant__ PreprocessParams p) {
   const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x, threads = (i64)gridDim.x * 256;
   if (thread == 0) p.next_ticket[0] = 0;
-  if (thread < p.rows.tiles()) p.semaphores[thread] = 0;
+  if (thread < p.tiles.tiles()) p.semaphores[thread] = 0;
   if constexpr (!PACKED) {
     if (thread == 0) p.next_ticket[1] = p.plan.tickets;
     for (i64 t = thread; t < p.plan.tickets; t += threads) {
       const Chain chain = chain_of_ticket(p.plan, (int)t);
-      const Sequence sequence = sequence_of_batch(p.mask, chain.sequence, chain.sequence * p.rows.q_heads * p.rows.head_tiles);
-      p.tickets[t] = expand_chain(p.plan, chain, sequence, p.kv_rows, p.rows.group, p.rows.head_tiles);
+      const Sequence sequence = sequence_of_batch(p.mask, chain.sequence, chain.sequence * p.tiles.q_heads * p.tiles.head_tiles);
+      p.tickets[t] = expand_chain(p.plan, chain, sequence, p.kv_rows, p.tiles.group, p.tiles.head_tiles);
     }
   }
   if (p.dq_to_zero != nullptr) {
-    const i64 quads = (i64)p.rows.tiles() * (Q_ROWS / 4) * p.tile_columns;
+    const i64 quads = (i64)p.tiles.tiles() * (Q_ROWS / 4) * p.tile_columns;
     for (i64 i = thread; i < quads; i += threads) ((float4*)p.dq_to_zero)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   const i64 row = thread / LANES;  // of all tiles
   const int lane = (int)(thread % LANES);
-  if (row >= (i64)p.rows.tiles() * Q_ROWS) return;
-  const RowPlace place = p.rows.locate<Q_ROWS, PACKED>((int)(row / Q_ROWS), (int)(row % Q_ROWS));
+  if (row >= (i64)p.tiles.tiles() * Q_ROWS) return;
+  const TilePlace place = p.tiles.locate<Q_ROWS, PACKED>((int)(row / Q_ROWS));
+  const int within = (int)(row % Q_ROWS);
+  const bool exists = within < place.rows;
   float sum = 0.f;
-  if (place.exists && lane * 8 < p.v_dim) {
-    const uint4 x = *(const uint4*)((const unsigned short*)p.out + place.offset(p.out_strides) + lane * 8);
-    const uint4 y = *(const uint4*)((const unsigned short*)p.grad_out + place.offset(p.grad_strides) + lane * 8);
+  if (exists && lane * 8 < p.v_dim) {
+    const uint4 x = *(const uint4*)((const unsigned short*)p.out + place.offset(p.out_strides, within) + lane * 8);
+    const uint4 y = *(const uint4*)((const unsigned short*)p.grad_out + place.offset(p.grad_strides, within) + lane * 8);
     const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant
 #pragma unroll
   for (int half = LANES / 2; half > 0; half /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, half);
   if (lane != 0) return;
-  const float lse = place.exists ? p.lse[place.lse_at] : MINUS_INFINITY;
+  const float lse = exists ? p.lse[place.first_lse + within] : MINUS_INFINITY;
   p.delta[row] = sum;
   p.lse_log2[row] = lse == MINUS_INFINITY ? FAR : lse * LOG2_E;
 }

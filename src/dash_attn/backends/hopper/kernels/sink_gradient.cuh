@@ -2,13 +2,13 @@
 // fixed order, sequence by sequence, so that the sum of a sequence does not depend on its neighbours.
 #pragma once
 #include "ptx.cuh"
-#include "row_place.cuh"
+#include "tile_place.cuh"
 
 struct SinkGradientParams {
   const float *sinks, *lse_log2, *delta;
   float* gradient;  // [q_heads]
   int sequences;
-  RowPlaces rows;
+  TilePlaces tiles;
 };
 
 template <int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256) sink_gradient(const __grid_constant__ SinkGradientParams p) {
@@ -17,8 +17,8 @@ template <int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256) sink_g
   const float sink = __fmul_rn(p.sinks[head], LOG2_E);
   float total = 0.f;
   for (int s = 0; s < p.sequences; s++) {
-    const int first = PACKED ? head * p.rows.head_tiles + p.rows.sequences[s].first_tile : (s * p.rows.q_heads + head) * p.rows.head_tiles;
-    const int rows = PACKED ? p.rows.sequences[s].q_len : p.rows.q_len;
+    const int first = PACKED ? head * p.tiles.head_tiles + p.tiles.sequences[s].first_tile : (s * p.tiles.q_heads + head) * p.tiles.head_tiles;
+    const int rows = PACKED ? p.tiles.sequences[s].q_len : p.tiles.q_len;
     float sum = 0.f;
     for (int i = threadIdx.x; i < rows; i += 256) {
       const i64 at = (i64)first * Q_ROWS + i;
