@@ -11,7 +11,6 @@ from .alternating import alternating
 from .shift import shift_blocks
 from .weave import weave
 
-
 FEW_KV_TILES = 8  # a circle moves at the pace of its slowest start, which short chains do not make up for (measured on an H200)
 
 
