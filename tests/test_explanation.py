@@ -122,6 +122,17 @@ for end in (100, 200):
 """
 
 
+def test_documents_on_hopper_have_the_order_of_each_alone() -> None:
+    shape, documents = (1, 3000, 2, 64), Documents((1000, 1900, 100))
+    several, whole = hopper(*shape, mask=documents), hopper(*shape, causal=True)
+    assert (several.schedule, several.plan_bytes, several.gang) == ("alternating", 0, 1)
+    assert several.order_hash != hopper(*shape, mask=Documents((1900, 1000, 100))).order_hash
+    assert several.guarantees == whole.guarantees
+    assert "one by one" in str(several)
+    named = hopper(*shape, mask=documents, schedule="weave")
+    assert (named.schedule, named.plan_bytes > 0) == ("weave", True)
+
+
 def lines_of(setting: str | None) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "DASH_ATTN_LOG"}
     if setting is not None:

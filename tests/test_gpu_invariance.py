@@ -30,6 +30,20 @@ def test_batch_and_position(dim: int, mask: Mask) -> None:
     assert_same_bits(moved, Results(*(r[[4, 1, 0]] for r in expected)), "permuted batch")
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_have_the_bits_they_have_alone(causal: bool) -> None:
+    lengths = (1700, 1, 300, 64)
+    together = gpu_inputs(sum(lengths), sum(lengths), (4, 2), batch=2)
+    expected = run_ours(together, Documents(lengths, causal))
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        alone = run_ours(tuple(x[:, rows] for x in together), Causal() if causal else Full())
+        out, lse, *gradients = expected
+        assert_same_bits(alone, Results(out[:, rows], lse[:, :, rows], *(g[:, rows] for g in gradients)), f"document at {start}")
+        start += length
+
+
 @pytest.mark.parametrize("mask", BOTH, ids=str)
 @pytest.mark.parametrize("group", [1, 2])
 def test_tensor_parallel_rank(group: int, mask: Mask) -> None:

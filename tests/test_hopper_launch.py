@@ -16,8 +16,8 @@ from dash_attn import Causal, Documents, Full, Mask, Window
 from dash_attn.options import AttentionOptions
 from dash_attn.packing import Packing
 
-NAMES = ("forward", "backward", "layout", "packed", "tables", "trouble")
-forward, backward, layout, packed, tables, trouble = (import_module(f"dash_attn.backends.hopper.{name}") for name in NAMES)
+NAMES = ("forward", "backward", "documents", "layout", "packed", "tables", "trouble")
+forward, backward, documents, layout, packed, tables, trouble = (import_module(f"dash_attn.backends.hopper.{name}") for name in NAMES)
 
 
 @dataclass
@@ -128,6 +128,38 @@ def test_a_packed_call(driver: Driver, dim: int) -> None:
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
     assert names[3:] == ["packed_layout", "packed_plan", "backward_preprocess", "attention_backward", "backward_postprocess"]
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["end to end", "gaps between sequences"])
+def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
+    options = AttentionOptions(Documents((100, 1, 199)), 1.0)
+    q, k, v = (made(301 if gaps else 300, heads, 64)[:, :300] for heads in (4, 2, 2))
+    out, lse = documents.forward(q, k, v, options, None, torch.zeros(4))
+    assert shapes(out, lse) == [(2, 300, 4, 64), (2, 4, 300)]
+    *gradients, dsinks = documents.backward(torch.zeros_like(out), q, k, v, out, lse, options, None, torch.zeros(4))
+    assert shapes(*gradients, dsinks) == [*shapes(q, k, v), (4,)]
+    assert all(t.is_contiguous() for t in (out, lse, *gradients))
+    names = [name for name, _ in driver.launched]
+    assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
+    assert names[3:5] == ["packed_layout", "packed_plan"]
+    assert documents.packing_of(q, options).cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
+
+
+def test_only_the_last_document_lengths_are_kept(driver: Driver) -> None:
+    packings = documents.Packings()
+    device = torch.device("cpu")
+    first = packings.find((1, 2), 1, device)
+    assert packings.find((1, 2), 1, device) is first
+    for length in range(documents.MOST_PACKINGS):
+        packings.find((length + 2,), 1, device)
+    assert packings.find((1, 2), 1, device) is not first
+    assert len(packings._known) == documents.MOST_PACKINGS
+
+
+def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driver) -> None:
+    q = made(300, 4, 64)
+    documents.forward(q, q, q, AttentionOptions(Documents((100, 200)), 1.0, schedule="weave"))
+    assert [name for name, _ in driver.launched] == ["attention_forward"]
 
 
 def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:

@@ -34,14 +34,13 @@ def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing
             return
         _seen.add(key)
     packed = f" in {sequences} packed sequences" if sequences else ""
-    decided = "planned sequence by sequence" if sequences else _plan_in_words(q, k, v, options)
+    decided = "planned sequence by sequence" if sequences else _order_in_words(q, k, v, options)
     backend = f"{resolve(options.backend, q.device)} on {q.device}, {options.accumulation}"
     print(f"dash-attn: {describe_call(q, k, v, options)}{packed}: {backend}, {decided}", file=sys.stderr, flush=True)
 
 
-def _plan_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+def _order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     try:
-        plan = load(resolve(options.backend, q.device)).backward_plan(q, k, v, options)
+        return load(resolve(options.backend, q.device)).order_in_words(q, k, v, options)
     except ScheduleError as error:  # the forward needs no schedule, so it goes on; the backward will raise this
         return f"no backward: {error}"
-    return f"{plan.schedule_name}, tiles {plan.problem.tile_q} x {plan.problem.tile_kv}, order {plan.order_hash}"

@@ -59,6 +59,10 @@ def describe_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     return f"{shapes}, {str(q.dtype).removeprefix('torch.')}, {mask}{softcap}"
 
 
+def plan_in_words(plan: Plan) -> str:
+    return f"{plan.schedule_name}, tiles {plan.problem.tile_q} x {plan.problem.tile_kv}, order {plan.order_hash}"
+
+
 def predict(plan: Plan, options: AttentionOptions, machine: Machine | None, name: str) -> dict[str, Any]:
     """The two fields of an Explanation about time, for the machine called `name`; None means nobody measured its constants."""
     if machine is None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..explanation import Explanation
 from ..options import AttentionOptions
 from ..packing import Packing
-from ..plan import Plan
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
@@ -52,8 +51,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dQ, dK, dV, and the gradient of the sinks where there are any."""
 
-    def backward_plan(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
-        """The plan that the backward of these dense tensors walks."""
+    def order_in_words(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+        """What the backward of these dense tensors walks, for a log."""
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
         """What forward and backward of these dense tensors, which may be on the meta device, would do."""

@@ -17,7 +17,7 @@ from ..nothing import backward_of_nothing, forward_of_nothing, no_pairs
 from ..options import AttentionOptions
 from ..packing import Packing
 from ..plan import Plan
-from ..planning import DEFAULT_WORKERS, explanation_of, plan_for, problem_of
+from ..planning import DEFAULT_WORKERS, explanation_of, plan_for, plan_in_words, problem_of
 from .cpu_tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, pack, unpack
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -64,6 +64,10 @@ def backward(
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
     return plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+
+
+def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    return plan_in_words(backward_plan(q, k, v, options))
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:

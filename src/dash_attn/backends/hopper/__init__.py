@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .backward import backward, backward_plan
-from .forward import forward
-from .identity import explain
+from .documents import backward, forward
+from .identity import explain, order_in_words
 
-__all__ = ["backward", "backward_plan", "explain", "forward"]
+__all__ = ["backward", "explain", "forward", "order_in_words"]

@@ -52,6 +52,10 @@ def forward_problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     return min(problems, key=lambda problem: problems[problem] * int(problem.kept.sum()))
 
 
+def packed_consumers(layout: Layout) -> int:
+    return 3 if layout.dim == 64 and (layout.q_longest or 0) >= LONG else 2
+
+
 class ForwardCall:
     """Everything about a call that does not change with the addresses of its tensors."""
 
@@ -101,7 +105,7 @@ class ForwardCall:
 
     def _place_packed(self) -> tuple[int, int]:
         layout = self.layout
-        consumers = 3 if layout.dim == 64 and (layout.q_longest or 0) >= LONG else 2
+        consumers = packed_consumers(layout)
         self.tiler = PackedTiler(layout, self.mask, CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows)
         self.workspace = Workspace(next_ticket=8, **self.tiler.sizes(layout))
         self.some_attend_nothing = False  # tiles without visits are written, too

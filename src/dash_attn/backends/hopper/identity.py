@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import sha256
+
 from torch import Tensor
 
 from ...explanation import Explanation
 from ...machines import H200
+from ...masks import Documents
 from ...options import AttentionOptions
-from ...planning import explanation_of, predict
+from ...planning import explanation_of, plan_in_words, predict
 from .backward import backward_kernels, backward_plan, workspace_of
-from .forward import CONSUMER_ROWS, forward_kernel, forward_problem
+from .documents import of_a_document, packing_of, runs_packed
+from .forward import CONSUMER_ROWS, forward_kernel, forward_problem, packed_consumers
 from .layout import Layout
+from .shapes import forward_tiles
 from .tables import mask_on_device
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
     """Tensors on the meta device need no GPU; nothing is compiled for them, so there are no hashes of kernels."""
+    if runs_packed(options):
+        return _explain_documents(q, k, v, options)
     layout = Layout.of((q, k, v), options)
     plan, ahead = backward_plan(q, k, v, options), forward_problem(q, k, v, options)
     return explanation_of(
@@ -31,9 +39,37 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     )
 
 
+def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    return "planned document by document" if runs_packed(options) else plan_in_words(backward_plan(q, k, v, options))
+
+
+def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
+    """Each document has the order that it has alone."""
+    assert isinstance(options.mask, Documents)
+    alone = of_a_document(options)
+    plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
+    longest = max(plans, key=lambda plan: plan.problem.q_len)
+    packed = Layout.of(tuple(x.flatten(0, 1) for x in (q, k, v)), alone, packing_of(q, options))
+    consumers = packed_consumers(packed)
+    described = explanation_of(
+        longest,
+        "hopper",
+        (q, k, v),
+        options,
+        backward_tiles=(longest.problem.tile_q, longest.problem.tile_kv),
+        forward_tiles=(CONSUMER_ROWS * consumers, forward_tiles(packed.dim, consumers).kv_rows),
+        workspace_bytes=workspace_of(packed).bytes,
+        kernels={} if q.is_meta else _kernel_hashes(q, packed, alone, consumers),
+        prediction_note="documents are planned on the device, one by one",
+    )
+    names = dict.fromkeys(plan.schedule_name for plan in plans)
+    order = sha256(" ".join(plan.order_hash for plan in plans).encode()).hexdigest()[: len(longest.order_hash)]
+    return replace(described, schedule=" and ".join(names), order_hash=order, plan_bytes=0)
+
+
 def _kernel_hashes(q: Tensor, layout: Layout, options: AttentionOptions, consumers: int) -> dict[str, str]:
     """Compiles what is not compiled yet: the hash is of the machine code, not of the source."""
-    kind = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device).kind
+    kind = "Packed" if layout.packed else mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device).kind
     cap = bool(options.softcap)
     behind = backward_kernels(layout.device, layout.dtype, layout.dim, options.ordered, cap, kind)
     loaded = {

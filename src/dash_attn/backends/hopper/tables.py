@@ -19,7 +19,7 @@ FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
 
 
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
     refuse_capture()
     memory = torch.from_numpy(array).to(device)
     torch.cuda.current_stream(device).synchronize()  # once: other streams may use it from now on
@@ -38,7 +38,7 @@ class DeviceTables:
             offsets[name] = total
             parts.append(padded)
             total += padded.size
-        self.memory = _upload(np.concatenate(parts), device)
+        self.memory = upload(np.concatenate(parts), device)
         self._offsets = offsets
 
     def __getitem__(self, name: str) -> int:
@@ -104,7 +104,7 @@ class MaskOnDevice:
             self.params.rows = self._memory["rows"]
         elif isinstance(mask, TileMap):
             self.kind = "Blocks"
-            self._blocks = _upload(mask.blocks.astype(np.uint8), device)
+            self._blocks = upload(mask.blocks.astype(np.uint8), device)
             self.params.blocks = self._blocks.data_ptr()
             self.params.block_q, self.params.block_kv = mask.block_q, mask.block_kv
             self.params.block_columns = mask.blocks.shape[1]
