@@ -133,6 +133,18 @@ def test_documents_on_hopper_have_the_order_of_each_alone() -> None:
     assert (named.schedule, named.plan_bytes > 0) == ("weave", True)
 
 
+def test_large_groups_on_hopper_are_split() -> None:
+    def explained(heads: int) -> Any:
+        q, k = (torch.zeros(1, 2000, n, 64, device="meta", dtype=torch.bfloat16) for n in (heads, 1))
+        return explain(q, k, k, causal=True, backend="hopper")
+
+    whole, split = explained(8), explained(16)
+    assert split.order_hash != whole.order_hash
+    copies = 2 * 2 * 2 * 2000 * 64 * 2  # K and V, and their gradients, for two parts
+    assert split.workspace_bytes is not None
+    assert split.workspace_bytes > 2 * whole.workspace_bytes * 0.9 + copies
+
+
 def lines_of(setting: str | None) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "DASH_ATTN_LOG"}
     if setting is not None:

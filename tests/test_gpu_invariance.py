@@ -30,10 +30,11 @@ def test_batch_and_position(dim: int, mask: Mask) -> None:
     assert_same_bits(moved, Results(*(r[[4, 1, 0]] for r in expected)), "permuted batch")
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (16, 1)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_have_the_bits_they_have_alone(causal: bool) -> None:
+def test_documents_have_the_bits_they_have_alone(causal: bool, heads: tuple[int, int]) -> None:
     lengths = (1700, 1, 300, 64)
-    together = gpu_inputs(sum(lengths), sum(lengths), (4, 2), batch=2)
+    together = gpu_inputs(sum(lengths), sum(lengths), heads, batch=2)
     expected = run_ours(together, Documents(lengths, causal))
     start = 0
     for length in lengths:
@@ -45,7 +46,7 @@ def test_documents_have_the_bits_they_have_alone(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("mask", BOTH, ids=str)
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [1, 2, 12])
 def test_tensor_parallel_rank(group: int, mask: Mask) -> None:
     whole = gpu_inputs(1000, 1000, (3 * group, 3))
     q, k, v, dout = whole

@@ -16,8 +16,10 @@ from dash_attn import Causal, Documents, Full, Mask, Window
 from dash_attn.options import AttentionOptions
 from dash_attn.packing import Packing
 
-NAMES = ("forward", "backward", "documents", "layout", "packed", "tables", "trouble")
-forward, backward, documents, layout, packed, tables, trouble = (import_module(f"dash_attn.backends.hopper.{name}") for name in NAMES)
+NAMES = ("forward", "backward", "documents", "groups", "layout", "packed", "tables", "trouble")
+forward, backward, documents, groups, layout, packed, tables, trouble = (
+    import_module(f"dash_attn.backends.hopper.{name}") for name in NAMES
+)
 
 
 @dataclass
@@ -160,6 +162,28 @@ def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driv
     q = made(300, 4, 64)
     documents.forward(q, q, q, AttentionOptions(Documents((100, 200)), 1.0, schedule="weave"))
     assert [name for name, _ in driver.launched] == ["attention_forward"]
+
+
+@pytest.mark.parametrize(("group", "parts"), [(1, 1), (8, 1), (9, 3), (12, 2), (16, 2), (64, 8), (71, 71)])
+def test_large_groups_are_split(group: int, parts: int) -> None:
+    assert groups.parts_of(group) == parts
+
+
+def test_parts_of_a_group_run_as_groups_of_their_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def launch(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions, *_: Any) -> Any:
+        seen.update(k=k, options=options)
+        return q, torch.arange(4, dtype=torch.bfloat16).view(1, 1, 4, 1).expand_as(k), v, None
+
+    monkeypatch.setattr(groups, "launch_backward", launch)
+    q, k = made(100, 32, 64, 1), torch.randn(1, 100, 2, 64).bfloat16()
+    options = AttentionOptions(Causal(), 1.0, head_offset=3)
+    _, dk, dv, _ = groups.backward(q, q, k, k, q, torch.zeros(1, 32, 100), options)
+    assert (seen["k"].shape, seen["options"].head_offset) == ((1, 100, 4, 64), 6)
+    assert all(torch.equal(seen["k"][:, :, head], k[:, :, head // 2]) for head in range(4))
+    assert (dk.dtype, dk.shape, dv.shape) == (k.dtype, k.shape, k.shape)
+    assert torch.equal(dk[0, 0, :, 0].float(), torch.tensor([0.0 + 1, 2 + 3]))
 
 
 def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:

@@ -16,6 +16,7 @@ from ...recording import Clocks, Cycles, RecordError, noted_by_drains, spans_fro
 from ...schedule import Schedule
 from ...spans import Spans, TaskTable, task_table
 from .backward import BackwardCall, backward_kernels
+from .groups import split
 from .layout import CallCache, Layout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward_config.cuh)
@@ -40,6 +41,7 @@ class RecordingCall(BackwardCall):
 
 def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Spans:
     """Run one backward of these (batched) tensors, after one to warm up, and tell when every task ran. Times are microseconds."""
+    k, v, options = split(q, k, v, options)
     call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
     plan = call.plan
     assert plan is not None
