@@ -13,7 +13,7 @@ from .picture_style import DASHED, GRID, HIGHLIGHT, check_format, write
 from .results import Results, is_schedule, kind, unique
 
 ROW, TOP, BOTTOM, LEGEND_LINE = 0.52, 1.05, 0.75, 0.3  # inches
-WIDTH, COLUMNS = 12.4, 4
+WIDTH, COLUMNS = 12.4, 3
 LEFT, LETTERS = 0.36, 46  # share of the width and letters of a line that the names of cases get
 
 Row = dict[str, Any]
