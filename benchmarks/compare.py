@@ -21,6 +21,7 @@ SHAPES = [
     (64, 1024, True),
     (64, 4096, True),
     (64, 16384, False),
+    (256, 4096, True),
 ]
 HERE = Path(__file__).resolve().parent.parent / "src"
 RUNS = 12

@@ -144,10 +144,13 @@ def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
     assert names[3:5] == ["packed_layout", "packed_plan"]
-    assert documents.packing_of(q, options).cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
+    packing = documents.packing_of(q, options)
+    assert packing.cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
+    assert packing.max_seqlen_q == 256, "room for 199 and for other lengths"
 
 
-def test_only_the_last_document_lengths_are_kept(driver: Driver) -> None:
+def test_only_the_last_document_lengths_are_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     packings = documents.Packings()
     device = torch.device("cpu")
     first = packings.find((1, 2), 1, device)
@@ -201,3 +204,12 @@ def test_what_tma_cannot_read_is_copied(driver: Driver) -> None:
     k = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16).expand(2, 300, 4, 64)  # stride 0
     out, _ = forward.forward(q, k, k, options)
     assert out.shape == (2, 300, 4, 64)
+
+
+@pytest.mark.parametrize(("mask", "heads", "said"), [(Documents((100, 200)), 2, "packed sequences"), (Causal(), 16, "up to 8 query heads")])
+def test_what_is_not_what_runs_is_not_recorded(mask: Mask, heads: int, said: str) -> None:
+    record = import_module("dash_attn.backends.hopper.record")
+    q, k = made(300, heads, 64, 1), made(300, 1, 64, 1)
+    with pytest.raises(ValueError, match=said):
+        record.check_recordable(q, k, AttentionOptions(mask, 1.0))
+    record.check_recordable(q[:, :, :8], k, AttentionOptions(mask, 1.0, schedule="weave"))

@@ -73,11 +73,20 @@ def of_a_document(options: AttentionOptions) -> AttentionOptions:
 def packing_of(q: Tensor, options: AttentionOptions) -> Packing:
     """Where the documents of all sequences begin and end."""
     assert isinstance(options.mask, Documents)
-    return _packings.find(options.mask.lengths, q.shape[0], q.device)
+    lengths, batch = options.mask.lengths, q.shape[0]
+    return _packings.find(lengths, batch, q.device) if q.is_cuda else make_packing(lengths, batch, q.device)
+
+
+def make_packing(lengths: tuple[int, ...], batch: int, device: torch.device) -> Packing:
+    ends = np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
+    places = upload(ends, device) if device.type == "cuda" else torch.from_numpy(ends).to(device)
+    # Room for a longer document changes no bit, but other lengths then find the same prepared call.
+    longest = min(sum(lengths), 1 << (max(lengths) - 1).bit_length())
+    return Packing(places, places, longest, longest)
 
 
 class Packings:
-    """Those of the last calls, on the device. New lengths are uploaded, for which the host waits; flash_attn_varlen_func takes
+    """Those of the last calls, on the GPU. New lengths are uploaded, for which the host waits; flash_attn_varlen_func takes
     lengths that are on the device already.
     """
 
@@ -91,25 +100,20 @@ class Packings:
         with self._lock:
             packing = self._known.get(key)
             if packing is None:
-                packing = self._known[key] = self._make(lengths * batch, device)
+                packing = self._known[key] = make_packing(lengths, batch, device)
             self._known.move_to_end(key)
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if len(self._known) > MOST_PACKINGS:
+                self._known.popitem(last=False)
+            if torch.cuda.is_current_stream_capturing():
                 self._in_graphs.append(packing)
+            else:  # its memory is not used again before this stream is through with it
+                packing.cu_seqlens_q.record_stream(torch.cuda.current_stream(device))
         return packing
-
-    def _make(self, lengths: tuple[int, ...], device: torch.device) -> Packing:
-        ends = np.array([0, *accumulate(lengths)], dtype=np.int32)
-        places = upload(ends, device) if device.type == "cuda" else torch.from_numpy(ends).to(device)
-        if len(self._known) >= MOST_PACKINGS:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # launches on any stream may still read it
-            self._known.popitem(last=False)
-        return Packing(places, places, max(lengths), max(lengths))
 
 
 _packings = Packings()
 
 
 def _laid_end_to_end(x: Tensor) -> Tensor:
-    """(batch x length, heads, head dim): a view, unless there are gaps between the sequences."""
+    """(batch x length, heads, head dim): a view where the sequences follow each other in memory, else a copy."""
     return x.flatten(0, 1)

@@ -16,7 +16,8 @@ from ...recording import Clocks, Cycles, RecordError, noted_by_drains, spans_fro
 from ...schedule import Schedule
 from ...spans import Spans, TaskTable, task_table
 from .backward import BackwardCall, backward_kernels
-from .groups import split
+from .documents import runs_packed
+from .groups import LARGEST_GROUP, parts_of
 from .layout import CallCache, Layout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward_config.cuh)
@@ -41,7 +42,7 @@ class RecordingCall(BackwardCall):
 
 def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Spans:
     """Run one backward of these (batched) tensors, after one to warm up, and tell when every task ran. Times are microseconds."""
-    k, v, options = split(q, k, v, options)
+    check_recordable(q, k, options)
     call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
     plan = call.plan
     assert plan is not None
@@ -53,6 +54,16 @@ def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     schedule = generate(options.schedule, plan.problem, plan.workers)
     drains = DRAINS[call.layout.dim <= 128]
     return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy(), drains)
+
+
+def check_recordable(q: Tensor, k: Tensor, options: AttentionOptions) -> None:
+    """What runs must be what the schedule says."""
+    if runs_packed(options):
+        raise ValueError(
+            "documents run as packed sequences, which are planned on the device and not recorded; name a schedule to record it"
+        )
+    if parts_of(q.shape[-2] // k.shape[-2]) > 1:
+        raise ValueError(f"a recording takes up to {LARGEST_GROUP} query heads a KV head; got {q.shape[-2]} and {k.shape[-2]}")
 
 
 def check_size(problem: Problem) -> None:
