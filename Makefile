@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check pages docs clean
+.PHONY: demo test check pages docs kernels clean
 
 $(VENV)/installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,15 @@ pages: $(VENV)/installed
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Every kernel with another compiler: make kernels NVRTC=13.0.88
+NVRTC ?= 13.0.88
+kernels: $(VENV)/installed
+	$(PYTHON) -m venv --clear .venv-nvrtc
+	.venv-nvrtc/bin/pip install -q cuda-bindings nvidia-cuda-nvrtc==$(NVRTC)
+	$(BIN)/python -c "import site; print(*site.getsitepackages(), sep='\n')" > .venv-nvrtc/others
+	cp .venv-nvrtc/others $$(.venv-nvrtc/bin/python -c "import site; print(site.getsitepackages()[0])")/zz_others.pth
+	PYTHONPATH=src .venv-nvrtc/bin/python tools/compile_kernels.py
 
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile

@@ -1,0 +1,31 @@
+"""Compiles every kernel variant with the NVRTC of this environment and prints what its assembler complains about.
+
+CI does the same with the newest NVRTC. PyTorch's builds bring older ones, whose register allocation differs:
+`make kernels NVRTC=13.0.88` checks with that one, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from dash_attn.backends.hopper.compile import compile_uncached, compiler_version
+from test_hopper_compile import VARIANTS, assembler_complaints
+
+
+def main() -> int:
+    with ThreadPoolExecutor(2) as pool:
+        logs = pool.map(lambda variant: compile_uncached(*variant).log, VARIANTS)
+        found = {name: assembler_complaints(log) for (_, name), log in zip(VARIANTS, logs, strict=True)}
+    complaints = {name: lines for name, lines in found.items() if lines}
+    for name, lines in complaints.items():
+        print(f"{name}: {lines[0]}")
+    print(f"NVRTC {compiler_version()}: {len(complaints)} of {len(VARIANTS)} variants have spills or changed wgmma")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
