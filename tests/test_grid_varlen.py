@@ -62,7 +62,13 @@ def assert_packed(device: str, case: Packed, softcap: float = 0.0) -> None:
             assert_near(ours, part, case.mask, softcap=softcap)
 
 
-@pytest.mark.parametrize(("device", "case"), on_devices(cases(SELF + CROSS), cases(SELF + CROSS + LONG)))
+# Long enough for circles of chains, of equal and unequal blocks, with fewer queries than keys too.
+CIRCLES = [
+    Packed(((2200, 2200), (300, 4500), (2049, 2048), (64, 2300)), Full(), heads, dim) for heads, dim in (((4, 4), 64), ((4, 2), 128))
+]
+
+
+@pytest.mark.parametrize(("device", "case"), on_devices(cases(SELF + CROSS), [*cases(SELF + CROSS + LONG), *CIRCLES]))
 def test_packed_batches(device: str, case: Packed) -> None:
     assert_packed(device, case)
 
