@@ -172,21 +172,18 @@ def test_large_groups_are_split(group: int, parts: int) -> None:
     assert groups.parts_of(group) == parts
 
 
-def test_parts_of_a_group_run_as_groups_of_their_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
-
-    def launch(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions, *_: Any) -> Any:
-        seen.update(k=k, options=options)
-        return q, torch.arange(4, dtype=torch.bfloat16).view(1, 1, 4, 1).expand_as(k), v, None
-
-    monkeypatch.setattr(groups, "launch_backward", launch)
+def test_parts_of_a_group_run_as_groups_of_their_own(driver: Driver) -> None:
     q, k = made(100, 32, 64, 1), torch.randn(1, 100, 2, 64).bfloat16()
     options = AttentionOptions(Causal(), 1.0, head_offset=3)
-    _, dk, dv, _ = groups.backward(q, q, k, k, q, torch.zeros(1, 32, 100), options)
-    assert (seen["k"].shape, seen["options"].head_offset) == ((1, 100, 4, 64), 6)
-    assert all(torch.equal(seen["k"][:, :, head], k[:, :, head // 2]) for head in range(4))
+    many_k, _, of_parts = groups.split(q, k, k, options)
+    assert (many_k.shape, of_parts.head_offset) == ((1, 100, 4, 64), 6)
+    assert all(torch.equal(many_k[:, :, head], k[:, :, head // 2]) for head in range(4))
+    looks_k, looks_v, looks = groups.without_data(q, k, k, options)
+    assert (looks_k.shape, looks_v.shape, looks) == (many_k.shape, many_k.shape, of_parts)
+    _, dk, dv, _ = backward.backward(q, q, k, k, q, torch.zeros(1, 32, 100), options)
     assert (dk.dtype, dk.shape, dv.shape) == (k.dtype, k.shape, k.shape)
-    assert torch.equal(dk[0, 0, :, 0].float(), torch.tensor([0.0 + 1, 2 + 3]))
+    parts = torch.arange(4, dtype=torch.bfloat16).view(1, 1, 4, 1).expand_as(many_k)
+    assert torch.equal(groups.add_in_order(parts, k.shape)[0, 0, :, 0].float(), torch.tensor([0.0 + 1, 2 + 3]))
 
 
 def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:

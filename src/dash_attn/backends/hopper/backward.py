@@ -15,6 +15,7 @@ from ...packing import Packing
 from ...plan import Plan
 from ...planning import plan_for, problem_of
 from .driver import Arguments, LoadedKernel, current_stream, flag, load, on_device
+from .groups import add_in_order, split
 from .layout import CallCache, Layout, empty_contiguous, kernel_scales
 from .packed import PackedPlanner, packed_sizes
 from .shapes import HELPER_THREADS, THREADS, backward_tiles
@@ -42,8 +43,10 @@ def backward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
-    call, tensors = _calls.find((q, k, v, dout, out), options, packing)
-    return call.run(tensors, lse, packing, sinks)
+    many_k, many_v, of_parts = split(q, k, v, options)
+    call, tensors = _calls.find((q, many_k, many_v, dout, out), of_parts, packing)
+    dq, dk, dv, dsinks = call.run(tensors, lse, packing, sinks)
+    return dq, add_in_order(dk, k.shape), add_in_order(dv, v.shape), dsinks
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:

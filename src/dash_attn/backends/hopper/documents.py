@@ -18,8 +18,8 @@ from torch import Tensor
 from ...masks import Causal, Documents, Full
 from ...options import AttentionOptions
 from ...packing import Packing
+from .backward import backward as backward_of_batch
 from .forward import forward as forward_of_batch
-from .groups import backward as backward_of_batch
 from .tables import upload
 
 MOST_PACKINGS = 64

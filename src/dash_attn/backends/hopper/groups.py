@@ -12,8 +12,6 @@ from functools import lru_cache
 from torch import Tensor
 
 from ...options import AttentionOptions
-from ...packing import Packing
-from .backward import backward as launch_backward
 
 LARGEST_GROUP = 8  # query heads a chain walks
 
@@ -30,23 +28,6 @@ def split(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[T
     if parts == 1:
         return k, v, options
     return k.repeat_interleave(parts, -2), v.repeat_interleave(parts, -2), _of_parts(options, parts)
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
-    packing: Packing | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dQ, dK, dV and the gradient of the sinks."""
-    many_k, many_v, of_parts = split(q, k, v, options)
-    dq, dk, dv, dsinks = launch_backward(dout, q, many_k, many_v, out, lse, of_parts, packing, sinks)
-    return dq, _add_in_order(dk, k.shape), _add_in_order(dv, v.shape), dsinks
 
 
 def without_data(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, AttentionOptions]:
@@ -68,8 +49,9 @@ def _of_parts(options: AttentionOptions, parts: int) -> AttentionOptions:
     return replace(options, head_offset=options.head_offset * parts)
 
 
-def _add_in_order(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Parts of a group lie side by side. One after the other: a sum over a dimension would be free to choose its order."""
+def add_in_order(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """dK or dV of this shape. Parts of a group lie side by side and are added one after the other: a sum over a dimension
+    would be free to choose its order."""
     if gradient.shape == shape:
         return gradient
     first, *others = gradient.unflatten(-2, (shape[-2], -1)).unbind(-2)
