@@ -85,7 +85,7 @@ def test_the_number_of_calls_is_bounded(machine: Machine) -> None:
     for length in range(2, 2 * layout.MOST_CALLS):
         calls.find(tensors(length), OPTIONS, None)
         assert calls.find(tensors(1), OPTIONS, None)[0] is hot, "what is used stays"
-    assert len(calls._calls) == layout.MOST_CALLS
+    assert len(calls._kept.values) == layout.MOST_CALLS
     assert machine.waits == layout.MOST_CALLS - 1, "tables are let go only when nobody reads them"
 
 
@@ -106,8 +106,8 @@ def test_graphs_keep_their_calls_and_prepare_nothing(machine: Machine) -> None:
     machine.capturing = False
     for length in range(10, 10 + layout.MOST_CALLS):
         calls.find(tensors(length), OPTIONS, None)
-    assert call not in calls._calls.values()
-    assert any(kept is call for kept in calls._in_graphs)
+    assert call not in calls._kept.values.values()
+    assert any(kept is call for kept in calls._kept.in_graphs)
 
 
 def test_nothing_is_uploaded_into_a_graph(machine: Machine) -> None:

@@ -151,14 +151,14 @@ def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
 
 def test_only_the_last_document_lengths_are_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    packings = documents.Packings()
+    monkeypatch.setattr(documents, "_kept", layout.Kept(documents.MOST_PACKINGS))
     device = torch.device("cpu")
-    first = packings.find((1, 2), 1, device)
-    assert packings.find((1, 2), 1, device) is first
+    first = documents.kept_packing((1, 2), 1, device)
+    assert documents.kept_packing((1, 2), 1, device) is first
     for length in range(documents.MOST_PACKINGS):
-        packings.find((length + 2,), 1, device)
-    assert packings.find((1, 2), 1, device) is not first
-    assert len(packings._known) == documents.MOST_PACKINGS
+        documents.kept_packing((length + 2,), 1, device)
+    assert documents.kept_packing((1, 2), 1, device) is not first
+    assert len(documents._kept.values) == documents.MOST_PACKINGS
 
 
 def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driver) -> None:
@@ -178,7 +178,7 @@ def test_parts_of_a_group_run_as_groups_of_their_own(driver: Driver) -> None:
     many_k, _, of_parts = groups.split(q, k, k, options)
     assert (many_k.shape, of_parts.head_offset) == ((1, 100, 4, 64), 6)
     assert all(torch.equal(many_k[:, :, head], k[:, :, head // 2]) for head in range(4))
-    looks_k, looks_v, looks = groups.without_data(q, k, k, options)
+    looks_k, looks_v, looks = groups.split(q, k, k, options, shapes_only=True)
     assert (looks_k.shape, looks_v.shape, looks) == (many_k.shape, many_k.shape, of_parts)
     _, dk, dv, _ = backward.backward(q, q, k, k, q, torch.zeros(1, 32, 100), options)
     assert (dk.dtype, dk.shape, dv.shape) == (k.dtype, k.shape, k.shape)

@@ -19,6 +19,7 @@ from .runs import Run, compress
 from .schedule import Schedule
 
 RUN_FIELDS = ("q_first", "q_stride", "length", "rank_mul", "rank_add", "rank_div", "partial", "entries")
+ORDER_DIGITS = 16  # of order_hash
 MOST_RUNS = 16  # a chain that needs more is listed entry by entry
 
 
@@ -64,7 +65,7 @@ class Plan:
             for kv_tile in range(self.problem.kv_tiles):
                 steps = self.steps(kind, kv_tile)
                 digest.update(np.int64(len(steps)).tobytes() + steps[:, :2].tobytes())
-        return digest.hexdigest()[:16]
+        return digest.hexdigest()[:ORDER_DIGITS]
 
     def steps(self, kind: int, kv_tile: int) -> Ints:
         """The walk of a chain, decoded: rows (q_tile, rank, partial)."""

@@ -22,9 +22,14 @@ def shift(problem: Problem, workers: int) -> Schedule:
     return _build(problem, workers, "shift", largest, (RUN_TO_RUN, BATCH_INVARIANT))
 
 
+def largest_block(q_tiles: int) -> int:
+    """Chains of a block of shift_blocks. (Packed batches, which are planned on the device, use the same rule.)"""
+    return max(1, min(64, q_tiles // 2))
+
+
 def shift_blocks(problem: Problem, workers: int) -> Schedule:
     """Blocks of at most 64 chains, two steps apart or more: a function of the problem alone."""
-    return _build(problem, workers, "shift_blocks", max(1, min(64, problem.q_tiles // 2)), ALL_GUARANTEES)
+    return _build(problem, workers, "shift_blocks", largest_block(problem.q_tiles), ALL_GUARANTEES)
 
 
 def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: tuple[str, ...]) -> Schedule:

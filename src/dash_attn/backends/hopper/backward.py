@@ -18,7 +18,7 @@ from .driver import Arguments, LoadedKernel, current_stream, flag, load, on_devi
 from .groups import add_in_order, split
 from .layout import CallCache, Layout, empty_contiguous, kernel_scales
 from .packed import PackedPlanner, packed_sizes
-from .shapes import HELPER_THREADS, THREADS, backward_tiles
+from .shapes import HELPER_THREADS, THREADS, backward_tiles, helper_blocks
 from .structs import BackwardParams, PostprocessParams, PreprocessParams, SinkGradientParams, Strides, TilePlaces
 from .support import check_device
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
@@ -115,7 +115,7 @@ class BackwardCall:
         self.workspace = workspace_of(layout)
         self.head_tiles = layout.tiles_of_queries(self.tiles.q_rows)
         self.dq_tiles = layout.batch * layout.q_heads * self.head_tiles
-        self.blocks_before = -(-self.dq_tiles * self.tiles.q_rows * lanes_of(layout.dim) // HELPER_THREADS)
+        self.blocks_before = helper_blocks(self.dq_tiles * self.tiles.q_rows * lanes_of(layout.dim))
         self.mask: MaskOnDevice = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
         kind = "Packed" if layout.packed else self.mask.kind
         self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, self.ordered, bool(options.softcap), kind)

@@ -4,12 +4,9 @@ lengths change, and give each document the bits it has alone. Only a schedule th
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +17,7 @@ from ...options import AttentionOptions
 from ...packing import Packing
 from .backward import backward as backward_of_batch
 from .forward import forward as forward_of_batch
+from .kept import Kept
 from .tables import upload
 
 MOST_PACKINGS = 64
@@ -58,9 +56,9 @@ def backward(
     packed_dout, packed_q, packed_k, packed_v, packed_out = (_laid_end_to_end(x) for x in (dout, q, k, v, out))
     packed_lse = lse.transpose(0, 1).reshape(q.shape[2], -1)
     alone, places = of_a_document(options), packing_of(q, options)
-    *gradients, dsinks = backward_of_batch(packed_dout, packed_q, packed_k, packed_v, packed_out, packed_lse, alone, places, sinks)
-    dq, dk, dv = (x.unflatten(0, q.shape[:2]) for x in gradients if x is not None)
-    return dq, dk, dv, dsinks
+    dq, dk, dv, dsinks = backward_of_batch(packed_dout, packed_q, packed_k, packed_v, packed_out, packed_lse, alone, places, sinks)
+    rows = q.shape[:2]
+    return dq.unflatten(0, rows), dk.unflatten(0, rows), dv.unflatten(0, rows), dsinks
 
 
 @lru_cache(maxsize=64)
@@ -71,10 +69,12 @@ def of_a_document(options: AttentionOptions) -> AttentionOptions:
 
 
 def packing_of(q: Tensor, options: AttentionOptions) -> Packing:
-    """Where the documents of all sequences begin and end."""
+    """Where the documents of all sequences begin and end. New lengths are uploaded to a GPU, for which the host waits;
+    flash_attn_varlen_func takes lengths that are on the device already.
+    """
     assert isinstance(options.mask, Documents)
     lengths, batch = options.mask.lengths, q.shape[0]
-    return _packings.find(lengths, batch, q.device) if q.is_cuda else make_packing(lengths, batch, q.device)
+    return kept_packing(lengths, batch, q.device) if q.is_cuda else make_packing(lengths, batch, q.device)
 
 
 def make_packing(lengths: tuple[int, ...], batch: int, device: torch.device) -> Packing:
@@ -85,33 +85,18 @@ def make_packing(lengths: tuple[int, ...], batch: int, device: torch.device) -> 
     return Packing(places, places, longest, longest)
 
 
-class Packings:
-    """Those of the last calls, on the GPU. New lengths are uploaded, for which the host waits; flash_attn_varlen_func takes
-    lengths that are on the device already.
-    """
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Any, Packing] = OrderedDict()  # least recently used first
-        self._in_graphs: list[Packing] = []  # a graph holds addresses, but no tensors
-        self._lock = threading.Lock()
-
-    def find(self, lengths: tuple[int, ...], batch: int, device: torch.device) -> Packing:
-        key = (lengths, batch, device)
-        with self._lock:
-            packing = self._known.get(key)
-            if packing is None:
-                packing = self._known[key] = make_packing(lengths, batch, device)
-            self._known.move_to_end(key)
-            if len(self._known) > MOST_PACKINGS:
-                self._known.popitem(last=False)
-            if torch.cuda.is_current_stream_capturing():
-                self._in_graphs.append(packing)
-            else:  # its memory is not used again before this stream is through with it
-                packing.cu_seqlens_q.record_stream(torch.cuda.current_stream(device))
-        return packing
+_kept: Kept[Packing] = Kept(MOST_PACKINGS)
 
 
-_packings = Packings()
+def kept_packing(lengths: tuple[int, ...], batch: int, device: torch.device) -> Packing:
+    key = (lengths, batch, device)
+    packing = _kept.get(key)
+    if packing is None:
+        packing = make_packing(lengths, batch, device)
+        _kept.put(key, packing)
+    if not torch.cuda.is_current_stream_capturing():  # its memory is not used again before this stream is through with it
+        packing.cu_seqlens_q.record_stream(torch.cuda.current_stream(device))
+    return packing
 
 
 def _laid_end_to_end(x: Tensor) -> Tensor:

@@ -22,26 +22,26 @@ def parts_of(group: int) -> int:
     return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= LARGEST_GROUP)
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, AttentionOptions]:
-    """K, V and options with a KV head for every part of a group."""
-    parts = parts_of(q.shape[-2] // k.shape[-2])
-    if parts == 1:
-        return k, v, options
-    return k.repeat_interleave(parts, -2), v.repeat_interleave(parts, -2), _of_parts(options, parts)
+def parts_between(q: Tensor, k: Tensor) -> int:
+    return parts_of(q.shape[-2] // k.shape[-2])
 
 
-def without_data(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, AttentionOptions]:
-    """What `split` gives, for those who look at shapes only."""
-    parts = parts_of(q.shape[-2] // k.shape[-2])
+def split(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, shapes_only: bool = False) -> tuple[Tensor, Tensor, AttentionOptions]:
+    """K, V and options with a KV head for every part of a group. `shapes_only`: nothing is copied, the data are not right."""
+    parts = parts_between(q, k)
     if parts == 1:
         return k, v, options
-    many_k, many_v = (x[..., :1, :].expand(*x.shape[:-2], parts * x.shape[-2], x.shape[-1]) for x in (k, v))
+    many_k, many_v = (_of_shape(x, parts) if shapes_only else x.repeat_interleave(parts, -2) for x in (k, v))
     return many_k, many_v, _of_parts(options, parts)
 
 
-def bytes_of_copies(k: Tensor, v: Tensor, many_k: Tensor, many_v: Tensor) -> int:
+def _of_shape(x: Tensor, parts: int) -> Tensor:
+    return x[..., :1, :].expand(*x.shape[:-2], parts * x.shape[-2], x.shape[-1])
+
+
+def bytes_of_copies(k: Tensor, v: Tensor, parts: int) -> int:
     """K and V for every part, and their gradients."""
-    return 0 if many_k.shape == k.shape else 2 * (many_k.numel() + many_v.numel()) * k.element_size()
+    return 0 if parts == 1 else 2 * parts * (k.numel() + v.numel()) * k.element_size()
 
 
 @lru_cache(maxsize=64)

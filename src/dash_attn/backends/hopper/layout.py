@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,6 +12,7 @@ from torch import Tensor
 from ...options import AttentionOptions
 from ...packing import Packing
 from .driver import device_index, on_device, refuse_capture
+from .kept import Kept
 from .shapes import kernel_dim
 from .support import DTYPES, check_call
 from .tensor_map import tma_ready
@@ -117,45 +116,31 @@ class CallCache(Generic[Call]):
 
     def __init__(self, prepare: Callable[[Layout, tuple[Tensor, ...], AttentionOptions], Call]) -> None:
         self._prepare = prepare
-        self._calls: OrderedDict[Any, Call] = OrderedDict()  # least recently used first
-        self._in_graphs: list[Call] = []  # a graph holds addresses of a call's tables, but not the call
-        self._lock = threading.Lock()
+        self._kept: Kept[Call] = Kept(MOST_CALLS)
 
     def find(self, tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None) -> tuple[Call, tuple[Tensor, ...]]:
         """The prepared call and the tensors it can work on (copies of those that TMA cannot read)."""
         dims = tensors[0].shape[-1], tensors[2].shape[-1]
         key = _key(tensors, dims, options, packing)
-        call = self._look_up(key)
+        call = self._kept.get(key)
         if call is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
             return call, tensors
         layout = Layout.of(tensors, options, packing)
         tensors = tuple(tma_ready(t) for t in tensors)
         key = _key(tensors, dims, options, packing)
-        call = self._look_up(key)
+        call = self._kept.get(key)
         return (self._make(key, layout, tensors, options) if call is None else call), tensors
-
-    def _look_up(self, key: tuple) -> Call | None:
-        with self._lock:
-            call = self._calls.get(key)
-            if call is not None:
-                self._calls.move_to_end(key)
-                if torch.cuda.is_current_stream_capturing():
-                    self._in_graphs.append(call)
-        return call
 
     def _make(self, key: tuple, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Call:
         refuse_capture()
         with on_device(layout.device):
             call = self._prepare(layout, tensors, options)
-        with self._lock:
-            oldest = [self._calls.popitem(last=False)[1] for _ in range(len(self._calls) - MOST_CALLS + 1)]
-            self._calls[key] = call
-        if any(old.holds_tables for old in oldest):
+        if any(old.holds_tables for old in self._kept.put(key, call)):
             torch.cuda.synchronize(layout.device)  # launches on any stream may still read them; here they go
         return call
 
     def clear(self) -> None:
-        self._calls.clear()
+        self._kept.clear()
 
 
 def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, packing: Packing | None) -> tuple:

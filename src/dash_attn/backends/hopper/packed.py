@@ -6,11 +6,12 @@ from ctypes import addressof
 from typing import Any
 
 from ...generators.auto import FEW_KV_TILES
+from ...generators.shift import largest_block
 from ...options import AttentionOptions
 from ...packing import Packing
 from .driver import Arguments, flag, load
 from .layout import Layout
-from .shapes import HELPER_THREADS, BackwardTiles, backward_tiles
+from .shapes import HELPER_THREADS, BackwardTiles, backward_tiles, helper_blocks
 from .structs import PackedParams, PackedTilesParams
 from .support import check_device, check_gang
 from .tables import MaskOnDevice
@@ -40,7 +41,7 @@ class SequenceLayout:
             call=register_call(layout.q_heads, head_tiles),
         )
         self.arguments = Arguments([addressof(self.params)])
-        self._grid = blocks(layout.count)
+        self._grid = helper_blocks(layout.count)
 
     def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
         params = self.params
@@ -59,14 +60,10 @@ def packed_sizes(layout: Layout, head_tiles: int, chains: int) -> dict[str, int]
     return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
 
 
-def blocks(threads: int) -> int:
-    return -(-threads // HELPER_THREADS)
-
-
 def largest_gang(layout: Layout, tiles: BackwardTiles) -> int:
     """Most chains that may wait for each other: in_ring of packed_plan.cuh, for the longest sequence."""
     q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-(layout.k_longest or 1) // tiles.kv_rows)
-    return 1 if kv_tiles <= FEW_KV_TILES else min(max(1, min(64, q_tiles // 2)), kv_tiles)
+    return 1 if kv_tiles <= FEW_KV_TILES else min(largest_block(q_tiles), kv_tiles)
 
 
 class PackedPlanner:
@@ -80,7 +77,7 @@ class PackedPlanner:
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
         self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset, chains
         self._kernel = load(layout.device, "packed_plan.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
-        self._grid = blocks(max(head_tiles, 2 * chains))
+        self._grid = helper_blocks(max(head_tiles, 2 * chains))
 
     def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
         params = self._sequences.params  # both kernels take the same
@@ -99,7 +96,7 @@ class PackedTiler:
         self._kernel = load(layout.device, "packed_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
         self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
         self._arguments = Arguments([addressof(self._params)])
-        self._grid = blocks(self.room)
+        self._grid = helper_blocks(self.room)
 
     def sizes(self, layout: Layout) -> dict[str, int]:
         return {**sequence_sizes(layout), "tiles": TILE_BYTES * self.room}

@@ -17,7 +17,7 @@ from ...schedule import Schedule
 from ...spans import Spans, TaskTable, task_table
 from .backward import BackwardCall, backward_kernels
 from .documents import runs_packed
-from .groups import LARGEST_GROUP, parts_of
+from .groups import LARGEST_GROUP, parts_between
 from .layout import CallCache, Layout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward_config.cuh)
@@ -62,7 +62,7 @@ def check_recordable(q: Tensor, k: Tensor, options: AttentionOptions) -> None:
         raise ValueError(
             "documents run as packed sequences, which are planned on the device and not recorded; name a schedule to record it"
         )
-    if parts_of(q.shape[-2] // k.shape[-2]) > 1:
+    if parts_between(q, k) > 1:
         raise ValueError(f"a recording takes up to {LARGEST_GROUP} query heads a KV head; got {q.shape[-2]} and {k.shape[-2]}")
 
 

@@ -9,6 +9,11 @@ KERNEL_DIMS = (64, 96, 128, 192, 256)
 THREADS, HELPER_THREADS = 384, 256
 
 
+def helper_blocks(threads: int) -> int:
+    """Of a helper kernel with that many threads."""
+    return -(-threads // HELPER_THREADS)
+
+
 def kernel_dim(*dims: int) -> int:
     """The kernel that serves these head dims (of q and k, and of v)."""
     return next(dim for dim in KERNEL_DIMS if dim >= max(dims))
