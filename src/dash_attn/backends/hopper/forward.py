@@ -28,7 +28,8 @@ CONSUMER_ROWS = 64  # queries of a consumer warpgroup
 # Consumers: time per element, relative.
 CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
-CACHED_BYTES = 32 * 2**20  # K and V that may be expected to stay in the L2 cache
+CACHED_BYTES = 8 * 2**20  # K and V that stay in the L2 cache beside Q and the output
+LAST_ROUNDS = 4  # Q tiles an SM gets of the last heads: enough to end together, the shortest last
 
 
 def forward(
@@ -68,7 +69,6 @@ class ForwardCall:
             q_heads=layout.q_heads,
             group=layout.group,
             tokens=layout.q_len,
-            heads_side_by_side=self._heads_side_by_side(k, v),
             mask=self.mask.params,
             **kernel_scales(options),
         )
@@ -76,6 +76,7 @@ class ForwardCall:
         consumers, places = self._place_packed() if layout.packed else self._place(q, k, v, options)
         kind = "Packed" if layout.packed else self.mask.kind
         self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(options.softcap), kind)
+        self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, places)
         self.grid = max(1, min(check_device(layout.device), layout.batch * layout.q_heads * places))
         self.out_shape = (*q.shape[:-1], v.shape[-1])
         self.out_like_q = self.out_shape == tuple(q.shape)
@@ -88,11 +89,15 @@ class ForwardCall:
         self.holds_tables = not layout.packed
         self.lock = threading.Lock()
 
-    def _heads_side_by_side(self, k: Tensor, v: Tensor) -> int:
+    def _heads_side_by_side(self, k: Tensor, v: Tensor, places: int) -> tuple[int, int]:
+        """Of all heads, and of the last ones. Where all Q tiles take the same time, one head after the other ends together, too."""
+        if self.even:
+            return 1, 1
         layout = self.layout
         longest = layout.k_longest if layout.packed else layout.kv_len
         bytes_per_head = (longest or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
-        return max(1, min(layout.batch * layout.q_heads, int(CACHED_BYTES // bytes_per_head)))
+        last = -(-LAST_ROUNDS * check_device(layout.device) // max(1, places))
+        return max(1, int(CACHED_BYTES // bytes_per_head)), min(layout.batch * layout.q_heads, last)
 
     def _place(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[int, int]:
         """Consumers, and Q tiles of a head that visit anything."""
@@ -100,6 +105,7 @@ class ForwardCall:
         self.visits = visits_on_device(problem, self.device)
         self.params.places, self.params.visits = self.visits.places, self.visits.params
         self.some_attend_nothing = self.visits.places < problem.q_tiles
+        self.even = bool(problem.kept.all())
         self.workspace = Workspace(next_ticket=8)
         return problem.tile_q // CONSUMER_ROWS, self.visits.places
 
@@ -108,7 +114,7 @@ class ForwardCall:
         consumers = packed_consumers(layout)
         self.tiler = PackedTiler(layout, self.mask, CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows)
         self.workspace = Workspace(next_ticket=8, **self.tiler.sizes(layout))
-        self.some_attend_nothing = False  # tiles without visits are written, too
+        self.some_attend_nothing = self.even = False  # tiles without visits are written, too
         return consumers, self.tiler.room
 
     def run(self, tensors: tuple[Tensor, ...], packing: Packing | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

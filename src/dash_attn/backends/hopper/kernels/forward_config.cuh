@@ -23,7 +23,7 @@ struct ForwardParams {
   int* next_ticket;   // ... and, behind it, how many there are
   int batch, q_heads, group, places;  // places: Q tiles a head takes
   int tokens;                         // packed queries
-  int heads_side_by_side;             // heads whose K and V fit the L2 cache together
+  int heads_side_by_side, last_heads;  // heads whose K and V fit the L2 cache together; heads that end side by side
   float scale_log2, cap_scale;        // with softcap: cap * log2(e) and 2 log2(e) scale / cap
   MaskParams mask;
   VisitTables visits;

@@ -29,15 +29,23 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
   }
 
  private:
-  // The next (head of the batch, Q tile), or -1. Groups of heads whose K and V stay in the L2 cache; in a group longest Q
-  // tiles first, heads innermost. Packed sequences: entry of p.tiles instead of a Q tile.
+  // The next (head of the batch, Q tile), or -1. Groups of heads whose K and V stay in the L2 cache, and a larger one at the
+  // end; in a group longest Q tiles first, heads innermost. Packed sequences: entry of p.tiles instead of a Q tile.
   DEVICE int2 take_ticket() {
-    const int ticket = atomicAdd(p.next_ticket, 1), places = PACKED ? p.next_ticket[1] : p.places;
-    const int heads = p.batch * p.q_heads;
+    int ticket = atomicAdd(p.next_ticket, 1);
+    const int places = PACKED ? p.next_ticket[1] : p.places, heads = p.batch * p.q_heads;
     if (ticket >= heads * places) return make_int2(-1, 0);
-    const int side = p.heads_side_by_side, group = ticket / (side * places), within = ticket - group * side * places;
-    const int width = min(side, heads - group * side), place = within / width;
-    return make_int2(group * side + within - place * width, PACKED ? place : p.visits.q_order[place]);
+    int first = 0, end = heads - p.last_heads, side = p.heads_side_by_side;
+    if (ticket >= end * places) {
+      ticket -= end * places;
+      first = end;
+      end = heads;
+      side = p.last_heads;
+    }
+    const int group = ticket / (side * places), within = ticket - group * side * places;
+    first += group * side;
+    const int width = min(side, end - first), place = within / width;
+    return make_int2(first + within - place * width, PACKED ? place : p.visits.q_order[place]);
   }
 
   DEVICE TileNote describe(int2 ticket) {
