@@ -75,6 +75,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     for module in (backward, packed):
         monkeypatch.setattr(module, "report_address", lambda: 0)
     monkeypatch.setattr(forward, "cuda_driver", NothingToReset)
+    monkeypatch.setattr(forward, "shared_counter", lambda device, stream: None)
     monkeypatch.setattr(layout, "device_index", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())

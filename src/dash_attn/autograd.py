@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .alerts import alert_if_unordered
-from .backends import load, resolve
+from .backends import backend_for
 from .call_log import LOG_CALLS, log_call
 from .nothing import backward_of_nothing, forward_of_nothing, no_pairs
 from .options import AttentionOptions
@@ -20,10 +20,10 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     alert_if_unordered(options)
-    backend = resolve(options.backend, q.device)
+    backend = backend_for(options.backend, q.device)
     if no_pairs(q, k):
         return forward_of_nothing(q, v, sinks)
-    results = load(backend).forward(q, k, v, options, packing, sinks)
+    results = backend.forward(q, k, v, options, packing, sinks)
     if LOG_CALLS:
         log_call(q, k, v, options, packing)
     return results
@@ -42,10 +42,10 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and, where there are sinks, their gradient."""
     alert_if_unordered(options)
-    backend = resolve(options.backend, q.device)
+    backend = backend_for(options.backend, q.device)
     if no_pairs(q, k):
         return backward_of_nothing(q, k, v, sinks)
-    return load(backend).backward(dout, q, k, v, out, lse, options, packing, sinks)
+    return backend.backward(dout, q, k, v, out, lse, options, packing, sinks)
 
 
 class FirstGradientsOnly(torch.autograd.Function):

@@ -5,7 +5,7 @@ Backends never import each other, and an explicit request never falls back to an
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -77,6 +77,12 @@ def resolve_to_explain(name: str, device: torch.device) -> str:
     if name == "auto":
         raise ValueError(f"tensors on meta fit every backend: say which one to explain, backend={' or '.join(map(repr, DEVICE_OF))}")
     return name
+
+
+@lru_cache(maxsize=64)
+def backend_for(name: str, device: torch.device) -> Backend:
+    """The module that runs calls of tensors on this device."""
+    return load(resolve(name, device))
 
 
 @cache

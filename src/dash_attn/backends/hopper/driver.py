@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -90,16 +91,22 @@ def on_device(index: int) -> AbstractContextManager[None]:
     """Makes the device and its context current for driver calls; costs little if they already are."""
     if torch.cuda.current_device() != index:
         return _switched_to(index)
-    _make_context_current(index)
+    if getattr(_thread, "device", None) != index:
+        _make_context_current(index)
     return _NO_SWITCH
 
 
+_thread = threading.local()
+
+
 def _make_context_current(index: int) -> None:
-    """torch and the CUDA runtime do so lazily: a thread that has made no runtime call yet (autograd's) has no context."""
+    """torch and the CUDA runtime do so lazily: a thread that has made no runtime call yet (autograd's) has no context.
+    Once it has one, torch changes it whenever it changes the current device."""
     driver = cuda_driver()
     context = _primary_context(index)
     if int(check(driver.cuCtxGetCurrent())) != int(context):
         check(driver.cuCtxSetCurrent(context))
+    _thread.device = index
 
 
 @cache

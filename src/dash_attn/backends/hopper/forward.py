@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from ctypes import addressof
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .structs import ForwardParams
 from .support import check_device
 from .tables import mask_on_device, visits_on_device
 from .tensor_map import TensorMap
+from .tickets import shared_counter
 from .trouble import raise_if_troubled
 from .workspace import Workspace
 
@@ -77,7 +79,10 @@ class ForwardCall:
         kind = "Packed" if layout.packed else self.mask.kind
         self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(options.softcap), kind)
         self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, places)
-        self.grid = max(1, min(check_device(layout.device), layout.batch * layout.q_heads * places))
+        tickets = layout.batch * layout.q_heads * places
+        self.grid = max(1, min(check_device(layout.device), tickets))
+        # Each CTA takes one ticket too many, by which it knows that there are no more. Packed: their number is not known here.
+        self.params.last_ticket = 2**32 - 1 if layout.packed else tickets + self.grid - 1
         self.out_shape = (*q.shape[:-1], v.shape[-1])
         self.out_like_q = self.out_shape == tuple(q.shape)
         self.lse_shape = (layout.q_heads, layout.q_len) if layout.packed else (layout.batch, layout.q_heads, layout.q_len)
@@ -128,8 +133,8 @@ class ForwardCall:
             if self.some_attend_nothing:
                 out.zero_()
                 lse.fill_(-torch.inf) if logits is None else lse.copy_(logits[:, None].expand(self.lse_shape))
-            memory, at = self.workspace.allocate(self.device)
             stream = current_stream(index)
+            memory, at = self._tickets(stream)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 for tensor_map, tensor in zip(self.maps, (q, k, v, out), strict=True):
                     tensor_map.point_to(tensor.data_ptr())
@@ -139,11 +144,21 @@ class ForwardCall:
                 if self.tiler is not None and packing is not None:
                     self.tiler.launch(packing, at, stream)
                     params.sequences, params.tiles = at["sequences"], at["tiles"]
-                else:
-                    check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
                 self.kernel.launch(self.grid, self.arguments, stream)
         del memory  # stream order keeps it alive long enough
         return cut(out, self.layout.v_dim), lse
+
+
+    def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
+        """Memory to keep until the launches are done, and the address of every part of it."""
+        if self.tiler is None:
+            counter = shared_counter(self.layout.device, int(stream))
+            if counter is not None:
+                return None, {"next_ticket": counter}
+        memory, at = self.workspace.allocate(self.device)
+        if self.tiler is None:
+            check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
+        return memory, at
 
 
 _calls = CallCache(ForwardCall)

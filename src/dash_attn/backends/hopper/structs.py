@@ -107,6 +107,7 @@ class VisitParams(ctypes.Structure):
 class ForwardParams(ctypes.Structure):
     _fields_ = [
         *_pointers("lse", "sinks", "next_ticket"),
+        ("last_ticket", c_uint32),
         *_ints("batch", "q_heads", "group", "places", "tokens", "heads_side_by_side", "last_heads"),
         ("scale_log2", c_float),
         ("cap_scale", c_float),

@@ -20,7 +20,8 @@ struct alignas(16) PackedTile {
 struct ForwardParams {
   float* lse;         // [batch][q_heads][q_len] or packed [q_heads][tokens], natural log
   const float* sinks; // [q_heads] a logit that joins every row's softmax, or null
-  int* next_ticket;   // ... and, behind it, how many there are
+  u32* next_ticket;   // packed: ... and, behind it, how many there are
+  u32 last_ticket;    // the one that some CTA takes last; after it the next is 0 again, as the following launch needs it
   int batch, q_heads, group, places;  // places: Q tiles a head takes
   int tokens;                         // packed queries
   int heads_side_by_side, last_heads;  // heads whose K and V fit the L2 cache together; heads that end side by side

@@ -32,6 +32,8 @@ template <MaskKind KIND> struct QueryMask {
 template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> struct ForwardConsumer {
   using C = ForwardConfig<D, CONSUMERS>;
   static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the maxima and sums of a row
+  // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
+  static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
   const ForwardParams& p;
   u32 shared, base, bar;
   int wg, warp, lane;
@@ -75,11 +77,13 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     if (lane == 0) mbarrier_arrive(bar + barrier);
   }
   DEVICE void await_turn() {
+    if constexpr (!TAKE_TURNS) return;
     if (wg == 0) named_barrier_sync<1>(2 * WARPGROUP);
     if (wg == 1) named_barrier_sync<2>(2 * WARPGROUP);
     if (wg == 2) named_barrier_sync<3>(2 * WARPGROUP);
   }
   DEVICE void pass_turn() {
+    if constexpr (!TAKE_TURNS) return;
     const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;
     if (next == 0) named_barrier_arrive<1>(2 * WARPGROUP);
     if (next == 1) named_barrier_arrive<2>(2 * WARPGROUP);

@@ -32,8 +32,8 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
   // The next (head of the batch, Q tile), or -1. Groups of heads whose K and V stay in the L2 cache, and a larger one at the
   // end; in a group longest Q tiles first, heads innermost. Packed sequences: entry of p.tiles instead of a Q tile.
   DEVICE int2 take_ticket() {
-    int ticket = atomicAdd(p.next_ticket, 1);
-    const int places = PACKED ? p.next_ticket[1] : p.places, heads = p.batch * p.q_heads;
+    int ticket = (int)atomicInc(p.next_ticket, p.last_ticket);
+    const int places = PACKED ? (int)p.next_ticket[1] : p.places, heads = p.batch * p.q_heads;
     if (ticket >= heads * places) return make_int2(-1, 0);
     int first = 0, end = heads - p.last_heads, side = p.heads_side_by_side;
     if (ticket >= end * places) {
