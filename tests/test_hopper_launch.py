@@ -37,9 +37,19 @@ class Kernel:
     driver: Driver
     name: str
 
-    def launch(self, grid: int, arguments: Any, stream: Any, cooperative: bool = False) -> None:
+    def prepare(self, grid: int, addresses: list[int], cooperative: bool = False, early: bool = False) -> Launch:
         assert grid > 0
-        self.driver.launched.append((self.name, grid))
+        assert not (cooperative and early)
+        return Launch(self, grid)
+
+
+@dataclass
+class Launch:
+    kernel: Kernel
+    grid: int
+
+    def on(self, stream: Any) -> None:
+        self.kernel.driver.launched.append((self.kernel.name, self.grid))
 
 
 class Map:

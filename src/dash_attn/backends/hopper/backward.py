@@ -14,7 +14,7 @@ from ...options import AttentionOptions
 from ...packing import Packing
 from ...plan import Plan
 from ...planning import plan_for, problem_of
-from .driver import Arguments, LoadedKernel, current_stream, flag, load, on_device
+from .driver import LoadedKernel, current_stream, flag, load, on_device
 from .groups import add_in_order, split
 from .layout import CallCache, Layout, empty_contiguous, kernel_scales
 from .packed import PackedPlanner, packed_sizes
@@ -107,6 +107,8 @@ def workspace_of(layout: Layout) -> Workspace:
 class BackwardCall:
     """Everything about a call that does not change with the addresses of its tensors."""
 
+    records = False  # by a kernel that notes when every task ran
+
     def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         q, k, v = tensors[:3]
         self.layout, self.device = layout, q.device
@@ -118,7 +120,8 @@ class BackwardCall:
         self.blocks_before = helper_blocks(self.dq_tiles * self.tiles.q_rows * lanes_of(layout.dim))
         self.mask: MaskOnDevice = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
         kind = "Packed" if layout.packed else self.mask.kind
-        self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, self.ordered, bool(options.softcap), kind)
+        flags = (self.ordered, bool(options.softcap))
+        self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, *flags, kind, self.records)
         workers = check_device(layout.device)
         self.packed = PackedPlanner(layout, self.mask, self.head_tiles, options) if layout.packed else None
         self.plan = None if layout.packed else backward_plan(q, k, v, options)
@@ -171,13 +174,16 @@ class BackwardCall:
         self.after = PostprocessParams(
             strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, tiles=places
         )
+        if self.plan is not None and self.ordered:
+            self.after.q_ranks = self.tables.tables["q_ranks"]
         name = f"sink_gradient<{tiles.q_rows}, {flag(layout.packed)}>"
-        self.sink_kernel = load(layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
+        sink_kernel = load(layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
         self.sink = SinkGradientParams(sequences=layout.count, tiles=places)
-        self.arguments_before = Arguments([addressof(self.before)])
-        self.arguments_main = Arguments([*(m.address for m in self.maps), addressof(self.main)])
-        self.arguments_after = Arguments([addressof(self.after)])
-        self.arguments_sink = Arguments([addressof(self.sink)])
+        kernels, arguments = self.kernels, [*(m.address for m in self.maps), addressof(self.main)]
+        self.preprocess = kernels.preprocess.prepare(self.blocks_before, [addressof(self.before)])
+        self.attention = kernels.attention.prepare(self.workers, arguments, cooperative=self.cooperative, early=not self.cooperative)
+        self.postprocess = kernels.postprocess.prepare(self.dq_tiles, [addressof(self.after)], early=True)
+        self.sink_gradient = sink_kernel.prepare(layout.q_heads, [addressof(self.sink)])
 
     def run(
         self, tensors: tuple[Tensor, ...], lse: Tensor, packing: Packing | None, sinks: Tensor | None
@@ -198,9 +204,9 @@ class BackwardCall:
                 if self.packed is not None and packing is not None:
                     self.packed.launch(packing, at, stream)
                     self._point_to_sequences(at)
-                self.kernels.preprocess.launch(self.blocks_before, self.arguments_before, stream)
-                self.kernels.attention.launch(self.workers, self.arguments_main, stream, self.cooperative)
-                self.kernels.postprocess.launch(self.dq_tiles, self.arguments_after, stream)
+                self.preprocess.on(stream)
+                self.attention.on(stream)
+                self.postprocess.on(stream)
                 dsinks = None if sinks is None else self._sink_gradient(sinks, at, stream)
         del memory  # stream order keeps it alive long enough
         return self.layout.without_padding(dq, dk, dv, dsinks)
@@ -227,7 +233,7 @@ class BackwardCall:
         gradient = torch.empty_like(logits)
         self.sink.sinks, self.sink.gradient = logits.data_ptr(), gradient.data_ptr()
         self.sink.lse_log2, self.sink.delta = at["lse"], at["delta"]
-        self.sink_kernel.launch(self.layout.q_heads, self.arguments_sink, stream)
+        self.sink_gradient.on(stream)
         return gradient.to(sinks.dtype)
 
 

@@ -20,32 +20,57 @@ _NO_SWITCH: AbstractContextManager[None] = nullcontext()
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel on one device, ready to launch."""
+    """A kernel on one device."""
 
     function: Any
     threads: int
     shared_bytes: int
     kernel: Kernel
 
-    def launch(self, grid: int, arguments: Arguments, stream: Any, cooperative: bool = False) -> None:
-        """Asynchronous; the arguments are copied before this returns. `cooperative`: all blocks resident, or an error."""
+    def prepare(self, grid: int, addresses: Sequence[int], cooperative: bool = False, early: bool = False) -> Launch:
+        return Launch(self, grid, addresses, cooperative, early)
+
+
+class Launch:
+    """A kernel with its grid and the addresses of its arguments, which are copied at each launch: whoever holds the values may
+    change them between launches.
+
+    cooperative: all blocks are resident together, or it is an error. early: blocks may start once the kernel before it in the
+    stream allows it (allow_next_kernel in ptx.cuh) and then have to know what to wait for.
+    """
+
+    def __init__(self, kernel: LoadedKernel, grid: int, addresses: Sequence[int], cooperative: bool, early: bool) -> None:
         driver = cuda_driver()
-        if cooperative:
-            check(
-                driver.cuLaunchCooperativeKernel(
-                    self.function, grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.address
-                )
-            )
-        else:
-            check(driver.cuLaunchKernel(self.function, grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments.address, 0))
-
-
-class Arguments:
-    """Kernel arguments by address; whoever holds the values may change them between launches."""
-
-    def __init__(self, addresses: Sequence[int]) -> None:
+        self._function = kernel.function
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-        self.address = ctypes.addressof(self._pointers)
+        self._address = ctypes.addressof(self._pointers)
+        self._stream: Any = None
+        self._config = config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes = kernel.shared_bytes
+        names = driver.CUlaunchAttributeID
+        attributes = []
+        if cooperative:
+            attributes.append(_attribute(names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative"))
+        if early:
+            attributes.append(
+                _attribute(names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, "programmaticStreamSerializationAllowed")
+            )
+        config.attrs, config.numAttrs = attributes, len(attributes)
+
+    def on(self, stream: Any) -> None:
+        """Asynchronous. One thread at a time."""
+        if stream is not self._stream:
+            self._config.hStream = self._stream = stream
+        check(cuda_driver().cuLaunchKernelEx(self._config, self._function, self._address, 0))
+
+
+def _attribute(name: Any, field: str) -> Any:
+    attribute = cuda_driver().CUlaunchAttribute()
+    attribute.id = name
+    setattr(attribute.value, field, 1)
+    return attribute
 
 
 @cache

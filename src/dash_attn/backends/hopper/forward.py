@@ -13,7 +13,7 @@ from ...options import AttentionOptions
 from ...packing import Packing
 from ...planning import problem_of
 from ...problem import Problem
-from .driver import Arguments, LoadedKernel, check, cuda_driver, current_stream, flag, load, on_device
+from .driver import LoadedKernel, check, cuda_driver, current_stream, flag, load, on_device
 from .layout import CallCache, Layout, cut, empty_contiguous, kernel_scales
 from .packed import PackedTiler
 from .shapes import KERNEL_DIMS, forward_tiles, kernel_dim
@@ -90,7 +90,7 @@ class ForwardCall:
         out = q.new_empty(self.out_shape)
         boxes = ((q, CONSUMER_ROWS), (k, kv_rows), (v, kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
-        self.arguments = Arguments([*(m.address for m in self.maps), addressof(self.params)])
+        self.launch = self.kernel.prepare(self.grid, [*(m.address for m in self.maps), addressof(self.params)])
         self.holds_tables = not layout.packed
         self.lock = threading.Lock()
 
@@ -144,10 +144,9 @@ class ForwardCall:
                 if self.tiler is not None and packing is not None:
                     self.tiler.launch(packing, at, stream)
                     params.sequences, params.tiles = at["sequences"], at["tiles"]
-                self.kernel.launch(self.grid, self.arguments, stream)
+                self.launch.on(stream)
         del memory  # stream order keeps it alive long enough
         return cut(out, self.layout.v_dim), lse
-
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
         """Memory to keep until the launches are done, and the address of every part of it."""

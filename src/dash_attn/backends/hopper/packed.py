@@ -9,7 +9,7 @@ from ...generators.auto import FEW_KV_TILES
 from ...generators.shift import largest_block
 from ...options import AttentionOptions
 from ...packing import Packing
-from .driver import Arguments, flag, load
+from .driver import flag, load
 from .layout import Layout
 from .shapes import HELPER_THREADS, BackwardTiles, backward_tiles, helper_blocks
 from .structs import PackedParams, PackedTilesParams
@@ -25,7 +25,7 @@ class SequenceLayout:
 
     def __init__(self, layout: Layout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
         name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
-        self._kernel = load(layout.device, "packed_plan.cuh", name, HELPER_THREADS, 0)
+        kernel = load(layout.device, "packed_plan.cuh", name, HELPER_THREADS, 0)
         self.params = PackedParams(
             count=layout.count,
             q_tokens=layout.q_len,
@@ -40,14 +40,13 @@ class SequenceLayout:
             report=report_address(),
             call=register_call(layout.q_heads, head_tiles),
         )
-        self.arguments = Arguments([addressof(self.params)])
-        self._grid = helper_blocks(layout.count)
+        self._launch = kernel.prepare(helper_blocks(layout.count), [addressof(self.params)])
 
     def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
         params = self.params
         params.cu_q, params.cu_k = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
         params.sequences, params.parts, params.ticket_count = at["sequences"], at["parts"], at["next_ticket"] + 4
-        self._kernel.launch(self._grid, self.arguments, stream)
+        self._launch.on(stream)
 
 
 def sequence_sizes(layout: Layout) -> dict[str, int]:
@@ -76,14 +75,14 @@ class PackedPlanner:
         chains = layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
         self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset, chains
-        self._kernel = load(layout.device, "packed_plan.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
-        self._grid = helper_blocks(max(head_tiles, 2 * chains))
+        kernel = load(layout.device, "packed_plan.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
+        self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
 
     def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
         params = self._sequences.params  # both kernels take the same
         params.tile_places, params.chains, params.tickets = at["tile_places"], at["chains"], at["tickets"]
         self._sequences.launch(packing, at, stream)
-        self._kernel.launch(self._grid, self._sequences.arguments, stream)
+        self._launch.on(stream)
 
 
 class PackedTiler:
@@ -93,10 +92,9 @@ class PackedTiler:
         rows = f"{q_rows}, {kv_rows}"
         self.room = layout.tiles_of_queries(q_rows)
         self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
-        self._kernel = load(layout.device, "packed_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
+        kernel = load(layout.device, "packed_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
         self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
-        self._arguments = Arguments([addressof(self._params)])
-        self._grid = helper_blocks(self.room)
+        self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
 
     def sizes(self, layout: Layout) -> dict[str, int]:
         return {**sequence_sizes(layout), "tiles": TILE_BYTES * self.room}
@@ -105,4 +103,4 @@ class PackedTiler:
         self._sequences.launch(packing, at, stream)
         for name in ("sequences", "parts", "tiles", "next_ticket"):
             setattr(self._params, name, at[name])
-        self._kernel.launch(self._grid, self._arguments, stream)
+        self._launch.on(stream)

@@ -15,7 +15,7 @@ from ...problem import Problem, Task
 from ...recording import Clocks, Cycles, RecordError, noted_by_drains, spans_from
 from ...schedule import Schedule
 from ...spans import Spans, TaskTable, task_table
-from .backward import BackwardCall, backward_kernels
+from .backward import BackwardCall
 from .documents import runs_packed
 from .groups import LARGEST_GROUP, parts_between
 from .layout import CallCache, Layout
@@ -28,13 +28,13 @@ UNWRITTEN = -1
 class RecordingCall(BackwardCall):
     """A backward call with the recording kernel and the memory it writes to."""
 
+    records = True
+
     def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         super().__init__(layout, tensors, options)
         assert self.plan is not None  # record_backward takes no packed sequences, which are planned on the device
         problem = self.plan.problem
         check_size(problem)
-        kinds = (self.ordered, bool(options.softcap), self.mask.kind)
-        self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, *kinds, record=True)
         self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
         self.clocks = torch.zeros((2, self.workers, 2), dtype=torch.int64, device=self.device)  # struct ClockRecord
         self.main.record, self.main.clocks, self.main.record_ranks = self.record.data_ptr(), self.clocks.data_ptr(), problem.kv_tiles

@@ -71,7 +71,7 @@ class PreprocessParams(ctypes.Structure):
 
 class PostprocessParams(ctypes.Structure):
     _fields_ = [
-        *_pointers("dq_accumulator", "semaphores", "dq"),
+        *_pointers("dq_accumulator", "q_ranks", "semaphores", "dq"),
         ("strides", Strides),
         *_ints("dim", "ordered"),
         ("scale", c_float),

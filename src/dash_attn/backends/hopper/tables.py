@@ -58,6 +58,7 @@ class PlanOnDevice:
                 "runs": plan.runs,
                 "entries": plan.entries,
                 "segments": np.cumsum([0, *plan.segments]),
+                "q_ranks": plan.ranks_per_q_tile,
             },
             device,
         )

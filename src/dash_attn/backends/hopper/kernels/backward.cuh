@@ -20,6 +20,8 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) init_barriers(shared + C::BARRIERS);
   __syncthreads();
+  await_kernel_before();  // the preprocess
+  allow_next_kernel();    // the postprocess: its blocks run where CTAs of this kernel have ended
 
   if (warp < 4) {
     registers_decrease<C::HELPER_REGISTERS>();

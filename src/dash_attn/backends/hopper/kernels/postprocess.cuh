@@ -5,7 +5,8 @@
 
 struct PostprocessParams {
   const float* dq_accumulator;
-  const int* semaphores;  // ordered: reduces of a tile that have landed; 0: its accumulator was never written
+  const int* q_ranks;     // [head_tiles] ordered: ranks of each dQ tile of a head, or null: known on the device only
+  const int* semaphores;  // ordered: ranks of a tile that have landed
   void* dq;               // (batch, q_len, q_heads, dim) or packed (tokens, q_heads, dim)
   i64 strides[3];         // elements: batch, row, head
   int dim, ordered;
@@ -29,14 +30,28 @@ template <int D> DEVICE int2 place_in_tile(int i, int e) {
     return make_int2(m, wg * 64 + n);
 }
 
+// Blocks start where CTAs of the attention kernel have ended, while others still run: each waits for its tile only, until all
+// ranks have landed. Without ranks it waits for the whole kernel. False: nothing was added, the accumulator was never written.
+DEVICE bool await_sum(const PostprocessParams& p, int tile) {
+  if (p.q_ranks == nullptr) {
+    await_kernel_before();
+    return !p.ordered || p.semaphores[tile] > 0;
+  }
+  const int ranks = p.q_ranks[tile % p.tiles.head_tiles];
+  if (threadIdx.x == 0)
+    while (load_acquire(p.semaphores + tile) != ranks) __nanosleep(200);
+  __syncthreads();
+  return ranks > 0;
+}
+
 template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(256) backward_postprocess(const __grid_constant__ PostprocessParams p) {
   using C = BackwardConfig<D>;
   constexpr int PITCH = C::WIDTH + 8;  // padded rows: no bank conflicts
   __shared__ alignas(16) unsigned short rows[C::Q_ROWS * PITCH];
   const float4* tile = (const float4*)(p.dq_accumulator + (i64)blockIdx.x * (C::Q_ROWS * C::WIDTH));
-  const bool visited = !p.ordered || p.semaphores[blockIdx.x] > 0;
+  const bool visited = await_sum(p, blockIdx.x);
   for (int i = threadIdx.x; i < C::Q_ROWS * C::WIDTH / 4; i += 256) {
-    const float4 v = visited ? tile[i] : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 v = visited ? __ldcg(tile + i) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -48,7 +63,7 @@ template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(2
   constexpr int CHUNKS = C::WIDTH / 8;  // of 16 bytes
   const TilePlace place = p.tiles.locate<C::Q_ROWS, PACKED>(blockIdx.x);
   const int chunk = threadIdx.x % CHUNKS;
-  if (chunk * 8 >= p.dim) return;
-  for (int row = threadIdx.x / CHUNKS; row < min(C::Q_ROWS, place.rows); row += 256 / CHUNKS)
+  for (int row = threadIdx.x / CHUNKS; row < (chunk * 8 < p.dim ? min(C::Q_ROWS, place.rows) : 0); row += 256 / CHUNKS)
     *(uint4*)((unsigned short*)p.dq + place.offset(p.strides, row) + chunk * 8) = *(const uint4*)&rows[row * PITCH + chunk * 8];
+  if (blockIdx.x == 0) await_kernel_before();  // so that this kernel does not end first: dK and dV may still be on their way
 }

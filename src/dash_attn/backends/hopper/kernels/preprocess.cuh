@@ -23,6 +23,7 @@ struct PreprocessParams {
 // LANES threads sum a row, 16 bytes a lane.
 template <typename Half, int LANES, int Q_ROWS, bool PACKED>
 __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant__ PreprocessParams p) {
+  allow_next_kernel();
   const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x, threads = (i64)gridDim.x * 256;
   if (thread == 0) p.next_ticket[0] = 0;
   if (thread < p.tiles.tiles()) p.semaphores[thread] = 0;

@@ -87,6 +87,10 @@ DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x,
   __trap();
 }
 
+// ---- kernels that overlap: the next one in the stream may start, and what it then waits for
+DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- clocks and places, for recordings; volatile, so that nothing is kept in a register
 DEVICE u32 cycles() {
   u32 v;
