@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 FILE = "backward_drain.cuh"
+RELEASE = "store_release(p.semaphores + note.dq_tile, note.rank + 1);"
+COUNT = "atomicAdd(p.semaphores + note.dq_tile, 1);"  # whoever comes: the postprocess waits until all have
 HAND_OVER = """      bulk_wait();
       fence_async_global();
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
@@ -11,7 +13,7 @@ PLAIN_STORE = "*(volatile int*)(p.semaphores + note.dq_tile) = note.rank + 1;"
 FIRST_PIECE = "    add_piece(note, 0);\n"
 
 FAULTS: dict[str, list[tuple[str, str]]] = {
-    "nobody waits": [("if (ORDERED && note.rank > 0) await_rank(note);", "")],
+    "nobody waits": [("if (ORDERED && note.rank > 0) await_rank(note);", ""), (RELEASE, COUNT)],
     "handed over before the reduce": [(FIRST_PIECE, f"    if (ORDERED) {PLAIN_STORE}\n{FIRST_PIECE}"), (HAND_OVER, "")],
     "handed over before the writes have landed": [(HAND_OVER, f"      {PLAIN_STORE}\n")],
 }

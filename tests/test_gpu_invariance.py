@@ -30,6 +30,17 @@ def test_batch_and_position(dim: int, mask: Mask) -> None:
     assert_same_bits(moved, Results(*(r[[4, 1, 0]] for r in expected)), "permuted batch")
 
 
+@pytest.mark.parametrize("mask", BOTH, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_short_sequences(dim: int, mask: Mask) -> None:
+    """So many heads that the forward takes them in several groups, and a larger one at the end."""
+    together = gpu_inputs(500, 500, (16, 8), dim, batch=40)
+    expected = run_ours(together, mask)
+    for position in (0, 17, 39):
+        alone = run_ours(tuple(x[position : position + 1] for x in together), mask)
+        assert_same_bits(alone, Results(*(r[position : position + 1] for r in expected)), f"sequence {position}")
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (16, 1)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_have_the_bits_they_have_alone(causal: bool, heads: tuple[int, int]) -> None:

@@ -13,7 +13,7 @@ from dash_attn import Causal, Full, Mask, flash_attn_func
 from dash_attn.autograd import attention_backward, attention_forward
 from dash_attn.options import AttentionOptions
 from dense import Results, assert_same_bits, run_ours
-from gpu_helpers import gpu_inputs
+from gpu_helpers import full_size, gpu_inputs, hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +41,38 @@ def test_cuda_graph(mask: Mask) -> None:
             result.fill_(torch.nan)
         graph.replay()
         assert_same_bits(captured, run_ours(fresh, mask), f"replay {replay}")
+
+
+@pytest.mark.parametrize("mask", BOTH, ids=str)
+def test_graphs_run_beside_each_other(mask: Mask) -> None:
+    """Two graphs and eager calls of one prepared call, on three streams at once: nothing a kernel counts with is shared."""
+    inputs = full_size(1024)
+    expected = run_ours(inputs, mask)
+    graphs, captured, sides = [], [], [torch.cuda.Stream() for _ in range(2)]
+    for _ in sides:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.append(run_ours(inputs, mask))
+        graphs.append(graph)
+    for turn in range(10):
+        for side, graph in zip(sides, graphs, strict=True):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                graph.replay()
+        eager = run_ours(inputs, mask)
+        for side in sides:
+            torch.cuda.current_stream().wait_stream(side)
+        for result in (eager, *captured):
+            assert_same_bits(result, expected, f"turn {turn}")
+
+
+def test_ticket_counters_are_left_at_zero() -> None:
+    for length, heads in ((64, (1, 1)), (1000, (4, 2)), (3000, (40, 8))):
+        for mask in BOTH:
+            run_ours(gpu_inputs(length, length, heads), mask)
+    counters = hopper("tickets")._counters
+    assert counters
+    assert all(counter.item() == 0 for counter in counters.values())
 
 
 def test_a_shape_that_was_never_run_cannot_be_captured() -> None:

@@ -167,15 +167,20 @@ class BackwardCall:
             report=report_address(),
             **kernel_scales(options),
         )
+        self.after = PostprocessParams(
+            strides=row_strides(dq),
+            dim=q.shape[-1],
+            scale=options.scale,
+            report=report_address(),
+            most_polls=MOST_POLLS,
+            call=self.main.call,
+            tiles=places,
+        )
         if self.plan is not None:
             self.tables = plan_on_device(self.plan, self.device)
             self.before.plan = self.tables.params
             self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
-        self.after = PostprocessParams(
-            strides=row_strides(dq), dim=q.shape[-1], ordered=int(self.ordered), scale=options.scale, tiles=places
-        )
-        if self.plan is not None and self.ordered:
-            self.after.q_ranks = self.tables.tables["q_ranks"]
+            self.after.q_ranks = self.tables.tables["q_ranks"] if self.ordered else None
         name = f"sink_gradient<{tiles.q_rows}, {flag(layout.packed)}>"
         sink_kernel = load(layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
         self.sink = SinkGradientParams(sequences=layout.count, tiles=places)
@@ -227,6 +232,7 @@ class BackwardCall:
         for params in (self.before, self.after, self.sink):
             params.tiles.sequences, params.tiles.tile_places = at["sequences"], at["tile_places"]
         self.main.chains = at["chains"]
+        self.after.q_ranks = at["q_ranks"] if self.ordered else None
 
     def _sink_gradient(self, sinks: Tensor, at: dict[str, int], stream: Any) -> Tensor:
         logits = sinks.detach().float().contiguous()

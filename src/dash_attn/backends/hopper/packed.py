@@ -56,7 +56,7 @@ def sequence_sizes(layout: Layout) -> dict[str, int]:
 
 def packed_sizes(layout: Layout, head_tiles: int, chains: int) -> dict[str, int]:
     """Bytes of the backward's tables: linear in tokens and sequences."""
-    return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
+    return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "q_ranks": 4 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
 
 
 def largest_gang(layout: Layout, tiles: BackwardTiles) -> int:
@@ -80,7 +80,8 @@ class PackedPlanner:
 
     def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
         params = self._sequences.params  # both kernels take the same
-        params.tile_places, params.chains, params.tickets = at["tile_places"], at["chains"], at["tickets"]
+        for name in ("tile_places", "q_ranks", "chains", "tickets"):
+            setattr(params, name, at[name])
         self._sequences.launch(packing, at, stream)
         self._launch.on(stream)
 

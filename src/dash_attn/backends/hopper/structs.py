@@ -73,8 +73,11 @@ class PostprocessParams(ctypes.Structure):
     _fields_ = [
         *_pointers("dq_accumulator", "q_ranks", "semaphores", "dq"),
         ("strides", Strides),
-        *_ints("dim", "ordered"),
+        *_ints("dim"),
         ("scale", c_float),
+        *_pointers("report"),
+        ("most_polls", c_uint32),
+        *_ints("call"),
         ("tiles", TilePlaces),
     ]
 
@@ -89,7 +92,7 @@ class PackedParams(ctypes.Structure):
         *_ints("count", "q_tokens", "k_tokens", "q_longest", "k_longest"),
         *_ints("heads", "group", "head_offset", "head_tiles", "chain_rows", "workers"),
         ("mask", MaskParams),
-        *_pointers("sequences", "parts", "tile_places", "chains", "tickets", "ticket_count", "report"),
+        *_pointers("sequences", "parts", "tile_places", "q_ranks", "chains", "tickets", "ticket_count", "report"),
         *_ints("call"),
     ]
 

@@ -16,6 +16,7 @@ struct PackedParams {
   Sequence* sequences;         // [count]
   SequenceParts* parts;        // [count]
   int2* tile_places;           // [head_tiles]
+  int* q_ranks;                // [head_tiles] KV tiles each of them meets
   PackedChain* chains;         // [2][chain_rows]
   Ticket* tickets;
   int* ticket_count;
@@ -82,6 +83,13 @@ DEVICE int find_sequence(const SequenceParts* parts, int count, int index, int S
     else high = middle;
   }
   return low;
+}
+
+// KV tiles in which a query of this Q tile attends a key.
+template <int Q_ROWS, int KV_ROWS> DEVICE int ranks_of(const Sequence& s, const MaskParams& mask, int q_tile) {
+  const int first = q_tile * Q_ROWS, last = min(first + Q_ROWS, s.q_len) - 1;
+  const int low = max(0, first + s.band_top - (int)mask.band_width), high = min(s.kv_len - 1, last + s.band_top);
+  return low <= high ? high / KV_ROWS - low / KV_ROWS + 1 : 0;
 }
 
 template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
@@ -154,7 +162,9 @@ template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed
   const int thread = blockIdx.x * 256 + threadIdx.x;
   if (thread < p.head_tiles) {
     const int s = find_sequence(p.parts, p.count, thread, &SequenceParts::first_tile), within = thread - p.parts[s].first_tile;
-    p.tile_places[thread] = within < tiles_of(p.sequences[s].q_len, Q_ROWS) ? make_int2(s, within) : make_int2(-1, 0);
+    const bool exists = within < tiles_of(p.sequences[s].q_len, Q_ROWS);
+    p.tile_places[thread] = exists ? make_int2(s, within) : make_int2(-1, 0);
+    p.q_ranks[thread] = exists ? ranks_of<Q_ROWS, KV_ROWS>(p.sequences[s], p.mask, within) : 0;
   }
   if (thread >= 2 * p.chain_rows) return;
   const int kind = thread / p.chain_rows, index = thread - kind * p.chain_rows;

@@ -5,12 +5,15 @@
 
 struct PostprocessParams {
   const float* dq_accumulator;
-  const int* q_ranks;     // [head_tiles] ordered: ranks of each dQ tile of a head, or null: known on the device only
-  const int* semaphores;  // ordered: ranks of a tile that have landed
+  const int* q_ranks;     // [head_tiles] ranks of each dQ tile of a head; null: unordered
+  const int* semaphores;  // ranks of a tile that have landed
   void* dq;               // (batch, q_len, q_heads, dim) or packed (tokens, q_heads, dim)
   i64 strides[3];         // elements: batch, row, head
-  int dim, ordered;
+  int dim;
   float scale;
+  int* report;            // as in BackwardParams
+  u32 most_polls;
+  int call;
   TilePlaces tiles;
 };
 
@@ -31,15 +34,18 @@ template <int D> DEVICE int2 place_in_tile(int i, int e) {
 }
 
 // Blocks start where CTAs of the attention kernel have ended, while others still run: each waits for its tile only, until all
-// ranks have landed. Without ranks it waits for the whole kernel. False: nothing was added, the accumulator was never written.
+// ranks have landed. Unordered, for the whole kernel. False: nothing was added, the accumulator was never written.
 DEVICE bool await_sum(const PostprocessParams& p, int tile) {
   if (p.q_ranks == nullptr) {
     await_kernel_before();
-    return !p.ordered || p.semaphores[tile] > 0;
+    return true;
   }
   const int ranks = p.q_ranks[tile % p.tiles.head_tiles];
   if (threadIdx.x == 0)
-    while (load_acquire(p.semaphores + tile) != ranks) __nanosleep(200);
+    for (u32 polls = 0; load_acquire(p.semaphores + tile) != ranks; polls++) {
+      if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, tile, ranks);
+      __nanosleep(200);
+    }
   __syncthreads();
   return ranks > 0;
 }
