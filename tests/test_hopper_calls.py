@@ -28,6 +28,7 @@ class Call:
     layout: Any
     shapes: list[torch.Size]
     holds_tables: bool = True
+    device: torch.device = torch.device("cpu")
 
 
 class Machine:
@@ -36,7 +37,7 @@ class Machine:
     capturing = False
     waits = 0
 
-    def wait(self, device: int) -> None:
+    def wait(self, device: torch.device) -> None:
         self.waits += 1
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..autograd import attention_backward, attention_forward
+from ..options import AttentionOptions
 from .candidates import Candidate, make_tensors, ours
 from .measure import OK, UNAVAILABLE
 from .names import CUDNN, OURS
@@ -19,17 +22,23 @@ from .timing import Spread, spread
 SHAPE = Shape("causal", 128, 1, 2, 2, 64)
 CALLS, ROUNDS = 200, 7
 COMPARED = (OURS, CUDNN, "PyTorch flash")
+OURS_ALONE = f"{OURS}, without autograd"
 
 
 def measure_host(device: torch.device, synchronize: Callable[[], None], calls: int = CALLS) -> list[dict[str, Any]]:
-    candidates = [c for c in (*ours(schedules=False), *peers()[0]) if c.name in COMPARED]
-    return [_row(candidate, device, synchronize, calls) for candidate in candidates]
+    steps: dict[str, Callable[[], Any]] = {
+        candidate.name: partial(_training_step, candidate, device)
+        for candidate in (*ours(schedules=False), *peers()[0])
+        if candidate.name in COMPARED
+    }
+    steps[OURS_ALONE] = partial(_step_alone, device)
+    return [_row(name, make, synchronize, calls) for name, make in steps.items()]
 
 
-def _row(candidate: Candidate, device: torch.device, synchronize: Callable[[], None], calls: int) -> dict[str, Any]:
-    row = {"candidate": candidate.name, "calls": calls, "rounds": ROUNDS}
+def _row(name: str, make: Callable[[], Callable[[], Any]], synchronize: Callable[[], None], calls: int) -> dict[str, Any]:
+    row = {"candidate": name, "calls": calls, "rounds": ROUNDS}
     try:
-        step = _training_step(candidate, device)
+        step = make()
         median, low, high = host_time(step, synchronize, calls)
     except Exception as error:
         return {**row, "status": UNAVAILABLE, "reason": first_line(error)}
@@ -41,6 +50,19 @@ def _training_step(candidate: Candidate, device: torch.device) -> Callable[[], A
     tensors = make_tensors(SHAPE, device)
     runner = candidate.prepare(SHAPE, tensors)
     return lambda: torch.autograd.grad(runner.forward(), runner.leaves, tensors.dout)
+
+
+def _step_alone(device: torch.device) -> Callable[[], Any]:
+    """What we do ourselves, without autograd: look-up, descriptors, allocations, launches."""
+    tensors = make_tensors(SHAPE, device)
+    q, k, v = (x.detach() for x in (tensors.q, tensors.k, tensors.v))
+    options = AttentionOptions(SHAPE.attended, SHAPE.head_dim**-0.5)
+
+    def step() -> Any:
+        out, lse = attention_forward(q, k, v, options)
+        return attention_backward(tensors.dout, q, k, v, out, lse, options)
+
+    return step
 
 
 def host_time(

@@ -105,6 +105,7 @@ def _tiles(tokens: int, rows: int, sequences: int | None) -> int:
 class PreparedCall(Protocol):
     """What is kept for a layout. `holds_tables`: it owns device memory that launches in flight may still read."""
 
+    device: torch.device
     holds_tables: bool
 
 
@@ -135,8 +136,9 @@ class CallCache(Generic[Call]):
         refuse_capture()
         with on_device(layout.device):
             call = self._prepare(layout, tensors, options)
-        if any(old.holds_tables for old in self._kept.put(key, call)):
-            torch.cuda.synchronize(layout.device)  # launches on any stream may still read them; here they go
+        for old in self._kept.put(key, call):
+            if old.holds_tables:
+                torch.cuda.synchronize(old.device)  # launches on any stream may still read them; here they go
         return call
 
     def clear(self) -> None:
