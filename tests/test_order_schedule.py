@@ -85,7 +85,7 @@ def test_tickets_name_every_chain_once_and_keep_each_heads_start_order(problem: 
     starts = tuple(rng.permutation(problem.kv_tiles) for _ in range(rng.integers(1, 3)))
     cuts = np.sort(rng.choice(np.arange(1, problem.kv_tiles), rng.integers(0, problem.kv_tiles), replace=False))
     segments = tuple(np.diff([0, *cuts, problem.kv_tiles]).tolist())
-    tickets = Placement(workers, lanes, starts, segments).tickets(problem).tolist()
+    tickets = Placement(workers, lanes, starts, segments, int(rng.integers(0, 4))).tickets(problem).tolist()
     assert len({tuple(t) for t in tickets}) == len(tickets) == problem.chains
     for sequence in range(problem.batch):
         for head in range(problem.heads):
@@ -99,6 +99,22 @@ def test_segments_go_before_heads_and_kinds_take_turns() -> None:
     tickets = placement.tickets(problem).tolist()
     assert [head for _, head, _ in tickets] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [0, 1, 2, 3]
     assert [kv for _, _, kv in tickets[:6]] == [0, 1, 2, 3, 2, 1]
+
+
+def test_a_round_of_heads_goes_through_all_segments() -> None:
+    problem = Problem.from_tiles("full", 2, 4, heads=5)
+    starts = np.arange(4), np.arange(4)[::-1]
+    tickets = Placement(8, 1, starts, (3, 1), heads_in_round=1).tickets(problem).tolist()
+    assert [head for _, head, _ in tickets] == [0] * 3 + [1] * 3 + [0, 1] + [2] * 3 + [3] * 3 + [2, 3] + [4] * 4
+    assert Placement(8, 1, starts, (3, 1), heads_in_round=2).rounds([3, 2]) == 1
+    with pytest.raises(ValueError, match="heads_in_round must be a whole number >= 0"):
+        Placement(8, 1, starts, (3, 1), heads_in_round=-1)
+
+
+def test_alternating_keeps_the_workers_busy_with_one_class_of_few_heads() -> None:
+    problem = Problem.from_tiles("causal", 8, 8, heads=64)
+    assert generate("alternating", problem, 16).placement.heads_in_round == 4  # of both kinds: 8 heads, 4 chains each
+    assert generate("weave", problem, 16).placement.heads_in_round == 0
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, True, None, "4"])

@@ -182,7 +182,7 @@ def random_placement(problem: Problem, kinds: int, rng: np.random.Generator) -> 
     starts = tuple(rng.permutation(problem.kv_tiles) for _ in range(kinds))
     cuts = np.flatnonzero(rng.random(problem.kv_tiles - 1) < 0.2) + 1
     segments = tuple(np.diff([0, *cuts, problem.kv_tiles]).tolist())
-    return Placement(int(rng.integers(1, 9)), int(rng.integers(1, 3)), starts, segments)
+    return Placement(int(rng.integers(1, 9)), int(rng.integers(1, 3)), starts, segments, int(rng.integers(0, 3)))
 
 
 @given(problems(), seeds)

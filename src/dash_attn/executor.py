@@ -22,7 +22,6 @@ import numpy as np
 from .order import Ints
 from .plan import Plan
 from .problem import Task
-from .schedule import Placement
 
 if TYPE_CHECKING:
     from .threads import TaskTimes
@@ -117,8 +116,7 @@ def execute(plan: Plan, kernel: Kernel, ordered: bool = True, chosen: Interleavi
 
 def tickets_of(plan: Plan) -> list[Ticket]:
     """The chains of a plan in the order they start."""
-    placement = Placement(plan.workers, plan.lanes, tuple(plan.starts), plan.segments)
-    return [Ticket(*ticket) for ticket in placement.tickets(plan.problem).tolist()]
+    return [Ticket(*ticket) for ticket in plan.placement.tickets(plan.problem).tolist()]
 
 
 class Chain:

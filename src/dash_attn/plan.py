@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .order import HeadOrder, Ints, frozen_ints, members
 from .problem import Problem
 from .runs import Run, compress
-from .schedule import Schedule
+from .schedule import Placement, Schedule
 
 RUN_FIELDS = ("q_first", "q_stride", "length", "rank_mul", "rank_add", "rank_div", "partial", "entries")
 ORDER_DIGITS = 16  # of order_hash
@@ -33,6 +33,7 @@ class Plan:
     workers: int
     lanes: int
     segments: tuple[int, ...]
+    heads_in_round: int
     gang: int
     kinds: int
     last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its group
@@ -51,6 +52,10 @@ class Plan:
         """Q tiles each chain visits, in the order of chain_runs."""
         before = np.concatenate([[0], np.cumsum(self.runs[:, RUN_FIELDS.index("length")])])
         return frozen_ints(np.diff(before[self.chain_runs]))
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.workers, self.lanes, tuple(self.starts), self.segments, self.heads_in_round)
 
     @property
     def _tables(self) -> tuple[Ints, ...]:
@@ -109,6 +114,7 @@ def lower(schedule: Schedule) -> Plan:
         workers=schedule.workers,
         lanes=schedule.placement.lanes,
         segments=schedule.placement.segments,
+        heads_in_round=schedule.placement.heads_in_round,
         gang=schedule.gang,
         kinds=len(schedule.order.kinds),
         last_member_first=tuple(kind.last_member_first for kind in schedule.order.kinds),

@@ -19,53 +19,72 @@ from .validate import check_starts, validate
 class Placement:
     """The order in which chains take tickets; a free worker starts the chain with the next ticket.
 
-    `starts[kind]` is the order in which the KV tiles of a head of that kind start, cut into `segments` (sizes). All
-    heads start their first segment before any starts its second. Inside a segment go `lanes` heads of one kind side
-    by side, then `lanes` heads of the next kind, and so on.
+    `starts[kind]` is the order in which the KV tiles of a head of that kind start, cut into `segments` (sizes). Heads go
+    in rounds of `heads_in_round` of each kind (0: all of them): those of a round start their first segment before any
+    starts its second. Inside a segment go `lanes` heads of one kind side by side, then `lanes` heads of the next kind,
+    and so on.
     """
 
     workers: int
     lanes: int
     starts: tuple[Ints, ...]
     segments: tuple[int, ...]
+    heads_in_round: int = 0
 
     def __post_init__(self) -> None:
         for name in ("workers", "lanes"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        object.__setattr__(self, "heads_in_round", whole_number("heads_in_round", self.heads_in_round, least=0))
         object.__setattr__(self, "starts", tuple(frozen_ints(start) for start in self.starts))
         object.__setattr__(self, "segments", tuple(int(size) for size in self.segments))
 
     def tickets(self, problem: Problem) -> NDArray[np.int64]:
         """(sequence, head, kv_tile) of every chain, in the order they start."""
-        groups = self._head_groups(problem)
-        parts, first = [], 0
-        for size in self.segments:
-            parts += [_side_by_side(heads, self.starts[kind][first : first + size]) for kind, heads in groups]
-            first += size
+        instances = self._instances(problem)
+        size, parts = self.heads_in_round, []
+        rounds = self.rounds([len(i) for i in instances])
+        for turn in range(rounds):
+            parts += self._tickets_of([i[turn * size : (turn + 1) * size] for i in instances])
+        parts += self._tickets_of([i[rounds * size :] for i in instances])
         return np.concatenate(parts)
 
-    def _head_groups(self, problem: Problem) -> list[tuple[int, NDArray[np.int64]]]:
-        """(kind, [(sequence, head), ...]) of the heads that start side by side, in order.
+    def rounds(self, instances: list[int]) -> int:
+        """How many full ones there are, given the heads of each kind in the whole batch; the rest form the last."""
+        return min(instances) // self.heads_in_round if self.heads_in_round else 0
 
-        Kinds take turns. A surplus of the first kind goes before all rounds and a surplus of the last kind behind
-        them, so that heads whose longest chains start first come last.
-        """
-        kinds, lanes = len(self.starts), self.lanes
-        heads = np.arange(problem.heads)
-        instances = []
-        for kind in range(kinds):
-            of_kind = heads[(heads + problem.head_offset) % kinds == kind]
+    def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
+        """(sequence, head) of all heads of each kind."""
+        heads, instances = np.arange(problem.heads), []
+        for kind in range(len(self.starts)):
+            of_kind = heads[(heads + problem.head_offset) % len(self.starts) == kind]
             sequence = np.repeat(np.arange(problem.batch), len(of_kind))
             instances.append(np.stack([sequence, np.tile(of_kind, problem.batch)], axis=1))
-        rounds = min(map(len, instances)) // lanes
-        surplus = [len(i) - rounds * lanes for i in instances]
-        groups = _chunks(0, instances[0][: surplus[0]], lanes)
-        for turn in range(rounds):
+        return instances
+
+    def _tickets_of(self, instances: list[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Tickets of these heads, segment by segment."""
+        groups, parts, first = self._side_by_side(instances), [], 0
+        for size in self.segments:
+            parts += [_tickets_side_by_side(heads, self.starts[kind][first : first + size]) for kind, heads in groups]
+            first += size
+        return parts
+
+    def _side_by_side(self, instances: list[NDArray[np.int64]]) -> list[tuple[int, NDArray[np.int64]]]:
+        """(kind, [(sequence, head), ...]) of the heads that start side by side, in order.
+
+        Kinds take turns. A surplus of the first kind goes before all turns and a surplus of the last kind behind
+        them, so that heads whose longest chains start first come last.
+        """
+        lanes = self.lanes
+        turns = min(map(len, instances)) // lanes
+        surplus = len(instances[0]) - turns * lanes
+        groups = _chunks(0, instances[0][:surplus], lanes)
+        for turn in range(turns):
             for kind, of_kind in enumerate(instances):
-                first = turn * lanes + (surplus[0] if kind == 0 else 0)
+                first = turn * lanes + (surplus if kind == 0 else 0)
                 groups.append((kind, of_kind[first : first + lanes]))
-        for kind in range(1, kinds):
-            groups += _chunks(kind, instances[kind][rounds * lanes :], lanes)
+        for kind in range(1, len(instances)):
+            groups += _chunks(kind, instances[kind][turns * lanes :], lanes)
         return groups
 
 
@@ -73,7 +92,7 @@ def _chunks(kind: int, heads: NDArray[np.int64], lanes: int) -> list[tuple[int, 
     return [(kind, heads[i : i + lanes]) for i in range(0, len(heads), lanes)]
 
 
-def _side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[np.int64]:
+def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[np.int64]:
     """Tickets of some heads: KV tile by KV tile, head by head."""
     return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
 
@@ -91,16 +110,28 @@ class Schedule:
 
     @classmethod
     def build(
-        cls, problem: Problem, order: Order, starts: tuple[Any, ...], workers: int, segments: tuple[int, ...] | None = None
+        cls,
+        problem: Problem,
+        order: Order,
+        starts: tuple[Any, ...],
+        workers: int,
+        segments: tuple[int, ...] | None = None,
+        in_rounds: bool = False,
     ) -> Schedule:
-        """Place an order on `workers`: as many heads side by side as fit, gangs never torn."""
+        """Place an order on `workers`: as many heads side by side as fit, gangs never torn.
+
+        in_rounds: of heads that keep all workers busy with one segment, no more, so that the next segment finds their
+        tiles in the cache.
+        """
         workers = whole_number("workers", workers)
         starts = tuple(map(frozen_ints, starts))
         check_starts(problem, order, starts)
         gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
         segments = (problem.kv_tiles,) if segments is None else segments
         side_by_side = gang if gang > 1 else max(segments)
-        return cls(problem, order, Placement(workers, max(1, workers // side_by_side), starts, segments))
+        lanes = max(1, workers // side_by_side)
+        in_round = lanes * -(-workers // (len(starts) * lanes * max(segments))) if in_rounds and len(segments) > 1 else 0
+        return cls(problem, order, Placement(workers, lanes, starts, segments, in_round))
 
     @property
     def name(self) -> str:
@@ -137,6 +168,7 @@ class Schedule:
             "lanes": self.placement.lanes,
             "starts": [s.tolist() for s in self.placement.starts],
             "segments": list(self.placement.segments),
+            "heads_in_round": self.placement.heads_in_round,
         }
         value = {"problem": self.problem.to_json(), "order": self.order.to_json(), "placement": placement}
         return json.dumps(value, indent=1)
@@ -147,7 +179,8 @@ class Schedule:
             value = json.loads(text)
             problem, order = Problem.from_json(value["problem"]), Order.from_json(value["order"])
             placed = value["placement"]
-            placement = Placement(placed["workers"], placed["lanes"], tuple(placed["starts"]), tuple(placed["segments"]))
+            sizes = tuple(placed["starts"]), tuple(placed["segments"]), placed.get("heads_in_round", 0)
+            placement = Placement(placed["workers"], placed["lanes"], *sizes)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"this is not the JSON of a schedule: {type(error).__name__} {error}") from error
         return cls(problem, order, placement)

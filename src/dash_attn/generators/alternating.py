@@ -30,4 +30,4 @@ def alternating(problem: Problem, workers: int) -> Schedule:
     end_together = problem.chain_lengths.max() - problem.chain_lengths
     down = HeadOrder.build(chain, q_tile, rank_within(q_tile, chain % classes, chain), delay + end_together, last_member_first=True)
     starts = np.concatenate([c[::-1] for c in by_class]), np.concatenate(by_class)
-    return Schedule.build(problem, Order("alternating", (up, down)), starts, workers, tuple(map(len, by_class)))
+    return Schedule.build(problem, Order("alternating", (up, down)), starts, workers, tuple(map(len, by_class)), in_rounds=True)

@@ -14,6 +14,7 @@ struct PlanTables {
   const Step* entries;
   const int* segments;     // [segment_count + 1] first start position of each segment
   int kinds, kv_tiles, lanes, tickets, has_gangs;
+  int rounds, heads_in_round;  // full rounds; heads of each kind in one
   int instances[2];        // heads of each kind over the whole batch
   int heads_per_sequence[2], first_head[2], last_member_first[2];  // per kind
 };
@@ -41,10 +42,14 @@ DEVICE void side_by_side(int ticket, int positions, int heads, int lanes, int& p
   left = width * positions - within;
 }
 
-// The same formula as Placement.tickets: segments, then a surplus of kind 0, rounds of all kinds, a surplus of kind 1.
+// The same formula as Placement.tickets: rounds, segments, then a surplus of kind 0, turns of all kinds, a surplus of kind 1.
 DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   int ticket = number;
-  const int all_heads = plan.instances[0] + (plan.kinds == 2 ? plan.instances[1] : 0);
+  const int in_round = plan.kinds * plan.heads_in_round * plan.kv_tiles, round = plan.rounds == 0 ? 0 : min(ticket / in_round, plan.rounds);
+  ticket -= round * in_round;
+  const int before = round * plan.heads_in_round, most = round < plan.rounds ? plan.heads_in_round : 1 << 30;
+  const int heads[2] = {min(plan.instances[0] - before, most), min(plan.instances[1] - before, most)};
+  const int all_heads = heads[0] + (plan.kinds == 2 ? heads[1] : 0);
   int segment = 0;
 #pragma unroll 1
   while (ticket >= all_heads * plan.segments[segment + 1]) segment++;
@@ -54,11 +59,11 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   if (plan.kinds == 1) {
     side_by_side(ticket, positions, all_heads, plan.lanes, position, instance, left);
   } else {
-    const int rounds = min(plan.instances[0], plan.instances[1]) / plan.lanes;
-    const int surplus = plan.instances[0] - rounds * plan.lanes, in_turn = plan.lanes * positions;
+    const int turns = min(heads[0], heads[1]) / plan.lanes;
+    const int surplus = heads[0] - turns * plan.lanes, in_turn = plan.lanes * positions;
     if (ticket < surplus * positions) {
       side_by_side(ticket, positions, surplus, plan.lanes, position, instance, left);
-    } else if ((ticket -= surplus * positions) < rounds * 2 * in_turn) {
+    } else if ((ticket -= surplus * positions) < turns * 2 * in_turn) {
       const int turn = ticket / in_turn, within = ticket - turn * in_turn;
       kind = turn & 1;
       position = within / plan.lanes;
@@ -66,11 +71,12 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
       left = in_turn - within;
     } else {
       kind = 1;
-      ticket -= rounds * 2 * in_turn;
-      side_by_side(ticket, positions, plan.instances[1] - rounds * plan.lanes, plan.lanes, position, instance, left);
-      instance += rounds * plan.lanes;
+      ticket -= turns * 2 * in_turn;
+      side_by_side(ticket, positions, heads[1] - turns * plan.lanes, plan.lanes, position, instance, left);
+      instance += turns * plan.lanes;
     }
   }
+  instance += before;
   Chain chain;
   const int per_sequence = plan.heads_per_sequence[kind];
   chain.sequence = instance / per_sequence;
