@@ -18,12 +18,13 @@ from gpu_helpers import full_size, gpu_inputs, hopper
 pytestmark = pytest.mark.gpu
 
 BOTH = [Full(), Causal()]
+LENGTH = 2300  # long enough for circles of chains
 LONG_SLEEP = 1_000_000_000  # cycles: about half a second
 
 
 @pytest.mark.parametrize("mask", BOTH, ids=str)
 def test_cuda_graph(mask: Mask) -> None:
-    static = gpu_inputs(1000, 1000)
+    static = gpu_inputs(LENGTH, LENGTH)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -34,7 +35,7 @@ def test_cuda_graph(mask: Mask) -> None:
     with torch.cuda.graph(graph):
         captured = run_ours(static, mask)
     for replay in range(10):
-        fresh = gpu_inputs(1000, 1000, seed=replay)
+        fresh = gpu_inputs(LENGTH, LENGTH, seed=replay)
         for old, new in zip(static, fresh, strict=True):
             old.copy_(new)
         for result in captured:
@@ -86,7 +87,7 @@ def test_a_shape_that_was_never_run_cannot_be_captured() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(reentrant: bool) -> None:
-    q, k, v, dout = inputs = gpu_inputs(1000, 1000)
+    q, k, v, dout = inputs = gpu_inputs(LENGTH, LENGTH)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def layer(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("mask", BOTH, ids=str)
 def test_another_stream(mask: Mask) -> None:
-    inputs = gpu_inputs(1000, 1000)
+    inputs = gpu_inputs(LENGTH, LENGTH)
     expected = run_ours(inputs, mask)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -112,7 +113,7 @@ def test_another_stream(mask: Mask) -> None:
 
 @pytest.mark.parametrize("mask", BOTH, ids=str)
 def test_backward_on_another_stream_than_forward(mask: Mask) -> None:
-    q, k, v, dout = inputs = gpu_inputs(1000, 1000)
+    q, k, v, dout = inputs = gpu_inputs(LENGTH, LENGTH)
     expected = run_ours(inputs, mask)
     options = AttentionOptions(mask, 128**-0.5)
     out, lse = attention_forward(q, k, v, options)
@@ -127,7 +128,7 @@ def test_backward_on_another_stream_than_forward(mask: Mask) -> None:
 @pytest.mark.parametrize("mask", BOTH, ids=str)
 def test_several_threads(mask: Mask) -> None:
     """Four threads share one prepared call, each with a stream and inputs of its own."""
-    inputs = [gpu_inputs(1000, 1000, seed=seed) for seed in range(4)]
+    inputs = [gpu_inputs(LENGTH, LENGTH, seed=seed) for seed in range(4)]
     expected = [run_ours(x, mask) for x in inputs]
     torch.cuda.synchronize()
     results: dict[int, list[Results]] = {i: [] for i in range(4)}
@@ -150,7 +151,7 @@ def test_several_threads(mask: Mask) -> None:
 
 @pytest.mark.parametrize("mask", BOTH, ids=str)
 def test_a_warm_call_never_waits_for_the_gpu(mask: Mask) -> None:
-    inputs = gpu_inputs(1000, 1000)
+    inputs = gpu_inputs(LENGTH, LENGTH)
     for _ in range(3):
         run_ours(inputs, mask)
     torch.cuda.synchronize()

@@ -76,6 +76,8 @@ class Placement:
         them, so that heads whose longest chains start first come last.
         """
         lanes = self.lanes
+        if len(instances) == 1:
+            return _chunks(0, instances[0], lanes)
         turns = min(map(len, instances)) // lanes
         surplus = len(instances[0]) - turns * lanes
         groups = _chunks(0, instances[0][:surplus], lanes)

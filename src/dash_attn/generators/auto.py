@@ -11,7 +11,7 @@ from .alternating import alternating
 from .shift import shift_blocks
 from .weave import weave
 
-FEW_KV_TILES = 8  # a circle moves at the pace of its slowest start, which short chains do not make up for (H200, head dims 64 and 128)
+FEW_KV_TILES = 16  # a circle moves at the pace of its slowest start, which short chains do not make up for (H200, head dims 64 and 128)
 
 
 def auto(problem: Problem, workers: int) -> Schedule:

@@ -47,4 +47,4 @@ def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: 
     q_tile = (place[chain] * spacing + step) % q_tiles
     kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, block[chain], step), block * q_tiles)
     sizes = tuple(np.bincount(block).tolist())
-    return Schedule.build(problem, Order(name, (kind,), guarantees), (kv,), workers, sizes, in_rounds=True)
+    return Schedule.build(problem, Order(name, (kind,), guarantees), (kv,), workers, sizes)

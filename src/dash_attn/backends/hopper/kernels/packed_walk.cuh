@@ -12,7 +12,7 @@ struct alignas(16) PackedChain {
   int place, spacing, members, rank_first;  // ring: place among the members of its block, 1 or 2 tiles apart; ranks of the blocks before
 };
 
-constexpr int FEW_KV_TILES = 8;  // as in generators/auto.py
+constexpr int FEW_KV_TILES = 16;  // as in generators/auto.py
 
 // KV tiles a hand-over needs between neighbours: as in generators/alternating.py.
 DEVICE constexpr int chain_classes(int q_rows, int kv_rows) { return (2 * q_rows + kv_rows - 1) / kv_rows; }
