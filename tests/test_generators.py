@@ -74,8 +74,8 @@ def test_auto_picks_by_the_mask() -> None:
         "window:2,-1": "weave",
         "prefix:3": "weave",
     }.items():
-        assert generate("auto", Problem.from_tiles(mask, 34, 17), 16).name == order
-    assert generate("auto", Problem.from_tiles("full", 34, 16), 16).name == "alternating", "few KV tiles: no circle"
+        assert generate("auto", Problem.from_tiles(mask, 34, 17), 32).name == order
+    assert generate("auto", Problem.from_tiles("full", 34, 16), 32).name == "alternating", "few KV tiles: no circle"
 
 
 def test_alternating_is_its_own_mirror_image_in_time() -> None:
