@@ -23,6 +23,7 @@ from .layout import CallCache, Layout
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward_config.cuh)
 MOST_ENTRIES = 2**26  # of 16 bytes: a gigabyte
 UNWRITTEN = -1
+WARM_UP = 5  # runs: while a GPU wakes up, the clocks of its SMs drift apart
 
 
 class RecordingCall(BackwardCall):
@@ -41,13 +42,13 @@ class RecordingCall(BackwardCall):
 
 
 def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Spans:
-    """Run one backward of these (batched) tensors, after one to warm up, and tell when every task ran. Times are microseconds."""
+    """Run one backward of these (batched) tensors, after some to warm up, and tell when every task ran. Times are microseconds."""
     check_recordable(q, k, options)
     call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
     plan = call.plan
     assert plan is not None
     with torch.cuda.device(q.device):
-        for _ in range(2):
+        for _ in range(WARM_UP + 1):
             call.record.fill_(UNWRITTEN)
             call.run(tensors, lse, None, None)
         torch.cuda.synchronize()
