@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 # The clocks of two SMs may disagree: they are compared when a CTA starts and ends, and an SM's frequency may change between.
 MOST_SLOP = 0.02  # of the kernel's time, for the worst pair of tasks
-USUAL_SLOP = 2.0  # microseconds, for 99 of 100
+USUAL_SLOP = 0.002  # for 99 of 100
 
 
 def options_of(mask: Mask, schedule: str, dim: int) -> AttentionOptions:
@@ -53,7 +53,7 @@ def test_recorded_times_are_possible(dim: int, mask: Mask, schedule: str) -> Non
     order = np.lexsort((table.rank, tile))
     late = [spans.reduce_start[b] - spans.reduce_end[a] for a, b in pairwise(order) if tile[a] == tile[b]]
     assert min(late) > -MOST_SLOP * spans.makespan, "a rank started before the one below it had landed"
-    assert np.percentile(late, 1) > -USUAL_SLOP
+    assert np.percentile(late, 1) > -USUAL_SLOP * spans.makespan
     from dash_attn.calibration.hopper import kernel_time
 
     assert spans.makespan == pytest.approx(kernel_time(inputs, options), rel=0.25)

@@ -51,10 +51,12 @@ def driver_facts() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of the source tree this package runs from, with a + if files have changed since."""
+    if "DASH_ATTN_COMMIT" in os.environ:  # of a copy of the sources, whose history is not theirs
+        return os.environ["DASH_ATTN_COMMIT"]
     folder = str(Path(__file__).parent)
     head = _output(["git", "-C", folder, "rev-parse", "HEAD"])
     if not head:
-        return os.environ.get("DASH_ATTN_COMMIT")  # for a copy of the sources without their history
+        return None
     return head.strip() + ("+" if _output(["git", "-C", folder, "status", "--porcelain", "--untracked-files=no"]) else "")
 
 
