@@ -5,8 +5,8 @@ and start the first KV tile first. Chains of a head stay tile_kv / tile_q steps 
 over each pair of heads, and every chain waits only for earlier starts, so it cannot hang on any number of workers.
 
 A hand-over takes about two steps. Where tiles are so shaped that neighbours would follow closer, the KV tiles are
-dealt into classes (even tiles, then odd tiles): neighbours within a class are far enough apart, and all heads start
-a class before any starts the next.
+dealt into classes (even tiles, then odd tiles): neighbours within a class are far enough apart. Heads go in rounds:
+those of a round start a class before any of them starts the next.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
   }
 
  private:
-  // The next (head of the batch, Q tile), or -1. Groups of heads whose K and V stay in the L2 cache, and a larger one at the
+  // The next (head of the batch, Q tile), or -1. Groups of heads whose K and V stay in the L2 cache, and another at the
   // end; in a group longest Q tiles first, heads innermost. Packed sequences: entry of p.tiles instead of a Q tile.
   DEVICE int2 take_ticket() {
     int ticket = (int)atomicInc(p.next_ticket, p.last_ticket);
