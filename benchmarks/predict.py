@@ -42,16 +42,16 @@ def measure(path: Path) -> None:
     path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
 
 
-def predicted(row: dict[str, Any]) -> float:
+def predicted(row: dict[str, Any], workers: int) -> float:
     dim, seqlen = row["head_dim"], row["seqlen"]
     problem = Problem(MASKS[row["mask"]], seqlen, seqlen, Q_ROWS[dim], 128, WIDTH // dim, batch=TOKENS // seqlen)
-    return simulate(generate(row["schedule"], problem, 132), H200[dim]).makespan
+    return simulate(generate(row["schedule"], problem, workers), H200[dim]).makespan
 
 
 def compare(path: Path) -> None:
     results = json.loads(path.read_text())
     for row in results["rows"]:
-        makespan = predicted(row)
+        makespan = predicted(row, results["environment"]["sms"])
         row |= {"predicted_us": round(makespan, 1), "error": round(makespan / row["measured_us"] - 1, 4)}
     rows = results.pop("rows")
     within = sum(abs(row["error"]) <= 0.1 for row in rows) / len(rows)

@@ -85,6 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     for module in (backward, packed):
         monkeypatch.setattr(module, "report_address", lambda: 0)
     monkeypatch.setattr(forward, "cuda_driver", NothingToReset)
+    monkeypatch.setattr(forward, "prepare_counters", lambda device: None)
     monkeypatch.setattr(forward, "shared_counter", lambda device, stream: None)
     monkeypatch.setattr(layout, "device_index", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -141,6 +142,16 @@ def test_a_packed_call(driver: Driver, dim: int) -> None:
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
     assert names[3:] == ["packed_layout", "packed_plan", "backward_preprocess", "attention_backward", "backward_postprocess"]
+
+
+def test_the_forward_takes_heads_in_groups_no_larger_than_all_of_them(driver: Driver) -> None:
+    """A kernel multiplies them with Q tiles, in 32 bits."""
+    places = torch.arange(0, 601, 1, dtype=torch.int32)
+    q, options = made(600, 4, 64, 1)[0], AttentionOptions(Causal(), 1.0)
+    for tensors, packing in (((q, q, q), Packing(places, places, 1, 1)), ((made(600, 4, 64),) * 3, None), ((made(1, 1, 64),) * 3, None)):
+        params = forward._calls.find(tensors, options, packing)[0].params
+        assert 1 <= params.heads_side_by_side <= params.batch * params.q_heads
+        assert 1 <= params.last_heads <= params.batch * params.q_heads
 
 
 @pytest.mark.parametrize("gaps", [False, True], ids=["end to end", "gaps between sequences"])

@@ -36,7 +36,8 @@ def record(tensors: Tensors, options: AttentionOptions) -> Spans:
 
 
 def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
-    """Device microseconds of the attention kernel alone, mean of a few runs."""
+    """Device microseconds of the attention kernel alone, mean of a few runs. (Some of it may be spent waiting for the end of the
+    preprocess, which it overlaps unless it is launched cooperatively.)"""
     from torch.profiler import ProfilerActivity, profile
 
     from ..backends.hopper import backward, forward

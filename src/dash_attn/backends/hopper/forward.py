@@ -21,7 +21,7 @@ from .structs import ForwardParams
 from .support import check_device
 from .tables import mask_on_device, visits_on_device
 from .tensor_map import TensorMap
-from .tickets import shared_counter
+from .tickets import prepare_counters, shared_counter
 from .trouble import raise_if_troubled
 from .workspace import Workspace
 
@@ -101,8 +101,8 @@ class ForwardCall:
         layout = self.layout
         longest = layout.k_longest if layout.packed else layout.kv_len
         bytes_per_head = (longest or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
-        last = -(-LAST_ROUNDS * check_device(layout.device) // max(1, places))
-        return max(1, int(CACHED_BYTES // bytes_per_head)), min(layout.batch * layout.q_heads, last)
+        heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * check_device(layout.device) // max(1, places))
+        return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
 
     def _place(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[int, int]:
         """Consumers, and Q tiles of a head that visit anything."""
@@ -112,6 +112,7 @@ class ForwardCall:
         self.some_attend_nothing = self.visits.places < problem.q_tiles
         self.even = bool(problem.kept.all())
         self.workspace = Workspace(next_ticket=8)
+        prepare_counters(self.layout.device)
         return problem.tile_q // CONSUMER_ROWS, self.visits.places
 
     def _place_packed(self) -> tuple[int, int]:

@@ -1,23 +1,44 @@
 """A counter for each stream, from which the CTAs of a forward take tickets. The kernel that takes the last one leaves it at 0, so
 nothing has to be allocated or reset before a launch; kernels of one stream run one after the other and can share it.
+
+A stream is known by its handle: one that is destroyed while a forward of it still runs must not give its handle to another.
+(PyTorch's own streams live as long as the process.)
 """
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
-PER_THREAD_STREAM = 2  # the driver's name for a stream that every thread has of its own: not one stream
+from .driver import refuse_capture
 
-_counters: dict[tuple[int, int], Tensor] = {}
+PER_THREAD_STREAM = 2  # the driver's name for a stream that every thread has of its own: not one stream
+MOST_STREAMS = 1024  # of a device; more have no counter of their own
+
+_counters: dict[int, Tensor] = {}  # by device
+_slots: dict[tuple[int, int], int] = {}  # by device and stream
+_lock = threading.Lock()
+
+
+def prepare_counters(device: int) -> None:
+    """All counters of a device at once, while a call is prepared: a launch may come while PyTorch's memory is that of a graph."""
+    with _lock:
+        if device not in _counters:
+            refuse_capture()
+            counters = torch.zeros(MOST_STREAMS, dtype=torch.int32, device=torch.device("cuda", device))
+            torch.cuda.current_stream(device).synchronize()  # once: other streams may use it from now on
+            _counters[device] = counters
 
 
 def shared_counter(device: int, stream: int) -> int | None:
     """The address of the stream's counter; None where kernels that would share it may run at the same time (graphs, which
     can be replayed on any stream)."""
-    counter = _counters.get((device, stream))
     if torch.cuda.is_current_stream_capturing() or stream == PER_THREAD_STREAM:
         return None
-    if counter is None:  # set to 0 in the order of this stream
-        counter = _counters.setdefault((device, stream), torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device)))
-    return counter.data_ptr()
+    slot = _slots.get((device, stream))
+    if slot is None:
+        with _lock:
+            slot = _slots.setdefault((device, stream), len(_slots))
+    return _counters[device].data_ptr() + 4 * slot if slot < MOST_STREAMS else None

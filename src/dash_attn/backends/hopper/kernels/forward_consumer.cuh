@@ -1,5 +1,5 @@
 // A warpgroup with 64 queries: S = Q K^T, online softmax, O += P V. While one warpgroup does its softmax, the tensor cores
-// work for another (they take turns); inside a warpgroup, P V of one KV tile runs under the softmax of the next.
+// work for another (most take turns); inside a warpgroup, P V of one KV tile runs under the softmax of the next.
 #pragma once
 #include "forward_config.cuh"
 #include "wgmma.cuh"
