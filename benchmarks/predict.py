@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dash_attn import Causal, Full, Mask, Problem, ScheduleError, generate, simulate
+from dash_attn.backends.hopper.shapes import backward_tiles
 from dash_attn.generators import GENERATORS
 from dash_attn.machines import H200
 from dash_attn.options import AttentionOptions
 
 TOKENS, WIDTH = 16384, 2048  # batch x seqlen, heads x head dim
-Q_ROWS = {64: 128, 128: 64}
 MASKS: dict[str, Mask] = {str(mask): mask for mask in (Causal(), Full())}
 
 
@@ -44,7 +44,8 @@ def measure(path: Path) -> None:
 
 def predicted(row: dict[str, Any], workers: int) -> float:
     dim, seqlen = row["head_dim"], row["seqlen"]
-    problem = Problem(MASKS[row["mask"]], seqlen, seqlen, Q_ROWS[dim], 128, WIDTH // dim, batch=TOKENS // seqlen)
+    tiles = backward_tiles(dim)
+    problem = Problem(MASKS[row["mask"]], seqlen, seqlen, tiles.q_rows, tiles.kv_rows, WIDTH // dim, batch=TOKENS // seqlen)
     return simulate(generate(row["schedule"], problem, workers), H200[dim]).makespan
 
 

@@ -148,7 +148,8 @@ def test_rank_order_holds_for_any_plan(
 
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
 def test_too_few_workers_for_a_gang_is_a_deadlock(chosen: Interleaving) -> None:
-    plan = replace(plan_of("full", 4, 4, "shift", 4), workers=2)
+    sound = plan_of("full", 4, 4, "shift", 4)
+    plan = replace(sound, placement=replace(sound.placement, workers=2))
     with pytest.raises(
         Deadlock,
         match=r"(?s)shift is stuck on 2 workers: 2 resident chains wait.*h0\.q2\.kv0 \(rank 2\) waits for rank 0, which h0\.q2\.kv2 has",

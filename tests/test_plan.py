@@ -38,7 +38,7 @@ def assert_decodes(schedule: Schedule) -> None:
             assert steps[:, 2].astype(bool).tolist() == problem.partial[kind.walk(kv_tile), kv_tile].tolist()
     assert plan.ranks_per_q_tile.tolist() == problem.kept.sum(1).tolist()
     assert plan.starts.tolist() == [start.tolist() for start in schedule.placement.starts]
-    assert (plan.workers, plan.lanes, plan.segments, plan.gang) == (
+    assert (plan.workers, plan.placement.lanes, plan.placement.segments, plan.gang) == (
         schedule.workers,
         schedule.placement.lanes,
         schedule.placement.segments,

@@ -12,7 +12,7 @@ import threading
 
 from torch import Tensor
 
-from .backends import load, resolve
+from .backends import backend_for, resolve
 from .options import AttentionOptions
 from .packing import Packing
 from .planning import describe_call
@@ -41,6 +41,6 @@ def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing
 
 def _order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     try:
-        return load(resolve(options.backend, q.device)).order_in_words(q, k, v, options)
+        return backend_for(options.backend, q.device).order_in_words(q, k, v, options)
     except ScheduleError as error:  # the forward needs no schedule, so it goes on; the backward will raise this
         return f"no backward: {error}"

@@ -30,14 +30,10 @@ class Plan:
     problem: Problem
     schedule_name: str
     guarantees: tuple[str, ...]
-    workers: int
-    lanes: int
-    segments: tuple[int, ...]
-    heads_in_round: int
+    placement: Placement
     gang: int
     kinds: int
     last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its group
-    starts: Ints  # [kinds, kv_tiles]: start order of a head's KV tiles
     chain_runs: Ints  # [kinds * kv_tiles + 1]
     runs: Ints  # [runs, 8]: RUN_FIELDS
     entries: Ints  # [entries, 3]: q_tile, rank, partial
@@ -54,8 +50,13 @@ class Plan:
         return frozen_ints(np.diff(before[self.chain_runs]))
 
     @property
-    def placement(self) -> Placement:
-        return Placement(self.workers, self.lanes, tuple(self.starts), self.segments, self.heads_in_round)
+    def workers(self) -> int:
+        return self.placement.workers
+
+    @cached_property
+    def starts(self) -> Ints:
+        """[kinds, kv_tiles]: start order of a head's KV tiles."""
+        return frozen_ints(np.stack(self.placement.starts))
 
     @property
     def _tables(self) -> tuple[Ints, ...]:
@@ -111,14 +112,10 @@ def lower(schedule: Schedule) -> Plan:
         problem=problem,
         schedule_name=schedule.name,
         guarantees=schedule.guarantees,
-        workers=schedule.workers,
-        lanes=schedule.placement.lanes,
-        segments=schedule.placement.segments,
-        heads_in_round=schedule.placement.heads_in_round,
+        placement=schedule.placement,
         gang=schedule.gang,
         kinds=len(schedule.order.kinds),
         last_member_first=tuple(kind.last_member_first for kind in schedule.order.kinds),
-        starts=frozen_ints(np.stack(schedule.placement.starts)),
         chain_runs=frozen_ints(chain_runs),
         runs=frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))),
         entries=frozen_ints(np.concatenate(entries) if entries else np.zeros((0, 3))),

@@ -52,14 +52,15 @@ class Placement:
         """How many full ones there are, given the heads of each kind in the whole batch; the rest form the last."""
         return min(instances) // self.heads_in_round if self.heads_in_round else 0
 
+    def heads_of_kinds(self, problem: Problem) -> list[NDArray[np.int64]]:
+        """The heads of each kind in one sequence."""
+        heads, kinds = np.arange(problem.heads), len(self.starts)
+        return [heads[(heads + problem.head_offset) % kinds == kind] for kind in range(kinds)]
+
     def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
         """(sequence, head) of all heads of each kind."""
-        heads, instances = np.arange(problem.heads), []
-        for kind in range(len(self.starts)):
-            of_kind = heads[(heads + problem.head_offset) % len(self.starts) == kind]
-            sequence = np.repeat(np.arange(problem.batch), len(of_kind))
-            instances.append(np.stack([sequence, np.tile(of_kind, problem.batch)], axis=1))
-        return instances
+        sequences = np.arange(problem.batch)
+        return [np.stack([np.repeat(sequences, len(h)), np.tile(h, problem.batch)], axis=1) for h in self.heads_of_kinds(problem)]
 
     def _tickets_of(self, instances: list[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
         """Tickets of these heads, segment by segment."""

@@ -117,7 +117,6 @@ class BackwardCall:
         self.workspace = workspace_of(layout)
         self.head_tiles = layout.tiles_of_queries(self.tiles.q_rows)
         self.dq_tiles = layout.batch * layout.q_heads * self.head_tiles
-        self.blocks_before = helper_blocks(self.dq_tiles * self.tiles.q_rows * lanes_of(layout.dim))
         self.mask: MaskOnDevice = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
         kind = "Packed" if layout.packed else self.mask.kind
         flags = (self.ordered, bool(options.softcap))
@@ -125,8 +124,6 @@ class BackwardCall:
         workers = check_device(layout.device)
         self.packed = PackedPlanner(layout, self.mask, self.head_tiles, options) if layout.packed else None
         self.plan = None if layout.packed else backward_plan(q, k, v, options)
-        # Gangs wait for each other: all their CTAs must be resident, also when other work shares the GPU.
-        self.cooperative = self.plan is None or self.plan.gang > 1
         chains = layout.batch * layout.kv_heads * layout.tiles_of_keys(self.tiles.kv_rows)
         self.workers = min(workers if self.plan is None else self.plan.workers, chains)
         self.holds_tables = not layout.packed
@@ -185,8 +182,11 @@ class BackwardCall:
         sink_kernel = load(layout.device, "sink_gradient.cuh", name, HELPER_THREADS, 0)
         self.sink = SinkGradientParams(sequences=layout.count, tiles=places)
         kernels, arguments = self.kernels, [*(m.address for m in self.maps), addressof(self.main)]
-        self.preprocess = kernels.preprocess.prepare(self.blocks_before, [addressof(self.before)])
-        self.attention = kernels.attention.prepare(self.workers, arguments, cooperative=self.cooperative, early=not self.cooperative)
+        threads_before = self.dq_tiles * tiles.q_rows * lanes_of(layout.dim)
+        self.preprocess = kernels.preprocess.prepare(helper_blocks(threads_before), [addressof(self.before)])
+        # Gangs wait for each other: all their CTAs must be resident, also when other work shares the GPU.
+        gangs = self.plan is None or self.plan.gang > 1
+        self.attention = kernels.attention.prepare(self.workers, arguments, cooperative=gangs, early=not gangs)
         self.postprocess = kernels.postprocess.prepare(self.dq_tiles, [addressof(self.after)], early=True)
         self.sink_gradient = sink_kernel.prepare(layout.q_heads, [addressof(self.sink)])
 

@@ -34,7 +34,7 @@ def forward(
     if packing is not None or not runs_packed(options):
         return forward_of_batch(q, k, v, options, packing, sinks)
     batch, length, heads, _ = q.shape
-    packed_q, packed_k, packed_v = (_laid_end_to_end(x) for x in (q, k, v))
+    packed_q, packed_k, packed_v = (laid_end_to_end(x) for x in (q, k, v))
     out, lse = forward_of_batch(packed_q, packed_k, packed_v, of_a_document(options), packing_of(q, options), sinks)
     return out.unflatten(0, (batch, length)), lse.view(heads, batch, length).transpose(0, 1).contiguous()
 
@@ -53,7 +53,7 @@ def backward(
     """dQ, dK, dV and the gradient of the sinks."""
     if packing is not None or not runs_packed(options):
         return backward_of_batch(dout, q, k, v, out, lse, options, packing, sinks)
-    packed_dout, packed_q, packed_k, packed_v, packed_out = (_laid_end_to_end(x) for x in (dout, q, k, v, out))
+    packed_dout, packed_q, packed_k, packed_v, packed_out = (laid_end_to_end(x) for x in (dout, q, k, v, out))
     packed_lse = lse.transpose(0, 1).reshape(q.shape[2], -1)
     alone, places = of_a_document(options), packing_of(q, options)
     dq, dk, dv, dsinks = backward_of_batch(packed_dout, packed_q, packed_k, packed_v, packed_out, packed_lse, alone, places, sinks)
@@ -99,6 +99,6 @@ def kept_packing(lengths: tuple[int, ...], batch: int, device: torch.device) -> 
     return packing
 
 
-def _laid_end_to_end(x: Tensor) -> Tensor:
+def laid_end_to_end(x: Tensor) -> Tensor:
     """(batch x length, heads, head dim): a view where the sequences follow each other in memory, else a copy."""
     return x.flatten(0, 1)

@@ -77,12 +77,12 @@ class ForwardCall:
         self.tiler: PackedTiler | None = None
         consumers, places = self._place_packed() if layout.packed else self._place(q, k, v, options)
         kind = "Packed" if layout.packed else self.mask.kind
-        self.kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(options.softcap), kind)
+        kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(options.softcap), kind)
         self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, places)
         tickets = layout.batch * layout.q_heads * places
-        self.grid = max(1, min(check_device(layout.device), tickets))
+        grid = max(1, min(check_device(layout.device), tickets))
         # Each CTA takes one ticket too many, by which it knows that there are no more. Packed: their number is not known here.
-        self.params.last_ticket = 2**32 - 1 if layout.packed else tickets + self.grid - 1
+        self.params.last_ticket = 2**32 - 1 if layout.packed else tickets + grid - 1
         self.out_shape = (*q.shape[:-1], v.shape[-1])
         self.out_like_q = self.out_shape == tuple(q.shape)
         self.lse_shape = (layout.q_heads, layout.q_len) if layout.packed else (layout.batch, layout.q_heads, layout.q_len)
@@ -90,7 +90,7 @@ class ForwardCall:
         out = q.new_empty(self.out_shape)
         boxes = ((q, CONSUMER_ROWS), (k, kv_rows), (v, kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
-        self.launch = self.kernel.prepare(self.grid, [*(m.address for m in self.maps), addressof(self.params)])
+        self.launch = kernel.prepare(grid, [*(m.address for m in self.maps), addressof(self.params)])
         self.holds_tables = not layout.packed
         self.lock = threading.Lock()
 
@@ -151,13 +151,13 @@ class ForwardCall:
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
         """Memory to keep until the launches are done, and the address of every part of it."""
-        if self.tiler is None:
-            counter = shared_counter(self.layout.device, int(stream))
-            if counter is not None:
-                return None, {"next_ticket": counter}
+        if self.tiler is not None:  # it resets them
+            return self.workspace.allocate(self.device)
+        counter = shared_counter(self.layout.device, int(stream))
+        if counter is not None:
+            return None, {"next_ticket": counter}
         memory, at = self.workspace.allocate(self.device)
-        if self.tiler is None:
-            check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
+        check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
         return memory, at
 
 

@@ -15,7 +15,7 @@ from ...options import AttentionOptions
 from ...plan import ORDER_DIGITS, Plan
 from ...planning import explanation_of, plan_in_words, predict
 from .backward import backward_kernels, backward_plan, workspace_of
-from .documents import of_a_document, packing_of, runs_packed
+from .documents import laid_end_to_end, of_a_document, packing_of, runs_packed
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem, packed_consumers
 from .groups import bytes_of_copies, parts_between, split
 from .layout import Layout
@@ -50,7 +50,7 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     many_k, many_v, alone = split(q, k, v, of_a_document(options), shapes_only=True)
     plans = [backward_plan(q[:1, :length], many_k[:1, :length], many_v[:1, :length], alone) for length in options.mask.lengths]
     longest = max(plans, key=lambda plan: plan.problem.q_len)
-    packed = Layout.of(tuple(x.flatten(0, 1) for x in (q, many_k, many_v)), alone, packing_of(q, options))
+    packed = Layout.of(tuple(laid_end_to_end(x) for x in (q, many_k, many_v)), alone, packing_of(q, options))
     note = "documents are planned on the device, one by one"
     described = _describe(longest, (q, k, v), options, packed, packed_consumers(packed), prediction_note=note)
     names = dict.fromkeys(plan.schedule_name for plan in plans)

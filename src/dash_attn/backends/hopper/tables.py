@@ -49,7 +49,7 @@ class PlanOnDevice:
     """A plan's tables and the parameters that point to them."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        problem, kinds = plan.problem, plan.kinds
+        problem, kinds, placement = plan.problem, plan.kinds, plan.placement
         self.tables = DeviceTables(
             {
                 "starts": plan.starts,
@@ -57,23 +57,22 @@ class PlanOnDevice:
                 "chain_steps": plan.chain_steps,
                 "runs": plan.runs,
                 "entries": plan.entries,
-                "segments": np.cumsum([0, *plan.segments]),
+                "segments": np.cumsum([0, *placement.segments]),
                 "q_ranks": plan.ranks_per_q_tile,
             },
             device,
         )
-        heads = np.arange(problem.heads)
-        of_kind = [heads[(heads + problem.head_offset) % kinds == kind] for kind in range(kinds)]
+        of_kind = placement.heads_of_kinds(problem)
         counts = [len(h) for h in of_kind] + [0] * (2 - kinds)
         self.params = PlanTables(
             *(self.tables[name] for name in ("starts", "chain_runs", "chain_steps", "runs", "entries", "segments")),
             kinds=kinds,
             kv_tiles=problem.kv_tiles,
-            lanes=plan.lanes,
+            lanes=placement.lanes,
             tickets=problem.chains,
             has_gangs=int(plan.gang > 1),
-            rounds=plan.placement.rounds([problem.batch * len(h) for h in of_kind]),
-            heads_in_round=plan.heads_in_round,
+            rounds=placement.rounds([problem.batch * len(h) for h in of_kind]),
+            heads_in_round=placement.heads_in_round,
             instances=Pair(*(problem.batch * n for n in counts)),
             heads_per_sequence=Pair(*(max(1, n) for n in counts)),
             first_head=Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from functools import cache
 from itertools import count
 
 import numpy as np
@@ -25,26 +24,17 @@ MOST_NAMED = 4096  # calls whose tasks can still be named
 _numbers = count()
 _tiles: dict[int, tuple[int, int]] = {}  # call -> query heads and tiles between them, to name a task
 _lock = threading.Lock()
-_words: np.ndarray | None = None  # the report, once some call was prepared
-
-
-def _report() -> tuple[torch.Tensor, np.ndarray]:
-    with _lock:  # one report, whoever comes first
-        return _make_report()
-
-
-@cache
-def _make_report() -> tuple[torch.Tensor, np.ndarray]:
-    global _words
-    memory = torch.zeros(4, dtype=torch.int32, pin_memory=True)
-    atexit.register(_print_at_exit)
-    _words = memory.numpy()
-    return memory, _words
+_report: np.ndarray | None = None  # in host memory that kernels can write to, once some call was prepared
 
 
 def report_address() -> int:
     """Where kernels report."""
-    return _report()[0].data_ptr()
+    global _report
+    with _lock:  # one report, whoever comes first
+        if _report is None:
+            _report = torch.zeros(4, dtype=torch.int32, pin_memory=True).numpy()
+            atexit.register(_print_at_exit)
+        return int(_report.ctypes.data)
 
 
 def register_call(q_heads: int, head_tiles: int) -> int:
@@ -57,12 +47,11 @@ def register_call(q_heads: int, head_tiles: int) -> int:
 
 def raise_if_troubled() -> None:
     """Raise if an earlier kernel gave up."""
-    if _words is not None and _words[0]:
-        raise RuntimeError(_message())
+    if _report is not None and _report[0]:
+        raise RuntimeError(_message(*_report.tolist()))
 
 
-def _message() -> str:
-    what, call, x, y = _report()[1].tolist()
+def _message(what: int, call: int, x: int, y: int) -> str:
     if what == BAD_LENGTHS:
         return (
             f"dash-attn: cu_seqlens_{'k' if x else 'q'} is wrong at entry {y} or {y + 1}: it must start at 0, never decrease,"
@@ -78,5 +67,5 @@ def _message() -> str:
 
 
 def _print_at_exit() -> None:
-    if _report()[1][0]:
-        print(_message(), file=sys.stderr)
+    if _report is not None and _report[0]:
+        print(_message(*_report.tolist()), file=sys.stderr)
