@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cases import NAMES, REFUSED, SERVED
-from dash_attn import Documents, Machine, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, simulate
+from dash_attn import Causal, Documents, Machine, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, simulate
+from dash_attn.machines import H200
 from golden_files import FOLDER, actual, recorded
 from reference import mirrored
 
@@ -83,6 +84,21 @@ def test_alternating_is_its_own_mirror_image_in_time() -> None:
     mirror = mirrored(up)
     assert np.array_equal(mirror.q_tile, down.q_tile)
     assert np.array_equal(mirror.rank, down.rank)
+
+
+@pytest.mark.parametrize(("length", "batch"), [(1500, 8), (3072, 4), (4096, 4), (5000, 2), (6000, 3), (8192, 2), (12000, 1)])
+def test_alternating_fills_the_machine_whatever_the_length(length: int, batch: int) -> None:
+    """Grouped heads, which wait longest where the turns of the two kinds do not mesh."""
+    problem = Problem(Causal(), length, length, 64, 128, heads=8, group=4, batch=batch)
+    assert simulate(generate("alternating", problem, 132), H200[128]).makespan < 1.1 * problem.tasks / 132 * H200[128].compute
+
+
+def test_alternating_deals_square_tiles_into_classes_unless_they_are_few_or_the_group_is_large() -> None:
+    def classes(**shape: int) -> int:
+        return len(generate("alternating", Problem.from_tiles("causal", **shape), 16).placement.segments)
+
+    assert classes(q_tiles=9, kv_tiles=9, group=3) == 2
+    assert classes(q_tiles=9, kv_tiles=9, group=4) == classes(q_tiles=8, kv_tiles=8) == classes(q_tiles=32, kv_tiles=16) == 1
 
 
 @pytest.mark.parametrize("name", ["alternating", "shift", "shift_blocks"])

@@ -14,7 +14,9 @@ from importlib import import_module
 from dash_attn.backends.hopper import shapes, structs
 from dash_attn.backends.hopper.compile import CompileError, compile_uncached
 from dash_attn.generators.auto import FEW_KV_TILES
+from dash_attn.schedule import MANY_KV_TILES
 
+alternating = import_module("dash_attn.generators.alternating")
 CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.forward").CONSUMER_CHOICES
 lanes_of = import_module("dash_attn.backends.hopper.backward").lanes_of
 
@@ -153,5 +155,8 @@ def test_sizes(header: str, config: str, size: int) -> None:
 
 
 def test_packed_sequences_are_ordered_by_the_same_rule() -> None:
-    source = f'#include "packed_plan.cuh"\nstatic_assert(FEW_KV_TILES == {FEW_KV_TILES});\n__global__ void nothing() {{}}\n'
+    rules = {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES}
+    rules |= {name: getattr(alternating, name) for name in ("ONE_CLASS", "LARGE_GROUP")}
+    asserts = "\n".join(f"static_assert({name} == {value});" for name, value in rules.items())
+    source = f'#include "packed_plan.cuh"\n{asserts}\n__global__ void nothing() {{}}\n'
     assert compile_uncached("rule.cuh", "nothing", {"rule.cuh": source}).cubin

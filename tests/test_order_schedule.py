@@ -112,8 +112,8 @@ def test_a_round_of_heads_goes_through_all_segments() -> None:
 
 
 def test_alternating_keeps_the_workers_busy_with_one_class_of_few_heads() -> None:
-    problem = Problem.from_tiles("causal", 8, 8, heads=64)
-    assert generate("alternating", problem, 16).placement.heads_in_round == 4  # of both kinds: 8 heads, 4 chains each
+    problem = Problem.from_tiles("causal", 16, 16, heads=64)
+    assert generate("alternating", problem, 32).placement.heads_in_round == 4  # of both kinds: 8 heads, 8 chains each
     assert generate("weave", problem, 16).placement.heads_in_round == 0
 
 

@@ -122,7 +122,8 @@ draw("dash-full", *runs)
 
 # %%
 late = Machine(compute=3, reduce=1, overlap=2, latency=4.5)
-runs = [simulate(generate(name, causal, workers=8), late) for name in ("descending", "symmetric_shift", "alternating")]
+larger = Problem.from_tiles("causal", 10, 10, heads=4)
+runs = [simulate(generate(name, larger, workers=10), late) for name in ("descending", "symmetric_shift", "alternating")]
 for run in runs:
     print(f"{run.schedule.name}: makespan {run.makespan:g}, gap to the lower bound {run.gap:.0%}")
 draw("latency", *runs)
@@ -133,7 +134,8 @@ draw("latency", *runs)
 # `alternating` is the symmetric idea without fixed pairs. Even heads walk up, the chain on the diagonal first; odd heads walk down, as
 # their mirror image. A worker that finishes a short chain of one head takes a long chain of the next. Workers get free one after another,
 # so the next chains start one after another, and follow each other at that distance to the end. No chain waits for one that starts later,
-# so there is no gang and any number of workers will do.
+# so there is no gang and any number of workers will do. On square tiles like these it takes every second KV tile first, then the others,
+# so that neighbours are two steps apart.
 #
 # ## Any mask
 #

@@ -21,8 +21,8 @@ class Placement:
 
     `starts[kind]` is the order in which the KV tiles of a head of that kind start, cut into `segments` (sizes). Heads go
     in rounds of `heads_in_round` of each kind (0: all of them): those of a round start their first segment before any
-    starts its second. Inside a segment go `lanes` heads of one kind side by side, then `lanes` heads of the next kind,
-    and so on.
+    starts its second. Inside a segment heads of one kind, at most `lanes`, go side by side, then heads of the next kind,
+    and so on in turns, each kind dealt evenly to as many turns as that takes.
     """
 
     workers: int
@@ -71,33 +71,31 @@ class Placement:
         return parts
 
     def _side_by_side(self, instances: list[NDArray[np.int64]]) -> list[tuple[int, NDArray[np.int64]]]:
-        """(kind, [(sequence, head), ...]) of the heads that start side by side, in order.
-
-        Kinds take turns. A surplus of the first kind goes before all turns and a surplus of the last kind behind
-        them, so that heads whose longest chains start first come last.
-        """
-        lanes = self.lanes
-        if len(instances) == 1:
-            return _chunks(0, instances[0], lanes)
-        turns = min(map(len, instances)) // lanes
-        surplus = len(instances[0]) - turns * lanes
-        groups = _chunks(0, instances[0][:surplus], lanes)
-        for turn in range(turns):
-            for kind, of_kind in enumerate(instances):
-                first = turn * lanes + (surplus if kind == 0 else 0)
-                groups.append((kind, of_kind[first : first + lanes]))
-        for kind in range(1, len(instances)):
-            groups += _chunks(kind, instances[kind][turns * lanes :], lanes)
-        return groups
-
-
-def _chunks(kind: int, heads: NDArray[np.int64], lanes: int) -> list[tuple[int, NDArray[np.int64]]]:
-    return [(kind, heads[i : i + lanes]) for i in range(0, len(heads), lanes)]
+        """(kind, [(sequence, head), ...]) of the heads that start side by side, in order."""
+        turns = -(-max(map(len, instances)) // self.lanes)
+        dealt = [np.array_split(heads, turns) for heads in instances] if turns else []
+        return [(kind, heads[turn]) for turn in range(turns) for kind, heads in enumerate(dealt)]
 
 
 def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[np.int64]:
     """Tickets of some heads: KV tile by KV tile, head by head."""
     return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
+
+
+MANY_KV_TILES = 64
+
+
+def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) -> int:
+    """Heads of one kind that go side by side before the next kind takes its turn.
+
+    As few as fill nine workers of ten, because then the chains of one kind start where those of the other end, one by one; no
+    more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head make up for reading
+    their tiles twice: for them two fillings hand over more smoothly.
+    """
+    fillings = 2 if problem.group == 1 and segment >= MANY_KV_TILES else 1
+    heads = problem.batch * -(-problem.heads // kinds)  # of the kind that has more
+    enough = -(-9 * fillings * workers // (10 * segment))
+    return -(-heads // max(1, heads // enough))
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +119,7 @@ class Schedule:
         segments: tuple[int, ...] | None = None,
         in_rounds: bool = False,
     ) -> Schedule:
-        """Place an order on `workers`: as many heads side by side as fit, gangs never torn.
+        """Place an order on `workers`, gangs never torn.
 
         in_rounds: of heads that keep all workers busy with one segment, no more, so that the next segment finds their
         tiles in the cache.
@@ -129,11 +127,13 @@ class Schedule:
         workers = whole_number("workers", workers)
         starts = tuple(map(frozen_ints, starts))
         check_starts(problem, order, starts)
-        gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
         segments = (problem.kv_tiles,) if segments is None else segments
-        side_by_side = gang if gang > 1 else max(segments)
-        lanes = max(1, workers // side_by_side)
-        in_round = lanes * -(-workers // (len(starts) * lanes * max(segments))) if in_rounds and len(segments) > 1 else 0
+        gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
+        if len(starts) == 1:
+            lanes = max(1, workers // (gang if gang > 1 else max(segments)))
+        else:
+            lanes = _lanes_in_turns(problem, workers, len(starts), max(segments))
+        in_round = lanes if in_rounds and len(segments) > 1 else 0
         return cls(problem, order, Placement(workers, lanes, starts, segments, in_round))
 
     @property

@@ -22,6 +22,7 @@ from .timing import Spread, spread
 SHAPE = Shape("causal", 128, 1, 2, 2, 64)
 CALLS, ROUNDS = 200, 7
 COMPARED = (OURS, CUDNN, "PyTorch flash")
+ONE_THREAD = "{}, one thread"  # autograd runs the backward in the caller's thread, as torch.autograd.set_multithreading_enabled lets it
 OURS_ALONE = f"{OURS}, without autograd"
 
 
@@ -31,6 +32,7 @@ def measure_host(device: torch.device, synchronize: Callable[[], None], calls: i
         for candidate in (*ours(schedules=False), *peers()[0])
         if candidate.name in COMPARED
     }
+    steps |= {ONE_THREAD.format(name): partial(_in_one_thread, make) for name, make in steps.items()}
     steps[OURS_ALONE] = partial(_step_alone, device)
     return [_row(name, make, synchronize, calls) for name, make in steps.items()]
 
@@ -50,6 +52,16 @@ def _training_step(candidate: Candidate, device: torch.device) -> Callable[[], A
     tensors = make_tensors(SHAPE, device)
     runner = candidate.prepare(SHAPE, tensors)
     return lambda: torch.autograd.grad(runner.forward(), runner.leaves, tensors.dout)
+
+
+def _in_one_thread(make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    step = make()
+
+    def run() -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return step()
+
+    return run
 
 
 def _step_alone(device: torch.device) -> Callable[[], Any]:

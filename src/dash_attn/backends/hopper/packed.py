@@ -17,7 +17,7 @@ from .support import check_device, check_gang
 from .tables import MaskOnDevice
 from .trouble import register_call, report_address
 
-SEQUENCE_BYTES, PARTS_BYTES, CHAIN_BYTES, TILE_BYTES = 32, 16, 64, 32  # structs of sequence.cuh, packed_*.cuh, forward_config.cuh
+SEQUENCE_BYTES, PARTS_BYTES, CHAIN_BYTES, TILE_BYTES = 32, 32, 64, 32  # structs of sequence.cuh, packed_*.cuh, forward_config.cuh
 
 
 class SequenceLayout:

@@ -3,9 +3,10 @@
 #include "packed_walk.cuh"
 #include "ptx.cuh"
 
-// Where the parts of a sequence begin in the tables of all sequences.
+// Where the parts of a sequence begin in the tables of all sequences, and which sequences start before and after it (-1: none).
 struct alignas(16) SequenceParts {
   int first_tile, first_chain, first_ticket;
+  int previous, next;
 };
 
 struct PackedParams {
@@ -46,7 +47,7 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
     mine.kv_len = checked_length(p, 1, s);
   }
   const int work = tiles_of(mine.q_len, Q_ROWS) * tiles_of(mine.kv_len, KV_ROWS);
-  int first_tile = 0, first_chain = 0, first_ticket = 0, all_tickets = 0;
+  int first_tile = 0, first_chain = 0, first_ticket = 0, all_tickets = 0, previous = -1, next = -1, less_work = 0, more_work = 0;
   for (int first = 0; first < p.count; first += 256) {
     __syncthreads();
     const int other = first + threadIdx.x;
@@ -55,10 +56,14 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
     __syncthreads();
     for (int i = 0; i < min(256, p.count - first); i++) {
       const int2 t = tiles[i];
-      const bool before = first + i < s;
-      const int tickets = TICKETS_ARE_CHAINS ? t.y * p.heads : t.x;
-      if (before) first_tile += t.x, first_chain += t.y;
-      if (t.x * t.y > work || (t.x * t.y == work && before)) first_ticket += tickets;
+      const int tickets = TICKETS_ARE_CHAINS ? t.y * p.heads : t.x, other_work = t.x * t.y;
+      if (first + i < s) first_tile += t.x, first_chain += t.y;
+      if (other_work > work || (other_work == work && first + i < s)) {
+        first_ticket += tickets;
+        if (previous < 0 || other_work <= more_work) previous = first + i, more_work = other_work;
+      } else if (first + i != s && (next < 0 || other_work > less_work)) {
+        next = first + i, less_work = other_work;
+      }
       all_tickets += tickets;
     }
   }
@@ -71,7 +76,7 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
   mine.first_tile = first_tile;
   mine.band_top = p.mask.band_top(mine.q_len, mine.kv_len);
   p.sequences[s] = mine;
-  p.parts[s] = {first_tile, first_chain, first_ticket};
+  p.parts[s] = {first_tile, first_chain, first_ticket, previous, next};
 }
 
 // The last sequence that begins at `index` or before, in a column of `parts`.
@@ -92,26 +97,55 @@ template <int Q_ROWS, int KV_ROWS> DEVICE int ranks_of(const Sequence& s, const 
   return low <= high ? high / KV_ROWS - low / KV_ROWS + 1 : 0;
 }
 
+// How the heads of a sequence start, as in dash_attn/schedule.py for a batch of one: in a circle (one kind of head, gangs), or class by
+// class (two kinds that take turns).
+template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
+  int q_tiles, kv_tiles, classes, turns;
+  Dealt even, odd;  // heads that walk up, heads that walk down
+  bool ring;
+
+  DEVICE SequenceOrder(const PackedParams& p, const Sequence& s) : q_tiles(max(1, tiles_of(s.q_len, Q_ROWS))), kv_tiles(tiles_of(s.kv_len, KV_ROWS)) {
+    const int low_row = s.band_top - (int)p.mask.band_width;  // first key of query 0, before clipping to the sequence
+    const bool keeps_all = min(Q_ROWS, s.q_len) + s.band_top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, s.kv_len);
+    ring = keeps_all && kv_tiles > FEW_KV_TILES;
+    classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
+    const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && widest >= MANY_KV_TILES ? 2 : 1;
+    const int enough = (9 * fillings * p.workers + 10 * widest - 1) / (10 * widest), heads = (p.heads + 1) / 2;
+    const int up = (p.heads + 1 - (p.head_offset & 1)) / 2;
+    turns = tiles_of(max(up, p.heads - up), tiles_of(heads, max(1, heads / enough)));
+    even = Dealt::to(turns, up), odd = Dealt::to(turns, p.heads - up);
+  }
+  DEVICE int size_of_class(int number) const { return (kv_tiles - number + classes - 1) / classes; }
+  // Chains that start first, of heads that walk up, and chains that start last, of heads that walk down.
+  DEVICE int first_up() const { return ring ? 0 : even.in(0) * size_of_class(0); }
+  DEVICE int last_down() const { return ring ? 0 : odd.in(turns - 1) * size_of_class(classes - 1); }
+};
+
 template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
+  using Order = SequenceOrder<Q_ROWS, KV_ROWS>;
   const PackedParams& p;
   const Sequence& s;
   const SequenceParts& parts;
-  int kv_tile, kind;
+  const Order order;
+  int kv_tile, kind, merged_before, merged_behind;
+
+  DEVICE ChainMaker(const PackedParams& params, int sequence, int tile, int kind_of_head)
+      : p(params), s(p.sequences[sequence]), parts(p.parts[sequence]), order(p, s), kv_tile(tile), kind(kind_of_head),
+        merged_before(parts.previous < 0 ? 0 : Order(p, p.sequences[parts.previous]).last_down()),
+        merged_behind(parts.next < 0 ? 0 : Order(p, p.sequences[parts.next]).first_up()) {}
 
   DEVICE void make(int at) {
-    const int q_tiles = max(1, tiles_of(s.q_len, Q_ROWS)), kv_tiles = tiles_of(s.kv_len, KV_ROWS);
-    const int low_row = s.band_top - (int)p.mask.band_width;  // first key of query 0, before clipping to the sequence
-    const bool keeps_all = min(Q_ROWS, s.q_len) + s.band_top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, s.kv_len);
-    const bool ring = keeps_all && kv_tiles > FEW_KV_TILES;
-    if (ring && kind == 1) return;  // one kind of head only
+    if (order.ring && kind == 1) return;  // one kind of head only
     PackedChain chain = {};
-    chain.kv_tile = kv_tile, chain.kv_tiles = kv_tiles, chain.high = Q_ROWS - 1 + s.band_top, chain.low = low_row;
+    chain.kv_tile = kv_tile, chain.kv_tiles = order.kv_tiles, chain.classes = order.classes;
+    chain.high = Q_ROWS - 1 + s.band_top, chain.low = s.band_top - (int)p.mask.band_width;
     const int steps = rows_of_chain(chain);
-    Place place = ring ? in_ring(chain, q_tiles, kv_tiles) : in_classes(kv_tiles);
-    if (!ring && kind == 1) chain.q_first += steps - 1, chain.q_stride = -1;
+    const Place place = order.ring ? in_ring(chain) : in_classes();
+    if (kind == 1) chain.q_first += steps - 1, chain.q_stride = -1;
     p.chains[at] = chain;
     for (int head = 0; head < p.heads; head++)
-      if (ring || (head + p.head_offset) % 2 == kind) write_ticket(head, place, at, steps);
+      if (order.ring) write_ticket(head, place, in_gangs(head, place), at, steps);
+      else if ((head + p.head_offset) % 2 == kind) write_ticket(head, place, in_turns(head), at, steps);
   }
 
  private:
@@ -130,12 +164,12 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     chain.full_end = first_key + KV_ROWS > s.kv_len ? 0 : max(0, min(s.q_len, first_key - s.band_top + width + 1)) / Q_ROWS;
     return first_row < end_row ? (end_row - 1) / Q_ROWS - chain.q_first + 1 : 0;
   }
-  DEVICE Place in_classes(int kv_tiles) const {
-    const int classes = min(chain_classes(Q_ROWS, KV_ROWS), kv_tiles), number = kv_tile % classes, place = kv_tile / classes;
-    const int size = (kv_tiles - number + classes - 1) / classes, widest = (kv_tiles + classes - 1) / classes;
-    return {number ? widest : 0, size, kind == 0 ? size - 1 - place : place, widest, false};
+  DEVICE Place in_classes() const {
+    const int number = kv_tile % order.classes, place = kv_tile / order.classes, size = order.size_of_class(number);
+    return {number ? order.size_of_class(0) : 0, size, kind == 0 ? size - 1 - place : place, order.size_of_class(0), false};
   }
-  DEVICE Place in_ring(PackedChain& chain, int q_tiles, int kv_tiles) const {
+  DEVICE Place in_ring(PackedChain& chain) const {
+    const int q_tiles = order.q_tiles, kv_tiles = order.kv_tiles;
     const int largest = min(max(1, min(64, q_tiles / 2)), kv_tiles), blocks = (kv_tiles + largest - 1) / largest;
     const int block = kv_tile * blocks / kv_tiles, first = (block * kv_tiles + blocks - 1) / blocks, widest = (kv_tiles + blocks - 1) / blocks;
     chain.ring = q_tiles;
@@ -146,14 +180,42 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     chain.q_first = chain.place * chain.spacing % q_tiles;
     return {first, chain.members, chain.place, widest, widest > 1};
   }
-  // Segments one after the other; in a segment as many heads side by side as fit the machine, position by position.
-  DEVICE void write_ticket(int head, const Place& place, int at, int steps) const {
-    const int lanes = max(1, p.workers / place.widest), chunk = head / lanes * lanes, width = min(lanes, p.heads - chunk);
-    const int segment = parts.first_ticket + place.first * p.heads + chunk * place.size;
-    const int first_key = kv_tile * KV_ROWS;
-    p.tickets[segment + place.position * width + head - chunk] = {
+
+  // Heads that start before a head in every segment, heads side by side with it, its place among them.
+  struct Lane {
+    int before, width, place;
+  };
+  DEVICE Lane in_gangs(int head, const Place& place) const {
+    const Dealt dealt = Dealt::to(tiles_of(p.heads, max(1, p.workers / place.widest)), p.heads);
+    const int turn = dealt.turn_of(head);
+    return {dealt.before(turn), dealt.in(turn), head - dealt.before(turn)};
+  }
+  DEVICE Lane in_turns(int head) const {
+    const Dealt mine = kind ? order.odd : order.even, other = kind ? order.even : order.odd;
+    const int index = head / 2, turn = mine.turn_of(index);
+    return {mine.before(turn) + other.before(turn + kind), mine.in(turn), index - mine.before(turn)};
+  }
+
+  // Segments one after the other; in a segment heads in the order of their turns, those side by side position by position.
+  DEVICE void write_ticket(int head, const Place& place, const Lane& lane, int at, int steps) const {
+    const int segment = place.first * p.heads + lane.before * place.size, first_key = kv_tile * KV_ROWS;
+    p.tickets[parts.first_ticket + merged(segment + place.position * lane.width + lane.place)] = {
         head, first_key + s.kv_shift, s.kv_plane, p.group * steps, s.q_shift, s.q_plane, s.kv_len - first_key, s.band_top - first_key,
-        at, s.first_tile + head * p.group * p.head_tiles, place.gang ? segment + width * place.size : 0, 2 * steps + kind};
+        at, s.first_tile + head * p.group * p.head_tiles, place.gang ? parts.first_ticket + segment + lane.width * place.size : 0, 2 * steps + kind};
+  }
+  // The chains that end a sequence walk down and should start one by one; those that begin the next walk up and need not: they
+  // are shuffled together evenly. `ticket` counts from the first one of this sequence.
+  DEVICE int merged(int ticket) const {
+    const int up = order.first_up(), down = order.last_down(), chains = order.kv_tiles * p.heads;
+    if (ticket < up && merged_before > 0) {
+      const int down_before = min((i64)merged_before, ((i64)ticket * merged_before + up - 1) / up);
+      return ticket - merged_before + down_before;
+    }
+    if (ticket >= chains - down && merged_behind > 0) {
+      const int index = ticket - (chains - down);
+      return ticket + (int)min((i64)merged_behind, (i64)index * merged_behind / down + 1);
+    }
+    return ticket;
   }
 };
 
@@ -169,5 +231,5 @@ template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed
   if (thread >= 2 * p.chain_rows) return;
   const int kind = thread / p.chain_rows, index = thread - kind * p.chain_rows;
   const int s = find_sequence(p.parts, p.count, index, &SequenceParts::first_chain), kv_tile = index - p.parts[s].first_chain;
-  if (kv_tile < tiles_of(p.sequences[s].kv_len, KV_ROWS)) ChainMaker<Q_ROWS, KV_ROWS>{p, p.sequences[s], p.parts[s], kv_tile, kind}.make(thread);
+  if (kv_tile < tiles_of(p.sequences[s].kv_len, KV_ROWS)) ChainMaker<Q_ROWS, KV_ROWS>(p, s, kv_tile, kind).make(thread);
 }

@@ -1,20 +1,22 @@
 // Packed sequences: the walk of a chain, computed from the lengths of its sequence instead of read from a table, because the
-// lengths are known on the device only. The orders are those of dash_attn/generators/auto.py: `shift_blocks` where a sequence keeps
-// every tile and has more than a few KV tiles, else `alternating`. A test compares every step with the host's plan of the same sequence.
+// lengths are known on the device only. The orders are those of dash_attn/generators/auto.py: where a sequence keeps every tile,
+// `shift_blocks` if it has more than a few KV tiles; else `alternating`. Tests compare bits and tickets with those of the same
+// sequence alone.
 #pragma once
 #include "plan.cuh"
 
 struct alignas(16) PackedChain {
   int q_first, q_stride, ring;           // Q tile of the first step, then q_stride further; modulo `ring` if that is not 0
   int full_first, full_end;              // Q tiles all of whose elements attend
-  int kv_tile, kv_tiles;
+  int kv_tile, kv_tiles, classes;
   int high, low;                         // band: last key that Q tile 0 attends, and first key (may be negative)
   int place, spacing, members, rank_first;  // ring: place among the members of its block, 1 or 2 tiles apart; ranks of the blocks before
 };
 
-constexpr int FEW_KV_TILES = 16;  // as in generators/auto.py
+// As in generators/auto.py, generators/alternating.py and schedule.py.
+constexpr int FEW_KV_TILES = 16, ONE_CLASS = 8, LARGE_GROUP = 4, MANY_KV_TILES = 64;
 
-// KV tiles a hand-over needs between neighbours: as in generators/alternating.py.
+// Classes of `alternating`: KV tiles a hand-over needs between neighbours.
 DEVICE constexpr int chain_classes(int q_rows, int kv_rows) { return (2 * q_rows + kv_rows - 1) / kv_rows; }
 
 template <int Q_ROWS, int KV_ROWS> struct PackedWalk {
@@ -42,7 +44,7 @@ template <int Q_ROWS, int KV_ROWS> struct PackedWalk {
     const int last = read(chain.kv_tiles) - 1, kv_tile = read(chain.kv_tile);
     const u32 high = min(last, (q_tile * Q_ROWS + read(chain.high)) / KV_ROWS), low = max(0, q_tile * Q_ROWS + read(chain.low)) / (u32)KV_ROWS;
     const u32 distance = read(chain.q_stride) > 0 ? high - kv_tile : kv_tile - low;
-    if (CLASSES == 1 || last == 0) return distance;
+    if (CLASSES == 1 || read(chain.classes) == 1) return distance;
     return distance / 2 + (kv_tile % 2 ? high / 2 - (low + 1) / 2 + 1 : 0);
   }
 };

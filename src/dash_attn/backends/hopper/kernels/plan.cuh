@@ -33,50 +33,39 @@ struct alignas(16) Ticket {
   int walk;               // steps of one query head, times two; plus 1 if the last query head of the group is walked first
 };
 
-// Heads of one kind, in groups of `lanes` side by side: position by position, lane by lane.
-DEVICE void side_by_side(int ticket, int positions, int heads, int lanes, int& position, int& instance, int& left) {
-  const int group = ticket / (lanes * positions), within = ticket - group * lanes * positions;
-  const int width = min(lanes, heads - group * lanes);
-  position = within / width;
-  instance = group * lanes + within - position * width;
-  left = width * positions - within;
-}
+// Heads of one kind, dealt to turns: as many to each as to any other, or one more to the first ones.
+struct Dealt {
+  int each, more;  // turns with one more
+  static DEVICE Dealt to(int turns, int heads) { return {heads / turns, heads % turns}; }
+  DEVICE int before(int turn) const { return turn * each + min(turn, more); }
+  DEVICE int in(int turn) const { return each + (turn < more); }
+  DEVICE int turn_of(int head) const { return head < more * (each + 1) ? head / (each + 1) : more + (head - more * (each + 1)) / each; }
+};
 
-// The same formula as Placement.tickets: rounds, segments, then a surplus of kind 0, turns of all kinds, a surplus of kind 1.
+// The same formula as Placement.tickets: rounds, segments, turns of all kinds; in a turn position by position, head by head.
 DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   int ticket = number;
   const int in_round = plan.kinds * plan.heads_in_round * plan.kv_tiles, round = plan.rounds == 0 ? 0 : min(ticket / in_round, plan.rounds);
   ticket -= round * in_round;
   const int before = round * plan.heads_in_round, most = round < plan.rounds ? plan.heads_in_round : 1 << 30;
-  const int heads[2] = {min(plan.instances[0] - before, most), min(plan.instances[1] - before, most)};
-  const int all_heads = heads[0] + (plan.kinds == 2 ? heads[1] : 0);
+  const int heads[2] = {min(plan.instances[0] - before, most), plan.kinds == 2 ? min(plan.instances[1] - before, most) : 0};
+  const int all_heads = heads[0] + heads[1], turns = (max(heads[0], heads[1]) + plan.lanes - 1) / plan.lanes;
   int segment = 0;
 #pragma unroll 1
   while (ticket >= all_heads * plan.segments[segment + 1]) segment++;
   const int first = plan.segments[segment], positions = plan.segments[segment + 1] - first;
   ticket -= all_heads * first;
-  int kind = 0, position, instance, left;
-  if (plan.kinds == 1) {
-    side_by_side(ticket, positions, all_heads, plan.lanes, position, instance, left);
-  } else {
-    const int turns = min(heads[0], heads[1]) / plan.lanes;
-    const int surplus = heads[0] - turns * plan.lanes, in_turn = plan.lanes * positions;
-    if (ticket < surplus * positions) {
-      side_by_side(ticket, positions, surplus, plan.lanes, position, instance, left);
-    } else if ((ticket -= surplus * positions) < turns * 2 * in_turn) {
-      const int turn = ticket / in_turn, within = ticket - turn * in_turn;
-      kind = turn & 1;
-      position = within / plan.lanes;
-      instance = (turn >> 1) * plan.lanes + within - position * plan.lanes + (kind ? 0 : surplus);
-      left = in_turn - within;
-    } else {
-      kind = 1;
-      ticket -= turns * 2 * in_turn;
-      side_by_side(ticket, positions, heads[1] - turns * plan.lanes, plan.lanes, position, instance, left);
-      instance += turns * plan.lanes;
-    }
-  }
-  instance += before;
+  const Dealt even = Dealt::to(turns, heads[0]), odd = Dealt::to(turns, heads[1]);
+  // A turn of both kinds is dealt like one kind, but twice there may be one more.
+  const Dealt both{even.each + odd.each, max(even.more, odd.more)};
+  const int twice = min(even.more, odd.more), head = ticket / positions, in_first = twice * (both.each + 2);
+  const int turn = head < in_first ? head / (both.each + 2) : twice + Dealt{both.each, both.more - twice}.turn_of(head - in_first);
+  ticket -= positions * (even.before(turn) + odd.before(turn));
+  const int kind = ticket >= positions * even.in(turn);
+  if (kind) ticket -= positions * even.in(turn);
+  const int first_head = kind ? odd.before(turn) : even.before(turn), width = kind ? odd.in(turn) : even.in(turn);
+  const int position = ticket / width, left = width * positions - ticket;
+  const int instance = before + first_head + ticket - position * width;
   Chain chain;
   const int per_sequence = plan.heads_per_sequence[kind];
   chain.sequence = instance / per_sequence;
