@@ -93,6 +93,16 @@ def test_alternating_fills_the_machine_whatever_the_length(length: int, batch: i
     assert simulate(generate("alternating", problem, 132), H200[128]).makespan < 1.1 * problem.tasks / 132 * H200[128].compute
 
 
+@pytest.mark.parametrize(("length", "batch"), [(4096, 4), (5000, 4), (6000, 2), (7000, 2)])
+def test_alternating_with_classes_fills_the_machine_whatever_the_length(length: int, batch: int) -> None:
+    """Square tiles, heads in rounds. Starting a chain, 64 to 80 of them a worker, is counted apart."""
+    problem, machine = Problem(Causal(), length, length, 128, 128, heads=32, batch=batch), H200[64]
+    assert (
+        simulate(generate("alternating", problem, 132), machine).makespan
+        < 1.07 * (problem.tasks * machine.compute + problem.chains * machine.startup) / 132
+    )
+
+
 def test_alternating_deals_square_tiles_into_classes_unless_they_are_few_or_the_group_is_large() -> None:
     def classes(**shape: int) -> int:
         return len(generate("alternating", Problem.from_tiles("causal", **shape), 16).placement.segments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from dash_attn.options import AttentionOptions
 from dash_attn.planning import problem_of
 from dense import run_ours
 from gpu_helpers import gpu_inputs, hopper
+from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu
 
@@ -59,20 +59,19 @@ def tickets_in(memory: torch.Tensor, at: dict[str, int], count: int) -> torch.Te
     return memory[first : first + 4 * WORDS * count].view(torch.int32).view(-1, WORDS).cpu()
 
 
-LENGTHS = [[3500, 40, 900, 2500, 128, 129, 900], [64], [4000, 4000], [100] * 40]
+LENGTHS = [[3500, 40, 900, 0, 2500, 128, 129, 900], [64], [4000, 4000], [100] * 40]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("heads", [1, 5, 8, 16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (5, 5), (16, 16), (32, 8)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} sequences")
 @pytest.mark.parametrize("mask", [Causal(), Full(), Window(300, 0)], ids=str)
 @pytest.mark.parametrize("head_offset", [0, 1])
 def test_tickets_of_packed_sequences(
-    monkeypatch: pytest.MonkeyPatch, mask: Mask, lengths: list[int], heads: int, dim: int, head_offset: int
+    monkeypatch: pytest.MonkeyPatch, mask: Mask, lengths: list[int], heads: tuple[int, int], dim: int, head_offset: int
 ) -> None:
-    """Longest sequence first, each in the order in which it would start alone (but in no rounds). Where one ends and the next
-    begins, their heads that walk down and up are shuffled together."""
-    q, k, v, dout = (x[0] for x in gpu_inputs(sum(lengths), sum(lengths), (heads, heads), dim))
+    """Longest sequence first. Where one ends and the next begins, heads that walk down and up are shuffled together."""
+    q, k, v, dout = (x[0] for x in gpu_inputs(sum(lengths), sum(lengths), heads, dim))
     places = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=q.device)
     kept = keep_workspaces(monkeypatch)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -82,42 +81,11 @@ def test_tickets_of_packed_sequences(
         *leaves, places, places, longest, longest, causal=isinstance(mask, Causal), window_size=window, head_offset=head_offset
     ).backward(dout)
     tiles = hopper("shapes").backward_tiles(dim)
-    problems = [Problem(mask, n, n, tiles.q_rows, tiles.kv_rows, heads, head_offset=head_offset) for n in lengths]
-    order = sorted(range(len(lengths)), key=lambda i: -problems[i].q_tiles * problems[i].kv_tiles)
-    expected = laid_end_to_end([starts_alone(i, problems[i]) for i in order])
+    shape = tiles.q_rows, tiles.kv_rows, heads[1], heads[0] // heads[1]
+    problems = {i: Problem(mask, n, n, *shape, head_offset=head_offset) for i, n in enumerate(lengths) if n}
+    order = sorted(problems, key=lambda i: -problems[i].q_tiles * problems[i].kv_tiles)
+    workers = hopper("support").check_device(0)
+    expected = laid_end_to_end([starts_alone(i, generate("auto", problems[i], workers)) for i in order])
     found = tickets_in(*kept[-1], len(expected))[:, [0, 2, 6]]  # KV head, end of the sequence, keys from the chain's first one on
-    ends = {int(end): i for i, end in enumerate(np.cumsum(lengths))}
+    ends = {int(end): i for i, end in enumerate(np.cumsum(lengths)) if lengths[i]}
     assert [(head, ends[end], (lengths[ends[end]] - keys) // tiles.kv_rows) for head, end, keys in found.tolist()] == expected
-
-
-def starts_alone(number: int, problem: Problem) -> tuple[list[Any], int, int]:
-    """(head, sequence, KV tile) of every chain; how many of them, of the first heads that walk up and of the last that walk
-    down, may be shuffled with their neighbours."""
-    schedule = generate("auto", problem, hopper("support").check_device(0))
-    placement = replace(schedule.placement, heads_in_round=0)
-    chains = [(head, number, kv_tile) for _, head, kv_tile in placement.tickets(problem).tolist()]
-    if len(placement.starts) == 1:
-        return chains, 0, 0
-    walks_down = [(head + problem.head_offset) % 2 for head, *_ in chains]
-    first_up, last_down = (*walks_down, 1).index(1), (*walks_down[::-1], 0).index(0)
-    if 0 in map(len, placement.heads_of_kinds(problem)):  # of one kind only, so that turns do not show
-        size, turns = placement.segments[0], -(-problem.heads // placement.lanes)
-        first_up, last_down = min(first_up, problem.heads // turns * size), min(last_down, problem.heads // turns * placement.segments[-1])
-    return chains, first_up, last_down
-
-
-def laid_end_to_end(sequences: list[tuple[list[Any], int, int]]) -> list[Any]:
-    laid: list[Any] = []
-    waiting: list[Any] = []  # chains that end the sequence before
-    for chains, first_up, last_down in sequences:
-        laid += shuffled(chains[:first_up], waiting) if first_up else waiting
-        end = len(chains) - last_down
-        laid += chains[first_up:end]
-        waiting = chains[end:]
-    return laid + waiting
-
-
-def shuffled(up: list[Any], down: list[Any]) -> list[Any]:
-    """Both in their order, in proportion, beginning with `up`."""
-    places = [(i / len(up), 0, i) for i in range(len(up))] + [(i / len(down), 1, i) for i in range(len(down))]
-    return [(up, down)[which][i] for _, which, i in sorted(places)]

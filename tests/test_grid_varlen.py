@@ -31,7 +31,7 @@ LONG: tuple[Lengths, ...] = (
 MASKS = (Full(), Causal(), Window(77, 31), Window(130, 0))
 BF16, FP16 = torch.bfloat16, torch.float16
 # Heads, head dim and dtype.
-SHAPES = (((6, 6), 128, BF16), ((6, 2), 64, BF16), ((6, 1), 128, FP16), ((4, 2), 256, BF16), ((6, 3), 111, BF16))
+SHAPES = (((6, 6), 128, BF16), ((6, 2), 64, BF16), ((6, 1), 128, FP16), ((4, 2), 256, BF16), ((6, 3), 111, BF16), ((8, 2), 64, BF16))
 
 
 class Packed(NamedTuple):

@@ -101,12 +101,44 @@ def test_segments_go_before_heads_and_kinds_take_turns() -> None:
     assert [kv for _, _, kv in tickets[:6]] == [0, 1, 2, 3, 2, 1]
 
 
+def test_heads_are_dealt_evenly_to_turns() -> None:
+    """Three heads of one kind and two of the other, at most two side by side: two turns."""
+    problem = Problem.from_tiles("full", 2, 1, heads=5, head_offset=1)
+    placement = Placement(8, 2, (np.arange(1), np.arange(1)), (1,))
+    assert [head for _, head, _ in placement.tickets(problem).tolist()] == [1, 0, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("kv_tiles", "shape", "lanes"),
+    [
+        (32, {"heads": 16, "batch": 4}, 4),  # 32 heads of a kind, four fill 128 of 132 workers
+        (24, {"heads": 8, "group": 4, "batch": 4}, 6),  # 16 heads, at least 5: turns of 6, 5 and 5
+        (24, {"heads": 5, "group": 4, "batch": 4}, 6),  # 12 and 8
+        (128, {"heads": 16}, 2),  # long chains of one query head: two fillings
+        (128, {"heads": 16, "group": 2}, 1),
+        (4, {"heads": 2}, 1),  # there are no more
+    ],
+)
+def test_a_turn_is_as_few_heads_as_fill_the_workers(kv_tiles: int, shape: dict[str, int], lanes: int) -> None:
+    problem = Problem.from_tiles("causal", 2 * kv_tiles, kv_tiles, **shape)
+    assert generate("alternating", problem, 132).placement.lanes == lanes
+
+
+def test_gangs_of_two_kinds_fit_the_workers() -> None:
+    """Two kinds of heads whose chains wait in a circle: more side by side would hang."""
+    problem = Problem.from_tiles("full", 16, 8, heads=16)
+    ring = generate("shift_blocks", problem, 20)
+    starts = ring.placement.starts[0]
+    twice = Schedule.build(problem, Order("rings", ring.order.kinds * 2), (starts, starts), 20, ring.placement.segments)
+    assert (twice.gang, twice.placement.lanes) == (ring.gang, 20 // ring.gang)
+
+
 def test_a_round_of_heads_goes_through_all_segments() -> None:
     problem = Problem.from_tiles("full", 2, 4, heads=5)
     starts = np.arange(4), np.arange(4)[::-1]
     tickets = Placement(8, 1, starts, (3, 1), heads_in_round=1).tickets(problem).tolist()
     assert [head for _, head, _ in tickets] == [0] * 3 + [1] * 3 + [0, 1] + [2] * 3 + [3] * 3 + [2, 3] + [4] * 4
-    assert Placement(8, 1, starts, (3, 1), heads_in_round=2).rounds([3, 2]) == 1
+    assert Placement(8, 1, starts, (3, 1), heads_in_round=2).rounds([3, 2]) == 2
     with pytest.raises(ValueError, match="heads_in_round must be a whole number >= 0"):
         Placement(8, 1, starts, (3, 1), heads_in_round=-1)
 

@@ -134,8 +134,8 @@ draw("latency", *runs)
 # `alternating` is the symmetric idea without fixed pairs. Even heads walk up, the chain on the diagonal first; odd heads walk down, as
 # their mirror image. A worker that finishes a short chain of one head takes a long chain of the next. Workers get free one after another,
 # so the next chains start one after another, and follow each other at that distance to the end. No chain waits for one that starts later,
-# so there is no gang and any number of workers will do. On square tiles like these it takes every second KV tile first, then the others,
-# so that neighbours are two steps apart.
+# so there is no gang and any number of workers will do. On square tiles like these, from nine KV tiles on, it takes every
+# second KV tile first, then the others, so that neighbours are two steps apart.
 #
 # ## Any mask
 #

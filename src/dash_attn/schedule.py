@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,9 +21,9 @@ class Placement:
     """The order in which chains take tickets; a free worker starts the chain with the next ticket.
 
     `starts[kind]` is the order in which the KV tiles of a head of that kind start, cut into `segments` (sizes). Heads go
-    in rounds of `heads_in_round` of each kind (0: all of them): those of a round start their first segment before any
-    starts its second. Inside a segment heads of one kind, at most `lanes`, go side by side, then heads of the next kind,
-    and so on in turns, each kind dealt evenly to as many turns as that takes.
+    in rounds of at most `heads_in_round` of each kind (0: all of them): those of a round start their first segment before
+    any starts its second. Inside a segment heads of one kind, at most `lanes`, go side by side, then heads of the next
+    kind, and so on in turns. Heads are dealt evenly to as few rounds, and those to as few turns, as that allows.
     """
 
     workers: int
@@ -41,16 +42,12 @@ class Placement:
     def tickets(self, problem: Problem) -> NDArray[np.int64]:
         """(sequence, head, kv_tile) of every chain, in the order they start."""
         instances = self._instances(problem)
-        size, parts = self.heads_in_round, []
         rounds = self.rounds([len(i) for i in instances])
-        for turn in range(rounds):
-            parts += self._tickets_of([i[turn * size : (turn + 1) * size] for i in instances])
-        parts += self._tickets_of([i[rounds * size :] for i in instances])
-        return np.concatenate(parts)
+        return np.concatenate([part for dealt in _deal(instances, rounds) for part in self._tickets_of(dealt)])
 
     def rounds(self, instances: list[int]) -> int:
-        """How many full ones there are, given the heads of each kind in the whole batch; the rest form the last."""
-        return min(instances) // self.heads_in_round if self.heads_in_round else 0
+        """How many there are, given the heads of each kind in the whole batch."""
+        return -(-max(instances) // self.heads_in_round) if self.heads_in_round else 1
 
     def heads_of_kinds(self, problem: Problem) -> list[NDArray[np.int64]]:
         """The heads of each kind in one sequence."""
@@ -73,8 +70,13 @@ class Placement:
     def _side_by_side(self, instances: list[NDArray[np.int64]]) -> list[tuple[int, NDArray[np.int64]]]:
         """(kind, [(sequence, head), ...]) of the heads that start side by side, in order."""
         turns = -(-max(map(len, instances)) // self.lanes)
-        dealt = [np.array_split(heads, turns) for heads in instances] if turns else []
-        return [(kind, heads[turn]) for turn in range(turns) for kind, heads in enumerate(dealt)]
+        return [(kind, heads) for turn in _deal(instances, turns) for kind, heads in enumerate(turn)]
+
+
+def _deal(instances: list[NDArray[np.int64]], shares: int) -> Iterator[list[NDArray[np.int64]]]:
+    """Heads of each kind in each share: as many as in any other, or one more."""
+    dealt = [np.array_split(heads, shares) for heads in instances]
+    return (list(share) for share in zip(*dealt, strict=True))
 
 
 def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[np.int64]:
@@ -82,15 +84,15 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
     return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
 
 
-MANY_KV_TILES = 64
+MANY_KV_TILES = 64  # of a segment: chains of so many steps make up for reading their tiles once more
 
 
 def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) -> int:
     """Heads of one kind that go side by side before the next kind takes its turn.
 
     As few as fill nine workers of ten, because then the chains of one kind start where those of the other end, one by one; no
-    more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head make up for reading
-    their tiles twice: for them two fillings hand over more smoothly.
+    more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head afford two fillings,
+    which hand over more smoothly.
     """
     fillings = 2 if problem.group == 1 and segment >= MANY_KV_TILES else 1
     heads = problem.batch * -(-problem.heads // kinds)  # of the kind that has more
@@ -121,15 +123,14 @@ class Schedule:
     ) -> Schedule:
         """Place an order on `workers`, gangs never torn.
 
-        in_rounds: of heads that keep all workers busy with one segment, no more, so that the next segment finds their
-        tiles in the cache.
+        in_rounds: a turn of each kind is a round, so that the next segment of its heads finds their tiles in the cache.
         """
         workers = whole_number("workers", workers)
         starts = tuple(map(frozen_ints, starts))
         check_starts(problem, order, starts)
         segments = (problem.kv_tiles,) if segments is None else segments
         gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
-        if len(starts) == 1:
+        if gang > 1 or len(starts) == 1:
             lanes = max(1, workers // (gang if gang > 1 else max(segments)))
         else:
             lanes = _lanes_in_turns(problem, workers, len(starts), max(segments))

@@ -1,7 +1,7 @@
 """Query heads that share a KV head are walked by one chain, which then sums their dK and dV alone. That leaves few chains where
 one KV head serves many, so large groups are split: parts of a group run as groups of their own, on copies of K and V, and their
 dK and dV, rounded to 16 bits like any gradient, are added in order. Split by the size of the group alone, the bits are the same
-in any batch, packed, and on any tensor-parallel rank.
+in any batch, packed, and on any tensor-parallel rank that keeps groups whole.
 """
 
 from __future__ import annotations

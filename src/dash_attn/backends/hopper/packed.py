@@ -74,7 +74,7 @@ class PackedPlanner:
         rows = f"{tiles.q_rows}, {tiles.kv_rows}"
         chains = layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
-        self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset, chains
+        self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset % 2, chains
         kernel = load(layout.device, "packed_plan.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
         self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
 

@@ -20,7 +20,7 @@ def _ints(*names: str) -> list[tuple[str, type]]:
 class PlanTables(ctypes.Structure):
     _fields_ = [
         *_pointers("starts", "chain_runs", "chain_steps", "runs", "entries", "segments"),
-        *_ints("kinds", "kv_tiles", "lanes", "tickets", "has_gangs", "rounds", "heads_in_round"),
+        *_ints("kinds", "kv_tiles", "lanes", "tickets", "has_gangs", "rounds"),
         ("instances", Pair),
         ("heads_per_sequence", Pair),
         ("first_head", Pair),

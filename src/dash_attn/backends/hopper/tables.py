@@ -72,7 +72,6 @@ class PlanOnDevice:
             tickets=problem.chains,
             has_gangs=int(plan.gang > 1),
             rounds=placement.rounds([problem.batch * len(h) for h in of_kind]),
-            heads_in_round=placement.heads_in_round,
             instances=Pair(*(problem.batch * n for n in counts)),
             heads_per_sequence=Pair(*(max(1, n) for n in counts)),
             first_head=Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),

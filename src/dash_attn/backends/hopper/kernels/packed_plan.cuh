@@ -1,31 +1,7 @@
 // Packed sequences: cu_seqlens become sequences, dQ tiles, chains and tickets, without a word to the host.
 #pragma once
-#include "packed_walk.cuh"
+#include "packed_order.cuh"
 #include "ptx.cuh"
-
-// Where the parts of a sequence begin in the tables of all sequences, and which sequences start before and after it (-1: none).
-struct alignas(16) SequenceParts {
-  int first_tile, first_chain, first_ticket;
-  int previous, next;
-};
-
-struct PackedParams {
-  const int *cu_q, *cu_k;      // [count + 1] where sequences start and end
-  int count, q_tokens, k_tokens, q_longest, k_longest;
-  int heads, group, head_offset, head_tiles, chain_rows, workers;  // chain_rows: room for chains of one kind
-  MaskParams mask;
-  Sequence* sequences;         // [count]
-  SequenceParts* parts;        // [count]
-  int2* tile_places;           // [head_tiles]
-  int* q_ranks;                // [head_tiles] KV tiles each of them meets
-  PackedChain* chains;         // [2][chain_rows]
-  Ticket* tickets;
-  int* ticket_count;
-  int* report;                 // host memory: what is wrong with cu_seqlens, in which call
-  int call;
-};
-
-DEVICE int tiles_of(int length, int rows) { return (length + rows - 1) / rows; }
 
 DEVICE int checked_length(const PackedParams& p, int side, int entry) {
   const int *cu = side ? p.cu_k : p.cu_q, tokens = side ? p.k_tokens : p.q_tokens, longest = side ? p.k_longest : p.q_longest;
@@ -76,7 +52,13 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
   mine.first_tile = first_tile;
   mine.band_top = p.mask.band_top(mine.q_len, mine.kv_len);
   p.sequences[s] = mine;
-  p.parts[s] = {first_tile, first_chain, first_ticket, previous, next};
+  p.parts[s] = {first_tile, first_chain, first_ticket};
+  if constexpr (TICKETS_ARE_CHAINS) {
+    using Order = SequenceOrder<Q_ROWS, KV_ROWS>;
+    const auto order_of = [&](int n) { return Order(p, p.cu_q[n + 1] - p.cu_q[n], p.cu_k[n + 1] - p.cu_k[n]); };
+    if (previous >= 0) p.parts[s].shuffled_before = order_of(previous).last_down();
+    if (next >= 0) p.parts[s].shuffled_behind = order_of(next).first_up();
+  }
 }
 
 // The last sequence that begins at `index` or before, in a column of `parts`.
@@ -97,42 +79,16 @@ template <int Q_ROWS, int KV_ROWS> DEVICE int ranks_of(const Sequence& s, const 
   return low <= high ? high / KV_ROWS - low / KV_ROWS + 1 : 0;
 }
 
-// How the heads of a sequence start, as in dash_attn/schedule.py for a batch of one: in a circle (one kind of head, gangs), or class by
-// class (two kinds that take turns).
-template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
-  int q_tiles, kv_tiles, classes, turns;
-  Dealt even, odd;  // heads that walk up, heads that walk down
-  bool ring;
-
-  DEVICE SequenceOrder(const PackedParams& p, const Sequence& s) : q_tiles(max(1, tiles_of(s.q_len, Q_ROWS))), kv_tiles(tiles_of(s.kv_len, KV_ROWS)) {
-    const int low_row = s.band_top - (int)p.mask.band_width;  // first key of query 0, before clipping to the sequence
-    const bool keeps_all = min(Q_ROWS, s.q_len) + s.band_top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, s.kv_len);
-    ring = keeps_all && kv_tiles > FEW_KV_TILES;
-    classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
-    const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && widest >= MANY_KV_TILES ? 2 : 1;
-    const int enough = (9 * fillings * p.workers + 10 * widest - 1) / (10 * widest), heads = (p.heads + 1) / 2;
-    const int up = (p.heads + 1 - (p.head_offset & 1)) / 2;
-    turns = tiles_of(max(up, p.heads - up), tiles_of(heads, max(1, heads / enough)));
-    even = Dealt::to(turns, up), odd = Dealt::to(turns, p.heads - up);
-  }
-  DEVICE int size_of_class(int number) const { return (kv_tiles - number + classes - 1) / classes; }
-  // Chains that start first, of heads that walk up, and chains that start last, of heads that walk down.
-  DEVICE int first_up() const { return ring ? 0 : even.in(0) * size_of_class(0); }
-  DEVICE int last_down() const { return ring ? 0 : odd.in(turns - 1) * size_of_class(classes - 1); }
-};
-
 template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   using Order = SequenceOrder<Q_ROWS, KV_ROWS>;
   const PackedParams& p;
   const Sequence& s;
   const SequenceParts& parts;
   const Order order;
-  int kv_tile, kind, merged_before, merged_behind;
+  int kv_tile, kind;
 
   DEVICE ChainMaker(const PackedParams& params, int sequence, int tile, int kind_of_head)
-      : p(params), s(p.sequences[sequence]), parts(p.parts[sequence]), order(p, s), kv_tile(tile), kind(kind_of_head),
-        merged_before(parts.previous < 0 ? 0 : Order(p, p.sequences[parts.previous]).last_down()),
-        merged_behind(parts.next < 0 ? 0 : Order(p, p.sequences[parts.next]).first_up()) {}
+      : p(params), s(p.sequences[sequence]), parts(p.parts[sequence]), order(p, s.q_len, s.kv_len), kv_tile(tile), kind(kind_of_head) {}
 
   DEVICE void make(int at) {
     if (order.ring && kind == 1) return;  // one kind of head only
@@ -151,8 +107,8 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
  private:
   // Where a chain stands in the order in which the chains of a head start.
   struct Place {
-    int first, size, position, widest;  // its segment, its position there, the widest segment of all
-    bool gang;
+    int first, size, position;  // its segment, its position there
+    int gang;                   // most chains of a head that wait for each other in a circle; 1: none do
   };
 
   // Q tiles the chain visits, and those that need no element mask.
@@ -166,7 +122,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
   DEVICE Place in_classes() const {
     const int number = kv_tile % order.classes, place = kv_tile / order.classes, size = order.size_of_class(number);
-    return {number ? order.size_of_class(0) : 0, size, kind == 0 ? size - 1 - place : place, order.size_of_class(0), false};
+    return {number ? order.size_of_class(0) : 0, size, kind == 0 ? size - 1 - place : place, 1};
   }
   DEVICE Place in_ring(PackedChain& chain) const {
     const int q_tiles = order.q_tiles, kv_tiles = order.kv_tiles;
@@ -178,7 +134,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     chain.members = ((block + 1) * kv_tiles + blocks - 1) / blocks - first;
     chain.rank_first = first;
     chain.q_first = chain.place * chain.spacing % q_tiles;
-    return {first, chain.members, chain.place, widest, widest > 1};
+    return {first, chain.members, chain.place, widest};
   }
 
   // Heads that start before a head in every segment, heads side by side with it, its place among them.
@@ -186,12 +142,12 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     int before, width, place;
   };
   DEVICE Lane in_gangs(int head, const Place& place) const {
-    const Dealt dealt = Dealt::to(tiles_of(p.heads, max(1, p.workers / place.widest)), p.heads);
+    const Dealt dealt = Dealt::to(tiles_of(p.heads, max(1, p.workers / place.gang)), p.heads);
     const int turn = dealt.turn_of(head);
     return {dealt.before(turn), dealt.in(turn), head - dealt.before(turn)};
   }
   DEVICE Lane in_turns(int head) const {
-    const Dealt mine = kind ? order.odd : order.even, other = kind ? order.even : order.odd;
+    const Dealt mine = kind ? order.down : order.up, other = kind ? order.up : order.down;
     const int index = head / 2, turn = mine.turn_of(index);
     return {mine.before(turn) + other.before(turn + kind), mine.in(turn), index - mine.before(turn)};
   }
@@ -199,22 +155,17 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   // Segments one after the other; in a segment heads in the order of their turns, those side by side position by position.
   DEVICE void write_ticket(int head, const Place& place, const Lane& lane, int at, int steps) const {
     const int segment = place.first * p.heads + lane.before * place.size, first_key = kv_tile * KV_ROWS;
-    p.tickets[parts.first_ticket + merged(segment + place.position * lane.width + lane.place)] = {
+    p.tickets[parts.first_ticket + shuffled(segment + place.position * lane.width + lane.place)] = {
         head, first_key + s.kv_shift, s.kv_plane, p.group * steps, s.q_shift, s.q_plane, s.kv_len - first_key, s.band_top - first_key,
-        at, s.first_tile + head * p.group * p.head_tiles, place.gang ? parts.first_ticket + segment + lane.width * place.size : 0, 2 * steps + kind};
+        at, s.first_tile + head * p.group * p.head_tiles, place.gang > 1 ? parts.first_ticket + segment + lane.width * place.size : 0, 2 * steps + kind};
   }
   // The chains that end a sequence walk down and should start one by one; those that begin the next walk up and need not: they
-  // are shuffled together evenly. `ticket` counts from the first one of this sequence.
-  DEVICE int merged(int ticket) const {
-    const int up = order.first_up(), down = order.last_down(), chains = order.kv_tiles * p.heads;
-    if (ticket < up && merged_before > 0) {
-      const int down_before = min((i64)merged_before, ((i64)ticket * merged_before + up - 1) / up);
-      return ticket - merged_before + down_before;
-    }
-    if (ticket >= chains - down && merged_behind > 0) {
-      const int index = ticket - (chains - down);
-      return ticket + (int)min((i64)merged_behind, (i64)index * merged_behind / down + 1);
-    }
+  // are shuffled together, in proportion. `ticket` counts from the first one of this sequence.
+  DEVICE int shuffled(u32 ticket) const {
+    const u32 up = order.first_up(), down = order.last_down(), before = parts.shuffled_before, behind = parts.shuffled_behind;
+    const u32 first_of_down = order.kv_tiles * p.heads - down;
+    if (ticket < up && before > 0) return ticket - before + min(before, (ticket * before + up - 1) / up);
+    if (ticket >= first_of_down && behind > 0) return ticket + min(behind, (ticket - first_of_down) * behind / down + 1);
     return ticket;
   }
 };

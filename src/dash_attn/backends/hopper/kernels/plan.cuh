@@ -14,7 +14,7 @@ struct PlanTables {
   const Step* entries;
   const int* segments;     // [segment_count + 1] first start position of each segment
   int kinds, kv_tiles, lanes, tickets, has_gangs;
-  int rounds, heads_in_round;  // full rounds; heads of each kind in one
+  int rounds;              // heads are dealt to them evenly
   int instances[2];        // heads of each kind over the whole batch
   int heads_per_sequence[2], first_head[2], last_member_first[2];  // per kind
 };
@@ -33,39 +33,47 @@ struct alignas(16) Ticket {
   int walk;               // steps of one query head, times two; plus 1 if the last query head of the group is walked first
 };
 
-// Heads of one kind, dealt to turns: as many to each as to any other, or one more to the first ones.
+// Heads of one kind, dealt to rounds or turns: as many to each as to any other, or one more to the first ones.
 struct Dealt {
-  int each, more;  // turns with one more
+  int each, more;  // more: turns that have one more
   static DEVICE Dealt to(int turns, int heads) { return {heads / turns, heads % turns}; }
   DEVICE int before(int turn) const { return turn * each + min(turn, more); }
   DEVICE int in(int turn) const { return each + (turn < more); }
   DEVICE int turn_of(int head) const { return head < more * (each + 1) ? head / (each + 1) : more + (head - more * (each + 1)) / each; }
 };
 
+// Heads of both kinds, those that walk up first in each turn.
+struct DealtKinds {
+  Dealt up, down;
+  DEVICE int before(int turn) const { return up.before(turn) + down.before(turn); }
+  // The first turns have one more of both kinds, the next ones one more of one kind.
+  DEVICE int turn_of(int head) const {
+    const int each = up.each + down.each, twice = min(up.more, down.more), in_first = twice * (each + 2);
+    return head < in_first ? head / (each + 2) : twice + Dealt{each, max(up.more, down.more) - twice}.turn_of(head - in_first);
+  }
+};
+
 // The same formula as Placement.tickets: rounds, segments, turns of all kinds; in a turn position by position, head by head.
 DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   int ticket = number;
-  const int in_round = plan.kinds * plan.heads_in_round * plan.kv_tiles, round = plan.rounds == 0 ? 0 : min(ticket / in_round, plan.rounds);
-  ticket -= round * in_round;
-  const int before = round * plan.heads_in_round, most = round < plan.rounds ? plan.heads_in_round : 1 << 30;
-  const int heads[2] = {min(plan.instances[0] - before, most), plan.kinds == 2 ? min(plan.instances[1] - before, most) : 0};
-  const int all_heads = heads[0] + heads[1], turns = (max(heads[0], heads[1]) + plan.lanes - 1) / plan.lanes;
+  const DealtKinds rounds{Dealt::to(plan.rounds, plan.instances[0]), Dealt::to(plan.rounds, plan.instances[1])};
+  const int round = rounds.turn_of(ticket / plan.kv_tiles), up = rounds.up.in(round), down = rounds.down.in(round);
+  ticket -= plan.kv_tiles * rounds.before(round);
   int segment = 0;
 #pragma unroll 1
-  while (ticket >= all_heads * plan.segments[segment + 1]) segment++;
+  while (ticket >= (up + down) * plan.segments[segment + 1]) segment++;
   const int first = plan.segments[segment], positions = plan.segments[segment + 1] - first;
-  ticket -= all_heads * first;
-  const Dealt even = Dealt::to(turns, heads[0]), odd = Dealt::to(turns, heads[1]);
-  // A turn of both kinds is dealt like one kind, but twice there may be one more.
-  const Dealt both{even.each + odd.each, max(even.more, odd.more)};
-  const int twice = min(even.more, odd.more), head = ticket / positions, in_first = twice * (both.each + 2);
-  const int turn = head < in_first ? head / (both.each + 2) : twice + Dealt{both.each, both.more - twice}.turn_of(head - in_first);
-  ticket -= positions * (even.before(turn) + odd.before(turn));
-  const int kind = ticket >= positions * even.in(turn);
-  if (kind) ticket -= positions * even.in(turn);
-  const int first_head = kind ? odd.before(turn) : even.before(turn), width = kind ? odd.in(turn) : even.in(turn);
+  ticket -= (up + down) * first;
+  const int count = (max(up, down) + plan.lanes - 1) / plan.lanes;
+  const DealtKinds turns{Dealt::to(count, up), Dealt::to(count, down)};
+  const int turn = turns.turn_of(ticket / positions);
+  ticket -= positions * turns.before(turn);
+  const int kind = ticket >= positions * turns.up.in(turn);
+  if (kind) ticket -= positions * turns.up.in(turn);
+  const Dealt in_round = kind ? rounds.down : rounds.up, in_turn = kind ? turns.down : turns.up;
+  const int width = in_turn.in(turn);
   const int position = ticket / width, left = width * positions - ticket;
-  const int instance = before + first_head + ticket - position * width;
+  const int instance = in_round.before(round) + in_turn.before(turn) + ticket - position * width;
   Chain chain;
   const int per_sequence = plan.heads_per_sequence[kind];
   chain.sequence = instance / per_sequence;

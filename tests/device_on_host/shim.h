@@ -1,0 +1,22 @@
+// Enough of CUDA for the planning kernels to run on the host: one thread after the other, as far as the next __syncthreads.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(threads)
+#define __grid_constant__
+struct int2 {
+  int x, y;
+};
+static inline int2 make_int2(int x, int y) { return {x, y}; }
+struct Index {
+  int x;
+};
+extern Index blockIdx, threadIdx;
+template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
+template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
+void __syncthreads();
