@@ -124,6 +124,11 @@ def test_a_turn_is_as_few_heads_as_fill_the_workers(kv_tiles: int, shape: dict[s
     assert generate("alternating", problem, 132).placement.lanes == lanes
 
 
+def test_a_turn_of_classes_fills_the_workers_once() -> None:
+    placement = generate("alternating", Problem.from_tiles("causal", 128, 128, heads=16), 132).placement
+    assert (placement.segments, placement.lanes, placement.heads_in_round) == ((64, 64), 2, 2)
+
+
 def test_gangs_of_two_kinds_fit_the_workers() -> None:
     """Two kinds of heads whose chains wait in a circle: more side by side would hang."""
     problem = Problem.from_tiles("full", 16, 8, heads=16)

@@ -84,17 +84,17 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
     return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
 
 
-MANY_KV_TILES = 64  # of a segment: chains of so many steps make up for reading their tiles once more
+MANY_KV_TILES = 64  # from which chains make up for reading their tiles once more
 
 
 def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) -> int:
     """Heads of one kind that go side by side before the next kind takes its turn.
 
     As few as fill nine workers of ten, because then the chains of one kind start where those of the other end, one by one; no
-    more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head afford two fillings,
-    which hand over more smoothly.
+    more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head and one segment afford
+    two fillings, which hand over more smoothly.
     """
-    fillings = 2 if problem.group == 1 and segment >= MANY_KV_TILES else 1
+    fillings = 2 if problem.group == 1 and segment == problem.kv_tiles >= MANY_KV_TILES else 1
     heads = problem.batch * -(-problem.heads // kinds)  # of the kind that has more
     enough = -(-9 * fillings * workers // (10 * segment))
     return -(-heads // max(1, heads // enough))

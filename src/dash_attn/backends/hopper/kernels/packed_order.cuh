@@ -38,7 +38,7 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
     const bool keeps_all = min(Q_ROWS, q_len) + top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, kv_len);
     ring = keeps_all && kv_tiles > FEW_KV_TILES;
     classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
-    const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && widest >= MANY_KV_TILES ? 2 : 1;
+    const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && classes == 1 && widest >= MANY_KV_TILES ? 2 : 1;
     const int enough = (9 * fillings * p.workers + 10 * widest - 1) / (10 * widest), heads = (p.heads + 1) / 2;
     const int walk_up = (p.heads + 1 - p.head_offset % 2) / 2;
     turns = tiles_of(max(walk_up, p.heads - walk_up), tiles_of(heads, max(1, heads / enough)));
