@@ -170,3 +170,9 @@ def test_packed_sequences_some_of_which_are_empty(device: ctypes.CDLL, seed: int
         of_tiles = np.empty(-(-batch.q_lengths[sequence] // batch.tiles[0]), dtype=np.int32)
         device.read_ranks(sequence, len(of_tiles), address(of_tiles))
         assert found == list(range(of_tiles[q_tile]))
+
+
+def test_packed_sequences_of_very_many_chains(device: ctypes.CDLL) -> None:
+    """More than are shuffled: every chain has one ticket all the same."""
+    batch = Batch(Window(300, 0), (64, 64), [64, 64, 64], [70_000 * 64, 70_000 * 64, 64], heads=4, group=4, head_offset=0, workers=132)
+    assert len(set(batch.plan(device))) == 4 * 140_001

@@ -45,7 +45,11 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
     up = Dealt::to(turns, walk_up), down = Dealt::to(turns, p.heads - walk_up);
   }
   DEVICE int size_of_class(int number) const { return (kv_tiles - number + classes - 1) / classes; }
-  // Chains that start first, of heads that walk up, and chains that start last, of heads that walk down.
-  DEVICE int first_up() const { return ring ? 0 : up.in(0) * size_of_class(0); }
-  DEVICE int last_down() const { return ring ? 0 : down.in(turns - 1) * size_of_class(classes - 1); }
+  // Chains that start first, of heads that walk up, and chains that start last, of heads that walk down; none, where they are not
+  // shuffled with those of other sequences: in circles, and where the product of two such numbers would not fit 32 bits.
+  DEVICE int first_up() const { return shuffled(up.in(0) * size_of_class(0)); }
+  DEVICE int last_down() const { return shuffled(down.in(turns - 1) * size_of_class(classes - 1)); }
+
+ private:
+  DEVICE int shuffled(int chains) const { return ring || chains > 0xffff ? 0 : chains; }
 };
