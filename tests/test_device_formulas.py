@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate
-from dash_attn.backends.hopper.structs import Pair, PlanTables
-from dash_attn.backends.hopper.tables import band_of
+from dash_attn.backends.hopper.structs import PlanTables
+from dash_attn.backends.hopper.tables import band_of, placement_fields
 from start_orders import Chain, laid_end_to_end, starts_alone
 
 HERE = Path(__file__).parent
@@ -55,29 +55,10 @@ def test_tickets_of_a_plan(device: ctypes.CDLL, seed: int) -> None:
     placement = Placement(int(rng.integers(1, 50)), int(rng.integers(1, 12)), starts, segments, int(rng.integers(0, 6)))
     problem = Problem.from_tiles("full", 3, kv_tiles, heads=heads, batch=batch, head_offset=int(rng.integers(0, 4)))
     found = np.empty((problem.chains, 3), dtype=np.int32)
-    tables = tables_of(placement, problem)
-    device.expand(ctypes.byref(tables[0]), address(found))
+    starts, ends = np.stack(placement.starts).astype(np.int32), np.cumsum([0, *segments]).astype(np.int32)
+    tables = PlanTables(starts=starts.ctypes.data, segments=ends.ctypes.data, **placement_fields(placement, problem))
+    device.expand(ctypes.byref(tables), address(found))
     assert np.array_equal(found, placement.tickets(problem))
-
-
-def tables_of(placement: Placement, problem: Problem) -> tuple[PlanTables, Any]:
-    """The structure, and the arrays it points to."""
-    heads = placement.heads_of_kinds(problem)
-    counts = [len(h) for h in heads] + [0] * (2 - len(heads))
-    arrays = np.stack(placement.starts).astype(np.int32), np.cumsum([0, *placement.segments]).astype(np.int32)
-    tables = PlanTables(
-        starts=arrays[0].ctypes.data,
-        segments=arrays[1].ctypes.data,
-        kinds=len(heads),
-        kv_tiles=problem.kv_tiles,
-        lanes=placement.lanes,
-        tickets=problem.chains,
-        rounds=placement.rounds([problem.batch * len(h) for h in heads]),
-        instances=Pair(*(problem.batch * n for n in counts)),
-        heads_per_sequence=Pair(*(max(1, n) for n in counts)),
-        first_head=Pair(*(int(h[0]) if len(h) else 0 for h in heads)),
-    )
-    return tables, arrays
 
 
 @dataclass

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Mask, Problem, Window, flash_attn_varlen_func
+from dash_attn import Causal, Full, Mask, Problem, Window
 from dash_attn.generators import generate
 from dash_attn.options import AttentionOptions
 from dash_attn.planning import problem_of
 from dense import run_ours
 from gpu_helpers import gpu_inputs, hopper
+from packing import make_parts, run_packed
 from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu
 
-WORDS = 12  # of struct Ticket: KV head, first row, sequence, ...
+WORDS = hopper("backward").TICKET_BYTES // 4  # KV head, first row, sequence, ...
 HEADS = [((1, 1), 1), ((2, 2), 3), ((5, 5), 3), ((16, 16), 8), ((8, 2), 20), ((33, 33), 5)]
 
 
@@ -71,15 +72,9 @@ def test_tickets_of_packed_sequences(
     monkeypatch: pytest.MonkeyPatch, mask: Mask, lengths: list[int], heads: tuple[int, int], dim: int, head_offset: int
 ) -> None:
     """Longest sequence first. Where one ends and the next begins, heads that walk down and up are shuffled together."""
-    q, k, v, dout = (x[0] for x in gpu_inputs(sum(lengths), sum(lengths), heads, dim))
-    places = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=q.device)
+    parts = make_parts("cuda", tuple((n, n) for n in lengths), heads, dim)
     kept = keep_workspaces(monkeypatch)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    window = (300, 0) if isinstance(mask, Window) else (-1, -1)
-    longest = max(lengths)
-    flash_attn_varlen_func(
-        *leaves, places, places, longest, longest, causal=isinstance(mask, Causal), window_size=window, head_offset=head_offset
-    ).backward(dout)
+    run_packed(parts, mask, head_offset=head_offset)
     tiles = hopper("shapes").backward_tiles(dim)
     shape = tiles.q_rows, tiles.kv_rows, heads[1], heads[0] // heads[1]
     problems = {i: Problem(mask, n, n, *shape, head_offset=head_offset) for i, n in enumerate(lengths) if n}

@@ -32,7 +32,6 @@ class Plan:
     guarantees: tuple[str, ...]
     placement: Placement
     gang: int
-    kinds: int
     last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its group
     chain_runs: Ints  # [kinds * kv_tiles + 1]
     runs: Ints  # [runs, 8]: RUN_FIELDS
@@ -52,6 +51,10 @@ class Plan:
     @property
     def workers(self) -> int:
         return self.placement.workers
+
+    @property
+    def kinds(self) -> int:
+        return len(self.placement.starts)
 
     @cached_property
     def starts(self) -> Ints:
@@ -114,7 +117,6 @@ def lower(schedule: Schedule) -> Plan:
         guarantees=schedule.guarantees,
         placement=schedule.placement,
         gang=schedule.gang,
-        kinds=len(schedule.order.kinds),
         last_member_first=tuple(kind.last_member_first for kind in schedule.order.kinds),
         chain_runs=frozen_ints(chain_runs),
         runs=frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...masks import Causal, Full, IntervalMask, Mask, TileMap, Window
 from ...plan import Plan
 from ...problem import Problem
+from ...schedule import Placement
 from ...visits import visit_tables
 from .driver import refuse_capture
 from .structs import MaskParams, Pair, PlanTables, VisitParams
@@ -49,7 +51,7 @@ class PlanOnDevice:
     """A plan's tables and the parameters that point to them."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        problem, kinds, placement = plan.problem, plan.kinds, plan.placement
+        placement = plan.placement
         self.tables = DeviceTables(
             {
                 "starts": plan.starts,
@@ -62,21 +64,28 @@ class PlanOnDevice:
             },
             device,
         )
-        of_kind = placement.heads_of_kinds(problem)
-        counts = [len(h) for h in of_kind] + [0] * (2 - kinds)
         self.params = PlanTables(
             *(self.tables[name] for name in ("starts", "chain_runs", "chain_steps", "runs", "entries", "segments")),
-            kinds=kinds,
-            kv_tiles=problem.kv_tiles,
-            lanes=placement.lanes,
-            tickets=problem.chains,
             has_gangs=int(plan.gang > 1),
-            rounds=placement.rounds([problem.batch * len(h) for h in of_kind]),
-            instances=Pair(*(problem.batch * n for n in counts)),
-            heads_per_sequence=Pair(*(max(1, n) for n in counts)),
-            first_head=Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),
             last_member_first=Pair(*map(int, plan.last_member_first)),
+            **placement_fields(placement, plan.problem),
         )
+
+
+def placement_fields(placement: Placement, problem: Problem) -> dict[str, Any]:
+    """Of PlanTables: what decides which chain a ticket starts, beside `starts` and `segments`."""
+    of_kind = placement.heads_of_kinds(problem)
+    counts = [len(h) for h in of_kind] + [0] * (2 - len(of_kind))
+    return {
+        "kinds": len(of_kind),
+        "kv_tiles": problem.kv_tiles,
+        "lanes": placement.lanes,
+        "tickets": problem.chains,
+        "rounds": placement.rounds([problem.batch * len(h) for h in of_kind]),
+        "instances": Pair(*(problem.batch * n for n in counts)),
+        "heads_per_sequence": Pair(*(max(1, n) for n in counts)),
+        "first_head": Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),
+    }
 
 
 class VisitsOnDevice:

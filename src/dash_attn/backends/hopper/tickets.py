@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .driver import refuse_capture
+from .tables import upload
 
 PER_THREAD_STREAM = 2  # the driver's name for a stream that every thread has of its own: not one stream
 MOST_STREAMS = 1024  # of a device; more have no counter of their own
@@ -26,10 +27,7 @@ def prepare_counters(device: int) -> None:
     """All counters of a device at once, while a call is prepared: a launch may come while PyTorch's memory is that of a graph."""
     with _lock:
         if device not in _counters:
-            refuse_capture()
-            counters = torch.zeros(MOST_STREAMS, dtype=torch.int32, device=torch.device("cuda", device))
-            torch.cuda.current_stream(device).synchronize()  # once: other streams may use it from now on
-            _counters[device] = counters
+            _counters[device] = upload(np.zeros(MOST_STREAMS, dtype=np.int32), torch.device("cuda", device))
 
 
 def shared_counter(device: int, stream: int) -> int | None:
