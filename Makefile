@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check pages docs kernels clean
+.PHONY: demo test test-all check pages docs kernels clean
 
 $(VENV)/installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ kernels: $(VENV)/installed
 	PYTHONPATH=src .venv-nvrtc/bin/python tools/compile_kernels.py
 
 test: check
+	$(BIN)/pytest -n 2 --dist loadfile -m "not exhaustive"
+
+# Everything, also what takes minutes: every model of transformers, long searches. Before a release, or a change of the doors.
+test-all: check
 	$(BIN)/pytest -n 2 --dist loadfile
 
 clean:
