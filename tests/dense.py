@@ -95,7 +95,7 @@ def run_ours(inputs: tuple[Tensor, ...], mask: Mask, **options: object) -> Resul
     q, k, v, dout = inputs
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, lse = flash_attn_func(*leaves, mask=mask, return_lse=True, **options)
-    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, dout))
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
 def largest_error(actual: Tensor, truth: Tensor) -> float:

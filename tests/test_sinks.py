@@ -34,7 +34,7 @@ def run_ours(inputs: tuple[Tensor, ...], sinks: Tensor, **options: Any) -> WithS
     q, k, v, dout = inputs
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
     out, lse = flash_attn_func(*leaves[:3], sinks=leaves[3], return_lse=True, **options)
-    return WithSinks(out.detach(), lse, *torch.autograd.grad(out, leaves, dout))
+    return WithSinks(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
 def run_dense(inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask, dtype: torch.dtype, scale: float = 0.3, cap: float = 0.0) -> WithSinks:

@@ -12,7 +12,8 @@ from .checks import check_flags, check_sinks, check_tensors
 from .explanation import Explanation
 from .masks import Mask
 from .ops import is_traced, traced_attention
-from .options import AttentionOptions, choose_mask, options_for, refuse_unsupported
+from .options import choose_mask, options_for, refuse_unsupported
+from .transforms import refuse_transforms
 
 
 def flash_attn_func(
@@ -52,9 +53,11 @@ def flash_attn_func(
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
 
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`, as FlashAttention-2 does
-    without dropout. lse is (batch, q_heads, q_len), natural log, of the sink too. Where a query attends nothing, out is
-    0 and lse the sink, or -inf without one.
+    without dropout. lse is (batch, q_heads, q_len), natural log, of the sink too; gradients go through it (for a z-loss).
+    Where a query attends nothing, out is 0 and lse the sink, or -inf without one.
     """
+    refuse_transforms()
+    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     choices = (softcap, schedule, accumulation, backend, head_offset)
     if is_traced(q, k, v, sinks):
@@ -62,7 +65,6 @@ def flash_attn_func(
     else:
         check_tensors(q, k, v)
         check_sinks(sinks, q)
-        check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         options = options_for(mask, causal, window_size, scale, *choices)
         options.mask.check(q.shape[1], k.shape[1])
@@ -76,25 +78,39 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: Mask | None = None,
     sinks: Tensor | None = None,
+    schedule: str = "auto",
+    accumulation: str = "ordered",
+    backend: str = "auto",
+    return_lse: bool = False,
+    head_offset: int = 0,
     predict_time: bool = True,
-    **options: Any,
 ) -> Explanation:
-    """What flash_attn_func would do with these arguments (the keyword ones it shares), without running it.
+    """What flash_attn_func would do with these arguments, without running it; what it refuses raises here too.
 
     The tensors are looked at for shape, dtype and device only. Sinks change nothing of what is told. Tensors on the meta
     device ask what a backend would do that is not here: explain(q, k, v, backend="hopper") then needs no GPU, and leaves
     out the hashes of kernels.
     predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """
+    flags = {"deterministic": deterministic, "return_attn_probs": return_attn_probs, "return_lse": return_lse}
+    check_flags(causal=causal, predict_time=predict_time, **flags)
+    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     check_tensors(q, k, v)
     check_sinks(sinks, q)
-    mask, scale = choose_mask(options.pop("mask", None), causal, window_size), options.pop("softmax_scale", None)
-    chosen = AttentionOptions(mask, q.shape[-1] ** -0.5 if scale is None else scale, **options)
-    chosen.mask.check(q.shape[1], k.shape[1])
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    options = options_for(mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset)
+    options.mask.check(q.shape[1], k.shape[1])
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return load(resolve_to_explain(chosen.backend, q.device)).explain(q, k, v, chosen, predict_time)
+    return load(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)

@@ -39,13 +39,14 @@ def attention_backward(
     options: AttentionOptions,
     packing: Packing | None = None,
     sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dQ, dK, dV and, where there are sinks, their gradient."""
+    """dQ, dK, dV and, where there are sinks, their gradient. `dout` and `dlse` are the gradients of output and LSE."""
     alert_if_unordered(options)
     backend = backend_for(options.backend, q.device)
     if no_pairs(q, k):
-        return backward_of_nothing(q, k, v, sinks)
-    return backend.backward(dout, q, k, v, out, lse, options, packing, sinks)
+        return backward_of_nothing(q, k, v, sinks, dlse)
+    return backend.backward(dout, q, k, v, out, lse, options, packing, sinks, dlse)
 
 
 class FirstGradientsOnly(torch.autograd.Function):
@@ -61,7 +62,7 @@ class FirstGradientsOnly(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Attention.apply(q, k, v, sinks, options, packing) -> (out, lse). Differentiable once, and only through `out`."""
+    """Attention.apply(q, k, v, sinks, options, packing) -> (out, lse). Differentiable once, through both."""
 
     @staticmethod
     def forward(
@@ -72,21 +73,26 @@ class Attention(torch.autograd.Function):
         places = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *places)
         ctx.options, ctx.packing = options, packing
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * 6
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
-        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.packing, sinks)
+        if dout is None:
+            if dlse is None:
+                return (None,) * 6
+            dout = torch.zeros_like(out)  # only the LSE was used
+        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.packing, sinks, dlse)
         if not torch.is_grad_enabled():
             gradients = attention_backward(*arguments)
         else:  # create_graph=True
             with torch.no_grad():
                 gradients = attention_backward(*arguments)
-            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks)
+            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
         return *wanted, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("dash_attn attention has no forward-mode derivative; use loss.backward() or torch.autograd.grad")

@@ -19,6 +19,19 @@ def forward_of_nothing(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tens
     return q.new_zeros(*batch, length, heads, v.shape[-1]), lse
 
 
-def backward_of_nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Zeros, laid out like any other gradient: contiguous."""
-    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), None if sinks is None else sinks.new_zeros(sinks.shape)
+def backward_of_nothing(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, dlse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Zeros, laid out like any other gradient: contiguous. Only the sinks, which are the LSE here, have its gradient."""
+    dsinks = None if sinks is None else sink_gradient_of_nothing(sinks, dlse)
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dsinks
+
+
+def sink_gradient_of_nothing(sinks: Tensor, dlse: Tensor | None) -> Tensor:
+    """The sum of each head's rows, sequence by sequence. A sink of -inf is no sink."""
+    total = torch.zeros(sinks.shape, dtype=sinks.dtype if dlse is None else dlse.dtype, device=sinks.device)
+    if dlse is not None:
+        for sequence in dlse if dlse.ndim == 3 else dlse[None]:
+            total += sequence.sum(-1)
+        total.masked_fill_(sinks == -torch.inf, 0)
+    return total.to(sinks.dtype)

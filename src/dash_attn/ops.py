@@ -27,7 +27,7 @@ PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymIn
 CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str schedule, str accumulation, str backend, SymInt head_offset"
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES})"
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -56,12 +56,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any)
 
 @torch.library.custom_op("dash_attn::attention_backward", mutates_args=(), schema=BACKWARD)
 def backward(
-    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
     packing, options = _read(q, k, v, sinks, *rest)
     assert options is not None, "a program that runs has no symbols"
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, packing, sinks)
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, packing, sinks, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -75,7 +75,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
 
 @backward.register_fake
 def _(
-    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
@@ -121,17 +121,18 @@ def _options(mask: str, mask_sizes: tuple[int, ...], *choices: Any) -> Attention
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.choices = inputs[:6], inputs[6:]
     ctx.save_for_backward(*output, *tensors)
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     unused = (None,) * (2 + len(ctx.choices))
-    if dout is None:
-        return (None,) * 4 + unused
     out, lse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    if dout is None:
+        if dlse is None:
+            return (None,) * 4 + unused
+        dout = torch.zeros_like(out)  # only the LSE was used
     places = cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, out, lse, q, k, v, sinks, *places, *ctx.choices)
+    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *places, *ctx.choices)
     return dq, dk, dv, None if sinks is None else dsinks, *unused
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from .explanation import Explanation
 from .generators import generate
 from .options import AttentionOptions
-from .plan import Plan, lower
+from .plan import ORDER_DIGITS, Plan, lower
 from .problem import Problem
 from .simulate import Machine, simulate
 
@@ -47,6 +49,21 @@ def explanation_of(plan: Plan, backend: str, tensors: tuple[Tensor, Tensor, Tens
         plan_bytes=plan.tables_bytes,
         **rest,
     )
+
+
+def explanation_of_documents(
+    plans: list[Plan], backend: str, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, **rest: Any
+) -> Explanation:
+    """Of documents that run one by one, each with the order that it has alone. Sizes are those of the longest."""
+    longest = max(plans, key=lambda plan: plan.problem.q_len)
+    names = dict.fromkeys(plan.schedule_name for plan in plans)
+    order = hash_of(*(plan.order_hash for plan in plans))
+    return replace(explanation_of(longest, backend, tensors, options, **rest), schedule=" and ".join(names), order_hash=order)
+
+
+def hash_of(*parts: str) -> str:
+    """One hash of what decides the bits together."""
+    return sha256(" ".join(parts).encode()).hexdigest()[:ORDER_DIGITS]
 
 
 def describe_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:

@@ -12,6 +12,7 @@ from .masks import Mask
 from .ops import is_traced, traced_attention
 from .options import choose_mask, options_for, refuse_unsupported
 from .packing import Packing
+from .transforms import refuse_transforms
 
 
 def flash_attn_varlen_func(
@@ -50,10 +51,13 @@ def flash_attn_varlen_func(
     start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
 
-    Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`. lse is (q_heads, q tokens).
+    Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`. lse is (q_heads, q tokens);
+    gradients go through it.
     """
     if block_table is not None:
         raise ValueError("paged keys and values are not supported: block_table must be None")
+    refuse_transforms()
+    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     choices = (softcap, schedule, accumulation, backend, head_offset)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -62,7 +66,6 @@ def flash_attn_varlen_func(
     else:
         check_tensors(q, k, v, ndim=3)
         check_sinks(sinks, q)
-        check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
         packing = Packing(*packed)
         packing.check_device(q.device)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

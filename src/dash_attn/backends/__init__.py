@@ -48,8 +48,9 @@ class Backend(Protocol):
         options: AttentionOptions,
         packing: Packing | None = None,
         sinks: Tensor | None = None,
+        dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dQ, dK, dV, and the gradient of the sinks where there are any."""
+        """dQ, dK, dV, and the gradient of the sinks where there are any. `dlse`, where the LSE was used, is laid out like it."""
 
     def order_in_words(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
         """What the backward of these dense tensors walks, for a log."""

@@ -1,6 +1,7 @@
 """Attention on the CPU: the reference for what a GPU kernel computes and in which order. cpu_tiles has the arithmetic.
 
-Packed sequences are computed one after another, each as if it were alone, so their bits are those of each alone.
+Packed sequences, and so documents in a row, are computed one after another, each as if it were alone, so their bits are those of
+each alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ..documents import backward_of_documents, document_ends, forward_of_documents, of_a_document, runs_packed
 from ..executor import Interleaving, current_interleaving, execute
 from ..explanation import Explanation
-from ..nothing import backward_of_nothing, forward_of_nothing, no_pairs
+from ..masks import Documents
+from ..nothing import backward_of_nothing, forward_of_nothing, no_pairs, sink_gradient_of_nothing
 from ..options import AttentionOptions
 from ..packing import Packing
 from ..plan import Plan
-from ..planning import DEFAULT_WORKERS, explanation_of, plan_for, plan_in_words, problem_of
+from ..planning import DEFAULT_WORKERS, explanation_of, explanation_of_documents, plan_for, plan_in_words, problem_of
 from .cpu_tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, pack, unpack
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -28,6 +31,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output in the input's dtype, LSE in the dtype of the arithmetic."""
     if packing is None:
+        if runs_packed(options):
+            return forward_of_documents(forward, (q, k, v), options, _packing_of(q, options), sinks)
         return _forward(q, k, v, options, sinks)
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], len(q), dtype=arithmetic(q.dtype))
     for rows, columns in packing.sequences(len(q), len(k)):
@@ -47,19 +52,30 @@ def backward(
     options: AttentionOptions,
     packing: Packing | None = None,
     sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> Gradients:
     """dQ, dK and dV in the inputs' dtype, summed in the order of the plan (or of arrival, where options say unordered)."""
     if packing is None:
-        dq, dk, dv, per_sequence = _backward(dout, q, k, v, out, lse, options, sinks)
+        if runs_packed(options):
+            return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, _packing_of(q, options), sinks)
+        dq, dk, dv, per_sequence = _backward((dout, q, k, v, out), (lse, dlse), options, sinks)
         return dq, dk, dv, _sum_in_order([] if per_sequence is None else list(per_sequence), sinks)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     dsinks: list[Tensor] = []
     for rows, columns in packing.sequences(len(q), len(k)):
-        mine, keys, values = q[None, rows], k[None, columns], v[None, columns]
-        one = _backward(dout[None, rows], mine, keys, values, out[None, rows], lse[None, :, rows], options, sinks)
+        tensors = dout[None, rows], q[None, rows], k[None, columns], v[None, columns], out[None, rows]
+        of_rows = lse[None, :, rows], None if dlse is None else dlse[None, :, rows]
+        one = _backward(tensors, of_rows, options, sinks)
         dq[rows], dk[columns], dv[columns] = one[0][0], one[1][0], one[2][0]
         dsinks += [] if one[3] is None else list(one[3])
     return dq, dk, dv, _sum_in_order(dsinks, sinks)
+
+
+def _packing_of(q: Tensor, options: AttentionOptions) -> Packing:
+    assert isinstance(options.mask, Documents)
+    lengths = options.mask.lengths
+    places = torch.from_numpy(document_ends(lengths, len(q)))
+    return Packing(places, places, max(lengths), max(lengths))
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
@@ -67,6 +83,8 @@ def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 
 
 def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    if runs_packed(options):
+        return "planned document by document"
     return plan_in_words(backward_plan(q, k, v, options))
 
 
@@ -74,8 +92,13 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     """Times are never predicted: nobody trains on this backend."""
     tiles = (TILE_Q, TILE_KV)
     note = "the CPU backend is for reference, its time is not modelled"
-    plan = backward_plan(q, k, v, options)
-    return explanation_of(plan, "cpu", (q, k, v), options, backward_tiles=tiles, forward_tiles=tiles, prediction_note=note)
+    fields = {"backward_tiles": tiles, "forward_tiles": tiles, "prediction_note": note}
+    if not runs_packed(options):
+        return explanation_of(backward_plan(q, k, v, options), "cpu", (q, k, v), options, **fields)
+    assert isinstance(options.mask, Documents)
+    alone = of_a_document(options)
+    plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
+    return explanation_of_documents(plans, "cpu", (q, k, v), options, **fields)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -97,12 +120,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: 
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions, sinks: Tensor | None
+    tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None], options: AttentionOptions, sinks: Tensor | None
 ) -> Gradients:
-    """A batch of sequences of one length. The sinks' gradient is (batch, query heads): a part for each sequence."""
+    """A batch of sequences of one length, (dout, q, k, v, out) and (LSE, its gradient). The sinks' gradient is (batch, query heads):
+    a part for each sequence."""
+    _, q, k, v, _ = tensors
     if no_pairs(q, k):
         dq, dk, dv, _ = backward_of_nothing(q, k, v, None)
-        return dq, dk, dv, None if sinks is None else torch.zeros(q.shape[0], q.shape[2], dtype=arithmetic(q.dtype))
+        return dq, dk, dv, None if sinks is None else _sink_parts_of_nothing(q, sinks, of_rows[1])
     chosen = current_interleaving()
     if chosen is None:
         # "unordered" promises nothing, and the control must show it: every call arrives differently.
@@ -110,12 +135,19 @@ def _backward(
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
     plan = plan_for(problem, options.schedule, chosen.workers or DEFAULT_WORKERS)
     with fixed_arithmetic():
-        tiles = BackwardTiles(problem, options, (dout, q, k, v, out), lse)
+        tiles = BackwardTiles(problem, options, tensors, of_rows)
         tiles.dq[:, :, plan.ranks_per_q_tile == 0] = 0
         execute(plan, tiles, options.ordered, chosen)
         dsinks = None if sinks is None else tiles.sink_gradients(sinks.detach().to(tiles.lse.dtype))
         dq, dk, dv = tiles.dq * options.scale, tiles.dk * options.scale, tiles.dv
         return unpack(dq, problem.q_len, q.dtype), unpack(dk, problem.kv_len, k.dtype), unpack(dv, problem.kv_len, v.dtype), dsinks
+
+
+def _sink_parts_of_nothing(q: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:
+    """The part of each sequence, (batch, query heads), where there is no query or no key."""
+    logits = sinks.detach().to(arithmetic(q.dtype))
+    parts = [sink_gradient_of_nothing(logits, None if dlse is None else dlse[i]) for i in range(len(q))]
+    return torch.stack(parts) if parts else logits.new_zeros(0, len(logits))
 
 
 def _sum_in_order(parts: list[Tensor], sinks: Tensor | None) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from ..documents import runs_packed
 from ..executor import interleaving
 from ..generators import generate
 from ..options import AttentionOptions
@@ -21,6 +22,8 @@ def record_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions, workers: int
 ) -> Spans:
     """Run one backward of these tensors on `workers` threads and tell when every task ran. Times are microseconds."""
+    if runs_packed(options):  # what runs must be what the schedule says
+        raise ValueError("documents run one by one, each with an order of its own; name a schedule to record the whole mask")
     record: list[TaskTimes] = []
     with interleaving(None, threads=True, workers=workers, record=record):
         backward(dout, q, k, v, out, lse, options)

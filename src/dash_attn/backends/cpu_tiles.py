@@ -77,20 +77,27 @@ def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Sc
 class BackwardTiles:
     """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale."""
 
-    def __init__(self, problem: Problem, options: AttentionOptions, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+    def __init__(
+        self, problem: Problem, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
+    ) -> None:
+        """tensors: dout, q, k, v, out; of_rows: LSE and, where it was used, its gradient."""
         self.problem = problem
         self.scores = Scores(problem, options)
         dout, q, k, v, out = tensors
         self.q, self.dout = pack(q, TILE_Q), pack(dout, TILE_Q)
         self.k, self.v = pack(k, TILE_KV), pack(v, TILE_KV)
-        self.lse = self._pack_lse(lse)
+        lse, dlse = of_rows
+        self.lse = self._pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf), torch.inf)
         self.delta = self._delta(pack(out, TILE_Q))
+        if dlse is not None:
+            # The LSE's slope by a score is that score's weight, as delta's is, with the other sign. Rows without a weight have no slope.
+            self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
         self.dq, self.dk, self.dv = (torch.empty_like(tiles) for tiles in (self.q, self.k, self.v))
 
-    def _pack_lse(self, lse: Tensor) -> Tensor:
-        """LSE by Q tile. Rows that attend nothing get +inf, so that their weights are exp(-inf) = 0."""
-        padded = self.q.new_full((*lse.shape[:2], self.problem.q_tiles * TILE_Q), torch.inf)
-        padded[:, :, : self.problem.q_len] = lse.masked_fill(lse == -torch.inf, torch.inf)
+    def _pack_rows(self, values: Tensor, beyond: float) -> Tensor:
+        """A number per row, by Q tile. An LSE of +inf, of rows that attend nothing, makes their weights exp(-inf) = 0."""
+        padded = self.q.new_full((*values.shape[:2], self.problem.q_tiles * TILE_Q), beyond)
+        padded[:, :, : self.problem.q_len] = values
         return padded.unflatten(2, (-1, TILE_Q))
 
     def _delta(self, out: Tensor) -> Tensor:

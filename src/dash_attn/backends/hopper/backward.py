@@ -41,11 +41,12 @@ def backward(
     options: AttentionOptions,
     packing: Packing | None = None,
     sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
     many_k, many_v, of_parts = split(q, k, v, options)
     call, tensors = _calls.find((q, many_k, many_v, dout, out), of_parts, packing)
-    dq, dk, dv, dsinks = call.run(tensors, lse, packing, sinks)
+    dq, dk, dv, dsinks = call.run(tensors, lse, packing, sinks, dlse)
     return dq, add_in_order(dk, k.shape), add_in_order(dv, v.shape), dsinks
 
 
@@ -191,7 +192,7 @@ class BackwardCall:
         self.sink_gradient = sink_kernel.prepare(layout.q_heads, [addressof(self.sink)])
 
     def run(
-        self, tensors: tuple[Tensor, ...], lse: Tensor, packing: Packing | None, sinks: Tensor | None
+        self, tensors: tuple[Tensor, ...], lse: Tensor, packing: Packing | None, sinks: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         raise_if_troubled()
         q, k, v, dout, out = tensors
@@ -201,11 +202,14 @@ class BackwardCall:
             memory, at = self.workspace.allocate(self.device)
             if not lse.is_contiguous():
                 lse = lse.contiguous()
+            if dlse is not None and not dlse.is_contiguous():
+                dlse = dlse.contiguous()
             stream = current_stream(index)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 for tensor_map, tensor in zip(self.maps, (q, k, v, dout, dk, dv), strict=True):
                     tensor_map.point_to(tensor.data_ptr())
                 self._point(at, out, dout, lse, dq)
+                self.before.grad_lse = None if dlse is None else dlse.data_ptr()
                 if self.packed is not None and packing is not None:
                     self.packed.launch(packing, at, stream)
                     self._point_to_sequences(at)

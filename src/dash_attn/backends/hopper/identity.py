@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
 from torch import Tensor
 
+from ...documents import laid_end_to_end, of_a_document, runs_packed
 from ...explanation import Explanation
 from ...machines import H200
 from ...masks import Documents
 from ...options import AttentionOptions
-from ...plan import ORDER_DIGITS, Plan
-from ...planning import explanation_of, plan_in_words, predict
+from ...plan import Plan
+from ...planning import explanation_of, explanation_of_documents, hash_of, plan_in_words, predict
 from .backward import backward_kernels, backward_plan, workspace_of
-from .documents import laid_end_to_end, of_a_document, packing_of, runs_packed
+from .documents import packing_of
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem, packed_consumers
 from .groups import bytes_of_copies, parts_between, split
 from .layout import Layout
@@ -31,9 +31,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     layout = Layout.of((q, many_k, many_v), of_parts)
     plan, consumers = backward_plan(q, many_k, many_v, of_parts), forward_problem(q, k, v, options).tile_q // CONSUMER_ROWS
     time = predict(plan, options, H200.get(layout.dim), "an H200") if predict_time else {"prediction_note": "not asked for"}
-    described = _describe(plan, (q, k, v), options, layout, consumers, **time)
+    described = explanation_of(plan, "hopper", (q, k, v), options, **_fields(plan, (q, k, v), options, layout, consumers), **time)
     parts = parts_between(q, k)
-    return described if parts == 1 else replace(described, order_hash=_hash_of(plan.order_hash, f"{parts} parts"))
+    return described if parts == 1 else replace(described, order_hash=hash_of(plan.order_hash, f"{parts} parts"))
 
 
 def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
@@ -49,35 +49,26 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     assert isinstance(options.mask, Documents)
     many_k, many_v, alone = split(q, k, v, of_a_document(options), shapes_only=True)
     plans = [backward_plan(q[:1, :length], many_k[:1, :length], many_v[:1, :length], alone) for length in options.mask.lengths]
-    longest = max(plans, key=lambda plan: plan.problem.q_len)
     packed = Layout.of(tuple(laid_end_to_end(x) for x in (q, many_k, many_v)), alone, packing_of(q, options))
     note = "documents are planned on the device, one by one"
-    described = _describe(longest, (q, k, v), options, packed, packed_consumers(packed), prediction_note=note)
-    names = dict.fromkeys(plan.schedule_name for plan in plans)
-    order = _hash_of(*(plan.order_hash for plan in plans), f"{parts_between(q, k)} parts")
-    return replace(described, schedule=" and ".join(names), order_hash=order, plan_bytes=0)
-
-
-def _describe(
-    plan: Plan, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, layout: Layout, consumers: int, **time: Any
-) -> Explanation:
-    """`layout`: with a KV head for every part of a group; packed where that runs."""
-    q, k, v = tensors
-    return explanation_of(
-        plan,
-        "hopper",
-        tensors,
-        options,
-        backward_tiles=(plan.problem.tile_q, plan.problem.tile_kv),
-        forward_tiles=(CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows),
-        workspace_bytes=workspace_of(layout).bytes + bytes_of_copies(k, v, parts_between(q, k)),
-        kernels={} if q.is_meta else _kernel_hashes(q, layout, options, consumers),
-        **time,
+    described = explanation_of_documents(
+        plans, "hopper", (q, k, v), options, **_fields(plans[0], (q, k, v), options, packed, packed_consumers(packed)), prediction_note=note
     )
+    order = hash_of(*(plan.order_hash for plan in plans), f"{parts_between(q, k)} parts")
+    return replace(described, order_hash=order, plan_bytes=0)
 
 
-def _hash_of(*parts: str) -> str:
-    return sha256(" ".join(parts).encode()).hexdigest()[:ORDER_DIGITS]
+def _fields(
+    plan: Plan, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, layout: Layout, consumers: int
+) -> dict[str, Any]:
+    """What this backend adds to an explanation. `layout`: with a KV head for every part of a group; packed where that runs."""
+    q, k, v = tensors
+    return {
+        "backward_tiles": (plan.problem.tile_q, plan.problem.tile_kv),
+        "forward_tiles": (CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows),
+        "workspace_bytes": workspace_of(layout).bytes + bytes_of_copies(k, v, parts_between(q, k)),
+        "kernels": {} if q.is_meta else _kernel_hashes(q, layout, options, consumers),
+    }
 
 
 def _kernel_hashes(q: Tensor, layout: Layout, options: AttentionOptions, consumers: int) -> dict[str, str]:

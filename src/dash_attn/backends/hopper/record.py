@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...documents import runs_packed
 from ...generators import generate
 from ...options import AttentionOptions
 from ...problem import Problem, Task
@@ -16,7 +17,6 @@ from ...recording import Clocks, Cycles, RecordError, noted_by_drains, spans_fro
 from ...schedule import Schedule
 from ...spans import Spans, TaskTable, task_table
 from .backward import BackwardCall
-from .documents import runs_packed
 from .groups import LARGEST_GROUP, parts_between
 from .layout import CallCache, Layout
 

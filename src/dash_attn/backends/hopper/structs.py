@@ -61,7 +61,7 @@ class PreprocessParams(ctypes.Structure):
         *_pointers("out", "grad_out"),
         ("out_strides", Strides),
         ("grad_strides", Strides),
-        *_pointers("lse", "lse_log2", "delta", "dq_to_zero", "semaphores", "next_ticket", "tickets"),
+        *_pointers("lse", "grad_lse", "lse_log2", "delta", "dq_to_zero", "semaphores", "next_ticket", "tickets"),
         *_ints("v_dim", "kv_rows", "tile_columns"),
         ("tiles", TilePlaces),
         ("mask", MaskParams),

@@ -1,4 +1,4 @@
-// Before the backward: delta = rowsum(dO * O), LSE in base 2 and padded to whole tiles, semaphores and ticket counter reset,
+// Before the backward: delta = rowsum(dO * O) - dLSE, LSE in base 2 and padded to whole tiles, semaphores and ticket counter reset,
 // tickets expanded (those of packed sequences by packed_plan.cuh).
 #pragma once
 #include "plan.cuh"
@@ -8,7 +8,7 @@
 struct PreprocessParams {
   const void *out, *grad_out;           // (batch, q_len, q_heads, v_dim) or packed (tokens, q_heads, v_dim), last dimension contiguous
   i64 out_strides[3], grad_strides[3];  // elements: batch, row, head
-  const float* lse;                     // [batch][q_heads][q_len] or packed [q_heads][tokens], natural log
+  const float *lse, *grad_lse;          // [batch][q_heads][q_len] or packed [q_heads][tokens], natural log; no gradient: null
   float *lse_log2, *delta;              // [dQ tile][Q_ROWS]
   float* dq_to_zero;                    // the dQ accumulator in unordered mode, else null
   int* semaphores;
@@ -60,6 +60,8 @@ __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant
   for (int half = LANES / 2; half > 0; half /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, half);
   if (lane != 0) return;
   const float lse = exists ? p.lse[place.first_lse + within] : MINUS_INFINITY;
-  p.delta[row] = sum;
+  // The LSE's slope by a score is that score's weight, as delta's is, with the other sign; a row that attends nothing has none.
+  const bool slope = p.grad_lse != nullptr && lse != MINUS_INFINITY;
+  p.delta[row] = slope ? sum - p.grad_lse[place.first_lse + within] : sum;
   p.lse_log2[row] = lse == MINUS_INFINITY ? FAR : lse * LOG2_E;
 }
