@@ -98,9 +98,7 @@ def test_packed_sequences_have_the_gradients_of_each_alone(device: str) -> None:
     )
     parts = zip(*(x.split(lengths) for x in (q, k, v, dout)), strict=True)
     for part, dq, dk, dv in zip(parts, *(x.split(lengths) for x in packed[2:]), strict=True):
-        alone = _with_z_loss(
-            tuple(x[None] for x in part), lambda q, k, v: flash_attn_func(q, k, v, causal=True, return_lse=True)
-        )
+        alone = _with_z_loss(tuple(x[None] for x in part), lambda q, k, v: flash_attn_func(q, k, v, causal=True, return_lse=True))
         assert all(same_bits(one, other[0]) for one, other in zip((dq, dk, dv), alone[2:], strict=True))
 
 

@@ -92,6 +92,8 @@ OTHERS = (
         "torch.autograd.grad(flash_attn_func(x, x, x).sum(), x, create_graph=True)[0].sum().backward()",
         "First gradients only: no gradient penalty, no Hessian.",
     ),
+    ("torch.func.grad(lambda x: flash_attn_func(x, x, x).sum())(q)", "`torch.autograd.grad`; `torch.func` is not supported."),
+    ("torch.jit.trace(lambda x: flash_attn_func(x, x, x), (q,))", "`torch.compile` or `torch.export`."),
 )
 MISUSE = {
     "Tensors": TENSORS,
