@@ -44,7 +44,7 @@ def test_transforms_of_torch_func_raise(name: str, attend: Any) -> None:
 def test_compiled_transforms_raise(name: str) -> None:
     """Without the check, the forward mode of a compiled call was zero."""
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not run under torch.func transforms"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"does not run under torch\.func transforms"):
         torch.compile(lambda: TRANSFORMS[name](dense), backend="eager", fullgraph=True)()
     torch._dynamo.reset()
     assert torch.compile(dense, backend="eager", fullgraph=True)(Q).shape == Q.shape  # the control
