@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, TileMap
+from dash_attn import Causal, Full, Problem, TileMap, Window, generate
 from dash_attn.options import AttentionOptions
 from dash_attn.packing import Packing
 
@@ -135,8 +135,23 @@ def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
 def test_a_gang_must_fit_the_machine(machine: Machine) -> None:
     flat = tuple(torch.zeros(1, dtype=torch.bfloat16).expand(20000, 2, 128) for _ in range(3))
     found = layout.Layout.of(flat, OPTIONS, packing(20000))
-    gang = packed.largest_gang(found, shapes.backward_tiles(found.dim))
-    assert gang == 64
+    tiles = shapes.backward_tiles(found.dim)
+    gang = packed.largest_gang(found, tiles, Full())
+    assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (64, 64)
+    assert packed.largest_gang(found, tiles, Causal()) == packed.largest_gang(found, tiles, Window(-1, 0)) == 1
     support.check_gang(gang, 132)
-    with pytest.raises(support.Unsupported, match="need 64 SMs at once"):
+    said = r"need 64 SMs at once; this GPU .* has 16\. Causal masks run on any number of SMs, .* schedule='alternating'"
+    with pytest.raises(support.Unsupported, match=said):
         support.check_gang(gang, 16)
+
+
+@pytest.mark.parametrize("tiles", [(64, 128), (128, 128), (64, 64)])
+def test_a_causal_sequence_has_no_gang(tiles: tuple[int, int]) -> None:
+    """Not even where few queries attend so many keys that every tile is kept."""
+    kept = 0
+    for q_len in (1, 63, 64, 65, 128, 129, 192, 193, 256, 257, 320):
+        for kv_len in (17 * 128, 17 * 128 + 1, 4095, 4096, 4097):
+            schedule = generate("auto", Problem(Causal(), q_len, kv_len, *tiles), 1)
+            assert schedule.gang == 1
+            kept += schedule.name == "shift_blocks"
+    assert kept > 5

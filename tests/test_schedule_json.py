@@ -210,5 +210,5 @@ def test_damaged_json_is_a_value_error_or_a_schedule(schedule: Schedule, data: s
 
 def test_a_proof_by_running_has_a_limit() -> None:
     """Too many lanes for the workers, and a batch of millions: this cannot be run, and is refused."""
-    with pytest.raises(ScheduleError, match="tasks are too many for that .*; use fewer lanes"):
+    with pytest.raises(ScheduleError, match=r"tasks are too many for that .*; use fewer lanes"):
         Schedule.from_json(planted(lambda v: (v["placement"].update(lanes=9), v["problem"].update(batch=10**8)), GANG))

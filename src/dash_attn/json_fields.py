@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 MOST = 2**31 - 1  # of a whole number: tables have 32 bits
@@ -31,6 +32,20 @@ def load_json(text: Any, what: str) -> Any:
         raise ValueError(f"this is not the JSON of {what}: it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"this is not the JSON of {what}: {error}") from None
+
+
+def read_json_file(path: Path, what: str) -> Any:
+    """The JSON value of a file that should hold a `what`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no {what}: it is not JSON, not even text") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the {what} {path}: {error.strerror or error}") from None
+    try:
+        return load_json(text, f"a {what}")
+    except ValueError as error:
+        raise ValueError(f"{path} is no {what}, it is not JSON: {error}") from None
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
