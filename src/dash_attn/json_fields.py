@@ -27,11 +27,16 @@ def load_json(text: Any, what: str) -> Any:
     if not isinstance(text, str):
         raise ValueError(f"the JSON of {what} must be text; got {type(text).__name__}")
     try:
-        return json.loads(text, object_pairs_hook=_no_key_twice)
-    except RecursionError:
-        raise ValueError(f"this is not the JSON of {what}: it is nested too deeply") from None
+        return _parse(text)
     except ValueError as error:
         raise ValueError(f"this is not the JSON of {what}: {error}") from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_no_key_twice)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_json_file(path: Path, what: str) -> Any:
@@ -43,9 +48,9 @@ def read_json_file(path: Path, what: str) -> Any:
     except OSError as error:
         raise ValueError(f"cannot read the {what} {path}: {error.strerror or error}") from None
     try:
-        return load_json(text, f"a {what}")
+        return _parse(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no {what}, it is not JSON: {error}") from None
+        raise ValueError(f"{path} is no {what}: it is not JSON ({error})") from None
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -59,6 +64,7 @@ def read_fields(value: Any, where: str, names: Sequence[str], optional: Sequence
     """The fields of an object: all of `names`, maybe some of `optional`, and no others."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object with {', '.join(names)}; got {shortened(value)}")
+    optional = [name for name in optional if name not in names]
     missing = [name for name in names if name not in value]
     unknown = [name for name in value if name not in (*names, *optional)]
     if missing or unknown:
@@ -73,9 +79,21 @@ def as_whole(value: Any, where: str, least: int = 0) -> int:
     return value
 
 
+def as_number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+        raise ValueError(f"{where} must be a finite number; got {shortened(value)}")
+    return value
+
+
 def as_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{where} must be text; got {shortened(value)}")
+    return value
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object; got {shortened(value)}")
     return value
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
 from .devices import choose_device
+from .files import check_different, check_file
 from .progress import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.runs is not None and arguments.runs < 2:
         raise ValueError(f"--runs must be at least 2; got {arguments.runs}")
-    if arguments.output and not arguments.output.parent.is_dir():
-        raise ValueError(f"--output: there is no directory {arguments.output.parent}")
+    check_file("--output", arguments.output)
+    check_different(arguments, "output", "against")
     theirs = read(arguments.against) if arguments.against else None
     if theirs is not None:
         refuse_failed(theirs, arguments.against)
