@@ -25,9 +25,9 @@ from dash_attn.cli.devices import choose_device
 from dash_attn.cli.main import main
 from dash_attn.executor import execute
 from dash_attn.verify import guarantees, load
+from dash_attn.verify.against import differences, refuse_failed
 from dash_attn.verify.bits import NAMES, Results, attend, difference, sha256
 from dash_attn.verify.cases import Case, default_cases, make_inputs
-from dash_attn.verify.against import differences, refuse_failed
 from dash_attn.verify.certificate import _device, read, status_of, verify
 from dash_attn.verify.fresh import fresh_results
 from dash_attn.verify.guarantees import CaseTest, Outcome, comparisons, overall

@@ -21,8 +21,8 @@ from .fresh import fresh_results
 from .guarantees import CaseTest, Outcome, Status, comparisons, overall, worst
 
 FORMAT = 1
-COMPARED = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
-PARTS = {dict: "an object", list: "a list", str: "text"}
+COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
+PARTS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
 SCOPE = "dash_attn.flash_attn_func, forward and backward, of the cases listed, on this device; nothing else of a training step"
 Certificate = dict[str, Any]
 
