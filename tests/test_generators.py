@@ -51,7 +51,7 @@ def test_more_kv_tiles_than_workers(name: str, mask: str, workers: int) -> None:
     try:
         schedule = generate(name, problem, workers)
     except ScheduleError as error:
-        needed = int(str(error).split("it needs ")[1].split()[0])
+        needed = int(str(error).split(" needs ")[1].split()[0])
         assert needed > workers
         assert name not in NEEDS_NO_GANG
         schedule = generate(name, problem, needed)

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Full, Problem, TileMap, Window, generate
+from dash_attn import Causal, Documents, Full, Problem, TileMap, Window, explain, generate
 from dash_attn.options import AttentionOptions
 from dash_attn.packing import Packing
+from dash_attn.validate import TooFewWorkers
 
+backward = import_module("dash_attn.backends.hopper.backward")
 layout = import_module("dash_attn.backends.hopper.layout")
 packed = import_module("dash_attn.backends.hopper.packed")
 shapes = import_module("dash_attn.backends.hopper.shapes")
@@ -155,3 +157,22 @@ def test_a_causal_sequence_has_no_gang(tiles: tuple[int, int]) -> None:
             assert schedule.gang == 1
             kept += schedule.name == "shift_blocks"
     assert kept > 5
+
+
+def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
+    full = AttentionOptions(Full(), 0.1)
+    assert backward.backward_plan(q, q, q, full).gang == 32
+    monkeypatch.setattr(backward, "check_device", lambda index: 16)
+    with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 32 workers at once \(SMs of a GPU.*there are 16\."):
+        backward.backward_plan(q, q, q, full)
+    for runs_there in (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1)):
+        assert backward.backward_plan(q, q, q, runs_there).workers == 16
+
+
+def test_documents_say_how_many_sms_they_need() -> None:
+    q = torch.empty(1, 6000, 1, 128, dtype=torch.bfloat16, device="meta")
+    full = explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
+    assert (full.gang, full.guarantees[2]) == (32, "worker-count-invariant (32 workers or more)")  # room for 4096 tokens
+    causal = explain(q, q, q, mask=Documents((3000, 3000)), backend="hopper")
+    assert (causal.gang, causal.guarantees[2]) == (1, "worker-count-invariant")

@@ -26,16 +26,16 @@ class TooFewWorkers(ScheduleError):
     """Chains wait for each other in a circle, and not all of them can be resident."""
 
     def __init__(self, name: str, needed: int, workers: int, details: str = "") -> None:
-        self.name, self.needed, self.workers, self.details = name, needed, workers, details
+        self.name, self.needed, self.workers = name, needed, workers
         super().__init__(
             f"{name} needs {needed} workers at once (SMs of a GPU, threads on a CPU): that many chains of a head wait for each other;"
             f" there are {workers}. schedule={ANY_WORKERS!r} runs on any number of workers;"
-            f" its bits are not those of {name}, so use it on every machine of a run" + (f"\n{details}" if details else "")
+            " its bits are others, so use it on every machine of a run" + (f"\n{details}" if details else "")
         )
 
-    def of(self, name: str) -> TooFewWorkers:
-        """The same about a schedule of another name."""
-        return TooFewWorkers(name, self.needed, self.workers, self.details)
+    def asked_for_as(self, name: str) -> TooFewWorkers:
+        """The same for somebody who named no schedule, in one line: details are for who writes one."""
+        return TooFewWorkers(name, self.needed, self.workers)
 
 
 def validate(schedule: Schedule) -> None:

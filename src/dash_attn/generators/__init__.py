@@ -39,7 +39,7 @@ def generate(name: str, problem: Problem, workers: int) -> Schedule:
         try:
             return auto(problem, workers)
         except TooFewWorkers as error:
-            raise error.of(f"auto (here {error.name})") from None
+            raise error.asked_for_as(f"auto (here {error.name})") from None
     if name not in GENERATORS:
         raise ValueError(f"unknown schedule {name!r}; choose from auto, {', '.join(GENERATORS)}")
     return GENERATORS[name](problem, workers)
