@@ -14,7 +14,7 @@ import torch
 
 import dash_attn
 import stand_ins
-from dash_attn import GENERATORS, Mask, Problem, generate
+from dash_attn import GENERATORS, Mask, Problem, ScheduleError, generate
 from dash_attn.checkup import CHECKS
 from dash_attn.cli.main import main
 from dash_attn.order import ALL_GUARANTEES
@@ -52,14 +52,34 @@ def test_determinism_commands_work(command: str, tmp_path: Path, monkeypatch: py
     assert main([*shlex.split(command, comments=True)[1:], *quick]) == 0
 
 
+FROM_SOME_NUMBER_ON = (*ALL_GUARANTEES[:2], f"{ALL_GUARANTEES[2]} (N workers or more)")
+
+
+def guarantees_of(name: str) -> set[tuple[str, ...]]:
+    """Of a schedule on masks with and without gangs; N stands for the number of workers."""
+    found = set()
+    for mask, tiles in (("full", (8, 8)), ("full", (64, 32)), ("causal", (8, 8))):
+        try:
+            guarantees = generate(name, Problem.from_tiles(mask, *tiles, heads=2), 64).guarantees
+        except ScheduleError:  # does not serve the mask
+            continue
+        found.add(tuple(re.sub(r"\d+", "N", guarantee) for guarantee in guarantees))
+    return found
+
+
 def test_the_table_of_modes_is_what_schedules_say() -> None:
-    problem = Problem.from_tiles("full", 8, 8, heads=2)
-    said = {}
-    for accumulation, schedules, guarantees in rows(DETERMINISM, 3):
-        for name in re.findall(r"`(\w+)`", schedules):
-            if accumulation.startswith("`ordered`"):
-                said[name] = tuple(guarantees.split(", "))
-    assert said == {name: generate(name, problem, 8).guarantees for name in ("auto", *GENERATORS)}
+    said = [
+        (name, tuple(guarantees.split(", ")))
+        for accumulation, schedules, guarantees in rows(DETERMINISM, 3)
+        for name in re.findall(r"`(\w+)`", schedules)
+        if accumulation.startswith("`ordered`")
+    ]
+    found = {name: guarantees_of(name) for name in ("auto", *GENERATORS)}
+    gangs = {name for name, guarantees in found.items() if FROM_SOME_NUMBER_ON in guarantees}
+    expected = {(name, FROM_SOME_NUMBER_ON if name in gangs else min(found[name])) for name in found} | {("auto", ALL_GUARANTEES)}
+    assert set(said) == expected
+    assert gangs == {"auto", "shift_blocks", "symmetric_shift", "arrival"}
+    assert len(said) == len(expected)
     offered = re.findall(r"^\| \d \| `([\w-]+)` \|", DETERMINISM, re.M)
     assert tuple(offered) == ALL_GUARANTEES
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, TileMap
+from dash_attn import Causal, Documents, Full, Problem, TileMap, Window, explain, generate
 from dash_attn.options import AttentionOptions
 from dash_attn.packing import Packing
+from dash_attn.validate import TooFewWorkers
 
+backward = import_module("dash_attn.backends.hopper.backward")
 layout = import_module("dash_attn.backends.hopper.layout")
 packed = import_module("dash_attn.backends.hopper.packed")
 shapes = import_module("dash_attn.backends.hopper.shapes")
@@ -135,8 +137,42 @@ def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
 def test_a_gang_must_fit_the_machine(machine: Machine) -> None:
     flat = tuple(torch.zeros(1, dtype=torch.bfloat16).expand(20000, 2, 128) for _ in range(3))
     found = layout.Layout.of(flat, OPTIONS, packing(20000))
-    gang = packed.largest_gang(found, shapes.backward_tiles(found.dim))
-    assert gang == 64
+    tiles = shapes.backward_tiles(found.dim)
+    gang = packed.largest_gang(found, tiles, Full())
+    assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (64, 64)
+    assert packed.largest_gang(found, tiles, Causal()) == packed.largest_gang(found, tiles, Window(-1, 0)) == 1
     support.check_gang(gang, 132)
-    with pytest.raises(support.Unsupported, match="need 64 SMs at once"):
+    said = r"need 64 SMs at once; this GPU .* has 16\. Causal masks run on any number of SMs, .* schedule='alternating'"
+    with pytest.raises(support.Unsupported, match=said):
         support.check_gang(gang, 16)
+
+
+@pytest.mark.parametrize("tiles", [(64, 128), (128, 128), (64, 64)])
+def test_a_causal_sequence_has_no_gang(tiles: tuple[int, int]) -> None:
+    """Not even where few queries attend so many keys that every tile is kept."""
+    kept = 0
+    for q_len in (1, 63, 64, 65, 128, 129, 192, 193, 256, 257, 320):
+        for kv_len in (17 * 128, 17 * 128 + 1, 4095, 4096, 4097):
+            schedule = generate("auto", Problem(Causal(), q_len, kv_len, *tiles), 1)
+            assert schedule.gang == 1
+            kept += schedule.name == "shift_blocks"
+    assert kept > 5
+
+
+def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
+    full = AttentionOptions(Full(), 0.1)
+    assert backward.backward_plan(q, q, q, full).gang == 32
+    monkeypatch.setattr(backward, "check_device", lambda index: 16)
+    with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 32 workers at once \(SMs of a GPU.*there are 16\."):
+        backward.backward_plan(q, q, q, full)
+    for runs_there in (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1)):
+        assert backward.backward_plan(q, q, q, runs_there).workers == 16
+
+
+def test_documents_say_how_many_sms_they_need() -> None:
+    q = torch.empty(1, 6000, 1, 128, dtype=torch.bfloat16, device="meta")
+    full = explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
+    assert (full.gang, full.guarantees[2]) == (32, "worker-count-invariant (32 workers or more)")  # room for 4096 tokens
+    causal = explain(q, q, q, mask=Documents((3000, 3000)), backend="hopper")
+    assert (causal.gang, causal.guarantees[2]) == (1, "worker-count-invariant")

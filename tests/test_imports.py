@@ -13,6 +13,7 @@ import dash_attn
 
 PACKAGE = Path(dash_attn.__file__).parent
 LAYERS = [
+    "json_fields",
     "masks",
     "problem",
     "order",

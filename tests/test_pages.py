@@ -69,7 +69,15 @@ def test_every_misuse_says_what_is_allowed(call: str) -> None:
     found = errors_page.outcome(call)
     assert found is not None
     assert 15 < len(found.message) < 300  # a sentence, not a dump of a tensor
-    assert found.error in {"ValueError", "TypeError", "Unsupported", "ScheduleError", "NotImplementedError", "RuntimeError"}
+    assert found.error in {
+        "ValueError",
+        "TypeError",
+        "Unsupported",
+        "ScheduleError",
+        "TooFewWorkers",
+        "NotImplementedError",
+        "RuntimeError",
+    }
 
 
 def test_a_call_without_error_is_noticed() -> None:

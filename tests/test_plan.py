@@ -21,6 +21,10 @@ REGULAR: dict[str, Callable[[int], Mask]] = {
     "causal": lambda tokens: Causal(),
     "window": lambda tokens: Window(4096, 0),
     "window both ways": lambda tokens: Window(1024, 1024),
+    "window without a left end": lambda tokens: Window(-1, 200),
+    "window without a right end": lambda tokens: Window(100, -1),
+    "wide window without a right end": lambda tokens: Window(5000, -1),
+    "full documents": lambda tokens: Documents((1500, 2596) * (tokens // 4096), causal=False),
     "documents": lambda tokens: Documents((tokens // 3, tokens - tokens // 3 - tokens // 5, tokens // 5)),
     "many documents": lambda tokens: Documents((1500, 2596) * (tokens // 4096)),
     "prefix": lambda tokens: Prefix(tokens // 4),
@@ -123,3 +127,14 @@ def test_hash_sees_tile_sizes_and_the_first_head() -> None:
     ]
     assert len(set(hashes)) == 3
     assert lower(generate("alternating", replace(problem, head_offset=2), 4)).order_hash == hashes[0]
+
+
+def test_many_runs_say_what_entries_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = generate("weave", Problem(Window(100, -1), 16384, 16384, 64, 128), 132)
+    runs = lower(schedule)
+    monkeypatch.setattr("dash_attn.plan.MOST_RUNS", 0)
+    entries = lower(schedule)
+    assert entries.tables_bytes > 2.5 * runs.tables_bytes
+    assert np.diff(entries.chain_runs).max() == 1
+    assert runs.order_hash == entries.order_hash
+    assert all(np.array_equal(runs.steps(0, kv), entries.steps(0, kv)) for kv in range(schedule.problem.kv_tiles))

@@ -148,7 +148,7 @@ def test_gang_larger_than_the_workers_names_the_number_needed() -> None:
 
 def test_auto_on_too_few_workers_names_the_number_needed() -> None:
     problem = Problem.from_tiles("full", 256, 128, heads=2)
-    with pytest.raises(ScheduleError, match="on 63 workers: it needs 64 chains"):
+    with pytest.raises(ScheduleError, match=r"^auto \(here shift_blocks\) needs 64 workers at once .*; there are 63\."):
         generate("auto", problem, 63)
     assert generate("auto", problem, 64).gang == 64
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -16,19 +17,23 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dash_attn.backends import cpu
 from dash_attn.cli.devices import choose_device
 from dash_attn.cli.main import main
 from dash_attn.executor import execute
 from dash_attn.verify import guarantees, load
+from dash_attn.verify.against import differences, refuse_failed
 from dash_attn.verify.bits import NAMES, Results, attend, difference, sha256
 from dash_attn.verify.cases import Case, default_cases, make_inputs
-from dash_attn.verify.certificate import _device, verify
+from dash_attn.verify.certificate import _device, read, status_of, verify
 from dash_attn.verify.fresh import fresh_results
 from dash_attn.verify.guarantees import CaseTest, Outcome, comparisons, overall
 from dash_attn.verify.report import table
 from dense import dense, largest_error
+from strategies import examples
 
 SMALL = ["--device", "cpu", "--no-fresh", "--runs", "2", "--seqlen", "400", "--heads", "1", "--head-dim", "16", "--batch", "1"]
 SMALL_CASE = Case(400, 1, 1, 16, 1)
@@ -275,7 +280,13 @@ def test_bad_input(words: str, said: str, capsys: pytest.CaptureFixture[str]) ->
         ("[]", "format 1"),
         ('{"certificate": 99}', "format 1"),
         ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": []}', "lacks cases"),
-        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": [{"case": {}}]}', "lacks explain"),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": [{"case": {}}]}', "a case lacks guarantees"),
+        (
+            '{"certificate": 1, "device": ["cpu"], "versions": {"torch": "2.9"}, "cases": [{"case": {}}]}',
+            "device must be an object; got ['cpu']",
+        ),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": [3]}', "a case lacks case"),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": {"case": {}}}', "cases must be a list"),
     ],
 )
 def test_what_is_no_certificate(text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -283,6 +294,116 @@ def test_what_is_no_certificate(text: str, said: str, capsys: pytest.CaptureFixt
     path.write_text(text)
     assert main(["verify", "--device", "cpu", "--against", str(path)]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return verify([SMALL_CASE], "cpu", 2, fresh=False)
+
+
+def compare_with(certificate: Any, path: Path) -> int:
+    path.write_text(json.dumps(certificate))
+    return main(["verify", *SMALL, "--against", str(path)])
+
+
+def test_nobody_agrees_with_a_certificate_that_failed(small: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its bits are those of one run; the next one on that machine had others."""
+    failed = copy.deepcopy(small)
+    failed["status"] = failed["cases"][0]["guarantees"][0]["status"] = "fail"
+    assert compare_with(failed, tmp_path / "there.json") == 2
+    out, err = capsys.readouterr()
+    assert out == "", "before anything is run"
+    assert "the promises were not kept (case 1, same bits in repeated runs: fail: 1 compared)" in err
+    assert compare_with(small, tmp_path / "there.json") == 0, "the control"
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda c: c["cases"][0]["guarantees"][0].update(status="fail"),  # while the certificate says pass
+        lambda c: c.update(status="fail"),
+        lambda c: c.update(status="passed"),
+        lambda c: c.pop("status"),
+        lambda c: c["cases"][0]["guarantees"][0].update(status="skipped"),
+    ],
+)
+def test_a_status_that_is_no_pass_counts_wherever_it_stands(
+    plant: Any, small: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    changed = copy.deepcopy(small)
+    plant(changed)
+    assert compare_with(changed, tmp_path / "there.json") == 2
+    assert "the promises were not kept" in capsys.readouterr().err
+
+
+def test_equal_bits_of_an_inconclusive_certificate_show_nothing(small: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    unsure = copy.deepcopy(small)
+    unsure["status"] = unsure["cases"][0]["guarantees"][-1]["status"] = "inconclusive"
+    assert compare_with(unsure, tmp_path / "there.json") == 1
+    out = capsys.readouterr().out
+    assert "which shows nothing, because it is inconclusive (case 1, control: unordered runs differ: inconclusive" in out
+    assert "Agrees" not in out
+    unsure["cases"][0]["sha256"]["dq"] = "0" * 64
+    assert compare_with(unsure, tmp_path / "there.json") == 1
+    assert "bits of dq here" in capsys.readouterr().out, "a difference is one all the same"
+
+
+JUNK = st.sampled_from([None, True, -1, 0, 2**70, 0.5, float("nan"), "", "x", [], {}, [[]], {"a": 1}, ["a"]])
+
+
+@given(data=st.data())
+@examples(150)
+def test_damaged_certificates_are_value_errors(small: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    damaged = copy.deepcopy(small)
+    parent, key = data.draw(st.sampled_from(list(places(damaged))))
+    parent[key] = data.draw(JUNK)
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_text(json.dumps(damaged))
+    try:
+        found = read(path)
+        refuse_failed(found, path)
+        assert status_of(found) in ("pass", "inconclusive")
+        differences(small, found)
+    except ValueError as error:
+        assert str(path) in str(error)  # noqa: PT017 (a refusal is one of two good outcomes)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of every value inside a JSON value."""
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(entry)
+
+
+RING = Case(17 * 128, 1, 1, 8, 1, "full")
+FEWER_REFUSED = "same bits on 17 workers or more, fewer refused"
+
+
+def test_every_number_of_workers_is_tried_and_refusals_are_reported() -> None:
+    outcome = CaseTest(RING, "cpu", 2)._worker_counts()
+    detail = "3 compared; refused on 1, 2, 7, 16 workers: 17 are needed at once"
+    assert outcome == Outcome(FEWER_REFUSED, "pass", detail)
+    outcome = CaseTest(SMALL_CASE, "cpu", 2)._worker_counts()
+    assert outcome == Outcome("same bits on any number of workers", "pass", "5 compared")
+
+
+def test_an_order_that_depends_on_the_workers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few workers get the order of another schedule: that would run, with other bits."""
+    plan_for = cpu.plan_for
+    test = CaseTest(RING, "cpu", 2)
+    monkeypatch.setattr(cpu, "plan_for", lambda p, name, workers: plan_for(p, "alternating" if workers < 17 else name, workers))
+    outcome = test._worker_counts()
+    assert (outcome.guarantee, outcome.status) == (FEWER_REFUSED, "fail")
+    assert outcome.detail.startswith("1 workers: dq[")
+
+
+def test_a_refusal_where_none_was_announced_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = CaseTest(RING, "cpu", 2)
+    explained = test.explain()
+    monkeypatch.setattr(CaseTest, "explain", lambda self: replace(explained, gang=1))
+    outcome = test._worker_counts()
+    assert (outcome.guarantee, outcome.status) == ("same bits on any number of workers", "fail")
+    assert outcome.detail.startswith("refused on 1 workers: auto (here shift_blocks) needs 17 workers at once")
 
 
 def test_differences_are_of_bits() -> None:

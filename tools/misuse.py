@@ -59,6 +59,10 @@ CHOICES = (
         'flash_attn_func(x, x, x, causal=True, schedule="shift").sum().backward()',
         '`"auto"`, or one that serves the mask ([support](support.md)).',
     ),
+    (
+        'generate("auto", Problem(Full(), 4096, 4096), workers=16)  # a slice of a GPU with 16 SMs',
+        '`schedule="alternating"`, on every machine of the run, or more SMs.',
+    ),
     ('flash_attn_func(q, k, v, accumulation="atomic")', '`"unordered"` gives up every guarantee.'),
     ('flash_attn_func(q, k, v, deterministic=True, accumulation="unordered")', "Decide which one is meant."),
     ('flash_attn_func(q, k, v, backend="cuda")', '`"auto"` goes by the device of the tensors.'),

@@ -41,6 +41,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """With the names that are imported on first use."""
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "GENERATORS",
     "Causal",

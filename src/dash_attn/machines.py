@@ -6,12 +6,12 @@ has the errors. `dash-attn calibrate` writes those of another machine to a file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .json_fields import as_number, as_object, as_text, as_whole, as_wholes, read_fields, read_json_file, shortened
 from .problem import whole_number
 from .simulate import Machine
 
@@ -53,14 +53,35 @@ class Calibrated:
 
     @classmethod
     def from_json(cls, value: Any) -> Calibrated:
-        try:
-            if value["machine"] != FORMAT or value["unit"] != UNIT:
-                raise ValueError(f"format {value['machine']} in {value['unit']}; expected format {FORMAT} in {UNIT}")
-            dims = {int(dim): dict(entry) for dim, entry in value["head_dims"].items()}
-            tiles = {dim: (int(entry["tiles"][0]), int(entry.pop("tiles")[1])) for dim, entry in dims.items()}
-            return cls(value["name"], value["backend"], value["workers"], {dim: Machine(**entry) for dim, entry in dims.items()}, tiles)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"not the constants of a machine: {type(error).__name__} {error}") from error
+        """Raises ValueError for whatever is wrong with it."""
+        found = as_object(value, "the constants of a machine")
+        if (found.get("machine"), found.get("unit")) != (FORMAT, UNIT):
+            got = f"format {shortened(found.get('machine'))} in {found.get('unit')}"
+            raise ValueError(f"{got}; expected format {FORMAT} in {UNIT}")
+        names = ("machine", "name", "backend", "unit", "workers", "head_dims")
+        read = read_fields(found, "the constants of a machine", names, ("measured",))  # `measured`: what they were fitted to
+        if not isinstance(read["head_dims"], dict):
+            raise ValueError(f"head_dims must be an object; got {shortened(read['head_dims'])}")
+        dims = {_head_dim(word): _constants(entry, f"head_dims.{word}") for word, entry in read["head_dims"].items()}
+        constants, tiles = ({dim: found[i] for dim, found in dims.items()} for i in range(2))
+        who = as_text(read["name"], "name"), as_text(read["backend"], "backend"), as_whole(read["workers"], "workers", least=1)
+        return cls(*who, constants, tiles)  # type: ignore[arg-type]
+
+
+def _head_dim(word: str) -> int:
+    if not (word.isascii() and word.isdecimal() and 0 < len(word) < 6 and int(word) > 0):
+        raise ValueError(f"a head dim must be a whole number >= 1; got {shortened(word)}")
+    return int(word)
+
+
+def _constants(value: Any, where: str) -> tuple[Machine, tuple[int, int]]:
+    """The constants of a head dim, and its tiles."""
+    read = read_fields(value, where, ("compute", "tiles"), ("reduce", "overlap", "latency", "startup"))
+    rows = as_wholes(read["tiles"], f"{where}.tiles")
+    if len(rows) != 2 or min(rows) < 1:
+        raise ValueError(f"{where}.tiles must be the rows of a Q tile and of a KV tile; got {rows}")
+    times = {name: as_number(cost, f"{where}.{name}") for name, cost in read.items() if name not in ("tiles", "overlap")}
+    return Machine(**times, overlap=as_whole(read.get("overlap", 0), f"{where}.overlap")), (rows[0], rows[1])
 
 
 SHIPPED = {"h200": Calibrated("NVIDIA H200", "hopper", 132, H200, {128: (64, 128), 64: (128, 128)})}
@@ -73,9 +94,8 @@ def load_machine(word: str) -> Calibrated:
     path = Path(word)
     if not path.is_file():
         raise ValueError(f"unknown machine {word!r}: name a file that `dash-attn calibrate` wrote, or one of {', '.join(SHIPPED)}")
+    value = read_json_file(path, "machine file")
     try:
-        return Calibrated.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} is no machine file: it is not JSON") from None
+        return Calibrated.from_json(value)
     except ValueError as error:
         raise ValueError(f"{path} is no machine file: {error}") from error

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .json_fields import as_list, as_text, as_whole, read_fields, shortened
+
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
@@ -295,5 +297,9 @@ def mask_to_json(mask: Mask) -> dict[str, Any] | str:
 def mask_from_json(value: dict[str, Any] | str) -> Mask:
     if isinstance(value, str):
         return parse_mask(value)
-    blocks = np.array([[c == "#" for c in row] for row in value["tiles"]])
-    return TileMap(blocks, value["block_q"], value["block_kv"])
+    read = read_fields(value, "mask", ("tiles", "block_q", "block_kv"))
+    rows = [as_text(row, "mask.tiles") for row in as_list(read["tiles"], "mask.tiles")]
+    if not rows or any(len(row) != len(rows[0]) or set(row) - set(".#") for row in rows):
+        raise ValueError(f"mask.tiles must be rows of . and #, at least one, all equally long; got {shortened(rows)}")
+    blocks = np.array([[c == "#" for c in row] for row in rows])
+    return TileMap(blocks, *(as_whole(read[name], f"mask.{name}", least=1) for name in ("block_q", "block_kv")))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain as joined
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .json_fields import as_list, as_lists, as_names, as_text, as_wholes, read_fields, shortened
 from .problem import Problem, Task
 
 Ints = NDArray[np.int32]
@@ -17,13 +19,31 @@ Ints = NDArray[np.int32]
 RUN_TO_RUN = "run-to-run"
 BATCH_INVARIANT = "batch-invariant"
 WORKER_INVARIANT = "worker-count-invariant"
-ALL_GUARANTEES = (RUN_TO_RUN, BATCH_INVARIANT, WORKER_INVARIANT)
+ALL_GUARANTEES = (RUN_TO_RUN, BATCH_INVARIANT, WORKER_INVARIANT)  # each contains those before it
+INT32 = np.iinfo(np.int32)
+
+
+def worker_invariance(least: int) -> str:
+    """The guarantee as it is reported: a gang of `least` chains needs as many workers at once, and fewer are refused."""
+    return WORKER_INVARIANT if least <= 1 else f"{WORKER_INVARIANT} ({least} workers or more)"
+
+
+def promises(guarantees: Iterable[str], name: str) -> bool:
+    """Whether a reported list has this guarantee, on any number of workers or from some number on."""
+    return any(said == name or said.startswith(f"{name} (") for said in guarantees)
 
 
 def frozen_ints(values: Any) -> Ints:
-    array = np.array(values, dtype=np.int32)
-    array.setflags(write=False)
-    return array
+    """A read-only array of 32-bit integers. Nothing is rounded or wrapped: other numbers raise."""
+    try:
+        array = np.array(values)
+    except ValueError:
+        raise ValueError("expected whole numbers, or rows of them that are equally long") from None
+    if array.size and (array.dtype.kind not in "iu" or array.max() > INT32.max or array.min() < INT32.min):
+        raise ValueError(f"expected whole numbers of at most 32 bits; got {shortened(array.tolist())}")
+    frozen = array.astype(np.int32)
+    frozen.setflags(write=False)
+    return frozen
 
 
 def rank_within(q_tile: NDArray[Any], *keys: NDArray[Any]) -> NDArray[np.int64]:
@@ -59,7 +79,12 @@ class HeadOrder:
 
     def __post_init__(self) -> None:
         for name in ("offsets", "q_tile", "rank", "first_step"):
-            object.__setattr__(self, name, frozen_ints(getattr(self, name)))
+            array = frozen_ints(getattr(self, name))
+            if array.ndim != 1:
+                raise ValueError(f"{name} must be a list of whole numbers; got one of {array.ndim} dimensions")
+            object.__setattr__(self, name, array)
+        if not isinstance(self.last_member_first, bool):
+            raise ValueError(f"last_member_first must be True or False; got {self.last_member_first!r}")
 
     @classmethod
     def build(cls, chain: Any, q_tile: Any, rank: Any, first_step: Any, last_member_first: bool = False) -> HeadOrder:
@@ -128,11 +153,20 @@ class HeadOrder:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Walks and ranks of all heads. Head h follows `kinds[(h + head_offset) % len(kinds)]`."""
+    """Walks and ranks of all heads. Head h follows `kinds[(h + head_offset) % len(kinds)]`.
+
+    Any fixed order gives the same bits in every run. More is claimed by those who can show it: generators, whose orders are
+    functions of the problem.
+    """
 
     name: str
     kinds: tuple[HeadOrder, ...]
-    guarantees: tuple[str, ...] = ALL_GUARANTEES
+    guarantees: tuple[str, ...] = (RUN_TO_RUN,)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"an order needs a name; got {shortened(self.name)}")
+        check_guarantees(self.guarantees)
 
     def kind_of(self, problem: Problem, head: int) -> int:
         return (head + problem.head_offset) % len(self.kinds)
@@ -164,16 +198,35 @@ class Order:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Order:
-        kinds = []
-        for kind in value["kinds"]:
-            ranks = kind["ranks"]
-            tasks = [[Task.parse(name) for name in walk] for walk in kind["walks"]]
-            if [len(w) for w in tasks] != [len(r) for r in ranks]:
-                raise ValueError("order JSON: every walk needs one rank per task")
-            if any(task.kv_tile != kv for kv, walk in enumerate(tasks) for task in walk):
-                raise ValueError("order JSON: walk i holds the tasks of KV tile i")
-            walks = [[task.q_tile for task in walk] for walk in tasks]
-            chain = np.repeat(np.arange(len(walks)), [len(w) for w in walks])
-            arrays = np.concatenate(walks), np.concatenate(ranks), kind["first_step"]
-            kinds.append(HeadOrder.build(chain, *arrays, last_member_first=kind["last_member_first"]))
-        return cls(value["name"], tuple(kinds), tuple(value["guarantees"]))
+        """As it was written, claims included; `Schedule.from_json` believes only what it can prove."""
+        read = read_fields(value, "order", ("name", "guarantees", "kinds"))
+        kinds = [_kind_from_json(kind, number) for number, kind in enumerate(as_list(read["kinds"], "order.kinds"))]
+        return cls(as_text(read["name"], "order.name"), tuple(kinds), as_names(read["guarantees"], "order.guarantees", ALL_GUARANTEES))
+
+
+def check_guarantees(guarantees: tuple[str, ...]) -> None:
+    """Raise unless they are the first ones of ALL_GUARANTEES: each contains those before it."""
+    allowed = [ALL_GUARANTEES[:count] for count in range(1, len(ALL_GUARANTEES) + 1)]
+    if not isinstance(guarantees, tuple) or guarantees not in allowed:
+        raise ValueError(f"guarantees must be one of {', '.join(map(str, allowed))}; got {shortened(guarantees)}")
+
+
+def _kind_from_json(value: Any, number: int) -> HeadOrder:
+    where = f"order.kinds[{number}]"
+    read = read_fields(value, where, ("last_member_first", "first_step", "walks", "ranks"))
+    names, ranks = as_lists(read["walks"], f"{where}.walks", as_list), as_lists(read["ranks"], f"{where}.ranks", as_wholes)
+    if [len(w) for w in names] != [len(r) for r in ranks]:
+        raise ValueError(f"{where}: every walk needs one rank per task")
+    walks = [[_q_tile_of(name, number, kv, where) for name in walk] for kv, walk in enumerate(names)]
+    chain = np.repeat(np.arange(len(walks)), [len(w) for w in walks])
+    first_step = as_wholes(read["first_step"], f"{where}.first_step")
+    if len(first_step) != len(walks):
+        raise ValueError(f"{where}: every walk needs one first step; got {len(first_step)} for {len(walks)} walks")
+    return HeadOrder.build(chain, list(joined(*walks)), list(joined(*ranks)), first_step, read["last_member_first"])
+
+
+def _q_tile_of(name: Any, head: int, kv_tile: int, where: str) -> int:
+    task = Task.parse(as_text(name, f"{where}.walks"))
+    if (task.head, task.kv_tile, task.sequence) != (head, kv_tile, 0):
+        raise ValueError(f"{where}.walks: walk i holds the tasks of KV tile i, head {head}; got {task} in walk {kv_tile}")
+    return task.q_tile

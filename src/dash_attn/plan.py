@@ -1,7 +1,8 @@
 """A schedule lowered to small int32 tables. The CPU executor and the GPU kernels walk the same tables.
 
-A chain is a few runs (DESIGN.md, plan tables). Tables are shared by all heads of a kind and all sequences, and
-regular masks need O(1) runs a chain, so a plan is linear in tokens and independent of batch x heads.
+A chain is a few runs (DESIGN.md, plan tables). Tables are shared by all heads of a kind and all sequences, and full,
+causal, window, document and prefix masks need at most 48 runs a chain, so their plans are linear in tokens and
+independent of batch x heads. A tile map without regularity lists every kept tile of a head.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from .runs import Run, compress
 from .schedule import Placement, Schedule
 
 RUN_FIELDS = ("q_first", "q_stride", "length", "rank_mul", "rank_add", "rank_div", "partial", "entries")
+ENTRY_FIELDS = 3
 ORDER_DIGITS = 16  # of order_hash
-MOST_RUNS = 16  # a chain that needs more is listed entry by entry
+FEW_RUNS, MOST_RUNS = 16, 48  # of a chain; weave's blocks of 32 chains need up to 33. More are listed entry by entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +107,7 @@ def lower(schedule: Schedule) -> Plan:
         for kv_tile in range(problem.kv_tiles):
             steps = _steps_of(kind, kv_tile, problem)
             compressed = compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), MOST_RUNS)
-            if compressed is None:  # irregular: list every entry
+            if compressed is None or _is_larger_than_entries(compressed, len(steps)):  # irregular: list every entry
                 compressed = [(0, 0, len(steps), 0, 0, 1, 0, entry_count)]
                 entries.append(steps)
                 entry_count += len(steps)
@@ -123,6 +125,11 @@ def lower(schedule: Schedule) -> Plan:
         entries=frozen_ints(np.concatenate(entries) if entries else np.zeros((0, 3))),
         ranks_per_q_tile=frozen_ints(problem.ranks_per_q_tile),
     )
+
+
+def _is_larger_than_entries(runs: list[Run], steps: int) -> bool:
+    """Many runs are worth it only for long chains."""
+    return len(runs) > FEW_RUNS and len(RUN_FIELDS) * len(runs) >= ENTRY_FIELDS * steps
 
 
 def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> NDArray[np.int64]:

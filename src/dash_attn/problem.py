@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .json_fields import as_whole, read_fields
 from .masks import EMPTY, PARTIAL, Mask, check_mask, is_whole, mask_from_json, mask_to_json, parse_mask
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -138,4 +139,6 @@ class Problem:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Problem:
-        return cls(mask=mask_from_json(value["mask"]), **{k: v for k, v in value.items() if k != "mask"})
+        names = tuple(name for name in cls.__dataclass_fields__ if name != "mask")
+        read = read_fields(value, "problem", ("mask", *names))
+        return cls(mask_from_json(read["mask"]), **{name: as_whole(read[name], f"problem.{name}") for name in names})

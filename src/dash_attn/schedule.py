@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder, Ints, Order, frozen_ints
+from .json_fields import as_lists, as_whole, as_wholes, load_json, read_fields
+from .order import RUN_TO_RUN, WORKER_INVARIANT, HeadOrder, Ints, Order, frozen_ints, worker_invariance
 from .problem import Problem, whole_number
-from .validate import check_starts, validate
+from .validate import ScheduleError, check_starts, validate
+
+MOST_TILES = 2**26  # of a schedule that is read from JSON: half a million tokens square
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,7 @@ class Placement:
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         object.__setattr__(self, "heads_in_round", whole_number("heads_in_round", self.heads_in_round, least=0))
         object.__setattr__(self, "starts", tuple(frozen_ints(start) for start in self.starts))
-        object.__setattr__(self, "segments", tuple(int(size) for size in self.segments))
+        object.__setattr__(self, "segments", tuple(frozen_ints(self.segments).tolist()))
 
     def tickets(self, problem: Problem) -> NDArray[np.int64]:
         """(sequence, head, kv_tile) of every chain, in the order they start."""
@@ -100,6 +103,9 @@ def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) ->
     return -(-heads // max(1, heads // enough))
 
 
+GENERATED_BY: dict[str, Callable[[Problem, int], Schedule]] = {}  # by name; generators/ fills it, which this file cannot import
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """A proven schedule. Construction raises ScheduleError with the task and its surroundings if anything is wrong."""
@@ -154,9 +160,11 @@ class Schedule:
         """Chains of a head that must be resident together; 1 means none must."""
         return max(k.gang(s) for k, s in zip(self.order.kinds, self.placement.starts, strict=True))
 
-    @property
+    @cached_property
     def guarantees(self) -> tuple[str, ...]:
-        return self.order.guarantees
+        """Those of the order; with a gang, the number of workers says from how many on."""
+        reported = {WORKER_INVARIANT: worker_invariance(self.gang)}
+        return tuple(reported.get(name, name) for name in self.order.guarantees)
 
     @cached_property
     def tickets(self) -> NDArray[np.int64]:
@@ -179,12 +187,42 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        try:
-            value = json.loads(text)
-            problem, order = Problem.from_json(value["problem"]), Order.from_json(value["order"])
-            placed = value["placement"]
-            sizes = tuple(placed["starts"]), tuple(placed["segments"]), placed.get("heads_in_round", 0)
-            placement = Placement(placed["workers"], placed["lanes"], *sizes)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"this is not the JSON of a schedule: {type(error).__name__} {error}") from error
-        return cls(problem, order, placement)
+        """Raises ValueError for whatever is wrong with it.
+
+        Claims are not believed: the guarantees are those of the generator that it names, if that gives this very order, else
+        that every run has the same bits.
+        """
+        value = read_fields(load_json(text, "a schedule"), "the JSON of a schedule", ("problem", "order", "placement"))
+        problem, order, placement = (
+            Problem.from_json(value["problem"]),
+            Order.from_json(value["order"]),
+            _read_placement(value["placement"]),
+        )
+        _check_size(problem, order)
+        return cls(problem, replace(order, guarantees=_proven_guarantees(problem, order, placement.workers)), placement)
+
+
+def _read_placement(value: Any) -> Placement:
+    read = read_fields(value, "placement", ("workers", "lanes", "starts", "segments"), ("heads_in_round",))
+    starts = tuple(map(frozen_ints, as_lists(read["starts"], "placement.starts", as_wholes)))
+    workers, lanes = (as_whole(read[name], f"placement.{name}", least=1) for name in ("workers", "lanes"))
+    in_round = as_whole(read.get("heads_in_round", 0), "placement.heads_in_round")
+    return Placement(workers, lanes, starts, tuple(as_wholes(read["segments"], "placement.segments")), in_round)
+
+
+def _check_size(problem: Problem, order: Order) -> None:
+    """Before anything is allocated: a few digits of JSON can describe more tiles than fit in memory."""
+    for kind in order.kinds:
+        if kind.kv_tiles != problem.kv_tiles:
+            raise ScheduleError(f"the problem has {problem.kv_tiles} KV tiles and needs as many walks; got {kind.kv_tiles}")
+    if problem.q_tiles * problem.kv_tiles > MOST_TILES:
+        raise ScheduleError(f"a schedule is read for at most {MOST_TILES} tiles; got {problem.q_tiles} x {problem.kv_tiles}")
+
+
+def _proven_guarantees(problem: Problem, order: Order, workers: int) -> tuple[str, ...]:
+    """Generators prove theirs: an order that is a function of the problem can depend on nothing else."""
+    try:
+        generated = GENERATED_BY[order.name](problem, workers).order if order.name in GENERATED_BY else None
+    except ScheduleError:
+        generated = None
+    return (RUN_TO_RUN,) if generated is None or not generated.same_bits(order) else generated.guarantees

@@ -14,8 +14,28 @@ if TYPE_CHECKING:
     from .schedule import Schedule
 
 
+ANY_WORKERS = "alternating"  # serves every mask on any number of workers
+MOST_TASKS = 2**25  # that are run untimed for a proof, in about half a minute
+
+
 class ScheduleError(ValueError):
     """A schedule that is incomplete, ambiguous or can hang."""
+
+
+class TooFewWorkers(ScheduleError):
+    """Chains wait for each other in a circle, and not all of them can be resident."""
+
+    def __init__(self, name: str, needed: int, workers: int, details: str = "") -> None:
+        self.name, self.needed, self.workers = name, needed, workers
+        super().__init__(
+            f"{name} needs {needed} workers at once (SMs of a GPU, threads on a CPU): that many chains of a head wait for each other;"
+            f" there are {workers}. schedule={ANY_WORKERS!r} runs on any number of workers;"
+            " its bits are others, so use it on every machine of a run" + (f"\n{details}" if details else "")
+        )
+
+    def asked_for_as(self, name: str) -> TooFewWorkers:
+        """The same for somebody who named no schedule, in one line: details are for who writes one."""
+        return TooFewWorkers(name, self.needed, self.workers)
 
 
 def validate(schedule: Schedule) -> None:
@@ -95,10 +115,26 @@ def _check_progress(schedule: Schedule) -> None:
     acyclic = all(map(_is_acyclic, kinds))
     if fits and acyclic:
         return  # every gang becomes resident and completes
+    few = acyclic and schedule.gang > schedule.workers
+    if schedule.problem.tasks > MOST_TASKS:
+        raise _too_few(schedule) if few else ScheduleError(_too_large(schedule))
     try:
         execute(schedule, Costs(0, 0, 0, 0))
     except Stuck as stuck:
-        raise ScheduleError(_deadlock_report(schedule, stuck, acyclic)) from None
+        report = _deadlock_report(schedule, stuck, acyclic)
+        raise (_too_few(schedule, report) if few else ScheduleError(report)) from None
+
+
+def _too_few(schedule: Schedule, details: str = "") -> TooFewWorkers:
+    return TooFewWorkers(schedule.name, schedule.gang, schedule.workers, details)
+
+
+def _too_large(schedule: Schedule) -> str:
+    return (
+        f"{schedule.name}: that this placement cannot hang could only be shown by running it, and {schedule.problem.tasks} tasks are too"
+        f" many for that (at most {MOST_TASKS}); use fewer lanes ({schedule.placement.lanes} heads of {schedule.gang} chains side by side)"
+        f" or segments that keep chains together which wait for each other"
+    )
 
 
 def _is_acyclic(order: HeadOrder) -> bool:

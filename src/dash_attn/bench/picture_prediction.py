@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..json_fields import as_list, as_number, as_text, as_whole, read_json_file
 from ..plot_style import INK
 from .picture_style import GRID, OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
 
@@ -20,15 +20,29 @@ Row = dict[str, Any]
 
 def read(path: Path) -> dict[str, Any]:
     """`gpu` and `rows` of either kind of file."""
+    found = read_json_file(path, "file of predictions")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = found["rows"] if "rows" in found else found["measured"]
-        gpu = found["environment"]["gpu"] if "environment" in found else found["name"]
-        if not rows or not all(key in row for row in rows for key in ("schedule", "measured_us", "predicted_us", "error")):
-            raise KeyError("rows")
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        rows = as_list(found["rows"] if "rows" in found else found["measured"], "rows")
+        gpu = as_text(found["environment"]["gpu"] if "environment" in found else found["name"], "the name of the machine")
+        if not rows:
+            raise ValueError("there are no rows")
+        for row in rows:
+            _check_row(row)
+    except (KeyError, TypeError):
         raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them") from None
+    except ValueError as error:
+        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them: {error}") from None
     return {"gpu": gpu, "rows": rows}
+
+
+def _check_row(row: Row) -> None:
+    for key in ("schedule", "mask"):
+        as_text(row[key], key)
+    for key in ("head_dim", "seqlen"):
+        as_whole(row[key], key, least=1)
+    for key in ("measured_us", "predicted_us", "error"):
+        if as_number(row[key], key) <= 0 and key != "error":
+            raise ValueError(f"{key} must be a time > 0; got {row[key]}")
 
 
 def draw(prediction: dict[str, Any], path: Path) -> None:

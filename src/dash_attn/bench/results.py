@@ -9,10 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..json_fields import as_list, as_number, as_object, as_text, as_whole, read_fields, read_json_file, shortened
 from .names import OURS, UNORDERED
-from .shape import Shape
+from .shape import PASSES, Shape
 
 FORMAT = 1
+RATIOS = ("ratio_to_cudnn", "ratio_to_fastest_peer")  # None where there is nobody to compare with
+MEASURED, HOST_MEASURED = ("median_ms", "tflops", "ratio_to_cudnn"), ("median_us", "p20_us", "p80_us")
 Results = dict[str, Any]
 
 
@@ -25,13 +28,45 @@ def save(results: Results, path: Path) -> None:
 
 
 def read(path: Path) -> Results:
-    try:
-        results = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    results = read_json_file(path, "file of benchmark results")
     if not isinstance(results, dict) or results.get("format") != FORMAT or "rows" not in results:
         raise ValueError(f"{path} holds no benchmark results of format {FORMAT}")
+    try:
+        _check(results)
+    except ValueError as error:
+        raise ValueError(f"{path} holds damaged benchmark results: {error}") from None
     return results
+
+
+def _check(results: Results) -> None:
+    """What reports and pictures look at."""
+    read_fields(results, "the file", ("format", "suite", "repeats", "environment", "rows"), tuple(results))
+    as_text(results["suite"], "suite")
+    as_whole(results["repeats"], "repeats", least=1)
+    as_text(as_object(results["environment"], "environment").get("gpu"), "environment.gpu")
+    for part in ("missing", "energy"):
+        as_object(results.get(part, {}), part)
+    for row in as_list(results["rows"], "rows"):
+        _check_row(row, ("shape", "candidate", "pass", "status"), MEASURED)
+        Shape.from_json(row["shape"])
+        if row["pass"] not in PASSES:
+            raise ValueError(f"pass must be {' or '.join(PASSES)}; got {shortened(row['pass'])}")
+    for row in as_list(results.get("host", []), "host"):
+        _check_row(row, ("candidate", "status"), HOST_MEASURED)
+
+
+def _check_row(row: Any, names: tuple[str, ...], measured: tuple[str, ...]) -> None:
+    as_object(row, "a row")
+    needed = measured if row.get("status") == "ok" else ("reason",)
+    read_fields(row, "a row", (*names, *needed), tuple(row))
+    for name in ("candidate", "status"):
+        as_text(row[name], name)
+    for name in (*MEASURED, *HOST_MEASURED, *RATIOS, "energy_j"):
+        if row.get(name) is not None and as_number(row[name], name) <= 0:
+            raise ValueError(f"{name} must be a number > 0; got {row[name]}")
+    missing = [name for name in needed if name not in RATIOS and row["status"] == "ok" and row[name] is None]
+    if missing:
+        raise ValueError(f"a row of status ok lacks {missing[0]}")
 
 
 def kind(row: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..json_fields import as_number, as_text, as_whole, as_wholes, read_fields
 from ..masks import Documents, IntervalMask, Mask, Prefix, Window, parse_mask
 
 PASSES = ("forward", "backward")
@@ -55,7 +56,16 @@ class Shape:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shape:
-        return cls(**value)
+        fields = cls.__dataclass_fields__
+        numbers = ("seqlen", "batch", "q_heads", "kv_heads", "head_dim")
+        read = read_fields(value, "shape", ("mask", *numbers), tuple(fields))
+        for name in numbers:
+            as_whole(read[name], f"shape.{name}", least=1)
+        for name in ("mask", "dtype"):
+            as_text(read.get(name, "as it is"), f"shape.{name}")
+        as_number(read.get("softcap", 0.0), "shape.softcap")
+        as_wholes(read.get("lengths", []), "shape.lengths")
+        return cls(**read)
 
     @cached_property
     def attended(self) -> Mask:

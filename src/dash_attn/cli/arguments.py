@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..generators import GENERATORS
+from ..json_fields import MOST
 from ..machines import SHIPPED, load_machine
 from ..masks import MASK_FORMS, parse_mask
 from ..problem import Problem
@@ -14,6 +15,7 @@ from ..simulate import Machine
 DEFAULT_TILES = 8
 DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128
 DEFAULT_WORKERS = 132
+MOST_TILES = 2**28  # a million tokens square
 COSTS: dict[str, tuple[type, float, str]] = {
     "compute": (float, 1.0, "compute time of a task"),
     "reduce": (float, 0.3, "reduce time of a task"),
@@ -49,6 +51,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def read_problem(arguments: argparse.Namespace) -> Problem:
+    problem = _read_problem(arguments)
+    if problem.q_tiles * problem.kv_tiles > MOST_TILES:
+        size = f"{problem.q_tiles:,} x {problem.kv_tiles:,}"
+        raise ValueError(f"at most {MOST_TILES:,} tiles, so that they fit in memory; got {size} (fewer tokens or larger tiles)")
+    return problem
+
+
+def _read_problem(arguments: argparse.Namespace) -> Problem:
     rest = {"heads": arguments.heads, "group": arguments.group, "batch": arguments.batch}
     by_tokens = ("kv_seqlen", "tile_q", "tile_kv")
     if arguments.seqlen is None:
@@ -91,6 +101,9 @@ def read_machine(arguments: argparse.Namespace) -> Machine:
     calibrated = apply_calibration(arguments)
     if arguments.workers is None:
         arguments.workers = DEFAULT_WORKERS
+    for name in ("workers", "overlap"):
+        if (getattr(arguments, name) or 0) > MOST:
+            raise ValueError(f"--{name} must be at most {MOST}; got {getattr(arguments, name)}")
     if arguments.workers < 1:
         raise ValueError(f"workers must be a whole number >= 1; got {arguments.workers}")
     given = {name: getattr(arguments, name) for name in COSTS}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.suites import FLEX_SUITES, HOST_SUITE, PASSES, SUITES, Shape, Suite, choose
+from .files import check_different, check_folder, check_picture
 
 REPEATS = 30
 EXAMPLES = """examples:
@@ -53,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ..bench.picture import draw
     from ..bench.picture_cases import draw_cases
     from ..bench.picture_schedules import draw_schedules
-    from ..bench.picture_style import check_format
     from ..bench.report import print_report
     from ..bench.results import read, summary
 
-    for picture in filter(None, (arguments.plot, arguments.plot_schedules)):
-        check_format(picture)
+    check_picture("--plot", arguments.plot)
+    check_picture("--plot-schedules", arguments.plot_schedules)
+    check_different(arguments, "plot", "plot_schedules", "source")
     if arguments.list:
         return _list(arguments)
     if arguments.source:
@@ -112,6 +113,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """Run the suite; results are on disk after every shape."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be at least 1; got {arguments.repeats}")
+    check_folder("--output", arguments.output)
     host = arguments.suite == HOST_SUITE
     shapes = [] if host else choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
     _require_gpu()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..machines import Calibrated
 from .devices import add_device, choose
+from .files import check_different, check_file, check_picture
 from .progress import LONG_WORK, progress_bar
 
 TEXT = """Runs a few schedules of the attention backward, records when their tasks ran, and fits the constants of the simulator to
@@ -39,11 +40,11 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..bench.picture_errors import draw_errors
     from ..bench.picture_prediction import draw, read
-    from ..bench.picture_style import check_format
 
+    check_picture("--plot", arguments.plot)
+    check_picture("--plot-schedules", arguments.plot_schedules)
+    check_different(arguments, "plot", "plot_schedules", *(("output",) if arguments.source is None else ("source",)))
     pictures = {path: make for path, make in ((arguments.plot, draw), (arguments.plot_schedules, draw_errors)) if path is not None}
-    for path in pictures:
-        check_format(path)
     if arguments.source is None:
         _measure(arguments)
     elif not pictures:
@@ -58,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace) -> None:
     """Calibrate every head dim and write the file."""
-    if not arguments.output.parent.is_dir():
-        raise ValueError(f"--output: there is no directory {arguments.output.parent}")
+    check_file("--output", arguments.output)
     from ..calibration.measured import CPU_PLAN, GPU_PLAN, calibrate
 
     device = choose(arguments)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..problem import Problem
 from ..simulate import Machine
 from .arguments import read_schedules
+from .files import check_folder, check_picture
 from .plan import auto_order_name, plan_header, print_refused, simulate_all
 from .table import print_table
 
@@ -19,6 +20,7 @@ STEPS = 8
 COMPARED = ("ascending", "alternating")
 WORKERS = 8
 MACHINE = Machine(compute=3, reduce=1)
+PICTURE = "gantt-causal.png"
 
 
 def add_command(commands: Any) -> None:
@@ -33,6 +35,8 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {arguments.steps}")
+    check_folder("--output", arguments.output)
+    check_picture("--output", arguments.output / PICTURE if arguments.output.is_dir() else None)
     agrees = _show_training(arguments.steps, arguments.device)
     _show_schedules(arguments.output)
     return 0 if agrees else 1
@@ -123,7 +127,7 @@ def _show_schedules(output: Path) -> None:
     print(f"All of these are deterministic. {COMPARED[1]}, which dash-attn picks here, takes {fast / slow:.0%} of {COMPARED[0]}'s time.")
     chosen = [timeline for name, timeline in runs if name in COMPARED]
     output.mkdir(parents=True, exist_ok=True)
-    path = output / "gantt-causal.png"
+    path = output / PICTURE
     from ..plot import gantt
 
     gantt(chosen, path)

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from ..spans import Recorded
 from ..validate import ScheduleError
 from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
 from .devices import add_device
+from .files import check_different, check_file, check_picture
 from .progress import progress_bar
 from .table import Named, print_table
 
@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_files(arguments, names)
     if arguments.measured:
         return _run_measured(arguments, names)
+    _refuse_ignored(arguments)
     machine = read_machine(arguments)
     problem = read_problem(arguments)
     runs, refused = simulate_all(names, problem, machine, arguments.workers)
@@ -67,6 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
     _print(arguments, problem, machine, runs, refused)
     _write_files(arguments, problem, machine, [timeline for _, timeline in runs])
     return 0 if runs else 2
+
+
+def _refuse_ignored(arguments: argparse.Namespace) -> None:
+    """What only a measured run looks at."""
+    if arguments.threads is not None or arguments.device != "auto":
+        raise ValueError("--device and --threads go with --measured; without it nothing is run")
+    if arguments.head_dim is not None and arguments.machine is None:
+        raise ValueError("--head-dim goes with --machine or --measured; a simulation by constants knows no head dim")
 
 
 def _run_measured(arguments: argparse.Namespace, names: list[str]) -> int:
@@ -172,16 +181,10 @@ def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
     """Complain about files before the work, not after it."""
     if arguments.save is not None and len(names) != 1:
         raise ValueError(f"--save writes one schedule; name it with --schedule (got {len(names)})")
-    if arguments.gantt is not None:
-        from ..plot import check_format
-
-        check_format(arguments.gantt)
-        import_module("matplotlib")
-    for path in (arguments.gantt, arguments.trace, arguments.save):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no directory {path.parent}")
-        if path is not None and path.is_dir():
-            raise ValueError(f"cannot write {path}: it is a directory")
+    check_picture("--gantt", arguments.gantt)
+    check_file("--trace", arguments.trace)
+    check_file("--save", arguments.save)
+    check_different(arguments, "gantt", "trace", "save")
 
 
 def _write_files(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
 from .devices import choose_device
+from .files import check_different, check_file
 from .progress import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
@@ -55,15 +56,17 @@ def _add_shape(group: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..verify.against import differences
-    from ..verify.certificate import read, verify
+    from ..verify.against import differences, refuse_failed
+    from ..verify.certificate import read, status_of, verify
     from ..verify.report import table
 
     if arguments.runs is not None and arguments.runs < 2:
         raise ValueError(f"--runs must be at least 2; got {arguments.runs}")
-    if arguments.output and not arguments.output.parent.is_dir():
-        raise ValueError(f"--output: there is no directory {arguments.output.parent}")
+    check_file("--output", arguments.output)
+    check_different(arguments, "output", "against")
     theirs = read(arguments.against) if arguments.against else None
+    if theirs is not None:
+        refuse_failed(theirs, arguments.against)
     device = choose_device(arguments.device)
     runs = RUNS[device] if arguments.runs is None else arguments.runs
     cases = _choose_cases(arguments, device, theirs)
@@ -75,15 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output.write_text(text + "\n", encoding="utf-8")
     print(text if arguments.json else table(certificate))
     if theirs:
-        _print_comparison(differing, arguments)
-    return 0 if certificate["status"] == "pass" and not differing else 1
+        _print_comparison(differing, theirs, arguments)
+    passed = certificate["status"] == "pass" and (theirs is None or status_of(theirs) == "pass")
+    return 0 if passed and not differing else 1
 
 
-def _print_comparison(differing: list[str], arguments: argparse.Namespace) -> None:
+def _print_comparison(differing: list[str], theirs: Certificate, arguments: argparse.Namespace) -> None:
     """Beside the certificate on stdout, it goes to stderr."""
-    lines = (
-        [f"Differs from {arguments.against}:", *(f"  {line}" for line in differing)] if differing else [f"Agrees with {arguments.against}"]
-    )
+    from ..verify.against import agreement
+
+    agrees = [agreement(theirs, arguments.against)]
+    lines = [f"Differs from {arguments.against}:", *(f"  {line}" for line in differing)] if differing else agrees
     print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..problem import Problem
-from ..schedule import Schedule
+from ..schedule import GENERATED_BY, Schedule
+from ..validate import TooFewWorkers
 from .alternating import alternating
 from .arrival import arrival
 from .ascending import ascending
@@ -29,12 +30,16 @@ GENERATORS: dict[str, Generator] = {
     "arrival": arrival,
     "weave": weave,
 }
+GENERATED_BY.update(GENERATORS)
 
 
 def generate(name: str, problem: Problem, workers: int) -> Schedule:
     """The schedule called `name` (or `auto`) for a problem on `workers` workers."""
     if name == "auto":
-        return auto(problem, workers)
+        try:
+            return auto(problem, workers)
+        except TooFewWorkers as error:
+            raise error.asked_for_as(f"auto (here {error.name})") from None
     if name not in GENERATORS:
         raise ValueError(f"unknown schedule {name!r}; choose from auto, {', '.join(GENERATORS)}")
     return GENERATORS[name](problem, workers)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
 from ..problem import Problem
 from ..schedule import Schedule
 from ._walks import HAND_OVER, downward, upward
@@ -35,4 +35,6 @@ def alternating(problem: Problem, workers: int) -> Schedule:
     end_together = problem.chain_lengths.max() - problem.chain_lengths
     down = HeadOrder.build(chain, q_tile, rank_within(q_tile, chain % classes, chain), delay + end_together, last_member_first=True)
     starts = np.concatenate([c[::-1] for c in by_class]), np.concatenate(by_class)
-    return Schedule.build(problem, Order("alternating", (up, down)), starts, workers, tuple(map(len, by_class)), in_rounds=True)
+    return Schedule.build(
+        problem, Order("alternating", (up, down), ALL_GUARANTEES), starts, workers, tuple(map(len, by_class)), in_rounds=True
+    )

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..engine import Costs, execute
-from ..order import HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
 from ..problem import Problem
 from ..schedule import Schedule
 
@@ -21,7 +21,7 @@ NOMINAL_COSTS = Costs(compute=10, reduce=3, latency=20, overlap=2)
 
 def arrival(problem: Problem, workers: int) -> Schedule:
     chain, q_tile = _spread_walks(problem)
-    no_delay = np.zeros(problem.kv_tiles)
+    no_delay = np.zeros(problem.kv_tiles, dtype=np.int64)
     walks = HeadOrder.build(chain, q_tile, rank_within(q_tile, -chain), no_delay)
     start = np.arange(problem.kv_tiles)[::-1]
     one_head = replace(problem, heads=1, group=1, batch=1, head_offset=0)
@@ -34,7 +34,7 @@ def arrival(problem: Problem, workers: int) -> Schedule:
         first_step[kv_tile] = run.chain_start[ticket] // NOMINAL_COSTS.compute
     rank = rank_within(q_tile, arrived, np.argsort(start)[chain])
     kind = HeadOrder.build(chain, q_tile, rank, first_step)
-    return Schedule.build(problem, Order("arrival", (kind,)), (start,), workers)
+    return Schedule.build(problem, Order("arrival", (kind,), ALL_GUARANTEES), (start,), workers)
 
 
 def _spread_walks(problem: Problem) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
 from ..problem import Problem
 from ..schedule import Schedule
 from ._walks import downward
@@ -16,6 +16,6 @@ from ._walks import downward
 
 def descending(problem: Problem, workers: int) -> Schedule:
     chain, q_tile = downward(problem)
-    no_delay = np.zeros(problem.kv_tiles)
+    no_delay = np.zeros(problem.kv_tiles, dtype=np.int64)
     kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, chain), no_delay)
-    return Schedule.build(problem, Order("descending", (kind,)), (np.arange(problem.kv_tiles),), workers)
+    return Schedule.build(problem, Order("descending", (kind,), ALL_GUARANTEES), (np.arange(problem.kv_tiles),), workers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
 from ..problem import Problem
 from ..schedule import Schedule
 from ._walks import upward
@@ -17,8 +17,8 @@ def spt(problem: Problem, workers: int) -> Schedule:
     start = shortest_first(problem)
     place = np.argsort(start)
     chain, q_tile = upward(problem)
-    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), np.zeros(problem.kv_tiles))
-    return Schedule.build(problem, Order("spt", (kind,)), (start,), workers)
+    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
+    return Schedule.build(problem, Order("spt", (kind,), ALL_GUARANTEES), (start,), workers)
 
 
 def shortest_first(problem: Problem) -> np.ndarray:

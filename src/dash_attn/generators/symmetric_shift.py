@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import HeadOrder, Order, frozen_ints, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, frozen_ints, rank_within
 from ..problem import Problem, whole_number
 from ..schedule import Placement, Schedule
 from ..validate import ScheduleError
@@ -40,7 +40,7 @@ def symmetric_shift(problem: Problem, workers: int) -> Schedule:
     workers = whole_number("workers", workers)
     start = frozen_ints(np.arange(n))
     lanes = workers // max(1, half, kind.gang(start))  # the two chains of a pair follow each other on one worker
-    return Schedule(problem, Order("symmetric_shift", (kind,)), Placement(workers, max(1, lanes), (start,), (n,)))
+    return Schedule(problem, Order("symmetric_shift", (kind,), ALL_GUARANTEES), Placement(workers, max(1, lanes), (start,), (n,)))
 
 
 def _first_q_tiles(problem: Problem) -> np.ndarray:

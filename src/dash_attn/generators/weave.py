@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
 from ..problem import Problem
 from ..schedule import Schedule
 from ._walks import HAND_OVER
@@ -38,7 +38,7 @@ def weave(problem: Problem, workers: int) -> Schedule:
     block_of = np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])[place]
     first_step = block_of * int(problem.chain_lengths.max())
     kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), first_step)
-    return Schedule.build(problem, Order("weave", (kind,)), (start,), workers, tuple(map(len, blocks)))
+    return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, tuple(map(len, blocks)))
 
 
 def _choose_blocks(problem: Problem) -> list[np.ndarray]:

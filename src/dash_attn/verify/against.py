@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from .certificate import Certificate, cases_of
+from .certificate import Certificate, cases_of, status_of, troubles
 
 DECIDES_BITS = ("backend", "schedule", "order_hash", "backward_tiles", "forward_tiles", "kernels")
 ABSENT = "nothing"
+
+
+def refuse_failed(certificate: Certificate, path: Path) -> None:
+    """Raise if the other machine did not keep its promises: its bits are those of one run, and agreeing with them means nothing."""
+    if status_of(certificate) == "fail":
+        why = (troubles(certificate) or [f"its status is {certificate.get('status')!r}"])[0]
+        raise ValueError(f"{path} says that the promises were not kept ({why}); only a certificate that passed can be compared with")
+
+
+def agreement(theirs: Certificate, path: Path) -> str:
+    """What equal bits show. An inconclusive certificate could not tell orders apart, so neither can a comparison with it."""
+    if status_of(theirs) == "pass":
+        return f"Agrees with {path}"
+    return f"Same bits as {path}, which shows nothing, because it is inconclusive ({troubles(theirs)[0]})"
 
 
 def differences(ours: Certificate, theirs: Certificate) -> list[str]:

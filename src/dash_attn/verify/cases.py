@@ -12,6 +12,7 @@ from ..options import SCHEDULES
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 0
+MOST_ELEMENTS = 2**31  # of a tensor: what a machine holds several times over
 INPUT_GENERATOR = (
     "g = torch.Generator('cpu').manual_seed(seed); for q, k, v, dout in turn:"
     " torch.randint(-2**20, 2**20, (4, batch, seqlen, heads, head_dim), generator=g).sum(0).double() / 2**20, rounded to the dtype"
@@ -39,10 +40,14 @@ class Case:
                 raise ValueError(f"{name} must be a whole number >= 1; got {value!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}")
+        if self.batch * self.seqlen * self.heads * self.head_dim > MOST_ELEMENTS:
+            raise ValueError(f"batch x seqlen x heads x head_dim must be at most {MOST_ELEMENTS}; got {self}")
+        if not isinstance(self.mask, str):
+            raise ValueError(f"mask must be text; got {self.mask!r}")
         self.read_mask().check(self.seqlen, self.seqlen)
 
     def read_mask(self) -> Mask:
@@ -68,6 +73,7 @@ def default_cases(device: str) -> tuple[Case, ...]:
             Case(mask="full", dtype="bf16", kv_heads=4),
             Case(500, mask="window:300,0", dtype="fp16", head_dim=40),
             Case(640, heads=2, kv_heads=1, mask="documents:150,490", dtype="fp64"),
+            Case(17 * 128, heads=1, kv_heads=1, head_dim=16, batch=1, mask="full"),  # KV tiles wait for each other in a circle
         )
     base = default_case(device)
     return (

@@ -14,13 +14,15 @@ import torch
 from .. import __version__
 from ..bench.environment import commit, driver_facts
 from ..engine import Progress
+from ..json_fields import read_json_file, shortened
 from .bits import hashes, sha256
 from .cases import INPUT_GENERATOR, SEED, Case
 from .fresh import fresh_results
-from .guarantees import CaseTest, Outcome, comparisons, overall
+from .guarantees import CaseTest, Outcome, Status, comparisons, overall, worst
 
 FORMAT = 1
-COMPARED = ("case", "explain", "inputs_sha256", "sha256")  # of each case
+COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
+PARTS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
 SCOPE = "dash_attn.flash_attn_func, forward and backward, of the cases listed, on this device; nothing else of a training step"
 Certificate = dict[str, Any]
 
@@ -92,17 +94,27 @@ def _versions(device: str) -> dict[str, str | None]:
 
 def read(path: Path) -> Certificate:
     """A certificate from a file, complete enough to be compared with."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} is not a certificate: it is not JSON") from None
+    found = read_json_file(path, "certificate")
     if not isinstance(found, dict) or found.get("certificate") != FORMAT:
         raise ValueError(f"{path} is not a certificate of format {FORMAT}, as `dash-attn verify --output` writes it")
-    missing = [key for key in ("device", "versions", "cases") if not found.get(key)]
-    missing += [key for entry in found.get("cases", []) for key in COMPARED if key not in entry]
-    if missing:
-        raise ValueError(f"{path} is not a complete certificate: it lacks {missing[0]}")
+    try:
+        _check_parts(found, "it", {"device": dict, "versions": dict, "cases": list})
+        for entry in found["cases"]:
+            _check_parts(entry, "a case", COMPARED)
+            for outcome in entry["guarantees"]:
+                _check_parts(outcome, "an outcome", {"guarantee": str, "status": str, "detail": str})
+        cases_of(found)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a complete certificate: {error}") from None
     return found
+
+
+def _check_parts(value: Any, what: str, parts: dict[str, type]) -> None:
+    for key, kind in parts.items():
+        if not isinstance(value, dict) or value.get(key) in (None, [], ""):
+            raise ValueError(f"{what} lacks {key}")
+        if not isinstance(value[key], kind):
+            raise ValueError(f"{key} must be {PARTS[kind]}; got {shortened(value[key])}")
 
 
 def cases_of(certificate: Certificate) -> tuple[Case, ...]:
@@ -110,3 +122,19 @@ def cases_of(certificate: Certificate) -> tuple[Case, ...]:
         return tuple(Case(**entry["case"]) for entry in certificate["cases"])
     except TypeError as error:
         raise ValueError(f"the certificate has a case that cannot be read: {error}") from None
+
+
+def status_of(certificate: Certificate) -> Status:
+    """The worst outcome that is written down, whatever the certificate says of itself."""
+    written = [outcome["status"] for entry in certificate["cases"] for outcome in entry["guarantees"]]
+    return worst([*written, certificate.get("status")])
+
+
+def troubles(certificate: Certificate) -> list[str]:
+    """A line for every outcome that is no pass."""
+    return [
+        f"case {i}, {outcome['guarantee']}: {outcome['status']}: {outcome['detail']}"
+        for i, entry in enumerate(certificate["cases"], start=1)
+        for outcome in entry["guarantees"]
+        if outcome["status"] != "pass"
+    ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,13 +11,14 @@ import torch
 from ..api import explain
 from ..executor import interleaving
 from ..explanation import Explanation
-from ..order import WORKER_INVARIANT
+from ..order import WORKER_INVARIANT, promises
+from ..validate import TooFewWorkers
 from .bits import Results, attend, difference, not_a_number
 from .cases import Case, Inputs, make_inputs
 from .load import other_work
 
 Status = Literal["pass", "fail", "inconclusive"]
-FEW_WORKERS = 3
+WORKERS = (1, 2, 7, 16, 33)  # also as many as a gang needs, and one more
 POSITIONS = 3  # of the sequence that is followed through batches of this size
 CONTROL_TRIES = 50
 
@@ -51,8 +52,8 @@ class CaseTest:
         yield self._judge("same bits in repeated runs", self._repeats())
         if self.device == "cpu":  # a GPU interleaves by itself
             yield self._judge("same bits in any interleaving", self._interleavings())
-            if WORKER_INVARIANT in self.explain().guarantees:
-                yield self._judge("same bits on any number of workers", self._few_workers())
+            if promises(self.explain().guarantees, WORKER_INVARIANT):
+                yield self._worker_counts()
         yield self._judge("same bits while other work runs", self._loaded())
         yield self._judge("same bits whatever else is in the batch", self._batches())
         if fresh:
@@ -82,11 +83,29 @@ class CaseTest:
                     result = self._run()
                 yield f"interleaving {seed}{' in threads' if threads else ''}", result, self.reference
 
-    def _few_workers(self) -> Iterator[tuple[str, Results, Results]]:
-        least = max(FEW_WORKERS, self.explain().gang)  # a gang must be resident together
-        for workers in (least, least + 1):
-            with interleaving(workers, workers=workers):
-                result = self._run()
+    def _worker_counts(self) -> Outcome:
+        """Equal bits on every number of workers; fewer than a gang needs must be refused, and with the number it needs."""
+        gang, refused = self.explain().gang, list[int]()
+        promise = "any number of workers" if gang == 1 else f"{gang} workers or more, fewer refused"
+        try:
+            outcome = self._judge(f"same bits on {promise}", self._on_workers(sorted({*WORKERS, gang, gang + 1}), refused))
+        except TooFewWorkers as error:
+            return Outcome(f"same bits on {promise}", "fail", f"refused on {error.workers} workers: {error}".splitlines()[0])
+        if not refused:
+            return outcome
+        return replace(outcome, detail=f"{outcome.detail}; refused on {', '.join(map(str, refused))} workers: {gang} are needed at once")
+
+    def _on_workers(self, counts: list[int], refused: list[int]) -> Iterator[tuple[str, Results, Results]]:
+        """Results on these numbers of workers; those too few for a gang are noted in `refused`."""
+        for workers in counts:
+            try:
+                with interleaving(workers, workers=workers):
+                    result = self._run()
+            except TooFewWorkers as error:
+                if not error.workers == workers < error.needed == self.explain().gang:
+                    raise
+                refused.append(workers)
+                continue
             yield f"{workers} workers", result, self.reference
 
     def _loaded(self) -> Iterator[tuple[str, Results, Results]]:
@@ -126,7 +145,7 @@ def loaded_runs(runs: int) -> int:
 
 def comparisons(device: str, runs: int, processes: int) -> int:
     """How many results of a case are compared, for a progress bar; a few less where a schedule promises less."""
-    on_cpu = 2 * runs + 2 if device == "cpu" else 0
+    on_cpu = 2 * runs + len(WORKERS) if device == "cpu" else 0
     return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes
 
 
@@ -136,5 +155,11 @@ def _four(tensors: tuple[torch.Tensor, ...]) -> Inputs:
 
 
 def overall(outcomes: list[Outcome]) -> Status:
-    found = {outcome.status for outcome in outcomes}
-    return "fail" if "fail" in found else "inconclusive" if "inconclusive" in found else "pass"
+    return worst([outcome.status for outcome in outcomes])
+
+
+def worst(found: Sequence[str | None]) -> Status:
+    """What is not known to be a pass or inconclusive is a failure."""
+    if not set(found) <= {"pass", "inconclusive"}:
+        return "fail"
+    return "inconclusive" if "inconclusive" in found else "pass"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .cases import Case
-from .certificate import Certificate
+from .certificate import Certificate, troubles
 
 
 def table(certificate: Certificate) -> str:
@@ -19,7 +19,7 @@ def table(certificate: Certificate) -> str:
     lines.append(" " * width + "".join(f"  {f'case {i}':12}" for i in range(1, len(entries) + 1)).rstrip())
     for name in names:
         lines.append((name.ljust(width) + "".join(f"  {statuses.get(name, '-'):12}" for statuses in found)).rstrip())
-    lines += ["", *(_describe(i, entry) for i, entry in enumerate(entries, start=1)), *_troubles(entries)]
+    lines += ["", *(_describe(i, entry) for i, entry in enumerate(entries, start=1)), *_troubles(certificate)]
     return "\n".join([*lines, "", f"result: {certificate['status']}"])
 
 
@@ -29,11 +29,6 @@ def _describe(number: int, entry: dict[str, Any]) -> str:
     return f"case {number}: {Case(**entry['case'])}; {explained['schedule']}, order {order}, dQ {dq}"
 
 
-def _troubles(entries: list[dict[str, Any]]) -> list[str]:
-    bad = [
-        f"case {i}, {outcome['guarantee']}: {outcome['status']}: {outcome['detail']}"
-        for i, entry in enumerate(entries, start=1)
-        for outcome in entry["guarantees"]
-        if outcome["status"] != "pass"
-    ]
+def _troubles(certificate: Certificate) -> list[str]:
+    bad = troubles(certificate)
     return ["", *bad] if bad else []

@@ -12,6 +12,7 @@ from ...explanation import Explanation
 from ...machines import H200
 from ...masks import Documents
 from ...options import AttentionOptions
+from ...order import WORKER_INVARIANT, promises, worker_invariance
 from ...plan import Plan
 from ...planning import explanation_of, explanation_of_documents, hash_of, plan_in_words, predict
 from .backward import backward_kernels, backward_plan, workspace_of
@@ -19,7 +20,8 @@ from .documents import packing_of
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem, packed_consumers
 from .groups import bytes_of_copies, parts_between, split
 from .layout import Layout
-from .shapes import forward_tiles
+from .packed import largest_gang
+from .shapes import backward_tiles, forward_tiles
 from .tables import mask_on_device
 
 
@@ -55,7 +57,9 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
         plans, "hopper", (q, k, v), options, **_fields(plans[0], (q, k, v), options, packed, packed_consumers(packed)), prediction_note=note
     )
     order = hash_of(*(plan.order_hash for plan in plans), f"{parts_between(q, k)} parts")
-    return replace(described, order_hash=order, plan_bytes=0)
+    gang = largest_gang(packed, backward_tiles(packed.dim), alone.mask)  # what the call needs, which has room for longer documents
+    reported = [worker_invariance(gang) if promises([said], WORKER_INVARIANT) else said for said in described.guarantees]
+    return replace(described, order_hash=order, plan_bytes=0, gang=gang, guarantees=tuple(reported))
 
 
 def _fields(

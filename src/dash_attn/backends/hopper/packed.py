@@ -7,6 +7,7 @@ from typing import Any
 
 from ...generators.auto import FEW_KV_TILES
 from ...generators.shift import largest_block
+from ...masks import Mask
 from ...options import AttentionOptions
 from ...packing import Packing
 from .driver import flag, load
@@ -59,8 +60,13 @@ def packed_sizes(layout: Layout, head_tiles: int, chains: int) -> dict[str, int]
     return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "q_ranks": 4 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
 
 
-def largest_gang(layout: Layout, tiles: BackwardTiles) -> int:
-    """Most chains that may wait for each other: in_ring of packed_plan.cuh, for the longest sequence."""
+def largest_gang(layout: Layout, tiles: BackwardTiles, mask: Mask) -> int:
+    """Most chains that may wait for each other: in_ring of packed_plan.cuh, for the longest sequence.
+
+    A causal sequence of which every tile is kept has so few Q tiles that its blocks are single chains.
+    """
+    if mask.is_causal:
+        return 1
     q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-(layout.k_longest or 1) // tiles.kv_rows)
     return 1 if kv_tiles <= FEW_KV_TILES else min(largest_block(q_tiles), kv_tiles)
 
@@ -70,7 +76,7 @@ class PackedPlanner:
 
     def __init__(self, layout: Layout, mask: MaskOnDevice, head_tiles: int, options: AttentionOptions) -> None:
         tiles = backward_tiles(layout.dim)
-        check_gang(largest_gang(layout, tiles), check_device(layout.device))
+        check_gang(largest_gang(layout, tiles, options.mask), check_device(layout.device))
         rows = f"{tiles.q_rows}, {tiles.kv_rows}"
         chains = layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)

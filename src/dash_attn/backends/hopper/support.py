@@ -68,7 +68,10 @@ def check_gang(gang: int, workers: int) -> None:
     """Chains that wait for each other in a circle must all be resident."""
     if gang > workers:
         raise Unsupported(
-            f"packed sequences of this length need {gang} SMs at once; this GPU (or the slice of it given to us) has {workers}"
+            f"packed sequences of this length on a full mask need {gang} SMs at once;"
+            f" this GPU (or the slice of it given to us) has {workers}."
+            " Causal masks run on any number of SMs, and so does flash_attn_func with schedule='alternating', one sequence at a time;"
+            " its bits are not those of packed sequences on a full mask, so use it on every machine of a run"
         )
 
 

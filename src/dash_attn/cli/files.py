@@ -1,0 +1,70 @@
+"""Files that a command will write are looked at before any work, because nobody wants to hear of a typo an hour later."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryFile
+
+
+def check_file(flag: str, path: Path | None) -> None:
+    """Raise unless a file can be written there; what is there stays as it is. None: no file was asked for."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir():
+        raise ValueError(f"{flag}: cannot write {path}: it is a directory; name a file")
+    if not folder.is_dir():
+        raise ValueError(f"{flag}: cannot write {path}: there is no directory {folder}")
+    try:
+        _try_to_write(path)
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot write {path}: {error.strerror}") from None
+
+
+def check_picture(flag: str, path: Path | None) -> None:
+    """The same for a picture, whose name decides the format. Says too what is missing to draw one."""
+    if path is None:
+        return
+    from ..plot_style import check_format
+
+    check_format(path, f"{flag}: a picture")
+    check_file(flag, path)
+    import_module("matplotlib")
+
+
+def check_folder(flag: str, path: Path) -> None:
+    """Raise unless a folder is there that can be written to, or can be made."""
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"{flag}: cannot write to {path}: {there} is no directory")
+    try:
+        _try_to_write(there / "file")
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot write to {path}: {error.strerror} ({there})") from None
+
+
+def check_different(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise if two files that will be written are one."""
+    seen: dict[Path, str] = {}
+    for name in names:
+        path = getattr(arguments, name)
+        if path is None:
+            continue
+        flag, place = f"--{name.replace('_', '-')}", path.resolve()
+        if place in seen:
+            raise ValueError(f"{flag} and {seen[place]} name the same file, {path}: one would overwrite the other")
+        seen[place] = flag
+
+
+def _try_to_write(path: Path) -> None:
+    """Rights alone do not tell: an administrator has them all, also where nothing can be written."""
+    if path.is_file():
+        with path.open("ab"):
+            pass
+    elif not path.exists():  # a device or a pipe is not opened: somebody may be waiting at its other end
+        with TemporaryFile(dir=path.parent):
+            pass
