@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .api import flash_attn_func
+from .integrations._autocast import under_autocast
 from .masks import is_whole
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -45,6 +46,7 @@ class SelfAttention(nn.Module):
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if rotate is not None:
             q, k = rotate(q, k)
+            q, k, v = under_autocast(q, k, v)  # angles in fp32 make q and k fp32 again
         return self.out(flash_attn_func(q, k, v, **self.options).flatten(-2))
 
     def extra_repr(self) -> str:

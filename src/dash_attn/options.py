@@ -30,12 +30,12 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
-        if not _is_finite(self.scale) or self.scale == 0:
+        if not is_finite(self.scale) or self.scale == 0:
             raise ValueError(f"softmax_scale must be a finite number other than 0; got {self.scale!r}")
-        if not _is_finite(self.softcap) or self.softcap < 0:
+        if not is_finite(self.softcap) or self.softcap < 0:
             raise ValueError(f"softcap must be a finite number > 0, or 0 for none; got {self.softcap!r}")
         for name, allowed in (("schedule", SCHEDULES), ("accumulation", ACCUMULATIONS), ("backend", BACKENDS)):
-            if getattr(self, name) not in allowed:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(allowed)}")
         if not is_whole(self.head_offset) or self.head_offset < 0:
             raise ValueError(f"head_offset must be a whole number >= 0; got {self.head_offset!r}")
@@ -55,7 +55,12 @@ class AttentionOptions:
         return self.accumulation == "ordered"
 
 
-def _is_finite(value: Any) -> bool:
+def is_zero(value: Any) -> bool:
+    """Only a number can be 0: an array is compared element by element."""
+    return isinstance(value, Real) and value == 0
+
+
+def is_finite(value: Any) -> bool:
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -66,11 +71,11 @@ def _is_finite(value: Any) -> bool:
 
 def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool, accumulation: str) -> None:
     """Arguments of FlashAttention that cannot be honoured."""
-    if dropout_p != 0:
+    if not is_zero(dropout_p):
         raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
     if alibi_slopes is not None:
         raise ValueError("ALiBi is not supported: alibi_slopes must be None")
-    if deterministic and accumulation == "unordered":
+    if isinstance(accumulation, str) and accumulation == "unordered" and deterministic:
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
 
 
