@@ -30,7 +30,7 @@ def refused(call: Callable[[], Any], arguments: Sequence[str]) -> Any:
 def _check_refusal(error: Exception, arguments: Sequence[str]) -> None:
     assert isinstance(error, REFUSALS), f"{type(error).__name__}: {error}"
     where = traceback.extract_tb(error.__traceback__)[-1]
-    takes_no_such_argument = isinstance(error, TypeError) and "argument" in str(error)  # said by Python
+    takes_no_such_argument = isinstance(error, TypeError) and "got an unexpected keyword argument" in str(error)  # said by Python
     if not takes_no_such_argument:
         assert where.filename.startswith(PACKAGE), f"raised in {where.filename}: {error}"
         assert (where.line or "").startswith("raise "), f"raised by chance in {where.filename}:{where.lineno}: {error}"

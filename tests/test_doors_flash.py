@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import dash_attn
 from dash_attn import Full, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, options
 from dense import dense
 from doors import assert_as_good, random_tensor, refused
@@ -34,7 +33,7 @@ PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ARGUMENTS = (
     *("q", "k", "v", "qkv", "kv", "KV", "dtype", *PACKED),
     *("dropout_p", "dropout", "softmax_scale", "causal", "window_size", "window", "softcap", "alibi_slopes", "deterministic"),
-    *("return_attn_probs", "block_table", "backend", "device", "meta"),
+    *("return_attn_probs", "block_table", "num_splits", "seqused_k", "meta"),
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,12 +53,13 @@ class Call:
     rest: dict[str, Any] = field(default_factory=dict)
     odd: dict[str, Any] = field(default_factory=dict)
 
-    def leaves(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Any]:
+        """What is passed as tensors."""
         heads, group, dim, v_dim = self.sizes
         if self.form == "varlen":
             queries, keys = ((sum(pair[side] for pair in self.lengths),) for side in (0, 1))
         else:
-            queries, keys = ((len(self.lengths), self.lengths[0][side] if self.lengths else 0) for side in (0, 1))
+            queries, keys = ((len(self.lengths), self.lengths[0][side]) for side in (0, 1))
         shapes = {
             "q": (*queries, heads * group, dim),
             "k": (*keys, heads, dim),
@@ -67,42 +67,44 @@ class Call:
             "kv": (*keys, 2, heads, dim),
             "qkv": (*queries, 3, heads, dim),
         }
-        tensors = {name: random_tensor(self.seed + i, shapes[name], self.dtype) for i, name in enumerate(TENSORS[self.form])}
-        return {name: x.to(dtype or self.dtype).requires_grad_() for name, x in tensors.items()}
+        made = {name: random_tensor(self.seed + i, shapes[name], self.dtype) for i, name in enumerate(TENSORS[self.form])}
+        return {name: self.odd.get(name, x) for name, x in made.items()}
 
     def places(self) -> dict[str, Any]:
+        """What is passed of packed sequences."""
         if self.form != "varlen":
             return {}
         sides = [[pair[side] for pair in self.lengths] for side in (0, 1)]
         ends = [torch.tensor(list(accumulate(side, initial=0)), dtype=torch.int32) for side in sides]
-        return dict(zip(PACKED, (*ends, *(max(side, default=0) for side in sides)), strict=True))
-
-    def dout(self, out: Tensor) -> Tensor:
-        return random_tensor(self.seed + 9, out.shape, self.dtype).to(out.dtype)
+        made = dict(zip(PACKED, (*ends, *map(max, sides)), strict=True))
+        return {name: self.odd.get(name, value) for name, value in made.items()}
 
     def run(self) -> dict[str, Tensor]:
-        leaves = self.leaves()
-        results = FUNCTIONS[self.form](*{**leaves, **self.places(), **self.odd}.values(), **self.rest)
-        answer = {"out": results}
-        if self.rest.get("return_attn_probs"):
-            assert results[2] is None
-            answer = {"out": results[0], "lse": results[1]}
-        return _with_gradients(answer, {} if self.odd else leaves, self)
+        leaves = {name: _as_leaf(x) for name, x in self.tensors().items()}
+        results = FUNCTIONS[self.form](*leaves.values(), *self.places().values(), **self.rest)
+        if not self.rest.get("return_attn_probs"):
+            return self._with_gradients({"out": results}, leaves)
+        assert results[2] is None
+        return self._with_gradients({"out": results[0], "lse": results[1]}, leaves)
 
-    def original(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """From the documentation, in the dtype given."""
-        leaves = self.leaves(dtype)
-        packed = {"qkv": ("qkv", 3), "kv": ("kv", 2)}.get(self.form)
-        parts = list(leaves.values())[: -1 if packed else None] + (list(leaves[packed[0]].unbind(2)) if packed else [])
-        q, k, v = parts
+    def original(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """From the documentation, in the dtype given or that of the tensors."""
+        leaves = {name: _as_leaf(x.to(dtype or x.dtype)) for name, x in self.tensors().items()}
+        q, k, v = (part for name, x in leaves.items() for part in (x.unbind(2) if name in ("qkv", "kv") else (x,)))
         if self.form != "varlen":
             out, lse = self._attend(q, k, v)
         else:
-            cut = [x.split([pair[side] for pair in self.lengths]) for x, side in ((q, 0), (k, 1), (v, 1))]
-            every = [self._attend(*(x[None] for x in one)) for one in zip(*cut, strict=True)]
+            q_lengths, kv_lengths = (self.places()[name].diff().tolist() for name in PACKED[:2])
+            parts = zip(q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), strict=True)
+            every = [self._attend(*(x[None] for x in part)) for part in parts]
             out, lse = torch.cat([out[0] for out, _ in every]), torch.cat([lse[0] for _, lse in every], -1)
-        answer = {"out": out, "lse": lse} if self.rest.get("return_attn_probs") else {"out": out}
-        return _with_gradients(answer, leaves, self)
+        return self._with_gradients({"out": out, "lse": lse} if self.rest.get("return_attn_probs") else {"out": out}, leaves)
+
+    def _with_gradients(self, answer: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        out, (given_dtype, *_) = answer["out"], (x.dtype for x in self.tensors().values())
+        dout = random_tensor(self.seed + 9, out.shape, given_dtype).to(out.dtype)
+        gradients = torch.autograd.grad(out, list(leaves.values()), dout)
+        return {name: x.detach() for name, x in answer.items()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         keep = documented_mask(q.shape[1], k.shape[1], self.rest.get("causal", False), self.rest.get("window_size", (-1, -1)))
@@ -123,10 +125,8 @@ def documented_mask(q_len: int, kv_len: int, causal: bool, window_size: tuple[in
     return keep
 
 
-def _with_gradients(answer: dict[str, Tensor], leaves: dict[str, Tensor], call: Call) -> dict[str, Tensor]:
-    out = answer["out"]
-    gradients = torch.autograd.grad(out, list(leaves.values()), call.dout(out)) if leaves else ()
-    return {name: x.detach() for name, x in answer.items()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+def _as_leaf(x: Any) -> Any:
+    return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 lengths = st.one_of(st.integers(0, 12), st.integers(0, 150))
@@ -207,8 +207,10 @@ def with_argument(draw: st.DrawFn, call: Call) -> Call:
 
 def with_tensor(draw: st.DrawFn, call: Call) -> Call:
     """Another type, dtype, shape or device of one tensor."""
-    name, tensors = draw(st.sampled_from(TENSORS[call.form])), call.leaves()
-    x = tensors[name].detach()
+    name, tensors = draw(st.sampled_from(TENSORS[call.form])), call.tensors()
+    x = tensors[name]
+    if not isinstance(x, Tensor) or x.ndim < 3 or x.dtype not in FLOATS:  # it is odd already
+        return call
     dimension = draw(st.integers(0, x.ndim - 1))
     shape = [draw(st.sampled_from((0, 1, 3, 7))) if i == dimension else size for i, size in enumerate(x.shape)]
     others = (x.to(torch.int64), x.half(), x.double(), x.to(torch.complex64), x.to("meta"), x[None], x[..., 0], x.new_zeros(shape))
@@ -235,10 +237,52 @@ def check_any(call: Call) -> None:
 
 
 def agree(call: Call, ours: dict[str, Tensor]) -> None:
-    if call.odd:  # tensors of other values or dtypes: their results are compared where the call is served
-        return
-    plain, truth = call.original(call.dtype), call.original(torch.float64)
+    plain, truth = call.original(), call.original(torch.float64)
     if "lse" in plain:  # ours is fp32 for 16-bit inputs
-        plain["lse"] = plain["lse"].to(ours["lse"].dtype)
-        assert ours["lse"].dtype == (torch.float64 if call.dtype == torch.float64 else torch.float32)
+        plain["lse"] = plain["lse"].to(torch.float64 if plain["lse"].dtype == torch.float64 else torch.float32)
     assert_as_good(ours, plain, truth)
+
+
+@given(call=served_calls())
+@examples(1000)
+def test_served_calls_are_as_documented(call: Call) -> None:
+    check_served(call)
+
+
+@given(call=any_calls())
+@examples(2500)
+def test_any_call_is_as_documented_or_refused(call: Call) -> None:
+    check_any(call)
+
+
+WINDOW = Call("dense", ((9, 5),), (1, 2, 4, 4), torch.float32, 0, {"window_size": (2, 1)})
+FAULTS: dict[str, tuple[Call, Callable[..., Any]]] = {
+    "choose_mask": (WINDOW, lambda *_: Full()),
+    "is_zero": (replace(WINDOW, rest={"dropout_p": np.zeros(2)}), lambda value: value == 0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: each check notices what it is there for."""
+    call, fault = FAULTS[name]
+    check_any(call)
+    monkeypatch.setattr(options, name, fault)
+    options._kept.cache_clear()
+    with pytest.raises(AssertionError, match=r"off by|raised by chance"):
+        check_any(call)
+    options._kept.cache_clear()
+
+
+@pytest.mark.exhaustive
+@given(call=served_calls())
+@examples(10000)
+def test_many_served_calls_are_as_documented(call: Call) -> None:
+    check_served(call)
+
+
+@pytest.mark.exhaustive
+@given(call=any_calls())
+@examples(25000)
+def test_many_calls_are_as_documented_or_refused(call: Call) -> None:
+    check_any(call)
