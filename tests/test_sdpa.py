@@ -130,3 +130,21 @@ def test_unknown_options_raise(name: str) -> None:
     with pytest.raises(TypeError, match=message):
         scaled_dot_product_attention(Q, Q, Q, **{name: None})
     assert functional.scaled_dot_product_attention is PYTORCH
+
+
+def test_what_multihead_attention_does_not_bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/migration.md says so."""
+    calls: list[int] = []
+
+    def count(*arguments: Any, **rest: Any) -> Tensor:
+        calls.append(1)
+        return PYTORCH(*arguments, **rest)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", count)
+    layer, x = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.zeros(1, 3, 8)
+    layer(x, x, x)
+    with torch.no_grad():
+        layer.eval()(x, x, x, need_weights=False)
+    assert not calls
+    layer.train()(x, x, x, need_weights=False)
+    assert calls

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any
 
+from .checks import check_flags
 from .generators import GENERATORS
 from .masks import Causal, Full, Mask, Window, check_mask, is_whole
 
@@ -75,12 +76,14 @@ def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool,
         raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
     if alibi_slopes is not None:
         raise ValueError("ALiBi is not supported: alibi_slopes must be None")
+    check_flags(deterministic=deterministic)
     if isinstance(accumulation, str) and accumulation == "unordered" and deterministic:
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
 
 
 def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
     """One mask from FlashAttention's two arguments or ours. A causal window ends at the query itself."""
+    check_flags(causal=causal)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(is_whole(w) and w >= -1 for w in window_size):
         raise ValueError(f"window_size must be (left, right), each a whole number >= 0 or -1 for no limit; got {window_size!r}")
     window = Window(window_size[0], 0 if causal else window_size[1])

@@ -64,9 +64,9 @@ def scaled_dot_product_attention(
     _check_options(options)
     _refuse(attn_mask, dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
     _check_layout(query=query, key=key, value=value)
-    tensors = under_autocast(query, key, value)
-    _check_tensors(*tensors, enable_gqa)
-    q, k, v = (x.transpose(1, 2) for x in tensors)
+    q, k, v = under_autocast(query, key, value)
+    _check_tensors(q, k, v, enable_gqa)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q_len, kv_len = q.shape[1], k.shape[1]
     if is_causal and kv_len > q_len:  # no query attends the keys after the last query
         k, v = k[:, :q_len], v[:, :q_len]
