@@ -219,7 +219,8 @@ def with_tensor(draw: st.DrawFn, call: Call) -> Call:
 
 
 def with_places(draw: st.DrawFn, call: Call) -> Call:
-    if call.form != "varlen":
+    # Without a query or a key nothing is computed, and cu_seqlens are not looked at.
+    if call.form != "varlen" or 0 in (len(x) for x in call.tensors().values() if isinstance(x, (Tensor, list))):
         return with_argument(draw, call)
     name = draw(st.sampled_from(PACKED))
     choices = ODD_PLACES if name.startswith("cu") else ODD_LONGEST
@@ -244,13 +245,13 @@ def agree(call: Call, ours: dict[str, Tensor]) -> None:
 
 
 @given(call=served_calls())
-@examples(1000)
+@examples(600)
 def test_served_calls_are_as_documented(call: Call) -> None:
     check_served(call)
 
 
 @given(call=any_calls())
-@examples(2500)
+@examples(1500)
 def test_any_call_is_as_documented_or_refused(call: Call) -> None:
     check_any(call)
 
@@ -283,6 +284,6 @@ def test_many_served_calls_are_as_documented(call: Call) -> None:
 
 @pytest.mark.exhaustive
 @given(call=any_calls())
-@examples(25000)
+@examples(15000)
 def test_many_calls_are_as_documented_or_refused(call: Call) -> None:
     check_any(call)
