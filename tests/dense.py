@@ -54,14 +54,14 @@ def element_mask(mask: Mask, q_len: int, kv_len: int) -> Tensor:
     return everything
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Output and LSE in the dtype of the inputs, differentiable by PyTorch."""
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor, scale: float | None = None, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Output and LSE in the dtype of the inputs, differentiable by PyTorch. mask: one of ours, or which query attends which key."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    keep = element_mask(mask, q.shape[2], k.shape[2])
+    keep = mask if isinstance(mask, Tensor) else element_mask(mask, q.shape[2], k.shape[2])
     attends = keep.any(1, keepdim=True)
     scores = scores.masked_fill(~keep, -torch.inf)
     weights = torch.softmax(scores.masked_fill(~attends, 0), -1) * attends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,45 @@ def test_options(options: dict[str, Any], message: str) -> None:
 def test_masks_that_are_none(mask: Any) -> None:
     with pytest.raises(TypeError, match=r"mask must be a dash_attn mask \(Full, Causal, Window, Documents, Prefix, TileMap\); got"):
         flash_attn_func(Q, K, K, mask=mask)
+
+
+ARRAYS: list[tuple[dict[str, Any], str]] = [
+    ({"dropout_p": np.zeros(2)}, r"dropout_p must be 0; got array"),
+    ({"dropout_p": torch.zeros(2)}, r"dropout_p must be 0; got tensor"),
+    ({"deterministic": np.ones(2)}, r"deterministic must be True or False; got array"),
+    ({"deterministic": torch.ones(2), "accumulation": "unordered"}, r"deterministic must be True or False; got tensor"),
+    ({"schedule": np.array(["auto", "weave"])}, r"unknown schedule array"),
+    ({"accumulation": np.array(["ordered", "unordered"])}, r"unknown accumulation array"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ARRAYS, ids=[message for _, message in ARRAYS])
+def test_arrays_where_one_value_is_meant(options: dict[str, Any], message: str) -> None:
+    """An array has no truth of its own; NumPy's and PyTorch's errors about that name no argument."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        flash_attn_func(Q, K, K, **options)
+
+
+@pytest.mark.parametrize("causal", ["False", None, 1], ids=repr)
+def test_explain_takes_the_same_flags(causal: Any) -> None:
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        explain(Q, K, K, causal=causal)
+
+
+@pytest.mark.parametrize("flag", ["causal", "deterministic"])
+def test_flags_that_are_words_in_a_compiled_program(flag: str) -> None:
+    compiled = torch.compile(lambda q, k: flash_attn_func(q, k, k, **{flag: "False"}), backend="eager")
+    with pytest.raises(TypeError, match=f"{flag} must be True or False; got 'False'"):
+        compiled(Q, K)
+
+
+def test_nested_and_sparse_tensors_of_the_packed_functions() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(3, 3, 2, 8)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="qkv must be dense; got a nested tensor"):
+        flash_attn_qkvpacked_func(nested)
+    ends = places([10], "cpu")
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must be dense .*got a sparse_coo tensor"):
+        flash_attn_varlen_func(Q[0], Q[0], Q[0], ends, ends.to_sparse(), 10, 10)
 
 
 FLAGS = ["causal", "deterministic", "return_lse", "return_attn_probs"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -88,6 +89,18 @@ def test_parameters_and_description() -> None:
     layer = layer_of(num_kv_heads=2)
     assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {"qkv.weight": (64, 32), "out.weight": (32, 32)}
     assert "num_heads=4, num_kv_heads=2, head_dim=8, causal=True" in repr(layer)
+
+
+@pytest.mark.parametrize("shape", [(150, 32), (1, 2, 150, 32), (2, 150, 31), (32,)], ids=str)
+def test_inputs_that_do_not_fit(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"x must be 3-d \(batch, length, 32\); got shape {re.escape(str(shape))}"):
+        layer_of()(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["return_lse", "return_attn_probs"])
+def test_options_that_change_what_is_returned(name: str) -> None:
+    with pytest.raises(TypeError, match=f"does not take {name}; got {name}=True"):
+        layer_of(**{name: True})
 
 
 BAD = [

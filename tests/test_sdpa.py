@@ -109,7 +109,7 @@ BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
     ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10), "is_causal": True}, r"attn_mask must be None"),
     ((Q, Q, Q), {"dropout_p": 0.1}, r"dropout_p must be 0; got 0.1"),
     ((Q[0], Q[0], Q[0]), {}, r"query must be 4-d \(batch, heads, length, head dim\); got shape \(4, 10, 8\)"),
-    ((Q, K, K), {}, r"same heads unless enable_gqa=True; got 4 and 2"),
+    ((Q, K, K), {}, r"same heads unless enable_gqa=True; got query \(2, 4, 10, 8\), key \(2, 2, 12, 8\)"),
     ((Q, K[:, :1].expand(2, 3, 12, 8), K[:, :1].expand(2, 3, 12, 8)), {"enable_gqa": True}, r"multiple of KV heads"),
     ((Q[:1], Q, Q), {}, r"one batch size"),
 ]
@@ -121,6 +121,30 @@ def test_what_cannot_be_done_raises(tensors: tuple[Tensor, ...], arguments: dict
         functional.scaled_dot_product_attention(*tensors, **arguments)
 
 
-def test_unknown_options_raise() -> None:
-    with replace_sdpa(shedule="auto"), pytest.raises(TypeError, match="unexpected keyword"):
-        functional.scaled_dot_product_attention(Q, Q, Q)
+@pytest.mark.parametrize("name", ["shedule", "mask", "softcap", "return_lse"])
+def test_unknown_options_raise(name: str) -> None:
+    """Also arguments of flash_attn_func that would change what PyTorch's function means."""
+    message = f"unexpected keyword argument '{name}'; the options of replace_sdpa are schedule, accumulation, backend, head_offset"
+    with pytest.raises(TypeError, match=message), replace_sdpa(**{name: None}):
+        pass
+    with pytest.raises(TypeError, match=message):
+        scaled_dot_product_attention(Q, Q, Q, **{name: None})
+    assert functional.scaled_dot_product_attention is PYTORCH
+
+
+def test_what_multihead_attention_does_not_bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/migration.md says so."""
+    calls: list[int] = []
+
+    def count(*arguments: Any, **rest: Any) -> Tensor:
+        calls.append(1)
+        return PYTORCH(*arguments, **rest)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", count)
+    layer, x = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.zeros(1, 3, 8)
+    layer(x, x, x)
+    with torch.no_grad():
+        layer.eval()(x, x, x, need_weights=False)
+    assert not calls
+    layer.train()(x, x, x, need_weights=False)
+    assert calls

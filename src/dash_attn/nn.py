@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .api import flash_attn_func
+from .integrations._autocast import under_autocast
 from .masks import is_whole
 
+MORE_RESULTS = ("return_lse", "return_attn_probs")  # arguments of flash_attn_func that the output projection has no use for
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -34,6 +36,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_sizes(embed_dim, num_heads, num_kv_heads)
+        _check_options(options)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.options = {"causal": causal, "window_size": window_size, "softcap": softcap, **options}
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
@@ -41,15 +44,24 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotate: Rotate | None = None) -> Tensor:
         """rotate: maps q and k, (batch, length, heads, head_dim), to what attends, for example by rotary embedding."""
+        if x.ndim != 3 or x.shape[-1] != self.qkv.in_features:
+            raise ValueError(f"x must be 3-d (batch, length, {self.qkv.in_features}); got shape {tuple(x.shape)}")
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if rotate is not None:
             q, k = rotate(q, k)
+            q, k, v = under_autocast(q, k, v)  # angles in fp32 make q and k fp32 again
         return self.out(flash_attn_func(q, k, v, **self.options).flatten(-2))
 
     def extra_repr(self) -> str:
         chosen = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {chosen}"
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in MORE_RESULTS:
+        if name in options:
+            raise TypeError(f"SelfAttention returns its output alone: it does not take {name}; got {name}={options[name]!r}")
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:

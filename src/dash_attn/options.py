@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any
 
+from .checks import check_flags
 from .generators import GENERATORS
 from .masks import Causal, Full, Mask, Window, check_mask, is_whole
 
@@ -30,12 +31,12 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
-        if not _is_finite(self.scale) or self.scale == 0:
+        if not is_finite(self.scale) or self.scale == 0:
             raise ValueError(f"softmax_scale must be a finite number other than 0; got {self.scale!r}")
-        if not _is_finite(self.softcap) or self.softcap < 0:
+        if not is_finite(self.softcap) or self.softcap < 0:
             raise ValueError(f"softcap must be a finite number > 0, or 0 for none; got {self.softcap!r}")
         for name, allowed in (("schedule", SCHEDULES), ("accumulation", ACCUMULATIONS), ("backend", BACKENDS)):
-            if getattr(self, name) not in allowed:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(allowed)}")
         if not is_whole(self.head_offset) or self.head_offset < 0:
             raise ValueError(f"head_offset must be a whole number >= 0; got {self.head_offset!r}")
@@ -55,7 +56,12 @@ class AttentionOptions:
         return self.accumulation == "ordered"
 
 
-def _is_finite(value: Any) -> bool:
+def is_zero(value: Any) -> bool:
+    """Only a number can be 0: an array is compared element by element."""
+    return isinstance(value, Real) and value == 0
+
+
+def is_finite(value: Any) -> bool:
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -66,16 +72,18 @@ def _is_finite(value: Any) -> bool:
 
 def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool, accumulation: str) -> None:
     """Arguments of FlashAttention that cannot be honoured."""
-    if dropout_p != 0:
+    if not is_zero(dropout_p):
         raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
     if alibi_slopes is not None:
         raise ValueError("ALiBi is not supported: alibi_slopes must be None")
-    if deterministic and accumulation == "unordered":
+    check_flags(deterministic=deterministic)
+    if isinstance(accumulation, str) and accumulation == "unordered" and deterministic:
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
 
 
 def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
     """One mask from FlashAttention's two arguments or ours. A causal window ends at the query itself."""
+    check_flags(causal=causal)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(is_whole(w) and w >= -1 for w in window_size):
         raise ValueError(f"window_size must be (left, right), each a whole number >= 0 or -1 for no limit; got {window_size!r}")
     window = Window(window_size[0], 0 if causal else window_size[1])

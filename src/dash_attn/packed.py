@@ -55,6 +55,8 @@ def flash_attn_kvpacked_func(
 def _unpack(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
     if not isinstance(packed, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(packed).__name__}")
+    if packed.is_nested:
+        raise ValueError(f"{name} must be dense; got a nested tensor")
     if packed.ndim != 5 or packed.shape[2] != count:
         raise ValueError(f"{name} must be 5-d (batch, length, {count}, heads, head dim); got shape {tuple(packed.shape)}")
     return packed.unbind(2)

@@ -52,6 +52,8 @@ def _check_places(name: str, places: Tensor) -> None:
             f"{name} must be a 1-d int32 tensor with one entry more than there are sequences, at least two;"
             f" got {places.dtype} of shape {tuple(places.shape)}"
         )
+    if places.layout is not torch.strided:
+        raise ValueError(f"{name} must be dense (layout torch.strided); got a {str(places.layout).removeprefix('torch.')} tensor")
     if not places.is_contiguous():
         raise ValueError(f"{name} must be contiguous; got stride {places.stride(0)}")
 

@@ -5,16 +5,23 @@ What dash-attn cannot do raises; no call goes back to PyTorch's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import get_overridable_functions
 
 from ..api import flash_attn_func
+from ..checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
+from ..options import is_finite, is_zero
+from ._autocast import under_autocast
+
+OPTIONS = ("schedule", "accumulation", "backend", "head_offset")
 
 
 @contextmanager
@@ -27,8 +34,10 @@ def replace_sdpa(**options: Any) -> Iterator[None]:
     whole process: other threads see the replacement too, so enter and leave blocks on one thread. Gradients may be
     taken after the block.
     """
+    _check_options(options)
+    get_overridable_functions()  # PyTorch makes this list once: made inside the block, it would have our function in it for good
     before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = partial(scaled_dot_product_attention, **options)
+    functional.scaled_dot_product_attention = _with(options)
     try:
         yield
     finally:
@@ -48,18 +57,32 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """PyTorch's arguments and layout (batch, heads, length, head dim), our bits.
 
-    As in PyTorch, `is_causal` aligns the first query with the first key, and with `enable_gqa` there may be more query
-    heads than KV heads. attn_mask and dropout are not supported and raise.
+    As in PyTorch, `is_causal` aligns the first query with the first key, with `enable_gqa` there may be more query
+    heads than KV heads, autocast casts the tensors, and the output of contiguous queries is contiguous. Tensors are
+    4-d and are not broadcast. attn_mask and dropout are not supported and raise.
     """
-    if attn_mask is not None:
-        raise ValueError("attn_mask must be None: use is_causal, or call dash_attn.flash_attn_func with a mask of dash_attn.masks")
-    _check(query, key, value, enable_gqa)
-    q_len, kv_len = query.shape[2], key.shape[2]
+    _check_options(options)
+    _refuse(attn_mask, dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+    _check_layout(query=query, key=key, value=value)
+    q, k, v = under_autocast(query, key, value)
+    _check_tensors(q, k, v, enable_gqa)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q_len, kv_len = q.shape[1], k.shape[1]
     if is_causal and kv_len > q_len:  # no query attends the keys after the last query
-        key, value = key[:, :, :q_len], value[:, :, :q_len]
+        k, v = k[:, :q_len], v[:, :q_len]
     mask = _first_aligned(q_len, kv_len) if is_causal else Full()
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return flash_attn_func(q, k, v, dropout_p, scale, mask=mask, **options).transpose(1, 2)
+    out = flash_attn_func(q, k, v, 0.0, scale, mask=mask, **options).transpose(1, 2)
+    return out.contiguous() if query.is_contiguous() else out
+
+
+def _with(options: dict[str, Any]) -> Callable[..., Tensor]:
+    """A function, not a partial: torch.compile asks whatever is in torch.nn.functional for its __name__."""
+
+    @wraps(scaled_dot_product_attention)
+    def replacement(*arguments: Any, **rest: Any) -> Tensor:
+        return scaled_dot_product_attention(*arguments, **{**options, **rest})
+
+    return replacement
 
 
 def _first_aligned(q_len: int, kv_len: int) -> Mask:
@@ -67,9 +90,64 @@ def _first_aligned(q_len: int, kv_len: int) -> Mask:
     return Window(-1, q_len - kv_len) if q_len > kv_len else Causal()
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+def _check_options(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"got an unexpected keyword argument {name!r}; the options of replace_sdpa are {', '.join(OPTIONS)}")
+
+
+def _refuse(attn_mask: Any, dropout_p: Any, scale: Any, **flags: Any) -> None:
+    """Arguments that PyTorch takes and we do not, or that neither takes."""
+    if attn_mask is not None:
+        raise ValueError("attn_mask must be None: use is_causal, or call dash_attn.flash_attn_func with a mask of dash_attn.masks")
+    if not is_zero(dropout_p):
+        raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise TypeError(f"{name} must be True or False; got {flag!r}")
+    # While a program is traced the scale may be a symbol; then the operator looks at it.
+    if scale is not None and not torch.compiler.is_compiling() and (not is_finite(scale) or scale == 0):
+        raise ValueError(f"scale must be None or a finite number other than 0; got {scale!r}")
+
+
+def _check_layout(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(f"{name} must be dense (layout torch.strided); got a {kind} tensor")
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be 4-d (batch, heads, length, head dim); got shape {tuple(tensor.shape)}")
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(f"query and key must have the same heads unless enable_gqa=True; got {query.shape[1]} and {key.shape[1]}")
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """What flash_attn_func would refuse too, in the words and the layout of this function."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
+    if query.dtype not in DTYPES:
+        raise ValueError(f"dtype of query, key and value must be one of {', '.join(map(str, DTYPES))}; got {query.dtype}")
+    if not query.device == key.device == value.device:
+        raise ValueError(f"query, key and value must have one device; got {query.device}, {key.device}, {value.device}")
+    problem = _shape_problem(query.shape, key.shape, value.shape, enable_gqa)
+    if problem is not None:
+        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise ValueError(f"{problem}; got {shapes}")
+
+
+def _shape_problem(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> str | None:
+    if not query[0] == key[0] == value[0]:
+        return "query, key and value must have one batch size (nothing is broadcast)"
+    if key[1] != value[1]:
+        return "key and value must have the same heads"
+    if not enable_gqa and query[1] != key[1]:
+        return "query and key must have the same heads unless enable_gqa=True"
+    if key[2] != value[2]:
+        return "key and value must have the same length"
+    if query[3] != key[3]:
+        return "query and key must have the same head dim"
+    if 0 in (query[1], key[1], query[3], value[3]):
+        return "query, key and value must have at least one head and one head dim"
+    if query[1] % key[1]:
+        return "query heads must be a multiple of KV heads"
+    return None
