@@ -27,6 +27,9 @@ RECORD = Path(__file__).with_suffix(".json")
 KINDS = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING}
 NAMES = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
 BATCH, LENGTH = 2, 40
+TOLERANCE = 1e-5  # eager takes the softmax, norms and rotary angles in float32 and repeats its rounding in every layer
+SHARPER = 4.0  # times the initial weights, with which scores are all nearly 0 and any mask is nearly right
+NOISE = 0.02  # some start with gates at 0, behind which nothing shows
 SINGLE = ("mra", "xglm")  # their code has float32 written into it
 OURS = (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError)
 
@@ -58,7 +61,11 @@ def build(kind: str, model_type: str, implementation: str) -> Any:
     config._attn_implementation = implementation
     config._experts_implementation = "eager"  # in float64
     torch.manual_seed(0)
-    return model_class(config).to(torch.float32 if model_type in SINGLE else torch.float64)
+    model = model_class(config).to(torch.float32 if model_type in SINGLE else torch.float64)
+    for weight in model.parameters():
+        weight.data *= SHARPER if weight.ndim > 1 else 1.0
+        weight.data += NOISE * torch.randn_like(weight)
+    return model
 
 
 def tokens(model: Any) -> Tensor:
@@ -74,19 +81,105 @@ def logits(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
     return model(input_ids=ids, **arguments).logits
 
 
-def step(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, and the gradient of the embeddings, in training mode. Dropout is 0 in a tiny configuration."""
+def step(model: Any, ids: Tensor) -> list[Tensor]:
+    """Logits and gradients, in training mode. Dropout is 0 in a tiny configuration."""
     model.train()
     found = logits(model, ids)
     found.square().mean().backward()
-    return found.detach(), model.get_input_embeddings().weight.grad
+    return [found.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None and weight.numel())]
 
 
-def future_influence(model: Any, ids: Tensor) -> float:
-    """How far earlier logits move when only the last token changes."""
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error of the logits, and of the gradients, each as a part of the largest value."""
+    logits_off = (found[0] - expected[0]).abs().max() / expected[0].abs().max()
+    largest = max(gradient.abs().max() for gradient in expected[1:])
+    gradients_off = max((mine - theirs).abs().max() for mine, theirs in zip(found[1:], expected[1:], strict=True)) / largest
+    return float(max(logits_off, gradients_off))
+
+
+def influence(model: Any, ids: Tensor, place: int) -> float:
+    """How far the logits of other tokens move when one token changes, as a part of the largest logit."""
     changed = ids.clone()
-    changed[:, -1] = TOKENS.start + (changed[:, -1] - TOKENS.start + 1) % len(TOKENS)
+    changed[:, place] = TOKENS.start + (changed[:, place] - TOKENS.start + 1) % len(TOKENS)
     model.eval()
     with torch.no_grad():
-        moved = (logits(model, ids) - logits(model, changed)).abs()
-    return moved[..., :-1, :].max().item()
+        before, after = logits(model, ids), logits(model, changed)
+    moved = (before - after).abs()
+    moved[..., place, :] = 0
+    return float(moved.max() / before.abs().max())
+
+
+@contextlib.contextmanager
+def counted_calls() -> Iterator[list[str]]:
+    """The calls of our attention that models make."""
+    calls: list[str] = []
+    originals = {name: getattr(huggingface, name) for name in ("flash_attn_func", "flash_attn_varlen_func")}
+
+    def counting(name: str) -> Any:
+        return lambda *args, **kwargs: calls.append(name) or originals[name](*args, **kwargs)  # type: ignore[func-returns-value]
+
+    for name in originals:
+        setattr(huggingface, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(huggingface, name, original)
+
+
+def outcome(kind: str, model_type: str) -> Outcome:
+    """What becomes of an architecture: one step of training as eager makes it, or an error of ours."""
+    huggingface.register()
+    try:
+        eager = build(kind, model_type, "eager")
+        ids = tokens(eager)
+        expected = step(eager, ids)
+        reach = influence(eager, ids, -3)
+    except Exception as error:
+        return Outcome("no comparison", _text(error))
+    try:
+        with counted_calls() as calls:
+            model = build(kind, model_type, "dash_attn")
+            found = step(model, ids)
+            made = len(calls)
+            ahead = influence(model, ids, -1)
+    except Exception as error:
+        return Outcome("refused" if isinstance(error, OURS) and "dash_attn" in str(error) else "wrong", _text(error))
+    return _judged(kind, reach, (found, expected), ahead, made)
+
+
+def _judged(kind: str, reach: float, steps: tuple[list[Tensor], list[Tensor]], ahead: float, calls: int) -> Outcome:
+    off = difference(*steps)
+    if calls == 0:
+        return Outcome("wrong", "dash_attn was not called")
+    if reach < 5 * TOLERANCE:
+        return Outcome("wrong", f"a token moves the others by only {reach:.0e}: the comparison would show nothing")
+    if not off < TOLERANCE:
+        return Outcome("wrong", f"off by {off:.0e}")
+    if kind == "causal" and ahead > TOLERANCE:
+        return Outcome("wrong", f"the last token moves earlier logits by {ahead:.0e}")
+    return Outcome("matches", f"{calls} calls")
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def sweep() -> dict[str, Any]:
+    record: dict[str, Any] = {"transformers": transformers.__version__, "causal": {}, "masked": {}}
+    for kind, model_type in architectures():
+        found = outcome(kind, model_type)
+        record[kind][model_type] = [found.status, found.detail]
+        print(kind, model_type, found.status, found.detail, flush=True)
+    return record
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+if __name__ == "__main__":
+    quiet()
+    RECORD.write_text(json.dumps(sweep(), indent=1) + "\n", encoding="utf-8")

@@ -48,19 +48,32 @@ TINY = {name: size for table in (SIZES, MORE) for size, names in table.items() f
 LAYERS = 2
 # What the rules above cannot know. "no default": the default configuration leaves it out, and the model needs it.
 ODD: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 4},  # no default
+    "bamba": {"attn_layer_indices": [1]},  # by default no layer attends
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},  # no default
+    "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0}},  # no default
+    "deepseek_v2": {"num_experts_per_tok": 2},  # no default
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # no default
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},  # no default
     "gemma3n_text": {"num_kv_shared_layers": 0},  # the last layers take the keys of layers that were cut
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # by default no layer attends
     "hunyuan_v1_dense": {"head_dim": 8},  # no default
     "hunyuan_v1_moe": {"head_dim": 8},  # no default
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # every eighth layer attends
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},  # no default
     "mamba2": {"num_heads": 8},  # heads x head dim is the expanded hidden size
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},  # by default no layer is sparse
     "ministral": {"head_dim": 8},  # no default
     "nemotron": {"num_key_value_heads": 2},  # no default
     "neomme": {"head_dim": 16},  # rotates a quarter of it, in fours
-    "qwen4_exp_text": {"ngram_vocab_size_base": 64},
-    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 8)},  # must add up to the hidden size
+    "qwen4_exp_text": {
+        "ngram_vocab_size_base": 64,
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},  # no default
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer attends
+    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 5)},  # must make up the hidden size and the length
     "xmod": {"default_language": "en_XX"},  # no default
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64},  # two layers share their weights
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 8, "attention_hidden_size": 64},  # as zamba
 }
 
 
@@ -87,7 +100,7 @@ def _changes(default: Any) -> dict[str, Any]:
             changes[name] = len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
             changes[name] = _small(name, value)
-        elif "dropout" in name and isinstance(value, float):
+        elif ("dropout" in name or "pdrop" in name) and isinstance(value, float):
             changes[name] = 0.0
     if values.get("num_key_value_heads") == values.get("num_attention_heads") and "num_attention_heads" in changes:
         changes["num_key_value_heads"] = changes["num_attention_heads"]  # some repeat no keys
@@ -97,6 +110,8 @@ def _changes(default: Any) -> dict[str, Any]:
 def _small(name: str, value: Any) -> Any:
     if name.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= TOKENS.start:
         return sum(map(ord, name)) % TOKENS.start
+    if name == "vocab_size":
+        return VOCABULARY
     return min(value, TINY[name]) if name in TINY and isinstance(value, int) else value
 
 
@@ -104,4 +119,4 @@ def _layers_that_stay(default: Any, values: dict[str, Any]) -> list[int]:
     """The first layer of each kind, at least two layers."""
     kinds = values.get("layer_types") or values.get("layers_block_type") or []
     first = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
-    return sorted({*first, *range(LAYERS - len(first))}) if len(first) < LAYERS else first
+    return sorted({*first, *range(LAYERS)}) if len(first) < LAYERS else first

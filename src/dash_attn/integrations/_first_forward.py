@@ -36,6 +36,11 @@ def note_call() -> None:
             watch.calls += 1
 
 
+def watched_model() -> str | None:
+    """The class of the model that is in its first forward."""
+    return type(_watches.open[0].model).__name__ if _watches.open else None
+
+
 def watch_first_forward(model: nn.Module) -> None:
     if _before not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_before)

@@ -3,6 +3,7 @@ own, take any attn_implementation and ignore it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache, wraps
 from inspect import unwrap
@@ -75,12 +76,29 @@ def watch_models() -> None:
     """From now on, models are checked as they are built, and when their implementation is set. Once is enough."""
     from transformers import PreTrainedModel
 
-    for method, wrapper in (("post_init", _checking), ("set_attn_implementation", _insisting)):
+    for method, wrapper in (("__init__", _choosing), ("post_init", _checking), ("set_attn_implementation", _insisting)):
         original = getattr(PreTrainedModel, method)
         if not getattr(original, "checks_dash_attn", False):
             wrapped = wrapper(original)
             wrapped.checks_dash_attn = True
             setattr(PreTrainedModel, method, wrapped)
+
+
+def _choosing(original: Any) -> Any:
+    """Some models choose a class of layers by the implementation, from a table without ours: a KeyError while they are built."""
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.config._attn_implementation == NAME and _has_table_of_classes(type(self)):
+            raise ValueError(not_ours(type(self).__name__, "it has a class of attention layers for each implementation, and none for this"))
+
+    return __init__
+
+
+def _has_table_of_classes(model: type) -> bool:
+    tables = [value for value in vars(sys.modules[model.__module__]).values() if isinstance(value, dict) and "eager" in value]
+    return any(NAME not in table and all(isinstance(entry, type) for entry in table.values()) for table in tables)
 
 
 def _checking(original: Any) -> Any:

@@ -18,9 +18,9 @@ from ..api import flash_attn_func
 from ..masks import Causal, Full, Mask, Window
 from ..packing import Packing
 from ..varlen import flash_attn_varlen_func
-from ._call_arguments import refuse_unknown
+from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
 from ._documents import PositionReader, packing_of_arguments, packing_of_indices
-from ._first_forward import note_call
+from ._first_forward import note_call, watched_model
 from ._layer_mask import LayerMask
 from ._mask_functions import read_causal
 from ._mask_patterns import mask_of_pattern
@@ -71,10 +71,18 @@ def attention(
     nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
     """
     note_call()
-    refuse_unknown(kwargs, type(module).__name__)
+    layer = type(module).__name__
+    refuse_unknown(kwargs, layer)
+    refuse_dropout(dropout, layer)
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
+    if not isinstance(given, LayerMask):
+        raise ValueError(
+            f"dash_attn takes the masks it makes itself; {layer} got a {type(given).__name__}."
+            " Pass a 2-d attention_mask of ones or None, and pack documents with position_ids"
+        )
     mask, packing = _mask_and_places(given, query, key, kwargs)
-    options: dict[str, Any] = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
+    refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if packing is None:
         return flash_attn_func(q, k, v, **options), None
@@ -83,13 +91,8 @@ def attention(
     return out.unflatten(0, q.shape[:2]), None
 
 
-def _mask_and_places(given: Any, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, Packing | None]:
+def _mask_and_places(given: LayerMask, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, Packing | None]:
     """The mask, and the places of documents where the batch is packed."""
-    if not isinstance(given, LayerMask):
-        raise ValueError(
-            f"dash_attn takes the masks it makes itself; got a {type(given).__name__}."
-            " Pass a 2-d attention_mask of ones or None, and pack documents with position_ids"
-        )
     given.check(query.shape[2], key.shape[2])
     packing = packing_of_arguments(arguments) or given.packing
     positions = arguments.get("position_ids")
@@ -130,8 +133,7 @@ def mask_for(
     offsets = int(q_offset), int(kv_offset)
     made = _described_mask(mask_function, (batch_size, q_length, kv_length), offsets, kwargs.get("device"))
     made.documents_are_known |= attention_mask is not None
-    config = kwargs.get("config")
-    made.model = "this model" if config is None else f"the model of a {type(config).__name__}"
+    made.model = watched_model() or f"the model of a {type(kwargs.get('config')).__name__}"
     return made
 
 
