@@ -27,7 +27,7 @@ RECORD = Path(__file__).with_suffix(".json")
 KINDS = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING}
 NAMES = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
 BATCH, LENGTH = 2, 40
-TOLERANCE = 1e-5  # eager takes the softmax, norms and rotary angles in float32 and repeats its rounding in every layer
+TOLERANCE = 5e-5  # eager takes the softmax in float32 also of float64 scores; gemma4, with the largest scores, is off by 2e-5, by 3e-14 from sdpa
 SHARPER = 4.0  # times the initial weights, with which scores are all nearly 0 and any mask is nearly right
 NOISE = 0.02  # some start with gates at 0, behind which nothing shows
 SINGLE = ("mra", "xglm")  # their code has float32 written into it
@@ -149,16 +149,15 @@ def outcome(kind: str, model_type: str) -> Outcome:
 
 
 def _judged(kind: str, reach: float, steps: tuple[list[Tensor], list[Tensor]], ahead: float, calls: int) -> Outcome:
-    off = difference(*steps)
+    """reach: what one token does to the others in eager. An error must be small beside that too, or it would not show."""
+    off, allowed = difference(*steps), min(TOLERANCE, reach / 10)
     if calls == 0:
         return Outcome("wrong", "dash_attn was not called")
-    if reach < 5 * TOLERANCE:
-        return Outcome("wrong", f"a token moves the others by only {reach:.0e}: the comparison would show nothing")
-    if not off < TOLERANCE:
-        return Outcome("wrong", f"off by {off:.0e}")
-    if kind == "causal" and ahead > TOLERANCE:
+    if not off <= allowed:
+        return Outcome("wrong", f"off by {off:.0e}; a token moves the others by {reach:.0e}")
+    if kind == "causal" and not ahead <= allowed:
         return Outcome("wrong", f"the last token moves earlier logits by {ahead:.0e}")
-    return Outcome("matches", f"{calls} calls")
+    return Outcome("matches", f"{calls} {'call' if calls == 1 else 'calls'}")
 
 
 def _text(error: Exception) -> str:
