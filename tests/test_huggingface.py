@@ -225,7 +225,7 @@ CALLS: list[tuple[dict[str, Any], Mask]] = [
     ({"position_ids": POSITIONS}, Causal()),
     ({"position_ids": POSITIONS * 3}, Causal()),  # skips, and never goes back
     ({"position_ids": POSITIONS % 30, "attention_mask": own(Full())}, Full()),
-    ({name: 1 for name in _call_arguments.WITHOUT_EFFECT}, Causal()),
+    (dict.fromkeys(_call_arguments.WITHOUT_EFFECT, 1), Causal()),
     ({"output_attentions": False, "position_bias": None}, Causal()),
 ]
 
@@ -270,7 +270,11 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attention_mask": None, "is_causal": True}, ValueError, r"got no mask from Module \(is_causal=True"),
     ({"attention_mask": None, "is_causal": False, "sliding_window": 20}, ValueError, r"got no mask from Module .*sliding_window=20"),
     ({"attention_mask": Causal()}, ValueError, r"takes the masks it makes itself; Module got a Causal"),
-    ({"attention_mask": LayerMask(Causal(), (90, 80))}, NotImplementedError, r"a mask of 90 queries and 80 keys .*attends 90 queries and 90 keys"),
+    (
+        {"attention_mask": LayerMask(Causal(), (90, 80))},
+        NotImplementedError,
+        r"a mask of 90 queries and 80 keys .*attends 90 queries and 90 keys",
+    ),
     ({"is_causal": False}, ValueError, r"is_causal=False with a causal mask"),
     ({"sliding_window": 20}, ValueError, r"sliding_window=20 with a causal mask that has no window"),
     ({"position_ids": POSITIONS // 2}, ValueError, UNCLEAR),

@@ -16,13 +16,14 @@ from model_sweep import RECORD, Outcome, architectures, build, logits, outcome, 
 
 # The best known, and one of every way in which models went wrong in silence.
 WELL_KNOWN = {
-    "causal": (
-        "llama llama4_text mistral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next gemma gemma2 gemma3_text phi phi3 gpt_oss gpt2 gpt_neox"
-        " opt bart olmo2 deepseek_v3 glm4 granite smollm3 cohere2 starcoder2 stablelm jamba bloom falcon codegen xlm openai-gpt mpt minimax_m3_vl_text deepseek_v4"
-    ).split(),
-    "masked": "bert roberta xlm-roberta distilbert electra albert modernbert deberta-v2 esm big_bird".split(),
+    "causal": """
+        llama llama4_text mistral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next gemma gemma2 gemma3_text phi phi3 gpt_oss
+        gpt2 gpt_neox opt bart olmo2 deepseek_v3 glm4 granite smollm3 cohere2 starcoder2 stablelm jamba
+        bloom falcon codegen xlm openai-gpt mpt minimax_m3_vl_text deepseek_v4
+    """,
+    "masked": "bert roberta xlm-roberta distilbert electra albert modernbert deberta-v2 esm big_bird",
 }
-SHORT = [(kind, name) for kind, names in WELL_KNOWN.items() for name in names]
+SHORT = [(kind, name) for kind, names in WELL_KNOWN.items() for name in names.split()]
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
 SAME_VERSION = RECORDED["transformers"] == transformers.__version__
 

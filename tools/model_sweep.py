@@ -27,7 +27,9 @@ RECORD = Path(__file__).with_suffix(".json")
 KINDS = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING}
 NAMES = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
 BATCH, LENGTH = 2, 40
-TOLERANCE = 5e-5  # eager takes the softmax in float32 also of float64 scores; gemma4, with the largest scores, is off by 2e-5, by 3e-14 from sdpa
+TOLERANCE = (
+    5e-5  # eager takes the softmax in float32 also of float64 scores; gemma4, with the largest scores, is off by 2e-5, by 3e-14 from sdpa
+)
 SHARPER = 4.0  # times the initial weights, with which scores are all nearly 0 and any mask is nearly right
 NOISE = 0.02  # some start with gates at 0, behind which nothing shows
 SINGLE = ("mra", "xglm")  # their code has float32 written into it

@@ -9,6 +9,14 @@ from typing import Any
 from page_parts import code, table
 
 RECORD = Path(__file__).parent / "model_sweep.json"
+INTRODUCTION = """
+Every language model of transformers {version} with `attn_implementation="dash_attn"`, built tiny from its default configuration and
+compared with `eager` on the CPU: the logits and all gradients of one step of training, and that later tokens do not move earlier logits
+of a causal model. `python tools/model_sweep.py` makes the comparison, `make pages` this page. `make test-all` repeats the comparison and
+fails when the page is out of date; `make test` does so for the best known. Dropout is 0 here, as it must be in training with dash_attn.
+Other kinds of models (vision, audio, encoder-decoder) are checked in the same way as they are built and in their first forward, but are
+not on this page.
+"""
 TITLES = {"causal": "Causal language models", "masked": "Masked language models"}
 
 
@@ -17,11 +25,7 @@ def page() -> str:
     lines = [
         "# Models of Hugging Face transformers",
         "",
-        f"Every language model of transformers {record['transformers']} with `attn_implementation=\"dash_attn\"`, built tiny from its default",
-        "configuration and compared with `eager` on the CPU: the logits and all gradients of one step of training, and that later tokens do",
-        "not move earlier logits of a causal model. `python tools/model_sweep.py` makes the comparison, `make pages` this page; `make test-all`",
-        "repeats the comparison and fails when the page is out of date, `make test` does so for the best known. A model that was trained with",
-        "attention dropout must have it set to 0.",
+        *INTRODUCTION.format(version=record["transformers"]).strip().splitlines(),
         "",
         *table(["", "match eager", "raise an error", "no comparison", "anything else"], [_counts(kind, record[kind]) for kind in TITLES]),
     ]

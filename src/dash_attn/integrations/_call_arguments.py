@@ -51,6 +51,8 @@ def refuse_dropout(dropout: float, layer: str) -> None:
 def refuse_contradiction(mask: Mask, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
     """Eager attention goes by the mask alone, others by these arguments. Where they disagree nobody can be right."""
     if is_causal is False and isinstance(mask, Causal):
-        raise ValueError("dash_attn got is_causal=False with a causal mask. Set is_causal in the model's configuration, which makes the mask")
+        raise ValueError(
+            "dash_attn got is_causal=False with a causal mask. Set is_causal in the model's configuration, which makes the mask"
+        )
     if sliding_window is not None and sliding_window < kv_len and isinstance(mask, Causal):
         raise ValueError(f"dash_attn got sliding_window={sliding_window} with a causal mask that has no window")

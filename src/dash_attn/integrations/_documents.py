@@ -38,6 +38,8 @@ class PositionReader:
 
     def packing(self, positions: Tensor, batch: int, kv_len: int) -> Packing | None:
         """None if each row is one document."""
+        if positions.is_inference():  # those do not count their changes
+            return _packing_of_positions(positions, batch, kv_len)
         key = positions._version, batch, kv_len
         if self._last is not None and self._last[0]() is positions and self._last[1] == key:
             return self._last[2]

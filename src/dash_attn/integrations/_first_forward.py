@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -80,16 +82,23 @@ def _calling_modules() -> tuple[nn.Module | None, nn.Module | None]:
     """The innermost module on the stack whose code is not PyTorch's, and the innermost model of transformers."""
     from transformers import PreTrainedModel
 
-    layer, frame = None, sys._getframe(2)
+    layer = None
+    for module in _modules_on_the_stack():
+        if layer is None and not type(module).__module__.startswith("torch."):
+            layer = module
+        if isinstance(module, PreTrainedModel):
+            return layer, module
+    return layer, None
+
+
+def _modules_on_the_stack() -> Iterator[nn.Module]:
+    """Innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            if layer is None and not type(module).__module__.startswith("torch."):
-                layer = module
-            if isinstance(module, PreTrainedModel):
-                return layer, module
-        frame = frame.f_back  # type: ignore[assignment]
-    return layer, None
+            yield module
+        frame = frame.f_back
 
 
 def _implementation(module: nn.Module | None) -> str | None:
@@ -99,9 +108,17 @@ def _implementation(module: nn.Module | None) -> str | None:
 def _before(model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    _close_interrupted()
     watch = _Watch(model)
     _watches.open.append(watch)
     watch.__enter__()
+
+
+def _close_interrupted() -> None:
+    """PyTorch calls no hook after an interrupt from the keyboard."""
+    running = {id(module) for module in _modules_on_the_stack()}
+    while _watches.open and id(_watches.open[-1].model) not in running:
+        _watches.open.pop().__exit__(None, None, None)
 
 
 def _after(model: nn.Module, args: Any, result: Any) -> None:

@@ -46,7 +46,9 @@ class LayerMask:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) == 4 and all(isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1) for part in parts):
             stops = [part.stop for part in parts]
-            if stops[:2] == [None, None] and all(stop is None or stop >= length for stop, length in zip(stops[2:], self.lengths, strict=True)):
+            if stops[:2] == [None, None] and all(
+                stop is None or stop >= length for stop, length in zip(stops[2:], self.lengths, strict=True)
+            ):
                 return self
         self._refuse("cuts it")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import cache, wraps
+from functools import wraps
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -53,7 +53,6 @@ def _own_layers(model: Any) -> Iterator[nn.Module]:
                 stack.append(child)
 
 
-@cache
 def _names(layer: type) -> set[str]:
     """All names that the code of a class uses, also those it inherits from classes that are not PyTorch's."""
     found: set[str] = set()

@@ -106,8 +106,8 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if sliding_window is not None or (causal is not False and query.shape[2] > 1):
         raise ValueError(
-            f"dash_attn got no mask from {type(module).__name__} (is_causal={causal}, sliding_window={sliding_window}); without one every query"
-            " attends every key, which only a layer with is_causal=False and no sliding_window can mean"
+            f"dash_attn got no mask from {type(module).__name__} (is_causal={causal}, sliding_window={sliding_window});"
+            " without one every query attends every key, which only a layer with is_causal=False and no sliding_window can mean"
         )
     return LayerMask(Full(), (query.shape[2], key.shape[2]))
 
@@ -127,17 +127,19 @@ def mask_for(
     **kwargs: Any,
 ) -> LayerMask:
     """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend everything"."""
-    _refuse_padding(attention_mask, kv_length)
     if kwargs.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
     offsets = int(q_offset), int(kv_offset)
     made = _described_mask(mask_function, (batch_size, q_length, kv_length), offsets, kwargs.get("device"))
+    _refuse_padding(attention_mask, kv_length)  # after the alignment: a static cache has keys that the mask has no word for
     made.documents_are_known |= attention_mask is not None
     made.model = watched_model() or f"the model of a {type(kwargs.get('config')).__name__}"
     return made
 
 
-def _described_mask(mask_function: Callable[..., Tensor] | None, sizes: tuple[int, int, int], offsets: tuple[int, int], device: Any) -> LayerMask:
+def _described_mask(
+    mask_function: Callable[..., Tensor] | None, sizes: tuple[int, int, int], offsets: tuple[int, int], device: Any
+) -> LayerMask:
     from transformers.masking_utils import bidirectional_mask_function
 
     batch, q_len, kv_len = sizes
