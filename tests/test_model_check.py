@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from dash_attn import Causal  # noqa: E402
 from dash_attn.integrations import _first_forward, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import ForeignUse, LayerMask  # noqa: E402
+from tiny_models import tiny_config  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -104,6 +105,20 @@ def test_a_part_with_another_implementation_may_have_its_own() -> None:
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
     model.model.layers[1].self_attn.config._attn_implementation = "eager"
     model(input_ids=TOKENS)
+
+
+def test_parts_of_a_model_can_have_their_own_implementation() -> None:
+    """The vision tower of GotOcr2 has attention code of its own; the text model has not."""
+    config = tiny_config(transformers.GotOcr2Config, "got_ocr2")
+    config._attn_implementation = "dash_attn"
+    with pytest.raises(ValueError, match="GotOcr2VisionAttention computes attention of its own"):
+        transformers.GotOcr2ForConditionalGeneration(config)
+    config._attn_implementation = {"": "dash_attn", "text_config": "dash_attn", "vision_config": "eager"}
+    model = transformers.GotOcr2ForConditionalGeneration(config)
+    model(input_ids=TOKENS % 32 + 16)
+    model.set_attn_implementation({"vision_config": "eager", "text_config": "eager"})
+    with pytest.raises(ValueError, match=r"GotOcr2VisionEncoder does not work .*cannot set its"):
+        model.set_attn_implementation({"vision_config": "dash_attn"})
 
 
 def test_nothing_is_left_after_the_first_forward() -> None:

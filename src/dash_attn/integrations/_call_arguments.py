@@ -28,7 +28,7 @@ def refuse_unknown(arguments: dict[str, Any], layer: str) -> None:
     """Raise for an argument that nothing here is known about: it may choose what is attended."""
     unknown = [name for name, value in arguments.items() if value is not None and not _is_known(name, value)]
     if unknown:
-        named = ", ".join(f"{name}={_short(arguments[name])}" for name in unknown)
+        named = ", ".join(_short(name, arguments[name]) for name in unknown)
         raise ValueError(f"dash_attn does not support {named}, which {layer} was given")
 
 
@@ -36,8 +36,8 @@ def _is_known(name: str, value: Any) -> bool:
     return name in USED or name in WITHOUT_EFFECT or (name in ONLY_FALSE and value is False)
 
 
-def _short(value: Any) -> str:
-    return str(value) if isinstance(value, (bool, int, float, str)) else f"<{type(value).__name__}>"
+def _short(name: str, value: Any) -> str:
+    return f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"{name} (a {type(value).__name__})"
 
 
 def refuse_dropout(dropout: float, layer: str) -> None:

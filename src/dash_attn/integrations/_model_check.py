@@ -111,14 +111,27 @@ def _checking(original: Any) -> Any:
 
 
 def _insisting(original: Any) -> Any:
-    """transformers only warns about a model that cannot be set."""
+    """transformers only warns about a model, or a part of one, that cannot be set."""
+    from transformers import PreTrainedModel
 
     @wraps(original)
     def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, attn_implementation, *args, **kwargs)
-        if attn_implementation == NAME and self.config._attn_implementation != NAME:
-            raise ValueError(not_ours(type(self).__name__, "transformers cannot set its attention implementation"))
+        asked = {id(config) for config in _configurations_of_ours(self.config, attn_implementation)}
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel) and id(part.config) in asked and part.config._attn_implementation != NAME:
+                raise ValueError(not_ours(type(part).__name__, "transformers cannot set its attention implementation"))
         check(self)
         return result
 
     return set_attn_implementation
+
+
+def _configurations_of_ours(config: Any, asked: Any) -> Iterator[Any]:
+    """The configurations for which dash_attn is asked: all below for a word, those named in a dictionary."""
+    if asked == NAME or (isinstance(asked, dict) and asked.get("") == NAME):
+        yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _configurations_of_ours(part, asked.get(name) if isinstance(asked, dict) else asked)
