@@ -16,7 +16,7 @@ SIZES = {
         max_position_embeddings n_positions max_seq_len max_target_positions n_ctx entity_vocab_size
     """,
     96: """
-        vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size
+        vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab
     """,
     64: """
         intermediate_size moe_intermediate_size shared_expert_intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim
