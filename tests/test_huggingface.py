@@ -13,7 +13,8 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func  # noqa: E402
-from dash_attn.integrations import _documents, huggingface  # noqa: E402
+from dash_attn.integrations import _call_arguments, _documents, huggingface  # noqa: E402
+from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._mask_functions import read_causal  # noqa: E402
 from dash_attn.integrations._mask_patterns import mask_of_pattern  # noqa: E402
 from dense import element_mask, largest_error, random_inputs  # noqa: E402
@@ -131,12 +132,12 @@ def test_the_same_position_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     original = _documents._packing_of_positions
     monkeypatch.setattr(_documents, "_packing_of_positions", lambda *given: reads.append(given) or original(*given))
     reader, positions = _documents.PositionReader(), PACKED.clone()
-    first = reader.packing(positions, 1)
-    assert reader.packing(positions, 1) is first
+    first = reader.packing(positions, 1, 150)
+    assert reader.packing(positions, 1, 150) is first
     assert first.cu_seqlens_q.tolist() == [0, 70, 71, 150]
     positions[0, 100:] = torch.arange(50)  # changed in place
-    assert reader.packing(positions, 1).cu_seqlens_q.tolist() == [0, 70, 71, 100, 150]
-    assert reader.packing(torch.arange(9)[None], 1) is None
+    assert reader.packing(positions, 1, 150).cu_seqlens_q.tolist() == [0, 70, 71, 100, 150]
+    assert reader.packing(torch.arange(9)[None], 1, 9) is None
     assert len(reads) == 3
 
 
@@ -189,7 +190,7 @@ def test_padding_is_refused(place: int) -> None:
 
 
 def test_mask_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match="takes no mask tensors"):
+    with pytest.raises(ValueError, match="takes the masks it makes itself; LlamaAttention got a Tensor"):
         model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=torch.zeros(2, 1, 150, 150))
 
 
@@ -202,23 +203,30 @@ def test_rows_of_a_batch_may_hold_other_documents() -> None:
     assert torch.equal(equal[:1], together[:1])
 
 
+def own(mask: Mask) -> LayerMask:
+    return LayerMask(mask, (90, 90))
+
+
 def call(**arguments: Any) -> Tensor:
     """The attention function alone, on 2 query and 1 KV heads."""
     q, k, v = (x.transpose(1, 2) for x in random_inputs(90, 90, (2, 1), 8)[:3])
-    out, weights = huggingface.attention(nn.Module(), q, k, v, **{"attention_mask": None, **arguments})
+    out, weights = huggingface.attention(nn.Module(), q, k, v, **{"attention_mask": own(Causal()), **arguments})
     assert weights is None
     return out
 
 
+POSITIONS = torch.arange(90)[None]
 CALLS: list[tuple[dict[str, Any], Mask]] = [
     ({}, Causal()),
-    ({"is_causal": False}, Full()),
-    ({"sliding_window": 20}, Window(19, 0)),
-    ({"sliding_window": 20, "is_causal": False}, Window(19, 19)),
+    ({"attention_mask": None, "is_causal": False}, Full()),
+    ({"sliding_window": 20, "attention_mask": own(Window(19, 0))}, Window(19, 0)),
     ({"sliding_window": 90}, Causal()),
-    ({"attention_mask": Window(5, 5)}, Window(5, 5)),
-    ({"position_ids": torch.arange(90)[None]}, Causal()),
-    ({"position_ids": torch.arange(90)[None] % 30, "attention_mask": Full()}, Full()),
+    ({"attention_mask": own(Window(5, 5))}, Window(5, 5)),
+    ({"position_ids": POSITIONS}, Causal()),
+    ({"position_ids": POSITIONS * 3}, Causal()),  # skips, and never goes back
+    ({"position_ids": POSITIONS % 30, "attention_mask": own(Full())}, Full()),
+    (dict.fromkeys(_call_arguments.WITHOUT_EFFECT, 1), Causal()),
+    ({"output_attentions": False, "position_bias": None}, Causal()),
 ]
 
 
@@ -231,15 +239,14 @@ def test_what_the_arguments_of_a_call_mean(arguments: dict[str, Any], mask: Mask
 THIRTY = torch.tensor([0, 30, 60, 90], dtype=torch.int32)
 LENGTHS = {"cu_seq_lens_q": THIRTY, "cu_seq_lens_k": THIRTY, "max_length_q": 30, "max_length_k": 30}
 PACKED_CALLS: list[tuple[dict[str, Any], Mask]] = [
-    ({"position_ids": torch.arange(90)[None] % 30}, Causal()),
-    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 30}, Causal()),
-    ({"position_ids": torch.arange(90)[None] % 30, "sliding_window": 9}, Window(8, 0)),
-    ({"position_ids": torch.arange(90)[None] % 30, "attention_mask": Window(8, 0)}, Window(8, 0)),
+    ({"position_ids": POSITIONS % 30}, Causal()),
+    ({"position_ids": POSITIONS % 30 + 500}, Causal()),  # the middle of longer documents
+    ({"position_ids": POSITIONS % 30, "attention_mask": own(Window(8, 0))}, Window(8, 0)),
     (LENGTHS, Causal()),
-    ({**LENGTHS, "cu_seq_lens_q": THIRTY.long(), "sliding_window": 9}, Window(8, 0)),
-    ({**LENGTHS, "position_ids": torch.arange(90)[None]}, Causal()),
-    ({**LENGTHS, "is_causal": False}, Full()),
-    ({**LENGTHS, "is_causal": False, "s_aux": torch.tensor([0.5, -1.0])}, Full()),
+    ({**LENGTHS, "cu_seq_lens_q": THIRTY.long(), "attention_mask": own(Window(8, 0))}, Window(8, 0)),
+    ({**LENGTHS, "position_ids": POSITIONS}, Causal()),
+    ({**LENGTHS, "attention_mask": None, "is_causal": False}, Full()),
+    ({**LENGTHS, "attention_mask": None, "is_causal": False, "s_aux": torch.tensor([0.5, -1.0])}, Full()),
 ]
 
 
@@ -252,12 +259,33 @@ def test_what_the_arguments_of_a_packed_call_mean(arguments: dict[str, Any], mas
     assert torch.equal(call(scaling=0.4, softcap=3.0, **arguments), torch.cat(alone, 1))
 
 
+UNCLEAR = r"cannot tell documents by position_ids that repeat, or skip and go back"
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"dropout": 0.1}, ValueError, r"dropout_p must be 0; got 0.1"),
-    ({"output_attentions": True}, ValueError, r"output_attentions"),
-    ({"position_bias": torch.zeros(2)}, ValueError, r"does not support position_bias"),
+    ({"dropout": 0.1}, ValueError, r"dash_attn does not support attention dropout; Module asks for 0.1. Set it to 0 in the configuration"),
+    ({"output_attentions": True}, ValueError, r"does not support output_attentions=True, which Module was given"),
+    ({"position_bias": torch.zeros(2)}, ValueError, r"does not support position_bias \(a Tensor\)"),
     (
-        {"position_ids": torch.arange(90).expand(2, -1) % 30},
+        {"block_indices": torch.zeros(2), "top": 3},
+        ValueError,
+        r"does not support block_indices \(a Tensor\), top=3, which Module was given",
+    ),
+    ({"head_mask": False}, ValueError, r"does not support head_mask=False"),
+    ({"attention_mask": None}, ValueError, r"got no mask from Module \(is_causal=None, sliding_window=None\)"),
+    ({"attention_mask": None, "is_causal": True}, ValueError, r"got no mask from Module \(is_causal=True"),
+    ({"attention_mask": None, "is_causal": False, "sliding_window": 20}, ValueError, r"got no mask from Module .*sliding_window=20"),
+    ({"attention_mask": Causal()}, ValueError, r"takes the masks it makes itself; Module got a Causal"),
+    (
+        {"attention_mask": LayerMask(Causal(), (90, 80))},
+        NotImplementedError,
+        r"a mask of 90 queries and 80 keys .*attends 90 queries and 90 keys",
+    ),
+    ({"is_causal": False}, ValueError, r"is_causal=False with a causal mask"),
+    ({"sliding_window": 20}, ValueError, r"sliding_window=20 with a causal mask that has no window"),
+    ({"position_ids": POSITIONS // 2}, ValueError, UNCLEAR),
+    ({"position_ids": POSITIONS * 0}, ValueError, UNCLEAR),
+    ({"position_ids": POSITIONS % 30 * 2}, ValueError, UNCLEAR),
+    (
+        {"position_ids": POSITIONS.expand(2, -1) % 30},
         ValueError,
         r"one row, or one for each of the 1 sequences; got shape \(2, 90\)",
     ),
@@ -265,7 +293,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=[message for _, _, message in BAD_CALLS])
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=[str(number) for number in range(len(BAD_CALLS))])
 def test_what_a_call_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(**arguments)
@@ -325,7 +353,7 @@ def test_functions_of_the_caller_and_unaligned_queries_are_refused() -> None:
         huggingface.mask_for(**sizes, q_offset=4, use_vmap=True)
     with pytest.raises(NotImplementedError, match="got positions 3 and 7"):
         huggingface.mask_for(**sizes)
-    assert huggingface.mask_for(**sizes, q_offset=4) is None
+    assert huggingface.mask_for(**sizes, q_offset=4).mask == Causal()
 
 
 def test_register_says_what_is_missing_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

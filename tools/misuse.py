@@ -9,6 +9,7 @@ tokens = torch.randn(10, 4, 16)  # packed: (tokens, heads, head dim)
 ends = torch.tensor([0, 4, 10], dtype=torch.int32)  # two sequences, of 4 and 6 tokens
 x = torch.randn(1, 300, 1, 16, requires_grad=True)
 planned = torch.empty(2, 256, 4, 512, device="meta")  # stands for a tensor on a GPU
+layer = torch.nn.Identity()  # stands for a layer of a model of transformers
 """
 
 TENSORS = (
@@ -87,6 +88,18 @@ PACKED = (
     ("flash_attn_kvpacked_func(q, k)", "`torch.stack([k, v], dim=2)`"),
 )
 OTHERS = (
+    (
+        "huggingface.attention(layer, q, q, q, None, is_causal=False, dropout=0.1)",
+        "Set the dropout of attention to 0 in the model's configuration.",
+    ),
+    (
+        "huggingface.attention(layer, q, q, q, None, is_causal=False, block_indices=ends)",
+        "Use another `attn_implementation`: the model chooses keys in a way that is not here ([models](models.md)).",
+    ),
+    (
+        "huggingface.attention(layer, q, q, q, q)",
+        "No 4-d `attention_mask`; ones or None ([documents](migration.md#from-hugging-face-transformers)).",
+    ),
     (
         "scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4).bool())",
         "`is_causal=True`, or `flash_attn_func` with a mask of ours.",

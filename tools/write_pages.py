@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import errors_page
+import models_page
 import support_page
 import tutorial_page
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = {"errors.md": errors_page.page, "support.md": support_page.page}
+PAGES = {"errors.md": errors_page.page, "models.md": models_page.page, "support.md": support_page.page}
 TUTORIAL = "tutorial/schedules.md"
 
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..masks import Mask
 from ..packing import Packing
 
 PLACES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-@dataclass(frozen=True, eq=False)
-class PackedDocuments:
-    """The mask inside each document, and where documents begin and end in the rows laid end to end."""
-
-    mask: Mask
-    packing: Packing
 
 
 def packing_of_arguments(arguments: dict[str, Any]) -> Packing | None:
@@ -44,26 +34,43 @@ class PositionReader:
     """The documents that position_ids count through. Every layer asks with the same tensor, so the last answer is kept."""
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, Packing | None] | None = None
+        self._last: tuple[weakref.ref[Tensor], tuple[int, int, int], Packing | None] | None = None
 
-    def packing(self, positions: Tensor, batch: int) -> Packing | None:
+    def packing(self, positions: Tensor, batch: int, kv_len: int) -> Packing | None:
         """None if each row is one document."""
-        if self._last is not None and self._last[0]() is positions and self._last[1] == positions._version:
+        if positions.is_inference():  # those do not count their changes
+            return _packing_of_positions(positions, batch, kv_len)
+        key = positions._version, batch, kv_len
+        if self._last is not None and self._last[0]() is positions and self._last[1] == key:
             return self._last[2]
-        found = _packing_of_positions(positions, batch)
-        self._last = weakref.ref(positions), positions._version, found
+        found = _packing_of_positions(positions, batch, kv_len)
+        self._last = weakref.ref(positions), key, found
         return found
 
 
-def _packing_of_positions(positions: Tensor, batch: int) -> Packing | None:
+def _packing_of_positions(positions: Tensor, batch: int, kv_len: int) -> Packing | None:
+    """Documents that count up one by one from where positions go back (or stay at 0: a document of one token).
+
+    Positions that never go back are one document, whatever they skip. Anything between is refused: it may be either.
+    """
     if positions.ndim != 2 or positions.shape[1] < 2:
         return None
     if len(positions) not in (1, batch):
-        raise ValueError(f"position_ids must have one row, or one for each of the {batch} sequences; got shape {tuple(positions.shape)}")
-    starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
-    if not starts.any():
+        raise ValueError(
+            f"dash_attn needs position_ids of one row, or one for each of the {batch} sequences; got shape {tuple(positions.shape)}"
+        )
+    steps = positions.diff(dim=1)
+    if bool((steps > 0).all()):
         return None
-    return _packing_of_starts(starts.expand(batch, -1))
+    starts = (steps < 0) | (positions[:, 1:] == 0)
+    if not bool(((steps == 1) | starts).all()) or bool(starts.all()):
+        raise ValueError(
+            "dash_attn cannot tell documents by position_ids that repeat, or skip and go back. Pass a 2-d attention_mask of ones if each"
+            " row is one document; cu_seq_lens_q and its companions if not"
+        )
+    if positions.shape[1] != kv_len:
+        raise NotImplementedError("dash_attn does not support packed documents after keys of a cache: pass use_cache=False")
+    return _packing_of_starts(torch.cat([torch.ones_like(starts[:, :1]), starts], 1).expand(batch, -1))
 
 
 def _packing_of_starts(starts: Tensor) -> Packing:

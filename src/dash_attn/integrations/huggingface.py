@@ -1,8 +1,8 @@
 """Hugging Face transformers: `register()`, then models take `attn_implementation="dash_attn"`.
 
-transformers asks once a forward for a mask (`mask_for`) and hands the answer to every layer's attention
-(`attention`). The answer is a mask of dash_attn.masks, with the documents' places where a batch is packed. What we have
-no mask for raises; nothing is dropped silently.
+transformers asks once per forward for a mask (`mask_for`) and hands the answer to every layer's attention
+(`attention`). The answer is an object of ours, with the documents' places where a batch is packed. What we have no mask
+for raises, as does a model whose attention does not go through here; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -18,22 +18,34 @@ from ..api import flash_attn_func
 from ..masks import Causal, Full, Mask, Window
 from ..packing import Packing
 from ..varlen import flash_attn_varlen_func
-from ._documents import PackedDocuments, PositionReader, packing_of_arguments, packing_of_indices
+from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
+from ._documents import PositionReader, packing_of_arguments, packing_of_indices
+from ._first_forward import note_call, watched_model
+from ._layer_mask import LayerMask
 from ._mask_functions import read_causal
 from ._mask_patterns import mask_of_pattern
+from ._model_check import NAME, check, watch_models
 
-NAME = "dash_attn"
-UNSUPPORTED = ("position_bias", "cache", "head_mask")
+__all__ = ["NAME", "attention", "check", "mask_for", "register"]
+ON_THE_HOST = (
+    "dash_attn reads masks and position_ids on the host, once per forward, so a model of transformers does not trace whole:"
+    " compile it without fullgraph=True"
+)
 _positions = PositionReader()
 
 
 def register() -> None:
-    """Make "dash_attn" an attention implementation of transformers, here and in models loaded before."""
+    """Make "dash_attn" an attention implementation of transformers, here and in models loaded before.
+
+    Models that are built with it are checked: one whose attention does not go through dash_attn raises when it is
+    built, or at its first forward.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask_for)
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(mask_for, reason=ON_THE_HOST))
+    watch_models()
 
 
 def attention(
@@ -41,7 +53,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask | PackedDocuments | Tensor | None,
+    attention_mask: LayerMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -52,19 +64,25 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of (batch, heads, length, dim) tensors -> (batch, length, heads, dim).
 
-    attention_mask: what `mask_for` returned. Without one, `is_causal` (or the module's) and `sliding_window` decide.
+    attention_mask: what `mask_for` returned. Without one every query attends every key, and the layer must say that it is
+    not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, a logit a query head.
-    Documents are kept apart that cu_seq_lens_q (with its companions), the mask or else position_ids show, also where
-    transformers did not look for them.
+    Documents are kept apart that cu_seq_lens_q (with its companions) or the mask show. Where neither a 2-d attention_mask
+    nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
     """
-    unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if unsupported or kwargs.get("output_attentions"):
-        raise ValueError(f"dash_attn does not support {', '.join(unsupported) or 'output_attentions=True'}")
-    if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = _plain_mask(key.shape[2], causal, sliding_window)
-    mask, packing = _mask_and_places(attention_mask, query, key, kwargs)
-    options: dict[str, Any] = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
+    note_call()
+    layer = type(module).__name__
+    refuse_unknown(kwargs, layer)
+    refuse_dropout(dropout, layer)
+    given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
+    if not isinstance(given, LayerMask):
+        raise ValueError(
+            f"dash_attn takes the masks it makes itself; {layer} got a {type(given).__name__}."
+            " Pass a 2-d attention_mask of ones or None, and pack documents with position_ids"
+        )
+    mask, packing = _mask_and_places(given, query, key, kwargs)
+    refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if packing is None:
         return flash_attn_func(q, k, v, **options), None
@@ -73,23 +91,29 @@ def attention(
     return out.unflatten(0, q.shape[:2]), None
 
 
-def _mask_and_places(given: Any, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, Packing | None]:
+def _mask_and_places(given: LayerMask, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, Packing | None]:
     """The mask, and the places of documents where the batch is packed."""
-    packing = packing_of_arguments(arguments)
-    if isinstance(given, PackedDocuments):
-        return given.mask, packing or given.packing
-    if not isinstance(given, Mask):
-        raise ValueError("dash_attn takes no mask tensors; pass a 2-d attention_mask of ones or None, and pack documents with position_ids")
+    given.check(query.shape[2], key.shape[2])
+    packing = packing_of_arguments(arguments) or given.packing
     positions = arguments.get("position_ids")
-    if packing is None and positions is not None and isinstance(given, (Causal, Window)) and query.shape[2] == key.shape[2]:
-        packing = _positions.packing(positions, len(query))
-    return given, packing
+    if packing is None and positions is not None and not given.documents_are_known and not isinstance(given.mask, Full):
+        packing = _positions.packing(positions, len(query), key.shape[2])
+    return given.mask, packing
 
 
-def _plain_mask(kv_len: int, causal: bool, sliding_window: int | None) -> Mask:
-    if sliding_window is None or sliding_window >= kv_len:
-        return Causal() if causal else Full()
-    return Window(sliding_window - 1, 0 if causal else sliding_window - 1)
+def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
+    """A layer without a mask attends everything, as eager attention does: vision towers, cross attention."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if sliding_window is not None or (causal is not False and query.shape[2] > 1):
+        raise ValueError(
+            f"dash_attn got no mask from {type(module).__name__} (is_causal={causal}, sliding_window={sliding_window});"
+            " without one every query attends every key, which only a layer with is_causal=False and no sliding_window can mean"
+        )
+    return LayerMask(Full(), (query.shape[2], key.shape[2]))
+
+
+def _plain_mask(kv_len: int, window: int | None) -> Mask:
+    return Causal() if window is None or window >= kv_len else Window(window - 1, 0)
 
 
 def mask_for(
@@ -101,27 +125,38 @@ def mask_for(
     mask_function: Callable[..., Tensor] | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Mask | PackedDocuments | None:
-    """The mask that `mask_function` describes; None for plain causal attention, as transformers expects."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
-    _refuse_padding(attention_mask, kv_length)
+) -> LayerMask:
+    """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend everything"."""
     if kwargs.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
+    offsets = int(q_offset), int(kv_offset)
+    made = _described_mask(mask_function, (batch_size, q_length, kv_length), offsets, kwargs.get("device"))
+    _refuse_padding(attention_mask, kv_length)  # after the alignment: a static cache has keys that the mask has no word for
+    made.documents_are_known |= attention_mask is not None
+    made.model = watched_model() or f"the model of a {type(kwargs.get('config')).__name__}"
+    return made
+
+
+def _described_mask(
+    mask_function: Callable[..., Tensor] | None, sizes: tuple[int, int, int], offsets: tuple[int, int], device: Any
+) -> LayerMask:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    batch, q_len, kv_len = sizes
     if mask_function is bidirectional_mask_function:
-        return Full()
-    last_query, last_key = int(q_offset) + q_length - 1, int(kv_offset) + kv_length - 1
+        return LayerMask(Full(), (q_len, kv_len))
+    last_query, last_key = offsets[0] + q_len - 1, offsets[1] + kv_len - 1
     if last_query != last_key:
-        raise NotImplementedError(f"dash_attn needs the last query at the last key; got positions {last_query} and {last_key}")
-    if mask_function is None or mask_function is causal_mask_function:
-        return None
-    known = read_causal(mask_function)
-    if known is not None:
-        window, documents = known
-        mask = _plain_mask(kv_length, True, window)
-        return mask if documents is None else PackedDocuments(mask, packing_of_indices(documents))
-    shifted = _on_indices(mask_function, int(q_offset), int(kv_offset), kwargs.get("device"))
-    return mask_of_pattern(shifted, batch_size, q_length, kv_length)
+        raise NotImplementedError(
+            f"dash_attn needs the last query at the last key; got positions {last_query} and {last_key}. A static cache has keys after"
+            " the last query: use a dynamic cache"
+        )
+    known = (None, None) if mask_function is None else read_causal(mask_function)
+    if known is None:
+        assert mask_function is not None
+        return LayerMask(mask_of_pattern(_on_indices(mask_function, *offsets, device), batch, q_len, kv_len), (q_len, kv_len))
+    window, documents = known
+    return LayerMask(_plain_mask(kv_len, window), (q_len, kv_len), None if documents is None else packing_of_indices(documents))
 
 
 def _refuse_padding(padding: Tensor | None, kv_length: int) -> None:

@@ -1,0 +1,92 @@
+"""What `mask_for` gives to every layer of a model: never None and never a tensor, so that no other code can use it as a mask."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ..masks import Mask
+from ..packing import Packing
+
+ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
+
+
+class ForeignUse(AttributeError, TypeError):
+    """Code other than dash_attn tried to use our mask. Both bases, so that `hasattr` and operators see what they expect."""
+
+
+class LayerMask:
+    """A mask and the lengths it is for, with the documents' places where the batch is packed.
+
+    documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
+    model: the name of the configuration it was made for, for messages.
+    """
+
+    __slots__ = ("documents_are_known", "lengths", "mask", "model", "packing")
+
+    def __init__(self, mask: Mask, lengths: tuple[int, int], packing: Packing | None = None) -> None:
+        self.mask = mask
+        self.lengths = lengths
+        self.packing = packing
+        self.documents_are_known = packing is not None
+        self.model = "this model"
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        """Raise if a layer attends other lengths than the mask was made for: the pattern would be shifted."""
+        if self.lengths != (q_len, kv_len):
+            raise NotImplementedError(
+                f"dash_attn has a mask of {self.lengths[0]} queries and {self.lengths[1]} keys for {self.model};"
+                f" a layer attends {q_len} queries and {kv_len} keys"
+            )
+
+    def __repr__(self) -> str:
+        return f"<mask of dash_attn: {self.mask}, {self.lengths[0]} queries, {self.lengths[1]} keys>"
+
+    def __getitem__(self, index: Any) -> LayerMask:
+        """Models cut a mask to the length of the keys. A cut that keeps all is the mask itself."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) == 4 and all(isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1) for part in parts):
+            stops = [part.stop for part in parts]
+            if stops[:2] == [None, None] and all(
+                stop is None or stop >= length for stop, length in zip(stops[2:], self.lengths, strict=True)
+            ):
+                return self
+        self._refuse("cuts it")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # copy, pickle and numpy ask for methods that we do not have
+            raise AttributeError(name)
+        self._refuse(f"asks for its .{name}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        found = next((given for given in (*args, *(kwargs or {}).values()) if isinstance(given, LayerMask)), None)
+        message = _message("this model" if found is None else found.model, f"calls {getattr(func, '__name__', func)} on it")
+        raise ForeignUse(message)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ForeignUse(_message(self.model, what))
+
+
+def _message(model: str, what: str) -> str:
+    return (
+        f"dash_attn's mask is not a tensor, and {model} {what}: its attention code is its own and does not go through dash_attn,"
+        f" or its cache is static. For the first, {ANOTHER_IMPLEMENTATION}; for the second, use a dynamic cache"
+    )
+
+
+def _operator(name: str) -> Any:
+    def refuse(self: LayerMask, *others: Any) -> NoReturn:
+        self._refuse(f"applies {name} to it")
+
+    return refuse
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_OPERATORS = (
+    *(f"__{side}{name}__" for name in _BINARY for side in ("", "r", "i")),
+    *("__neg__", "__pos__", "__invert__", "__abs__", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"),
+    *("__bool__", "__len__", "__iter__", "__float__", "__int__", "__index__", "__setitem__", "__contains__"),
+)
+for _name in _OPERATORS:
+    setattr(LayerMask, _name, _operator(_name))
+LayerMask.__hash__ = object.__hash__  # type: ignore[method-assign]
