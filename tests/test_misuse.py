@@ -55,7 +55,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"accumulation": None}, r"unknown accumulation None; choose from ordered, unordered"),
     ({"backend": None}, r"unknown backend None; choose from auto"),
     ({"backend": "Hopper"}, r"unknown backend 'Hopper'"),
-    ({"head_offset": 1.0}, r"head_offset must be a whole number >= 0; got 1.0"),
+    ({"head_offset": 1.0}, r"head_offset must be a whole number >= 0 and below 2\^31; got 1.0"),
     ({"head_offset": True}, r"head_offset must be .*got True"),
 ]
 

@@ -18,6 +18,7 @@ from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, fl
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from dash_attn.mask_code import decode_mask, encode_mask
 from dash_attn.nn import SelfAttention
+from dash_attn.ops import VERSION
 from dense import random_inputs, same_bits
 
 BLOCKS = np.random.default_rng(3).random((3, 7)) < 0.5
@@ -71,7 +72,7 @@ def test_codes_that_are_no_mask() -> None:
         encode_mask("causal")  # type: ignore[arg-type]
 
 
-CHOICES = (0.25, 0.0, "auto", "ordered", "auto", 0)
+CHOICES = (0.25, 0.0, "auto", "ordered", "auto", 0, VERSION)
 
 
 def leaves_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -225,6 +226,16 @@ def test_scaled_dot_product_attention_compiles_with_lengths_that_change(lengths:
     for q_len, kv_len in lengths:
         q, k, v, _ = (x.transpose(1, 2) for x in random_inputs(q_len, kv_len))
         assert same_bits(traced(q, k, v, is_causal=True), scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_programs_of_other_versions_are_refused() -> None:
+    """From a compiler's cache or a saved export, where the operators may have meant something else."""
+    *arguments, version = dense_arguments(Causal(), False)
+    assert torch.ops.dash_attn.attention(*arguments, version)[0].shape == arguments[0].shape
+    with pytest.raises(RuntimeError, match=r"traced with version 1 of dash_attn's operators, .*compile or export it again"):
+        torch.ops.dash_attn.attention(*arguments, 1)
+    with pytest.raises(RuntimeError, match="version"):  # programs from before there was one
+        torch.ops.dash_attn.attention(*arguments)
 
 
 def test_lse_is_returned() -> None:

@@ -77,3 +77,19 @@ def test_flags_are_checked_for_traced_calls_too(flag: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=f"{flag} must be True or False"):
         torch.compile(lambda: flash_attn_func(Q, Q, Q, **{flag: "False"}), backend="eager", fullgraph=True)()
+
+
+def test_nested_tensors_are_named() -> None:
+    nested = torch.nested.nested_tensor([Q[0], Q[0, :5]], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"q must be dense \(layout torch.strided\); got a nested tensor"):
+        flash_attn_func(nested, nested, nested)
+    with pytest.raises(ValueError, match=r"q must be dense \(layout torch.strided\); got a nested tensor"):
+        flash_attn_varlen_func(nested, nested, nested, ENDS, ENDS, 15, 15)
+
+
+@pytest.mark.parametrize(("tokens", "q_ends", "k_ends"), [((0, 3), (0, -5), (0, 3)), ((6, 0), (0, 99), (0, 7))])
+def test_lengths_are_checked_where_there_is_nothing_to_compute(tokens: Any, q_ends: Any, k_ends: Any) -> None:
+    q, k = (torch.zeros(n, 1, 8) for n in tokens)
+    ends = [torch.tensor(x, dtype=torch.int32) for x in (q_ends, k_ends)]
+    with pytest.raises(ValueError, match="cu_seqlens_q must"):
+        flash_attn_varlen_func(q, k, k, *ends, 9, 9)

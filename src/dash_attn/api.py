@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .autograd import Attention
 from .backends import load, resolve_to_explain
-from .checks import check_flags, check_sinks, check_tensors
+from .checks import check_flags, check_sinks, check_strided, check_tensors
 from .explanation import Explanation
 from .masks import Mask
 from .ops import is_traced, traced_attention
@@ -57,10 +57,11 @@ def flash_attn_func(
     Where a query attends nothing, out is 0 and lse the sink, or -inf without one.
     """
     refuse_transforms()
-    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
+    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     choices = (softcap, schedule, accumulation, backend, head_offset)
     if is_traced(q, k, v, sinks):
+        check_strided(q=q, k=k, v=v)
         out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), softmax_scale, *choices)
     else:
         check_tensors(q, k, v)
@@ -103,8 +104,7 @@ def explain(
     out the hashes of kernels.
     predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """
-    flags = {"deterministic": deterministic, "return_attn_probs": return_attn_probs, "return_lse": return_lse}
-    check_flags(causal=causal, predict_time=predict_time, **flags)
+    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse, predict_time=predict_time)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     check_tensors(q, k, v)
     check_sinks(sinks, q)

@@ -12,12 +12,8 @@ LAYOUTS = {4: "(batch, length, heads, head dim)", 3: "(tokens, heads, head dim)"
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int = 4) -> None:
     """Dense tensors are 4-d, packed ones 3-d."""
+    check_strided(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise ValueError(f"{name} must be dense (layout torch.strided); got a {kind} tensor")
         if tensor.ndim != ndim:
             raise ValueError(f"{name} must be {ndim}-d {LAYOUTS[ndim]}; got shape {tuple(tensor.shape)}")
     if not q.dtype == k.dtype == v.dtype:
@@ -29,6 +25,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int = 4) -> None:
     problem = _shape_problem(q.shape, k.shape, v.shape)
     if problem is not None:
         raise ValueError(f"{problem}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def check_strided(**tensors: Tensor) -> None:
+    """Tensors of plain memory. A traced call asks this first: PyTorch's own answer to others names our operator only."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(f"{name} must be dense (layout torch.strided); got a {kind} tensor")
 
 
 def check_flags(**flags: object) -> None:

@@ -25,9 +25,12 @@ from .packing import Packing
 PLAIN = (Tensor, torch.nn.Parameter)
 PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str schedule, str accumulation, str backend, SymInt head_offset"
-FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}) -> (Tensor, Tensor)"
+# Part of every traced program, so that one from a cache or a file whose operators meant something else is refused, not run.
+# 2: the LSE has a gradient.
+VERSION = 2
+FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}, int version) -> (Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES})"
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}, int version)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -44,7 +47,7 @@ def traced_attention(
 ) -> tuple[Tensor, Tensor]:
     """The operator. packed: Packing's fields; choices: AttentionOptions' fields after the mask, a scale of None for the usual one."""
     name, sizes = encode_mask(mask)
-    return torch.ops.dash_attn.attention(q, k, v, sinks, *(packed or (None, None, 0, 0)), name, sizes, *choices)
+    return torch.ops.dash_attn.attention(q, k, v, sinks, *(packed or (None, None, 0, 0)), name, sizes, *choices, VERSION)
 
 
 @torch.library.custom_op("dash_attn::attention", mutates_args=(), schema=FORWARD)
@@ -93,9 +96,15 @@ def _read(
     mask: str,
     mask_sizes: Sequence[int],
     scale: float | None,
-    *choices: Any,
+    *choices_and_version: Any,
 ) -> tuple[Packing | None, AttentionOptions | None]:
     """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
+    *choices, version = choices_and_version
+    if version != VERSION:
+        raise RuntimeError(
+            f"this program was traced with version {version} of dash_attn's operators, and here they have version {VERSION}:"
+            " compile or export it again"
+        )
     check_tensors(q, k, v, ndim=4 if cu_seqlens_q is None else 3)
     check_sinks(sinks, q)
     packing = None

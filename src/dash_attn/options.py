@@ -38,8 +38,8 @@ class AttentionOptions:
         for name, allowed in (("schedule", SCHEDULES), ("accumulation", ACCUMULATIONS), ("backend", BACKENDS)):
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(allowed)}")
-        if not is_whole(self.head_offset) or self.head_offset < 0:
-            raise ValueError(f"head_offset must be a whole number >= 0; got {self.head_offset!r}")
+        if not is_whole(self.head_offset) or not 0 <= self.head_offset < 2**31:
+            raise ValueError(f"head_offset must be a whole number >= 0 and below 2^31; got {self.head_offset!r}")
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", float(self.softcap))
 

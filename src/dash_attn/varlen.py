@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .autograd import Attention
-from .checks import check_flags, check_sinks, check_tensors
+from .checks import check_flags, check_sinks, check_strided, check_tensors
 from .masks import Mask
 from .ops import is_traced, traced_attention
 from .options import choose_mask, options_for, refuse_unsupported
@@ -57,11 +57,12 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise ValueError("paged keys and values are not supported: block_table must be None")
     refuse_transforms()
-    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
+    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
     choices = (softcap, schedule, accumulation, backend, head_offset)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
+        check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         out, lse = traced_attention(q, k, v, sinks, packed, choose_mask(mask, causal, window_size), softmax_scale, *choices)
     else:
         check_tensors(q, k, v, ndim=3)

@@ -18,6 +18,7 @@ from ..api import flash_attn_func
 from ..masks import Causal, Full, Mask, Window
 from ..packing import Packing
 from ..varlen import flash_attn_varlen_func
+from ._autocast import under_autocast
 from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
 from ._documents import PositionReader, packing_of_arguments, packing_of_indices
 from ._first_forward import note_call, watched_model
@@ -83,7 +84,7 @@ def attention(
     mask, packing = _mask_and_places(given, query, key, kwargs)
     refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     if packing is None:
         return flash_attn_func(q, k, v, **options), None
     options |= {field.name: getattr(packing, field.name) for field in fields(packing)}
