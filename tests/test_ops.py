@@ -231,7 +231,7 @@ def test_scaled_dot_product_attention_compiles_with_lengths_that_change(lengths:
 def test_programs_of_other_versions_are_refused() -> None:
     """From a compiler's cache or a saved export, where the operators may have meant something else."""
     *arguments, version = dense_arguments(Causal(), False)
-    assert torch.ops.dash_attn.attention(*arguments, version)[0].shape == arguments[0].shape
+    torch.ops.dash_attn.attention(*arguments, version)  # the control
     with pytest.raises(RuntimeError, match=r"traced with version 1 of dash_attn's operators, .*compile or export it again"):
         torch.ops.dash_attn.attention(*arguments, 1)
     with pytest.raises(RuntimeError, match="version"):  # programs from before there was one
