@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dash_attn import Causal, Full, Mask, Problem, ScheduleError, generate, simulate
-from dash_attn.backends.hopper.shapes import backward_tiles
-from dash_attn.generators import GENERATORS
-from dash_attn.machines import H200
-from dash_attn.options import AttentionOptions
+from dash_attn.backends.hopper.tiles import backward_tiles
+from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling.generators import GENERATORS
+from dash_attn.simulation.machines import H200
 
 TOKENS, WIDTH = 16384, 2048  # batch x seqlen, heads x head dim
 MASKS: dict[str, Mask] = {str(mask): mask for mask in (Causal(), Full())}
@@ -25,8 +25,8 @@ MASKS: dict[str, Mask] = {str(mask): mask for mask in (Causal(), Full())}
 def measure(path: Path) -> None:
     import torch
 
-    from dash_attn.bench.environment import environment
-    from dash_attn.calibration.hopper import kernel_time
+    from dash_attn.tools.bench.environment import environment
+    from dash_attn.tools.calibrate.hopper import kernel_time
 
     rows = []
     for dim, seqlen, mask in product((128, 64), (1024, 4096, 16384), MASKS.values()):

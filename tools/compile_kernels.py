@@ -10,10 +10,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
-from dash_attn.backends.hopper.compile import compile_uncached, compiler_version
-from test_hopper_compile import VARIANTS, assembler_complaints
+from dash_attn.backends.hopper.device.compile import compile_uncached, compiler_version
+from kernel_variants import VARIANTS, assembler_complaints
 
 
 def main() -> int:

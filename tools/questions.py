@@ -14,10 +14,10 @@ from unittest.mock import patch
 import torch
 
 from dash_attn import ScheduleError, explain, flash_attn_func, flash_attn_varlen_func
-from dash_attn.backends.hopper.layout import Layout
+from dash_attn.backends.hopper.calls.layout import Layout
 from dash_attn.backends.hopper.support import check_device
-from dash_attn.options import AttentionOptions
-from dash_attn.packing import Packing
+from dash_attn.call.offsets import Packing
+from dash_attn.call.options import AttentionOptions
 
 LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
 BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16}

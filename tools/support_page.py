@@ -11,7 +11,7 @@ import torch
 
 from dash_attn import GENERATORS, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
 from dash_attn.backends import DEVICE_OF
-from dash_attn.checks import DTYPES
+from dash_attn.call.tensor_checks import DTYPES
 from page_parts import code, numbers_in_words, table
 from questions import LENGTH, Question, capabilities, refusal, refusal_of_packed
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from PIL import Image
 
 from dash_attn import Causal, Machine, Problem, Timeline, generate, lower, simulate
-from dash_attn.machines import H200
-from dash_attn.plot import gantt
+from dash_attn.simulation.machines import H200
+from dash_attn.viewing.gantt import gantt
 
 HERE = Path(__file__).parent
 PICTURES = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE

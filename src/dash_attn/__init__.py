@@ -9,29 +9,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .generators import GENERATORS, generate
 from .masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
-from .plan import Plan, lower
-from .problem import Problem, Task
-from .schedule import Placement, Schedule
-from .simulate import Machine, Timeline, simulate
-from .validate import ScheduleError
+from .scheduling.generators import GENERATORS, generate
+from .scheduling.plan import Plan, lower
+from .scheduling.problem import Problem, Task
+from .scheduling.schedule import Placement, Schedule
+from .scheduling.validate import ScheduleError
+from .simulation.simulate import Machine, Timeline, simulate
 
 if TYPE_CHECKING:
-    from .api import explain, flash_attn_func
-    from .checkup import doctor
-    from .packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-    from .varlen import flash_attn_varlen_func
+    from .attention.functions import explain, flash_attn_func
+    from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+    from .attention.varlen import flash_attn_varlen_func
+    from .tools.doctor import doctor
 
 __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
-    "doctor": ".checkup",
-    "explain": ".api",
-    "flash_attn_func": ".api",
-    "flash_attn_kvpacked_func": ".packed",
-    "flash_attn_qkvpacked_func": ".packed",
-    "flash_attn_varlen_func": ".varlen",
+    "doctor": ".tools.doctor",
+    "explain": ".attention.functions",
+    "flash_attn_func": ".attention.functions",
+    "flash_attn_kvpacked_func": ".attention.packed_tensors",
+    "flash_attn_qkvpacked_func": ".attention.packed_tensors",
+    "flash_attn_varlen_func": ".attention.varlen",
 }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .api import flash_attn_func
-from .integrations._autocast import under_autocast
+from .attention.autocast import under_autocast
+from .attention.functions import flash_attn_func
 from .masks import is_whole
 
 MORE_RESULTS = ("return_lse", "return_attn_probs")  # arguments of flash_attn_func that the output projection has no use for

@@ -13,9 +13,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from ..explanation import Explanation
-from ..options import AttentionOptions
-from ..packing import Packing
+from ..call.explanation import Explanation
+from ..call.offsets import Packing
+from ..call.options import AttentionOptions
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..generators import GENERATORS
-from ..json_fields import MOST
-from ..machines import SHIPPED, load_machine
 from ..masks import MASK_FORMS, parse_mask
-from ..problem import Problem
-from ..simulate import Machine
+from ..scheduling.generators import GENERATORS
+from ..scheduling.json_fields import MOST
+from ..scheduling.problem import Problem
+from ..simulation.machines import SHIPPED, load_machine
+from ..simulation.simulate import Machine
 
 DEFAULT_TILES = 8
 DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.suites import FLEX_SUITES, HOST_SUITE, PASSES, SUITES, Shape, Suite, choose
+from ..tools.bench.suites import FLEX_SUITES, HOST_SUITE, PASSES, SUITES, Shape, Suite, choose
 from .files import check_different, check_folder, check_picture
 
 REPEATS = 30
@@ -51,11 +51,11 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..bench.picture import draw
-    from ..bench.picture_cases import draw_cases
-    from ..bench.picture_schedules import draw_schedules
-    from ..bench.report import print_report
-    from ..bench.results import read, summary
+    from ..tools.bench.picture import draw
+    from ..tools.bench.picture_cases import draw_cases
+    from ..tools.bench.picture_schedules import draw_schedules
+    from ..tools.bench.report import print_report
+    from ..tools.bench.results import read, summary
 
     check_picture("--plot", arguments.plot)
     check_picture("--plot-schedules", arguments.plot_schedules)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     """The cases of a suite and who runs them."""
-    from ..bench.peers import who_runs
+    from ..tools.bench.peers import who_runs
 
     shapes = [] if arguments.suite == HOST_SUITE else choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
     candidates, missing = _candidates(arguments)
@@ -97,8 +97,8 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _candidates(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
     """Everybody who is installed, and why the others are not."""
-    from ..bench.candidates import ours
-    from ..bench.peers import peers
+    from ..tools.bench.candidates import ours
+    from ..tools.bench.peers import peers
 
     others, missing = ([], {}) if arguments.no_peers else peers(arguments.suite in FLEX_SUITES)
     left_out = set(arguments.without)
@@ -117,8 +117,8 @@ def _measure(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     host = arguments.suite == HOST_SUITE
     shapes = [] if host else choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
     _require_gpu()
-    from ..bench.environment import environment, short_name
-    from ..bench.results import FORMAT, save
+    from ..tools.bench.environment import environment, short_name
+    from ..tools.bench.results import FORMAT, save
 
     where = environment()
     path = arguments.output / f"{short_name(where['gpu'])}-{arguments.suite}.json"
@@ -136,7 +136,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 def _measure_host(results: dict[str, Any]) -> None:
     import torch
 
-    from ..bench.host import SHAPE, measure_host
+    from ..tools.bench.host import SHAPE, measure_host
 
     results["host_shape"] = str(SHAPE)
     results["host"] = measure_host(torch.device("cuda", torch.cuda.current_device()), torch.cuda.synchronize)
@@ -146,9 +146,9 @@ def _measured_shapes(arguments: argparse.Namespace, shapes: list[Shape], results
     """Rows of one shape after the other."""
     import torch
 
-    from ..bench.measure import measure
-    from ..bench.peers import who_runs
-    from ..bench.timing import CudaStopwatch
+    from ..tools.bench.measure import measure
+    from ..tools.bench.peers import who_runs
+    from ..tools.bench.timing import CudaStopwatch
 
     candidates, results["missing"] = _candidates(arguments)
     results["cases"] = [who_runs(shape, candidates) for shape in shapes]
@@ -162,7 +162,7 @@ def _measured_shapes(arguments: argparse.Namespace, shapes: list[Shape], results
 
 def _meter() -> tuple[Any, dict[str, Any]]:
     """The GPU's energy counter, or why there is none."""
-    from ..bench.energy import SECONDS, NoCounter, gpu_meter
+    from ..tools.bench.energy import SECONDS, NoCounter, gpu_meter
 
     try:
         return gpu_meter(), {"seconds": SECONDS}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..machines import Calibrated
+from ..simulation.machines import Calibrated
 from .devices import add_device, choose
 from .files import check_different, check_file, check_picture
 from .progress import LONG_WORK, progress_bar
@@ -38,8 +38,8 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..bench.picture_errors import draw_errors
-    from ..bench.picture_prediction import draw, read
+    from ..tools.bench.picture_errors import draw_errors
+    from ..tools.bench.picture_prediction import draw, read
 
     check_picture("--plot", arguments.plot)
     check_picture("--plot-schedules", arguments.plot_schedules)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> None:
     """Calibrate every head dim and write the file."""
     check_file("--output", arguments.output)
-    from ..calibration.measured import CPU_PLAN, GPU_PLAN, calibrate
+    from ..tools.calibrate.measured import CPU_PLAN, GPU_PLAN, calibrate
 
     device = choose(arguments)
     constants, tiles, rows = {}, {}, []

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..problem import Problem
-from ..simulate import Machine
+from ..scheduling.problem import Problem
+from ..simulation.simulate import Machine
 from .arguments import read_schedules
 from .files import check_folder, check_picture
 from .plan import auto_order_name, plan_header, print_refused, simulate_all
@@ -128,7 +128,7 @@ def _show_schedules(output: Path) -> None:
     chosen = [timeline for name, timeline in runs if name in COMPARED]
     output.mkdir(parents=True, exist_ok=True)
     path = output / PICTURE
-    from ..plot import gantt
+    from ..viewing.gantt import gantt
 
     gantt(chosen, path)
     print("\n3. A PICTURE OF IT\n")

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..calibration.measured import Device
+    from ..tools.calibrate.measured import Device
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def choose(arguments: argparse.Namespace) -> Device:
     """The device to measure on; an error if it is not there."""
-    from ..calibration.cpu import cpu_device
-    from ..calibration.hopper import hopper_device
+    from ..tools.calibrate.cpu import cpu_device
+    from ..tools.calibrate.hopper import hopper_device
 
     if choose_device(arguments.device) == "cpu":
         return cpu_device(arguments.threads)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..checkup import Finding
+    from ..tools.doctor import Finding
 
 OWN_PROCESS = (
     "This command runs in a process of its own: it sees variables, versions and hardware. Switches of PyTorch that a training script\n"
@@ -25,9 +25,9 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..checkup import examine, print_findings, take_snapshot
-    from ..checkup.checks import is_bad
-    from ..checkup.show import to_json
+    from ..tools.doctor import examine, print_findings, take_snapshot
+    from ..tools.doctor.checks import is_bad
+    from ..tools.doctor.show import to_json
 
     findings = remarks_for_flags(examine(take_snapshot(ask_gpu=True)))
     if arguments.json:

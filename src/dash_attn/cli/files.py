@@ -27,7 +27,7 @@ def check_picture(flag: str, path: Path | None) -> None:
     """The same for a picture, whose name decides the format. Says too what is missing to draw one."""
     if path is None:
         return
-    from ..plot_style import check_format
+    from ..viewing.style import check_format
 
     check_format(path, f"{flag}: a picture")
     check_file(flag, path)

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..generators import generate
-from ..problem import Problem
-from ..recording import MICROSECONDS
-from ..simulate import Machine, Timeline, simulate
-from ..spans import Spans, spans_of
-from ..validate import ScheduleError
+from ..scheduling.generators import generate
+from ..scheduling.problem import Problem
+from ..scheduling.validate import ScheduleError
+from ..simulation.simulate import Machine, Timeline, simulate
+from ..viewing.recorded import MICROSECONDS
+from ..viewing.task_times import Spans, spans_of
 from .arguments import COSTS, read_machine, read_problem
 from .devices import choose
 
 if TYPE_CHECKING:
-    from ..calibration.measured import Device
+    from ..tools.calibrate.measured import Device
 
 DEFAULT_HEAD_DIM = 128
 
@@ -60,7 +60,7 @@ def measure_all(
     names: Sequence[str], arguments: argparse.Namespace, device: Device, problem: Problem
 ) -> tuple[list[Pair], Machine, list[tuple[str, str]]]:
     """Every schedule that serves the problem, the constants it was simulated with, and (name, reason) of the others."""
-    from ..calibration.measured import make_tensors, options_of
+    from ..tools.calibrate.measured import make_tensors, options_of
 
     tensors = make_tensors(problem, arguments.head_dim, device)
     runs, refused = [], []
@@ -77,7 +77,7 @@ def measure_all(
 
 def _machine(arguments: argparse.Namespace, runs: Sequence[tuple]) -> Machine:
     """As given or calibrated; else read off these very runs."""
-    from ..calibration.estimate import estimate
+    from ..tools.calibrate.estimate import estimate
 
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
     return read_machine(arguments) if given or not runs else estimate(runs)

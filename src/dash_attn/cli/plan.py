@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..describe import counted, describe_machine, describe_problem
-from ..generators import generate
-from ..problem import Problem
-from ..simulate import Machine, Timeline, simulate
-from ..spans import Recorded
-from ..validate import ScheduleError
+from ..scheduling.generators import generate
+from ..scheduling.problem import Problem
+from ..scheduling.validate import ScheduleError
+from ..simulation.simulate import Machine, Timeline, simulate
+from ..viewing.task_times import Recorded
+from ..viewing.words import counted, describe_machine, describe_problem
 from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
 from .devices import add_device
 from .files import check_different, check_file, check_picture
@@ -194,12 +194,12 @@ def _write_files(
     if not timelines:
         return
     if arguments.gantt is not None:
-        from ..plot import gantt
+        from ..viewing.gantt import gantt
 
         title = f"{describe_problem(problem, arguments.mask)}\n{describe_machine(machine, arguments.workers)}"
         gantt([panel for pair in pairs for panel in pair.panels()] or timelines, arguments.gantt, title)
     if arguments.trace is not None:
-        from ..trace import write_trace
+        from ..viewing.trace import write_trace
 
         traced: list[Timeline | Recorded] = [*timelines, *(Recorded(pair.timeline.schedule, pair.measured) for pair in pairs)]
         with progress_bar("writing the trace", problem.tasks * len(traced)) as progress:

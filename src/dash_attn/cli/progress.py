@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..engine import Progress
+from ..scheduling.engine import Progress
 
 LONG_WORK = 200_000  # tasks: about a second
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from ..describe import percent, plain_number
-from ..simulate import Timeline
+from ..simulation.simulate import Timeline
+from ..viewing.words import percent, plain_number
 
 COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
 PIPE_WIDTH = 200  # a pipe or file has no width; nothing may be cut off there

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..api import flash_attn_func
-from ..executor import interleaving
+from ..attention.functions import flash_attn_func
+from ..execution.interleaving import interleaving
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 32, 128, 2, 2
 BATCH, LENGTH = 2, 512  # four KV tiles: enough that the order of a sum can change it

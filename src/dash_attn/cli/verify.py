@@ -15,8 +15,8 @@ from .files import check_different, check_file
 from .progress import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
-    from ..verify.cases import Case
-    from ..verify.certificate import Certificate
+    from ..tools.verify.cases import Case
+    from ..tools.verify.certificate import Certificate
 
 RUNS = {"cpu": 4, "cuda": 50}
 SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "schedule")
@@ -56,9 +56,9 @@ def _add_shape(group: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..verify.against import differences, refuse_failed
-    from ..verify.certificate import read, status_of, verify
-    from ..verify.report import table
+    from ..tools.verify.against import differences, refuse_failed
+    from ..tools.verify.certificate import read, status_of, verify
+    from ..tools.verify.report import table
 
     if arguments.runs is not None and arguments.runs < 2:
         raise ValueError(f"--runs must be at least 2; got {arguments.runs}")
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_comparison(differing: list[str], theirs: Certificate, arguments: argparse.Namespace) -> None:
     """Beside the certificate on stdout, it goes to stderr."""
-    from ..verify.against import agreement
+    from ..tools.verify.against import agreement
 
     agrees = [agreement(theirs, arguments.against)]
     lines = [f"Differs from {arguments.against}:", *(f"  {line}" for line in differing)] if differing else agrees
@@ -93,8 +93,8 @@ def _print_comparison(differing: list[str], theirs: Certificate, arguments: argp
 
 
 def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None) -> tuple[Case, ...]:
-    from ..verify.cases import default_case, default_cases
-    from ..verify.certificate import cases_of
+    from ..tools.verify.cases import default_case, default_cases
+    from ..tools.verify.certificate import cases_of
 
     given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
     if given:

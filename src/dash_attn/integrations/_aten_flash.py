@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..autograd import attention_backward, attention_forward
-from ..checks import check_tensors
-from ..options import AttentionOptions, options_for, refuse_unsupported
-from ..packing import Packing
+from ..attention.autograd import attention_backward, attention_forward
+from ..call.offsets import Packing
+from ..call.options import AttentionOptions, options_for, refuse_unsupported
+from ..call.tensor_checks import check_tensors
 
 
 def sdpa_forward(

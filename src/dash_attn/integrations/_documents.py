@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..packing import Packing
+from ..call.offsets import Packing
 
 PLACES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 

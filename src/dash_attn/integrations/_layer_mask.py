@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from ..call.offsets import Packing
 from ..masks import Mask
-from ..packing import Packing
 
 ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import flash_attn_func
+from ..attention.autocast import under_autocast
+from ..attention.functions import flash_attn_func
+from ..attention.varlen import flash_attn_varlen_func
+from ..call.offsets import Packing
 from ..masks import Causal, Full, Mask, Window
-from ..packing import Packing
-from ..varlen import flash_attn_varlen_func
-from ._autocast import under_autocast
 from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
 from ._documents import PositionReader, packing_of_arguments, packing_of_indices
 from ._first_forward import note_call, watched_model

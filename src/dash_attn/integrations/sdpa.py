@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
-from ..api import flash_attn_func
-from ..checks import DTYPES
+from ..attention.autocast import under_autocast
+from ..attention.functions import flash_attn_func
+from ..call.options import is_finite, is_zero
+from ..call.tensor_checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
-from ..options import is_finite, is_zero
-from ._autocast import under_autocast
 
 OPTIONS = ("schedule", "accumulation", "backend", "head_offset")
 

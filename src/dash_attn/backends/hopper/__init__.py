@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .documents import backward, forward
-from .identity import explain, order_in_words
+from .calls.documents import backward, forward
+from .calls.explain import explain, order_in_words
 
 __all__ = ["backward", "explain", "forward", "order_in_words"]

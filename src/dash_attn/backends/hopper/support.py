@@ -7,11 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...call.options import AttentionOptions
+from ...call.planning import DEFAULT_WORKERS
 from ...masks import Causal, Full, Mask, Window
-from ...options import AttentionOptions
-from ...planning import DEFAULT_WORKERS
-from .driver import ANY_DEVICE
-from .shapes import KERNEL_DIMS
+from .device.driver import ANY_DEVICE
+from .tiles import KERNEL_DIMS
 
 LARGEST_DIM = KERNEL_DIMS[-1]
 MOST_ROWS = 2**31  # LSE is indexed with 32 bits

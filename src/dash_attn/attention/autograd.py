@@ -1,0 +1,100 @@
+"""Attention as a differentiable function of tensors and options. The backend does the arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import backend_for
+from ..call.empty import backward_of_nothing, forward_of_nothing, no_pairs
+from ..call.offsets import Packing
+from ..call.options import AttentionOptions
+from .call_log import LOG_CALLS, log_call
+from .deterministic_setting import alert_if_unordered
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE."""
+    alert_if_unordered(options)
+    backend = backend_for(options.backend, q.device)
+    if no_pairs(q, k):
+        if packing is not None and q.device.type == "cpu":
+            packing.sequences(len(q), len(k))  # no backend looks at the lengths
+        return forward_of_nothing(q, v, sinks)
+    results = backend.forward(q, k, v, options, packing, sinks)
+    if LOG_CALLS:
+        log_call(q, k, v, options, packing)
+    return results
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
+    sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dQ, dK, dV and, where there are sinks, their gradient. `dout` and `dlse` are the gradients of output and LSE."""
+    alert_if_unordered(options)
+    backend = backend_for(options.backend, q.device)
+    if no_pairs(q, k):
+        return backward_of_nothing(q, k, v, sinks, dlse)
+    return backend.backward(dout, q, k, v, out, lse, options, packing, sinks, dlse)
+
+
+class FirstGradientsOnly(torch.autograd.Function):
+    """Passes the gradients through; they depend on the other arguments, but nobody may differentiate them again."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("dash_attn attention has first gradients only: its gradients cannot be differentiated again (double backward)")
+
+
+class Attention(torch.autograd.Function):
+    """Attention.apply(q, k, v, sinks, options, packing) -> (out, lse). Differentiable once, through both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = attention_forward(q, k, v, options, packing, sinks)
+        # Saved like the other tensors, so that changing them in place before the backward is noticed.
+        places = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *places)
+        ctx.options, ctx.packing = options, packing
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
+        if dout is None:
+            if dlse is None:
+                return (None,) * 6
+            dout = torch.zeros_like(out)  # only the LSE was used
+        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.packing, sinks, dlse)
+        if not torch.is_grad_enabled():
+            gradients = attention_backward(*arguments)
+        else:  # create_graph=True
+            with torch.no_grad():
+                gradients = attention_backward(*arguments)
+            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)
+        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+        return *wanted, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("dash_attn attention has no forward-mode derivative; use loss.backward() or torch.autograd.grad")

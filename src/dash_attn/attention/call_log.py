@@ -1,0 +1,46 @@
+"""DASH_ATTN_LOG=1 prints a line to stderr for every new kind of call: what ran, and what decides its bits.
+
+The variable is read once, when this module is imported; setting it later has no effect. While it is off, a call
+pays for one look at a boolean.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from torch import Tensor
+
+from ..backends import backend_for, resolve
+from ..call.offsets import Packing
+from ..call.options import AttentionOptions
+from ..call.planning import describe_call
+from ..scheduling.validate import ScheduleError
+
+VARIABLE = "DASH_ATTN_LOG"
+LOG_CALLS = os.environ.get(VARIABLE, "") not in ("", "0")
+
+_lock = threading.Lock()
+_seen: set[tuple] = set()
+
+
+def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None) -> None:
+    """Print the call unless one with the same shapes, dtype, device and options was printed before."""
+    sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
+    key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, sequences)
+    with _lock:
+        if key in _seen:
+            return
+        _seen.add(key)
+    packed = f" in {sequences} packed sequences" if sequences else ""
+    decided = "planned sequence by sequence" if sequences else _order_in_words(q, k, v, options)
+    backend = f"{resolve(options.backend, q.device)} on {q.device}, {options.accumulation}"
+    print(f"dash-attn: {describe_call(q, k, v, options)}{packed}: {backend}, {decided}", file=sys.stderr, flush=True)
+
+
+def _order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    try:
+        return backend_for(options.backend, q.device).order_in_words(q, k, v, options)
+    except ScheduleError as error:  # the forward needs no schedule, so it goes on; the backward will raise this
+        return f"no backward: {error}"

@@ -1,0 +1,116 @@
+"""flash_attn_func: FlashAttention-2's arguments, plus a mask, a schedule and how gradients are accumulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..backends import load, resolve_to_explain
+from ..call.explanation import Explanation
+from ..call.options import choose_mask, options_for, refuse_unsupported
+from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
+from ..masks import Mask
+from .autograd import Attention
+from .torch_ops import is_traced, traced_attention
+from .transforms import refuse_transforms
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: Mask | None = None,
+    sinks: Tensor | None = None,
+    schedule: str = "auto",
+    accumulation: str = "ordered",
+    backend: str = "auto",
+    return_lse: bool = False,
+    head_offset: int = 0,
+) -> Any:
+    """Attention whose gradients are bitwise reproducible.
+
+    q is (batch, q_len, q_heads, dim), k and v are (batch, kv_len, kv_heads, dim); q_heads is a multiple of kv_heads.
+    v may have another head dim, which is then that of the output.
+    The first eleven arguments are FlashAttention-2's; dropout and ALiBi are not supported and raise.
+
+    mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. Where the lengths differ, the last query
+        is aligned with the last key.
+    sinks: one learnable logit a query head, (q_heads,). Each row's softmax sums exp(sink) too, neither scaled nor capped;
+        the sink has no value, so it only takes weight from the keys.
+    schedule: the order in which dQ is summed, "auto" or a name in dash_attn.GENERATORS.
+    accumulation: "ordered", or "unordered" for sums in order of arrival. `deterministic=False` is still ordered.
+    backend: "auto" (by the device of the tensors), "cpu" or "hopper". An explicit one never falls back.
+    head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
+
+    Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`, as FlashAttention-2 does
+    without dropout. lse is (batch, q_heads, q_len), natural log, of the sink too; gradients go through it (for a z-loss).
+    Where a query attends nothing, out is 0 and lse the sink, or -inf without one.
+    """
+    refuse_transforms()
+    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
+    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
+    choices = (softcap, schedule, accumulation, backend, head_offset)
+    if is_traced(q, k, v, sinks):
+        check_strided(q=q, k=k, v=v)
+        out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), softmax_scale, *choices)
+    else:
+        check_tensors(q, k, v)
+        check_sinks(sinks, q)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        options = options_for(mask, causal, window_size, scale, *choices)
+        options.mask.check(q.shape[1], k.shape[1])
+        out, lse = Attention.apply(q, k, v, sinks, options, None)
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: Mask | None = None,
+    sinks: Tensor | None = None,
+    schedule: str = "auto",
+    accumulation: str = "ordered",
+    backend: str = "auto",
+    return_lse: bool = False,
+    head_offset: int = 0,
+    predict_time: bool = True,
+) -> Explanation:
+    """What flash_attn_func would do with these arguments, without running it; what it refuses raises here too.
+
+    The tensors are looked at for shape, dtype and device only. Sinks change nothing of what is told. Tensors on the meta
+    device ask what a backend would do that is not here: explain(q, k, v, backend="hopper") then needs no GPU, and leaves
+    out the hashes of kernels.
+    predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
+    """
+    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse, predict_time=predict_time)
+    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
+    check_tensors(q, k, v)
+    check_sinks(sinks, q)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    options = options_for(mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset)
+    options.mask.check(q.shape[1], k.shape[1])
+    if 0 in (q.shape[0], q.shape[1], k.shape[1]):
+        raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
+    return load(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)

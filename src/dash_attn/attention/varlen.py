@@ -1,0 +1,76 @@
+"""flash_attn_varlen_func: sequences of different lengths laid end to end, each computed as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..call.offsets import Packing
+from ..call.options import choose_mask, options_for, refuse_unsupported
+from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
+from ..masks import Mask
+from .autograd import Attention
+from .torch_ops import is_traced, traced_attention
+from .transforms import refuse_transforms
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    mask: Mask | None = None,
+    sinks: Tensor | None = None,
+    schedule: str = "auto",
+    accumulation: str = "ordered",
+    backend: str = "auto",
+    return_lse: bool = False,
+    head_offset: int = 0,
+) -> Any:
+    """Attention of packed sequences. A sequence's bits are those of flash_attn_func on it alone.
+
+    q is (q tokens, q_heads, dim), k and v are (KV tokens, kv_heads, dim). Sequence i has the query tokens
+    cu_seqlens_q[i] to cu_seqlens_q[i + 1], and the key tokens alike; either may be none. The mask applies to each
+    sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func.
+
+    On the GPU the values of cu_seqlens are not read on the host, so the call does not wait for the GPU: they must
+    start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
+    them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
+
+    Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`. lse is (q_heads, q tokens);
+    gradients go through it.
+    """
+    if block_table is not None:
+        raise ValueError("paged keys and values are not supported: block_table must be None")
+    refuse_transforms()
+    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
+    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
+    choices = (softcap, schedule, accumulation, backend, head_offset)
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
+        check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        out, lse = traced_attention(q, k, v, sinks, packed, choose_mask(mask, causal, window_size), softmax_scale, *choices)
+    else:
+        check_tensors(q, k, v, ndim=3)
+        check_sinks(sinks, q)
+        packing = Packing(*packed)
+        packing.check_device(q.device)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, scale, *choices), packing)
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out

@@ -1,0 +1,161 @@
+"""Attention on the CPU: the reference for what a GPU kernel computes and in which order. cpu_tiles has the arithmetic.
+
+Packed sequences, and so documents in a row, are computed one after another, each as if it were alone, so their bits are those of
+each alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ...call.documents import backward_of_documents, document_ends, forward_of_documents, of_a_document, runs_packed
+from ...call.empty import backward_of_nothing, forward_of_nothing, no_pairs, sink_gradient_of_nothing
+from ...call.explanation import Explanation
+from ...call.offsets import Packing
+from ...call.options import AttentionOptions
+from ...call.planning import DEFAULT_WORKERS, explanation_of, explanation_of_documents, plan_for, plan_in_words, problem_of
+from ...execution.interleaving import Interleaving, current_interleaving
+from ...execution.run import run_plan
+from ...masks import Documents
+from ...scheduling.plan import Plan
+from .tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, pack, unpack
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output in the input's dtype, LSE in the dtype of the arithmetic."""
+    if packing is None:
+        if runs_packed(options):
+            return forward_of_documents(forward, (q, k, v), options, _packing_of(q, options), sinks)
+        return _forward(q, k, v, options, sinks)
+    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], len(q), dtype=arithmetic(q.dtype))
+    for rows, columns in packing.sequences(len(q), len(k)):
+        options.mask.check(rows.stop - rows.start, columns.stop - columns.start)
+        one, one_lse = _forward(q[None, rows], k[None, columns], v[None, columns], options, sinks)
+        out[rows], lse[:, rows] = one[0], one_lse[0]
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
+    sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Gradients:
+    """dQ, dK and dV in the inputs' dtype, summed in the order of the plan (or of arrival, where options say unordered)."""
+    if packing is None:
+        if runs_packed(options):
+            return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, _packing_of(q, options), sinks)
+        dq, dk, dv, per_sequence = _backward((dout, q, k, v, out), (lse, dlse), options, sinks)
+        return dq, dk, dv, _sum_in_order([] if per_sequence is None else list(per_sequence), sinks)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dsinks: list[Tensor] = []
+    for rows, columns in packing.sequences(len(q), len(k)):
+        tensors = dout[None, rows], q[None, rows], k[None, columns], v[None, columns], out[None, rows]
+        of_rows = lse[None, :, rows], None if dlse is None else dlse[None, :, rows]
+        one = _backward(tensors, of_rows, options, sinks)
+        dq[rows], dk[columns], dv[columns] = one[0][0], one[1][0], one[2][0]
+        dsinks += [] if one[3] is None else list(one[3])
+    return dq, dk, dv, _sum_in_order(dsinks, sinks)
+
+
+def _packing_of(q: Tensor, options: AttentionOptions) -> Packing:
+    assert isinstance(options.mask, Documents)
+    lengths = options.mask.lengths
+    places = torch.from_numpy(document_ends(lengths, len(q)))
+    return Packing(places, places, max(lengths), max(lengths))
+
+
+def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
+    return plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+
+
+def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    if runs_packed(options):
+        return "planned document by document"
+    return plan_in_words(backward_plan(q, k, v, options))
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
+    """Times are never predicted: nobody trains on this backend."""
+    tiles = (TILE_Q, TILE_KV)
+    note = "the CPU backend is for reference, its time is not modelled"
+    fields = {"backward_tiles": tiles, "forward_tiles": tiles, "prediction_note": note}
+    if not runs_packed(options):
+        return explanation_of(backward_plan(q, k, v, options), "cpu", (q, k, v), options, **fields)
+    assert isinstance(options.mask, Documents)
+    alone = of_a_document(options)
+    plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
+    return explanation_of_documents(plans, "cpu", (q, k, v), options, **fields)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A batch of sequences of one length."""
+    if no_pairs(q, k):
+        return forward_of_nothing(q, v, sinks)
+    problem = problem_of(q, k, options, TILE_Q, TILE_KV)
+    with fixed_arithmetic():
+        scores = Scores(problem, options)
+        q_tiles, k_tiles, v_tiles = pack(q, TILE_Q), pack(k, TILE_KV), pack(v, TILE_KV)
+        sink_of = q_tiles.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks.detach().to(q_tiles.dtype)
+        out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
+        lse = q_tiles.new_empty(q_tiles.shape[:-1])
+        for place in product(*map(range, q_tiles.shape[:3])):
+            sequence, head, q_tile = place
+            kv_head = sequence, head // problem.group
+            out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, q_tile)
+        return unpack(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
+
+
+def _backward(
+    tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None], options: AttentionOptions, sinks: Tensor | None
+) -> Gradients:
+    """A batch of sequences of one length, (dout, q, k, v, out) and (LSE, its gradient). The sinks' gradient is (batch, query heads):
+    a part for each sequence."""
+    _, q, k, v, _ = tensors
+    if no_pairs(q, k):
+        dq, dk, dv, _ = backward_of_nothing(q, k, v, None)
+        return dq, dk, dv, None if sinks is None else _sink_parts_of_nothing(q, sinks, of_rows[1])
+    chosen = current_interleaving()
+    if chosen is None:
+        # "unordered" promises nothing, and the control must show it: every call arrives differently.
+        chosen = Interleaving(None if options.ordered else secrets.randbits(64))
+    problem = problem_of(q, k, options, TILE_Q, TILE_KV)
+    plan = plan_for(problem, options.schedule, chosen.workers or DEFAULT_WORKERS)
+    with fixed_arithmetic():
+        tiles = BackwardTiles(problem, options, tensors, of_rows)
+        tiles.dq[:, :, plan.ranks_per_q_tile == 0] = 0
+        run_plan(plan, tiles, options.ordered, chosen)
+        dsinks = None if sinks is None else tiles.sink_gradients(sinks.detach().to(tiles.lse.dtype))
+        dq, dk, dv = tiles.dq * options.scale, tiles.dk * options.scale, tiles.dv
+        return unpack(dq, problem.q_len, q.dtype), unpack(dk, problem.kv_len, k.dtype), unpack(dv, problem.kv_len, v.dtype), dsinks
+
+
+def _sink_parts_of_nothing(q: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:
+    """The part of each sequence, (batch, query heads), where there is no query or no key."""
+    logits = sinks.detach().to(arithmetic(q.dtype))
+    parts = [sink_gradient_of_nothing(logits, None if dlse is None else dlse[i]) for i in range(len(q))]
+    return torch.stack(parts) if parts else logits.new_zeros(0, len(logits))
+
+
+def _sum_in_order(parts: list[Tensor], sinks: Tensor | None) -> Tensor | None:
+    """The sum over sequences, first to last, in the dtype of the sinks."""
+    if sinks is None:
+        return None
+    total = torch.zeros(sinks.shape, dtype=parts[0].dtype if parts else sinks.dtype)
+    for part in parts:
+        total += part
+    return total.to(sinks.dtype)

@@ -1,0 +1,190 @@
+"""The arithmetic of attention on the CPU, tile by tile.
+
+Memory is linear in the lengths. Every product is a 2-d product of two contiguous tiles of a fixed shape on one
+thread, so that bits cannot depend on the batch, other heads, strides or the number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...call.options import AttentionOptions
+from ...execution.rules import ChainPlace, Contribution
+from ...masks import EMPTY, PARTIAL
+from ...scheduling.order import Ints
+from ...scheduling.problem import Problem, Task
+
+TILE_Q, TILE_KV = 64, 128
+
+
+class Scores:
+    """Scaled, capped and masked scores of one tile."""
+
+    def __init__(self, problem: Problem, options: AttentionOptions) -> None:
+        self.problem, self.scale, self.cap = problem, options.scale, options.softcap
+
+    def tile(self, q: Tensor, k: Tensor, q_tile: int, kv_tile: int, partial: bool) -> tuple[Tensor, Tensor | None]:
+        """Scores, and the tanh of the softcap where there is one (its slope is 1 - tanh^2)."""
+        scores = torch.mm(q, k.t())
+        tanh = None
+        if self.cap:
+            tanh = scores.mul_(self.scale / self.cap).tanh_()
+            scores = tanh * self.cap
+        else:
+            scores.mul_(self.scale)
+        if partial:
+            scores.masked_fill_(self._dropped(q_tile, kv_tile), -torch.inf)
+        return scores, tanh
+
+    def _dropped(self, q_tile: int, kv_tile: int) -> Tensor:
+        """Elements of a tile that do not attend; those beyond the lengths never do."""
+        problem = self.problem
+        rows = slice(q_tile * TILE_Q, min((q_tile + 1) * TILE_Q, problem.q_len))
+        columns = slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, problem.kv_len))
+        dropped = np.ones((TILE_Q, TILE_KV), dtype=np.bool_)
+        keep = problem.mask.keep(rows, columns, problem.q_len, problem.kv_len)
+        dropped[: keep.shape[0], : keep.shape[1]] = ~keep
+        return torch.from_numpy(dropped)
+
+
+def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Scores, q_tile: int) -> tuple[Tensor, Tensor]:
+    """Output and LSE of one Q tile: online softmax over its sink (a score without a value; -inf: none) and its KV tiles, in order."""
+    highest = sink.repeat(TILE_Q)
+    total = (highest != -torch.inf).to(q.dtype)
+    out = q.new_zeros(TILE_Q, v_tiles.shape[-1])
+    kinds = scores.problem.tile_map[q_tile]
+    for kv_tile in np.flatnonzero(kinds != EMPTY).tolist():
+        tile, _ = scores.tile(q, k_tiles[kv_tile], q_tile, kv_tile, kinds[kv_tile] == PARTIAL)
+        before, highest = highest, torch.maximum(highest, tile.amax(1))
+        base = highest.masked_fill(highest == -torch.inf, 0)  # a row that attends nothing yet: exp(-inf - 0) is 0, not NaN
+        weights = tile.sub_(base[:, None]).exp_()
+        fade = torch.exp(before - base)
+        total = total * fade + weights.sum(1)
+        out.mul_(fade[:, None]).addmm_(weights, v_tiles[kv_tile])
+    nothing = total == 0
+    out.div_(total[:, None]).masked_fill_(nothing[:, None], 0)
+    return out, (highest + total.log()).masked_fill_(nothing, -torch.inf)
+
+
+class BackwardTiles:
+    """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale."""
+
+    def __init__(
+        self, problem: Problem, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
+    ) -> None:
+        """tensors: dout, q, k, v, out; of_rows: LSE and, where it was used, its gradient."""
+        self.problem = problem
+        self.scores = Scores(problem, options)
+        dout, q, k, v, out = tensors
+        self.q, self.dout = pack(q, TILE_Q), pack(dout, TILE_Q)
+        self.k, self.v = pack(k, TILE_KV), pack(v, TILE_KV)
+        lse, dlse = of_rows
+        self.lse = self._pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf), torch.inf)
+        self.delta = self._delta(pack(out, TILE_Q))
+        if dlse is not None:
+            # The LSE's slope by a score is that score's weight, as delta's is, with the other sign. Rows without a weight have no slope.
+            self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
+        self.dq, self.dk, self.dv = (torch.empty_like(tiles) for tiles in (self.q, self.k, self.v))
+
+    def _pack_rows(self, values: Tensor, beyond: float) -> Tensor:
+        """A number per row, by Q tile. An LSE of +inf, of rows that attend nothing, makes their weights exp(-inf) = 0."""
+        padded = self.q.new_full((*values.shape[:2], self.problem.q_tiles * TILE_Q), beyond)
+        padded[:, :, : self.problem.q_len] = values
+        return padded.unflatten(2, (-1, TILE_Q))
+
+    def _delta(self, out: Tensor) -> Tensor:
+        """Row sums of dO * O."""
+        delta = torch.empty_like(self.lse)
+        for place in product(*map(range, delta.shape[:3])):
+            delta[place] = (self.dout[place] * out[place]).sum(1)
+        return delta
+
+    def sink_gradients(self, sinks: Tensor) -> Tensor:
+        """The part of each sequence and query head, tile by tile: a sink takes exp(sink - LSE) of a row's weight and has value 0."""
+        parts = sinks.new_zeros(self.lse.shape[:2])
+        for sequence, head, q_tile in product(*map(range, self.lse.shape[:3])):
+            share = torch.exp(sinks[head] - self.lse[sequence, head, q_tile])
+            parts[sequence, head] -= (share * self.delta[sequence, head, q_tile]).sum()
+        return parts
+
+    def chain(self, at: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
+        """Walk one KV tile's Q tiles; dK and dV stay with the chain."""
+        k, v = self.k[at], self.v[at]
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        group = self.problem.group
+        for member in members:
+            for q_tile, rank, partial in steps.tolist():
+                place = at.sequence, at.head * group + member, q_tile
+                weights, dscores = self._gradients(place, k, v, at.kv_tile, bool(partial))
+                dv.addmm_(weights.t(), self.dout[place])
+                dk.addmm_(dscores.t(), self.q[place])
+                yield Contribution(member, q_tile, rank, torch.mm(dscores, k))
+        self.dk[at], self.dv[at] = dk, dv
+
+    def _gradients(self, place: tuple[int, int, int], k: Tensor, v: Tensor, kv_tile: int, partial: bool) -> tuple[Tensor, Tensor]:
+        """P and dS of one tile, dS before the scale."""
+        scores, tanh = self.scores.tile(self.q[place], k, place[2], kv_tile, partial)
+        weights = scores.sub_(self.lse[place][:, None]).exp_()
+        dscores = torch.mm(self.dout[place], v.t()).sub_(self.delta[place][:, None]).mul_(weights)
+        if tanh is not None:
+            dscores.mul_(1 - tanh * tanh)
+        return weights, dscores
+
+    def land(self, task: Task, value: Any, first: bool) -> None:
+        tile = self.dq[task.sequence, task.head, task.q_tile]
+        if first:
+            tile.copy_(value)
+        else:
+            tile.add_(value)
+
+
+def pack(x: Tensor, rows: int) -> Tensor:
+    """(batch, length, heads, dim) -> contiguous tiles (batch, heads, tiles, rows, dim) for the arithmetic, zero-padded."""
+    batch, length, heads, dim = x.shape
+    tiles = -(-length // rows)
+    packed = torch.zeros(batch, heads, tiles * rows, dim, dtype=arithmetic(x.dtype), device="cpu")
+    packed[:, :, :length] = x.detach().transpose(1, 2)
+    return packed.unflatten(2, (tiles, rows))
+
+
+def unpack(tiles: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of pack, in the caller's dtype."""
+    return tiles.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype).contiguous()
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_lock = threading.Lock()
+_callers = 0
+_threads_before = 1
+
+
+@contextmanager
+def fixed_arithmetic() -> Iterator[None]:
+    """One thread per product, because BLAS splits small products differently with more; no autocast, no gradients.
+
+    Threads made inside inherit the count; calls that overlap on several threads restore what the first one found.
+    """
+    global _callers, _threads_before
+    with _lock:
+        if _callers == 0:
+            _threads_before = torch.get_num_threads()
+        _callers += 1
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        with _lock:
+            _callers -= 1
+        torch.set_num_threads(_threads_before)

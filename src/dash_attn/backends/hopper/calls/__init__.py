@@ -1,0 +1,1 @@
+"""What is prepared once per kind of call, and how it is launched."""

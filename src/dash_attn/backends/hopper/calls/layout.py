@@ -1,0 +1,157 @@
+"""Shapes, strides and options of a call: the key under which everything prepared for it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ....call.offsets import Packing
+from ....call.options import AttentionOptions
+from ..device.driver import device_index, on_device, refuse_capture
+from ..device.recently_used import Kept
+from ..device.tensor_map import tma_ready
+from ..support import DTYPES, check_call
+from ..tiles import kernel_dim
+
+LOG2_E = 1.4426950408889634
+MOST_CALLS = 256  # prepared calls kept; the least recently used goes first
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What kernels and workspaces are chosen by. A packed batch counts as one, its lengths are all tokens."""
+
+    device: int
+    dtype: str
+    dim: int  # of the kernel
+    q_dim: int  # of the caller's q and k, before padding to a multiple of 8
+    v_dim: int
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    count: int  # sequences
+    q_longest: int | None  # longest sequence of a packed batch
+    k_longest: int | None
+
+    @classmethod
+    def of(cls, tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None = None) -> Layout:
+        q, k, v = tensors[:3]
+        check_call(q, v, options, packing is not None)
+        batch = 1 if packing is not None else q.shape[0]
+        longest = (None, None) if packing is None else _longest(q, k, packing)
+        return cls(
+            device=device_index(q.device),
+            dtype=DTYPES[q.dtype],
+            dim=kernel_dim(q.shape[-1], v.shape[-1]),
+            q_dim=q.shape[-1],
+            v_dim=v.shape[-1],
+            batch=batch,
+            q_len=q.shape[-3],
+            kv_len=k.shape[-3],
+            q_heads=q.shape[-2],
+            kv_heads=k.shape[-2],
+            count=batch if packing is None else len(packing.cu_seqlens_q) - 1,
+            q_longest=longest[0],
+            k_longest=longest[1],
+        )
+
+    @property
+    def packed(self) -> bool:
+        return self.q_longest is not None
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    def tiles_of_queries(self, rows: int) -> int:
+        """Q tiles of a head of one sequence; of a packed batch, room for those of all."""
+        return _tiles(self.q_len, rows, self.count if self.packed else None)
+
+    def tiles_of_keys(self, rows: int) -> int:
+        return _tiles(self.kv_len, rows, self.count if self.packed else None)
+
+    def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+        """The gradients with the caller's head dims."""
+        return cut(dq, self.q_dim), cut(dk, self.q_dim), cut(dv, self.v_dim), *rest
+
+
+def empty_contiguous(like: Tensor) -> Tensor:
+    """Uninitialised and contiguous; the shortest way to it, because every call comes by."""
+    return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
+
+
+def cut(tensor: Tensor, dim: int) -> Tensor:
+    """The first `dim` columns: what is there without padding."""
+    return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
+
+
+def kernel_scales(options: AttentionOptions) -> dict[str, float]:
+    """What scores are multiplied with before exp2 and, with softcap, before tanh (tanh_half_log2 of common/ptx.cuh)."""
+    cap = options.softcap
+    return {"scale_log2": (cap or options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * options.scale / cap if cap else 0.0}
+
+
+def _tiles(tokens: int, rows: int, sequences: int | None) -> int:
+    """Whole tiles; every sequence of a packed batch may end with a partial one, wherever they end."""
+    return -(-tokens // rows) if sequences is None else tokens // rows + sequences
+
+
+class PreparedCall(Protocol):
+    """What is kept for a layout. `holds_tables`: it owns device memory that launches in flight may still read."""
+
+    device: torch.device
+    holds_tables: bool
+
+
+Call = TypeVar("Call", bound=PreparedCall)
+
+
+class CallCache(Generic[Call]):
+    """Calls by shapes, strides, dtype, device and options. A call that was made before costs one look-up."""
+
+    def __init__(self, prepare: Callable[[Layout, tuple[Tensor, ...], AttentionOptions], Call]) -> None:
+        self._prepare = prepare
+        self._kept: Kept[Call] = Kept(MOST_CALLS)
+
+    def find(self, tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None) -> tuple[Call, tuple[Tensor, ...]]:
+        """The prepared call and the tensors it can work on (copies of those that TMA cannot read)."""
+        dims = tensors[0].shape[-1], tensors[2].shape[-1]
+        key = _key(tensors, dims, options, packing)
+        call = self._kept.get(key)
+        if call is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
+            return call, tensors
+        layout = Layout.of(tensors, options, packing)
+        tensors = tuple(tma_ready(t) for t in tensors)
+        key = _key(tensors, dims, options, packing)
+        call = self._kept.get(key)
+        return (self._make(key, layout, tensors, options) if call is None else call), tensors
+
+    def _make(self, key: tuple, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Call:
+        refuse_capture()
+        with on_device(layout.device):
+            call = self._prepare(layout, tensors, options)
+        for old in self._kept.put(key, call):
+            if old.holds_tables:
+                torch.cuda.synchronize(old.device)  # launches on any stream may still read them; here they go
+        return call
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, packing: Packing | None) -> tuple:
+    """`dims`: head dims before padding."""
+    first = tensors[0]
+    packed = None if packing is None else (len(packing.cu_seqlens_q), *_longest(first, tensors[1], packing))
+    return options, packed, dims, first.dtype, first.device, *((t.shape, t.stride()) for t in tensors)
+
+
+def _longest(q: Tensor, k: Tensor, packing: Packing) -> tuple[int, int]:
+    """The longest sequences there can be; callers may pass any larger number."""
+    return min(packing.max_seqlen_q, q.shape[0]), min(packing.max_seqlen_k, k.shape[0])

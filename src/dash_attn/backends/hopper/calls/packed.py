@@ -1,0 +1,118 @@
+"""Packed sequences: tables that are made on the device, from cu_seqlens, before every pass."""
+
+from __future__ import annotations
+
+from ctypes import addressof
+from typing import Any
+
+from ....call.offsets import Packing
+from ....call.options import AttentionOptions
+from ....masks import Mask
+from ....scheduling.generators.auto import FEW_KV_TILES
+from ....scheduling.generators.shift import largest_block
+from ..device.driver import flag, load
+from ..device.parameters import PackedParams, PackedTilesParams
+from ..device.trouble import register_call, report_address
+from ..support import check_device, check_gang
+from ..tiles import HELPER_THREADS, BackwardTiles, backward_tiles, helper_blocks
+from .layout import Layout
+from .tables import MaskOnDevice
+
+SEQUENCE_BYTES, PARTS_BYTES, CHAIN_BYTES, TILE_BYTES = (
+    32,
+    32,
+    64,
+    32,
+)  # structs of the kernels
+
+
+class SequenceLayout:
+    """The first of two kernels of either pass: cu_seqlens become sequences, and where the parts of each begin."""
+
+    def __init__(self, layout: Layout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
+        name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
+        kernel = load(layout.device, "device_planning/chains.cuh", name, HELPER_THREADS, 0)
+        self.params = PackedParams(
+            count=layout.count,
+            q_tokens=layout.q_len,
+            k_tokens=layout.kv_len,
+            q_longest=layout.q_longest,
+            k_longest=layout.k_longest,
+            heads=layout.kv_heads,
+            group=layout.group,
+            head_tiles=head_tiles,
+            workers=check_device(layout.device),
+            mask=mask.params,
+            report=report_address(),
+            call=register_call(layout.q_heads, head_tiles),
+        )
+        self._launch = kernel.prepare(helper_blocks(layout.count), [addressof(self.params)])
+
+    def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
+        params = self.params
+        params.cu_q, params.cu_k = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
+        params.sequences, params.parts, params.ticket_count = at["sequences"], at["parts"], at["next_ticket"] + 4
+        self._launch.on(stream)
+
+
+def sequence_sizes(layout: Layout) -> dict[str, int]:
+    """Bytes of what SequenceLayout writes."""
+    return {"sequences": SEQUENCE_BYTES * layout.count, "parts": PARTS_BYTES * layout.count}
+
+
+def packed_sizes(layout: Layout, head_tiles: int, chains: int) -> dict[str, int]:
+    """Bytes of the backward's tables: linear in tokens and sequences."""
+    return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "q_ranks": 4 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
+
+
+def largest_gang(layout: Layout, tiles: BackwardTiles, mask: Mask) -> int:
+    """Most chains that may wait for each other: in_ring of device_planning/chains.cuh, for the longest sequence.
+
+    A causal sequence of which every tile is kept has so few Q tiles that its blocks are single chains.
+    """
+    if mask.is_causal:
+        return 1
+    q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-(layout.k_longest or 1) // tiles.kv_rows)
+    return 1 if kv_tiles <= FEW_KV_TILES else min(largest_block(q_tiles), kv_tiles)
+
+
+class PackedPlanner:
+    """Sequences, dQ tiles, chains and tickets of the backward."""
+
+    def __init__(self, layout: Layout, mask: MaskOnDevice, head_tiles: int, options: AttentionOptions) -> None:
+        tiles = backward_tiles(layout.dim)
+        check_gang(largest_gang(layout, tiles, options.mask), check_device(layout.device))
+        rows = f"{tiles.q_rows}, {tiles.kv_rows}"
+        chains = layout.tiles_of_keys(tiles.kv_rows)
+        self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
+        self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset % 2, chains
+        kernel = load(layout.device, "device_planning/chains.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
+        self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
+
+    def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
+        params = self._sequences.params  # both kernels take the same
+        for name in ("tile_places", "q_ranks", "chains", "tickets"):
+            setattr(params, name, at[name])
+        self._sequences.launch(packing, at, stream)
+        self._launch.on(stream)
+
+
+class PackedTiler:
+    """Sequences and Q tiles of the forward."""
+
+    def __init__(self, layout: Layout, mask: MaskOnDevice, q_rows: int, kv_rows: int) -> None:
+        rows = f"{q_rows}, {kv_rows}"
+        self.room = layout.tiles_of_queries(q_rows)
+        self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
+        kernel = load(layout.device, "device_planning/forward_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
+        self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
+        self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
+
+    def sizes(self, layout: Layout) -> dict[str, int]:
+        return {**sequence_sizes(layout), "tiles": TILE_BYTES * self.room}
+
+    def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
+        self._sequences.launch(packing, at, stream)
+        for name in ("sequences", "parts", "tiles", "next_ticket"):
+            setattr(self._params, name, at[name])
+        self._launch.on(stream)

@@ -1,0 +1,97 @@
+"""One backward whose drains note when each dQ tile was ready, had its turn and landed: the measured Gantt chart.
+
+A kernel of its own does it (template parameter RECORD); the one that trains has no such instruction.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....call.documents import runs_packed
+from ....call.options import AttentionOptions
+from ....scheduling.generators import generate
+from ....scheduling.problem import Problem, Task
+from ....scheduling.schedule import Schedule
+from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, spans_from
+from ....viewing.task_times import Spans, TaskTable, task_table
+from .backward import BackwardCall
+from .groups import LARGEST_GROUP, parts_between
+from .layout import CallCache, Layout
+
+DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward/config.cuh)
+MOST_ENTRIES = 2**26  # of 16 bytes: a gigabyte
+UNWRITTEN = -1
+WARM_UP = 5  # runs: while a GPU wakes up, the clocks of its SMs drift apart
+
+
+class RecordingCall(BackwardCall):
+    """A backward call with the recording kernel and the memory it writes to."""
+
+    records = True
+
+    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        super().__init__(layout, tensors, options)
+        assert self.plan is not None  # record_backward takes no packed sequences, which are planned on the device
+        problem = self.plan.problem
+        check_size(problem)
+        self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
+        self.clocks = torch.zeros((2, self.workers, 2), dtype=torch.int64, device=self.device)  # struct ClockRecord
+        self.main.record, self.main.clocks, self.main.record_ranks = self.record.data_ptr(), self.clocks.data_ptr(), problem.kv_tiles
+
+
+def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Spans:
+    """Run one backward of these (batched) tensors, after some to warm up, and tell when every task ran. Times are microseconds."""
+    check_recordable(q, k, options)
+    call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
+    plan = call.plan
+    assert plan is not None
+    with torch.cuda.device(q.device):
+        for _ in range(WARM_UP + 1):
+            call.record.fill_(UNWRITTEN)
+            call.run(tensors, lse, None, None)
+        torch.cuda.synchronize()
+    schedule = generate(options.schedule, plan.problem, plan.workers)
+    drains = DRAINS[call.layout.dim <= 128]
+    return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy(), drains)
+
+
+def check_recordable(q: Tensor, k: Tensor, options: AttentionOptions) -> None:
+    """What runs must be what the schedule says."""
+    if runs_packed(options):
+        raise ValueError(
+            "documents run as packed sequences, which are planned on the device and not recorded; name a schedule to record it"
+        )
+    if parts_between(q, k) > 1:
+        raise ValueError(f"a recording takes up to {LARGEST_GROUP} query heads a KV head; got {q.shape[-2]} and {k.shape[-2]}")
+
+
+def check_size(problem: Problem) -> None:
+    if entries(problem) > MOST_ENTRIES:
+        raise ValueError(f"a recording takes one entry a task; {entries(problem):,} are too many, at most {MOST_ENTRIES:,}")
+
+
+def entries(problem: Problem) -> int:
+    """One for each dQ tile and rank it could have."""
+    return problem.batch * problem.heads * problem.group * problem.q_tiles * problem.kv_tiles
+
+
+def read_record(schedule: Schedule, record: np.ndarray, clocks: np.ndarray, drains: int = 2) -> Spans:
+    """Spans from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and rank; per CTA both clocks, twice."""
+    table = task_table(schedule)
+    rows = record[entry_of(schedule.problem, table)].astype(np.int64)
+    missing = np.flatnonzero(rows[:, 3] == UNWRITTEN)
+    if len(missing):
+        task = Task(*(int(x[missing[0]]) for x in (table.head, table.q_tile, table.kv_tile, table.sequence)))
+        raise RecordError(f"the kernel noted nothing of {len(missing)} of {len(rows)} tasks, first {task}")
+    cycles = Cycles(rows[:, 3], *(rows[:, i] % 2**32 for i in range(3)))
+    ns, packed = clocks[..., 0], clocks[..., 1]
+    both = Clocks(ns[0], packed[0] & 0xFFFFFFFF, ns[1], packed[1] & 0xFFFFFFFF)
+    return spans_from(schedule, noted_by_drains(schedule, cycles, both, drains), drains)
+
+
+def entry_of(problem: Problem, table: TaskTable) -> np.ndarray:
+    """Where the kernel writes each task, as in backward/drain.cuh."""
+    dq_tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
+    return dq_tile * problem.kv_tiles + table.rank

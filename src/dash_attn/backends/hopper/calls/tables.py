@@ -1,0 +1,145 @@
+"""Plans and masks on the device: uploaded once, then shared by every call that needs them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....masks import Causal, Full, IntervalMask, Mask, TileMap, Window
+from ....scheduling.forward_visits import visit_tables
+from ....scheduling.plan import Plan
+from ....scheduling.problem import Problem
+from ....scheduling.schedule import Placement
+from ..device.driver import refuse_capture
+from ..device.parameters import MaskParams, Pair, PlanTables, VisitParams
+
+FAR_AWAY = 2**29  # farther than any two tokens are apart
+ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    refuse_capture()
+    memory = torch.from_numpy(array).to(device)
+    torch.cuda.current_stream(device).synchronize()  # once: other streams may use it from now on
+    return memory
+
+
+class DeviceTables:
+    """Arrays laid end to end in one device tensor."""
+
+    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device) -> None:
+        offsets, parts, total = {}, [], 0
+        for name, array in arrays.items():
+            flat = np.ascontiguousarray(array, dtype=np.int32).ravel()
+            padded = np.zeros(-(-max(1, flat.size) // ALIGNMENT) * ALIGNMENT, dtype=np.int32)
+            padded[: flat.size] = flat
+            offsets[name] = total
+            parts.append(padded)
+            total += padded.size
+        self.memory = upload(np.concatenate(parts), device)
+        self._offsets = offsets
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.memory.data_ptr()) + 4 * self._offsets[name]
+
+
+class PlanOnDevice:
+    """A plan's tables and the parameters that point to them."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        placement = plan.placement
+        self.tables = DeviceTables(
+            {
+                "starts": plan.starts,
+                "chain_runs": plan.chain_runs,
+                "chain_steps": plan.chain_steps,
+                "runs": plan.runs,
+                "entries": plan.entries,
+                "segments": np.cumsum([0, *placement.segments]),
+                "q_ranks": plan.ranks_per_q_tile,
+            },
+            device,
+        )
+        self.params = PlanTables(
+            *(self.tables[name] for name in ("starts", "chain_runs", "chain_steps", "runs", "entries", "segments")),
+            has_gangs=int(plan.gang > 1),
+            last_member_first=Pair(*map(int, plan.last_member_first)),
+            **placement_fields(placement, plan.problem),
+        )
+
+
+def placement_fields(placement: Placement, problem: Problem) -> dict[str, Any]:
+    """Of PlanTables: what decides which chain a ticket starts, beside `starts` and `segments`."""
+    of_kind = placement.heads_of_kinds(problem)
+    counts = [len(h) for h in of_kind] + [0] * (2 - len(of_kind))
+    return {
+        "kinds": len(of_kind),
+        "kv_tiles": problem.kv_tiles,
+        "lanes": placement.lanes,
+        "tickets": problem.chains,
+        "rounds": placement.rounds([problem.batch * len(h) for h in of_kind]),
+        "instances": Pair(*(problem.batch * n for n in counts)),
+        "heads_per_sequence": Pair(*(max(1, n) for n in counts)),
+        "first_head": Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),
+    }
+
+
+class VisitsOnDevice:
+    """The forward's tables and the parameters that point to them."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        tables = visit_tables(problem)
+        names = ("q_order", "first_runs", "runs", "visits")
+        self.tables = DeviceTables({name: getattr(tables, name) for name in names}, device)
+        self.params = VisitParams(*(self.tables[name] for name in names))
+        self.places = len(tables.q_order)
+
+
+class MaskOnDevice:
+    """How a kernel masks the elements of partial tiles: by a band, by row bounds or by blocks."""
+
+    def __init__(self, mask: Mask, q_len: int, kv_len: int, device: torch.device) -> None:
+        self.params = MaskParams(q_len=q_len, kv_len=kv_len)
+        if isinstance(mask, (Full, Causal, Window)):
+            self.kind = "Band"
+            self.params.band_right, self.params.band_width = band_of(mask)
+        elif isinstance(mask, IntervalMask):
+            self.kind = "Rows"
+            bounds = np.stack(mask.clipped_bounds(np.arange(q_len), q_len, kv_len), axis=1)
+            self._memory = DeviceTables({"rows": bounds}, device)
+            self.params.rows = self._memory["rows"]
+        elif isinstance(mask, TileMap):
+            self.kind = "Blocks"
+            self._blocks = upload(mask.blocks.astype(np.uint8), device)
+            self.params.blocks = self._blocks.data_ptr()
+            self.params.block_q, self.params.block_kv = mask.block_q, mask.block_kv
+            self.params.block_columns = mask.blocks.shape[1]
+        else:
+            raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
+
+
+def band_of(mask: Full | Causal | Window) -> tuple[int, int]:
+    """(band_right, band_width) of common/mask.cuh: the same for sequences of all lengths."""
+    left = mask.left if isinstance(mask, Window) else -1
+    right = mask.right if isinstance(mask, Window) else 0 if isinstance(mask, Causal) else -1
+    ahead = FAR_AWAY if right < 0 else min(right, FAR_AWAY)
+    return ahead, 2 * FAR_AWAY - 1 if left < 0 else min(left, FAR_AWAY) + ahead
+
+
+@lru_cache(maxsize=64)
+def plan_on_device(plan: Plan, device: torch.device) -> PlanOnDevice:
+    return PlanOnDevice(plan, device)
+
+
+@lru_cache(maxsize=64)
+def visits_on_device(problem: Problem, device: torch.device) -> VisitsOnDevice:
+    return VisitsOnDevice(problem, device)
+
+
+@lru_cache(maxsize=64)
+def mask_on_device(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> MaskOnDevice:
+    return MaskOnDevice(mask, q_len, kv_len, device)

@@ -1,0 +1,1 @@
+"""The GPU: compiling, loading and launching kernels, their parameters and memory."""

@@ -1,0 +1,71 @@
+"""A kernel that cannot go on writes why to host memory and traps; here it is read.
+
+Two things can happen: a reduce waits absurdly long for its rank, or the postprocess for the last rank of a dQ tile (the plan is
+corrupt); or cu_seqlens, which only the device reads, are no valid lengths. The CUDA context is lost then; this says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from itertools import count
+
+import numpy as np
+import torch
+
+from ....scheduling.problem import Task
+
+MOST_POLLS = 200_000_000  # of a semaphore, each about half a microsecond: minutes, far beyond any real wait
+HANG, BAD_LENGTHS = 1, 2
+
+MOST_NAMED = 4096  # calls whose tasks can still be named
+
+_numbers = count()
+_tiles: dict[int, tuple[int, int]] = {}  # call -> query heads and tiles between them, to name a task
+_lock = threading.Lock()
+_report: np.ndarray | None = None  # in host memory that kernels can write to, once some call was prepared
+
+
+def report_address() -> int:
+    """Where kernels report."""
+    global _report
+    with _lock:  # one report, whoever comes first
+        if _report is None:
+            _report = torch.zeros(4, dtype=torch.int32, pin_memory=True).numpy()
+            atexit.register(_print_at_exit)
+        return int(_report.ctypes.data)
+
+
+def register_call(q_heads: int, head_tiles: int) -> int:
+    """A number for a prepared call, by which a report finds its shape."""
+    number = next(_numbers)
+    _tiles[number] = q_heads, head_tiles
+    _tiles.pop(number - MOST_NAMED, None)
+    return number
+
+
+def raise_if_troubled() -> None:
+    """Raise if an earlier kernel gave up."""
+    if _report is not None and _report[0]:
+        raise RuntimeError(_message(*_report.tolist()))
+
+
+def _message(what: int, call: int, x: int, y: int) -> str:
+    if what == BAD_LENGTHS:
+        return (
+            f"dash-attn: cu_seqlens_{'k' if x else 'q'} is wrong at entry {y} or {y + 1}: it must start at 0, never decrease,"
+            f" end at the number of tokens and hold no sequence longer than max_seqlen_{'k' if x else 'q'}"
+        )
+    name = f"dQ tile {x} of a call long ago"
+    if call in _tiles:
+        q_heads, head_tiles = _tiles[call]
+        head, q_tile = divmod(x, head_tiles)
+        sequence, head = divmod(head, q_heads)
+        name = str(Task(head, q_tile, 0, sequence)).rsplit(".", 1)[0]
+    return f"dash-attn: the reduce of {name} with rank {y} waited for the rank before it until it was called a hang; the plan is corrupt"
+
+
+def _print_at_exit() -> None:
+    if _report is not None and _report[0]:
+        print(_message(*_report.tolist()), file=sys.stderr)

@@ -1,0 +1,41 @@
+// Attention backward: persistent CTAs that take chains by ticket. One warpgroup of helpers (planner,
+// loader, two drains: a thread each) and two warpgroups of consumers. The kernel walks any plan and knows no schedule by name.
+#pragma once
+#include "backward/consumer.cuh"
+#include "backward/drain.cuh"
+#include "backward/loader.cuh"
+#include "backward/planner.cuh"
+#include "backward/wide_consumer.cuh"
+
+template <typename Half, int D, bool ORDERED, bool SOFTCAP, MaskKind MASK, bool RECORD = false>
+__global__ void __launch_bounds__(3 * WARPGROUP, 1)
+    attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                       const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
+                       const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
+                       const __grid_constant__ BackwardParams p) {
+  using C = BackwardConfig<D>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 shared = shared_address(memory);
+  if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+  if (threadIdx.x == 0) init_barriers(shared + C::BARRIERS);
+  __syncthreads();
+  await_kernel_before();  // the preprocess
+  allow_next_kernel();    // the postprocess: its blocks run where CTAs of this kernel have ended
+
+  if (warp < 4) {
+    registers_decrease<C::HELPER_REGISTERS>();
+    const Notes<C> notes{shared};
+    if (lane != 0) return;
+    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared}.run();
+    if (warp == 1) Planner<D, MASK>{p, notes, shared}.run();
+    if (warp == 2) Drain<D, ORDERED, RECORD, 0>{p, notes, shared}.run();
+    if (warp == 3) Drain<D, ORDERED, RECORD, 1>{p, notes, shared}.run();
+  } else {
+    registers_increase<C::CONSUMER_REGISTERS>();
+    if constexpr (D <= 128)
+      Consumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
+    else
+      WideConsumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
+  }
+}

@@ -1,0 +1,87 @@
+// Two threads in two warps: add finished dQ tiles to global memory, each in its turn.
+//
+// Drain W takes the steps W, W + 2, ... of a chain, so that the hand-over of one tile overlaps the reduce of the next.
+// The hand-over between SMs: poll with ld.acquire, then a proxy fence; reduce; wait until the writes have LANDED (not just
+// until shared memory was read), proxy fence, st.release. Anything weaker gives wrong dQ at full size, rarely at small sizes.
+#pragma once
+#include "backward/config.cuh"
+
+template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
+  using C = BackwardConfig<D>;
+  const BackwardParams& p;
+  Notes<C> notes;
+  u32 shared;
+
+  DEVICE void run() {
+    Pipeline pipe;
+    u32 uses = 0;  // of this drain's staging buffer
+    if (RECORD && W == 0) note_clocks(0);
+    while (true) {
+      notes.await_chain(pipe);
+      const int steps = notes.chain(pipe).steps;
+      if (steps < 0) break;
+#pragma unroll 1
+      for (u32 number = pipe.steps + W; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
+      mbarrier_arrive(shared + C::BARRIERS + CHAIN_EMPTY + 8 * pipe.chain_slot());
+      pipe.finish_chain(steps);
+    }
+    bulk_wait();
+    if (RECORD && W == 0) note_clocks(gridDim.x);
+  }
+
+ private:
+  DEVICE void drain_step(u32 number, u32 use) {
+    mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, C::DQ_PIECES == 2 ? 0 : use & 1);
+    const u32 ready = RECORD ? cycles() : 0;
+    const StepNote note = notes.step(number);
+    mbarrier_arrive(shared + C::BARRIERS + NOTE_EMPTY + 8 * (number % NOTES));
+    if (ORDERED && note.rank > 0) await_rank(note);
+    const u32 turn = RECORD ? cycles() : 0;
+    add_piece(note, 0);
+    if constexpr (C::DQ_PIECES == 2) {
+      mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, 1);
+      add_piece(note, 1);
+    }
+    if (ORDERED) {
+      bulk_wait();
+      fence_async_global();
+      store_release(p.semaphores + note.dq_tile, note.rank + 1);
+    }
+    if (RECORD) record(note, ready, turn);
+  }
+
+  // The first rank stores: dQ needs no zeroing.
+  DEVICE void add_piece(const StepNote& note, int piece) {
+    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + (piece ? C::piece_bytes(0) / 4 : 0);
+    const u32 source = shared + C::dq_staging(W);
+    if (ORDERED && note.rank == 0)
+      bulk_store(to, source, C::piece_bytes(piece));
+    else
+      bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
+    bulk_commit();
+    bulk_wait_read();
+    mbarrier_arrive(shared + C::BARRIERS + DQ_EMPTY + 8 * W);
+  }
+
+  // A validated plan cannot hang. If it does anyway, stop with the task's name.
+  DEVICE void await_rank(const StepNote& note) {
+    const int* semaphore = p.semaphores + note.dq_tile;
+#pragma unroll 1
+    for (u32 polls = 0; load_acquire(semaphore) != note.rank; polls++)
+      if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, note.dq_tile, note.rank);  // a corrupted table, a broken driver
+    fence_async_global();
+  }
+
+  // One store, late: registers are scarcer than anything.
+  DEVICE void record(const StepNote& note, u32 ready, u32 turn) const {
+    store_u32x4(p.record + ((u32)note.dq_tile * p.record_ranks + note.rank), ready, turn, cycles(), cta_index());
+  }
+
+  // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.
+  DEVICE void note_clocks(u32 offset) {
+    const u64 before = shared_nanoseconds();
+    u64 now = before;
+    while (now == before) now = shared_nanoseconds();
+    p.clocks[offset + blockIdx.x] = {now, cycles(), sm_index()};
+  }
+};

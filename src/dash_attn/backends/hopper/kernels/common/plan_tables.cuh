@@ -1,0 +1,132 @@
+// The lowered plan (dash_attn/plan.py): which chain a ticket starts, and how a chain walks.
+// The preprocess kernel expands tickets; the planner of the backward kernel, short of registers, only reads the result.
+#pragma once
+#include "common/sequence.cuh"
+
+struct Run;   // a stretch of a walk
+struct Step;  // one entry of an irregular walk
+
+struct PlanTables {
+  const int* starts;       // [kinds][kv_tiles] start order of a head's KV tiles
+  const int* chain_runs;   // [kinds * kv_tiles + 1] first run of each chain
+  const int* chain_steps;  // [kinds * kv_tiles] Q tiles each chain visits
+  const Run* runs;
+  const Step* entries;
+  const int* segments;     // [segment_count + 1] first start position of each segment
+  int kinds, kv_tiles, lanes, tickets, has_gangs;
+  int rounds;              // heads are dealt to them evenly
+  int instances[2];        // heads of each kind over the whole batch
+  int heads_per_sequence[2], first_head[2], last_member_first[2];  // per kind
+};
+
+struct Chain {
+  int sequence, kv_head, kv_tile, table;  // table: row of chain_runs and chain_steps
+  int group_end;                          // ticket behind the last chain of the heads that start side by side with this one
+};
+
+// What a ticket stands for. The first eight words are the chain's note to all roles (ChainNote in backward/config.cuh).
+struct alignas(16) Ticket {
+  int kv_head, kv_row, kv_plane, steps;  // steps: of all query heads of the group
+  int q_shift, q_plane, keys, band_top;
+  int first_run, first_dq_tile;
+  int gang_end;           // ticket behind the last chain that may wait for this one in a circle; 0 without gangs
+  int walk;               // steps of one query head, times two; plus 1 if the last query head of the group is walked first
+};
+
+// Heads of one kind, dealt to rounds or turns: as many to each as to any other, or one more to the first ones.
+struct Dealt {
+  int each, more;  // more: turns that have one more
+  static DEVICE Dealt to(int turns, int heads) { return {heads / turns, heads % turns}; }
+  DEVICE int before(int turn) const { return turn * each + min(turn, more); }
+  DEVICE int in(int turn) const { return each + (turn < more); }
+  DEVICE int turn_of(int head) const { return head < more * (each + 1) ? head / (each + 1) : more + (head - more * (each + 1)) / each; }
+};
+
+// Heads of both kinds, those that walk up first in each turn.
+struct DealtKinds {
+  Dealt up, down;
+  DEVICE int before(int turn) const { return up.before(turn) + down.before(turn); }
+  // The first turns have one more of both kinds, the next ones one more of one kind.
+  DEVICE int turn_of(int head) const {
+    const int each = up.each + down.each, twice = min(up.more, down.more), in_first = twice * (each + 2);
+    return head < in_first ? head / (each + 2) : twice + Dealt{each, max(up.more, down.more) - twice}.turn_of(head - in_first);
+  }
+};
+
+// The same formula as Placement.tickets: rounds, segments, turns of all kinds; in a turn position by position, head by head.
+DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
+  int ticket = number;
+  const DealtKinds rounds{Dealt::to(plan.rounds, plan.instances[0]), Dealt::to(plan.rounds, plan.instances[1])};
+  const int round = rounds.turn_of(ticket / plan.kv_tiles), up = rounds.up.in(round), down = rounds.down.in(round);
+  ticket -= plan.kv_tiles * rounds.before(round);
+  int segment = 0;
+#pragma unroll 1
+  while (ticket >= (up + down) * plan.segments[segment + 1]) segment++;
+  const int first = plan.segments[segment], positions = plan.segments[segment + 1] - first;
+  ticket -= (up + down) * first;
+  const int count = (max(up, down) + plan.lanes - 1) / plan.lanes;
+  const DealtKinds turns{Dealt::to(count, up), Dealt::to(count, down)};
+  const int turn = turns.turn_of(ticket / positions);
+  ticket -= positions * turns.before(turn);
+  const int kind = ticket >= positions * turns.up.in(turn);
+  if (kind) ticket -= positions * turns.up.in(turn);
+  const Dealt in_round = kind ? rounds.down : rounds.up, in_turn = kind ? turns.down : turns.up;
+  const int width = in_turn.in(turn);
+  const int position = ticket / width, left = width * positions - ticket;
+  const int instance = in_round.before(round) + in_turn.before(turn) + ticket - position * width;
+  Chain chain;
+  const int per_sequence = plan.heads_per_sequence[kind];
+  chain.sequence = instance / per_sequence;
+  chain.kv_head = plan.first_head[kind] + plan.kinds * (instance - chain.sequence * per_sequence);
+  chain.kv_tile = plan.starts[kind * plan.kv_tiles + first + position];
+  chain.table = kind * plan.kv_tiles + chain.kv_tile;
+  chain.group_end = number + left;
+  return chain;
+}
+
+// head_tiles: dQ tiles between a query head and the next.
+DEVICE Ticket expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group, int head_tiles) {
+  const int first_key = chain.kv_tile * kv_rows, steps = plan.chain_steps[chain.table];
+  return {chain.kv_head, first_key + sequence.kv_shift, sequence.kv_plane, group * steps,
+          sequence.q_shift, sequence.q_plane, sequence.kv_len - first_key, sequence.band_top - first_key,
+          plan.chain_runs[chain.table], sequence.first_tile + chain.kv_head * group * head_tiles,
+          plan.has_gangs ? chain.group_end : 0, 2 * steps + plan.last_member_first[chain.table / plan.kv_tiles]};
+}
+
+struct Step {
+  int q_tile, rank, partial;
+};
+
+// A row of the run table (RUN_FIELDS in plan.py).
+struct Run {
+  int q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries;
+};
+
+// One load after the other: the compiler would fetch whole rows at once, for which the planner has no registers.
+DEVICE int read(const int& field) {
+  int v;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(&field));
+  return v;
+}
+
+// Walks the runs of one chain.
+struct Walk {
+  int run, at = 0;  // current run, step inside it
+
+  DEVICE Walk(int first_run) : run(first_run) {}
+  DEVICE Step next(const Run* runs, const Step* entries) {
+    if (at == read(runs[run].length)) {
+      run++;
+      at = 0;
+    }
+    const Run& line = runs[run];
+    const int i = at++, listed = read(line.entries);
+    if (listed >= 0) {
+      const Step& entry = entries[listed + i];
+      return {read(entry.q_tile), read(entry.rank), read(entry.partial)};
+    }
+    // Ranks lie on a digital line; the numerator is never negative, because ranks are not.
+    const u32 rank = (u32)(read(line.rank_mul) * i + read(line.rank_add)) / (u32)read(line.rank_div);
+    return {read(line.q_first) + i * read(line.q_stride), (int)rank, read(line.partial)};
+  }
+};

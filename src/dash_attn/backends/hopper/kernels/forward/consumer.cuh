@@ -1,0 +1,268 @@
+// A warpgroup with 64 queries: S = Q K^T, online softmax, O += P V. While one warpgroup does its softmax, the tensor cores
+// work for another (most take turns); inside a warpgroup, P V of one KV tile runs under the softmax of the next.
+#pragma once
+#include "forward/config.cuh"
+#include "common/wgmma.cuh"
+
+// The keys a query attends inside partial tiles.
+template <MaskKind KIND> struct QueryMask {
+  int first, end;  // Band and Rows: the kept interval of keys
+
+  DEVICE QueryMask(const MaskParams& mask, int query, int q_len, int kv_len) {
+    const bool exists = query < q_len;
+    first = 0;
+    end = exists ? kv_len : 0;
+    if constexpr (is_band(KIND)) {
+      const int top = mask.band_top(q_len, kv_len);
+      first = query + top - (int)mask.band_width;
+      end = min(end, query + top + 1);
+    } else if (KIND == MaskKind::Rows && exists) {
+      const int2 kept = mask.rows[query];
+      first = kept.x;
+      end = kept.y;
+    }
+  }
+  DEVICE bool keeps(const MaskParams& mask, int query, int key) const {
+    if (key < first || key >= end) return false;
+    if constexpr (KIND == MaskKind::Blocks) return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
+    return true;
+  }
+};
+
+template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> struct ForwardConsumer {
+  using C = ForwardConfig<D, CONSUMERS>;
+  static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the maxima and sums of a row
+  // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
+  static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
+  const ForwardParams& p;
+  u32 shared, base, bar;
+  int wg, warp, lane;
+  float s[C::SCORES], out[C::OUTPUTS];
+  u32 probability[C::SCORES / 2];
+  float row_max[2], row_sum[2];  // rows lane / 4 and lane / 4 + 8 of the warp; the sum over this thread's columns only
+
+  DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, u32 barriers, int warp_of_block, int lane_of_warp)
+      : p(params), shared(shared_base), base(shared_base >> 4), bar(barriers), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
+        lane(lane_of_warp) {}
+
+  DEVICE void run(const TensorMap* out_map) {
+    using namespace forward_barrier;
+    u32 loads = 0;
+    if (wg == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+    for (u32 tiles = 0;; tiles++) {
+      const u32 slot = tiles & 1, phase = (tiles >> 1) & 1;
+      mbarrier_wait(bar + TILE_FULL + 8 * slot, phase);
+      const TileNote tile = note_of_tile(slot);
+      if (tile.visits < 0) break;
+#pragma unroll
+      for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
+      row_max[0] = row_max[1] = MINUS_INFINITY;
+      row_sum[0] = row_sum[1] = 0.f;
+      const u32 q_stage = C::Q_STAGES == 2 ? slot : 0;
+      mbarrier_wait(bar + Q_FULL + 8 * q_stage, C::Q_STAGES == 2 ? phase : tiles & 1);
+      if (tile.visits > 0)
+        visit(tile, q_stage, loads);
+      else if (!C::OUT_OVER_Q)
+        arrive(Q_EMPTY + 8 * q_stage);
+      loads += tile.visits;
+      finish(slot, out_map);
+      arrive(TILE_EMPTY + 8 * slot);
+    }
+    if (warp == 0 && lane == 0) bulk_wait();
+  }
+
+ private:
+  DEVICE void arrive(int barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bar + barrier);
+  }
+  DEVICE void await_turn() {
+    if constexpr (!TAKE_TURNS) return;
+    if (wg == 0) named_barrier_sync<1>(2 * WARPGROUP);
+    if (wg == 1) named_barrier_sync<2>(2 * WARPGROUP);
+    if (wg == 2) named_barrier_sync<3>(2 * WARPGROUP);
+  }
+  DEVICE void pass_turn() {
+    if constexpr (!TAKE_TURNS) return;
+    const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;
+    if (next == 0) named_barrier_arrive<1>(2 * WARPGROUP);
+    if (next == 1) named_barrier_arrive<2>(2 * WARPGROUP);
+    if (next == 2) named_barrier_arrive<3>(2 * WARPGROUP);
+  }
+  // Read anew where it is needed: registers are scarcer than shared-memory loads.
+  DEVICE TileNote note_of_tile(u32 slot) {
+    const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + 32 * slot), b = load_shared_i32x4(shared + C::TILE_NOTES + 32 * slot + 16);
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  }
+  DEVICE int query_of(const TileNote& tile) { return tile.query + wg * 64 + warp * 16 + (lane >> 2); }
+
+  DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load) {
+    using namespace forward_barrier;
+    const int query = query_of(tile);
+    const QueryMask<MASK> low(p.mask, query, tile.q_len, tile.kv_len), high(p.mask, query + 8, tile.q_len, tile.kv_len);
+
+    mbarrier_wait(bar + K_FULL + 8 * (load & 1), (load >> 1) & 1);
+    VisitNote note = note_of(load & 1);
+    await_turn();
+    multiply_s(q_stage, load & 1);
+    pass_turn();
+    wgmma_wait<0>();
+    pin(s);
+    arrive(K_EMPTY + 8 * (load & 1));
+    if constexpr (SOFTCAP) cap_scores();
+    if (note.partial()) mask_scores(low, high, query, note.kv_tile());
+    float rescale[2];
+    softmax(rescale);
+    pack_probabilities();
+#pragma unroll 1
+    for (int j = 1; j < tile.visits; j++, load++) {
+      const u32 now = load & 1, next = now ^ 1;
+      mbarrier_wait(bar + K_FULL + 8 * next, ((load + 1) >> 1) & 1);
+      note = note_of(next);
+      await_turn();
+      multiply_s(q_stage, next);
+      mbarrier_wait(bar + V_FULL + 8 * now, (load >> 1) & 1);
+      multiply_out(now);
+      pass_turn();
+      wgmma_wait<1>();  // S
+      pin(s);
+      arrive(K_EMPTY + 8 * next);
+      if constexpr (SOFTCAP) cap_scores();
+      if (note.partial()) mask_scores(low, high, query, note.kv_tile());
+      softmax(rescale);
+      wgmma_wait<0>();  // O
+      pin(out);
+      arrive(V_EMPTY + 8 * now);
+#pragma unroll
+      for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
+      pack_probabilities();
+    }
+    if constexpr (!C::OUT_OVER_Q) arrive(Q_EMPTY + 8 * q_stage);
+    mbarrier_wait(bar + V_FULL + 8 * (load & 1), (load >> 1) & 1);
+    multiply_out(load & 1);
+    wgmma_wait<0>();
+    pin(out);
+    arrive(V_EMPTY + 8 * (load & 1));
+  }
+
+  DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
+
+  DEVICE void multiply_s(u32 q_stage, u32 stage) {  // S = Q K^T
+    const u32 a = opaque(base) + q_stage * (C::Q_BYTES / 16) + wg * (C::HALF_BYTES / 16), b = opaque(base) + stage * (C::KV_BYTES / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::Q + (k / 4) * C::PANEL + (k % 4) * 32)),
+                           descriptor(b + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * 32)));
+    wgmma_commit();
+  }
+  DEVICE void multiply_out(u32 stage) {  // O += P V
+    const u32 b = opaque(base) + stage * (C::KV_BYTES / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < C::KV_ROWS / 16; k++)
+      wgmma_rs<Half, 1>(out, probability + 4 * k, descriptor(b + descriptor_low(C::V + k * 2048, C::KV_PANEL)));
+    wgmma_commit();
+  }
+
+  // Register 4 g + e of a score tile is query row + 8 (e / 2), key column 8 g + 2 (lane % 4) + e % 2.
+  DEVICE void mask_scores(const QueryMask<MASK>& low, const QueryMask<MASK>& high, int query, int kv_tile) {
+    const int key = kv_tile * C::KV_ROWS + 2 * (lane & 3);
+#pragma unroll
+    for (int i = 0; i < C::SCORES; i++) {
+      const bool second = i & 2;
+      const QueryMask<MASK>& row = second ? high : low;
+      if (!row.keeps(p.mask, query + (second ? 8 : 0), key + 8 * (i / 4) + (i & 1))) s[i] = MINUS_INFINITY;
+    }
+  }
+  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies with it
+#pragma unroll
+    for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
+  }
+  // S becomes exp2((S - max) scale). What is one operation and what two is written out, here and everywhere: left to the compiler,
+  // the variants of a kernel would differ in the last bit. `rescale` is what the output so far must be multiplied with.
+  DEVICE void softmax(float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float part[LANES];
+#pragma unroll
+      for (int i = 0; i < LANES; i++) part[i] = row_score(r, i);
+#pragma unroll
+      for (int i = LANES; i < C::SCORES / 2; i++) part[i % LANES] = fmaxf(part[i % LANES], row_score(r, i));
+      float largest = row_max[r];
+#pragma unroll
+      for (int i = 0; i < LANES; i++) largest = fmaxf(largest, part[i]);
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float shift = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);  // a row may have met no key yet
+      rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift);  // just 1 if the maximum stays: extra visits change nothing
+      row_max[r] = largest;
+#pragma unroll
+      for (int i = 0; i < C::SCORES / 2; i++) {
+        float& x = row_score(r, i);
+        x = exp2_approx(fmaf(x, p.scale_log2, -shift));
+        part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
+      }
+      row_sum[r] = fmaf(row_sum[r], rescale[r], part[0]);
+#pragma unroll
+      for (int i = 1; i < LANES; i++) row_sum[r] += part[i];
+    }
+  }
+  DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }  // column i of row r, as this thread holds them
+  DEVICE void pack_probabilities() {
+#pragma unroll
+    for (int i = 0; i < C::SCORES / 2; i++) probability[i] = pack<Half>(s[2 * i], s[2 * i + 1]);
+  }
+
+  DEVICE void finish(u32 slot, const TensorMap* out_map) {
+    const TileNote tile = note_of_tile(slot);
+    const int query = query_of(tile);
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float sum = row_sum[r], top = __fmul_rn(row_max[r], p.scale_log2), shrink = 1.f;
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (p.sinks != nullptr) {
+        const float sink = __fmul_rn(p.sinks[tile.q_head], LOG2_E), higher = fmaxf(top, sink);
+        if (higher != MINUS_INFINITY) {
+          shrink = exp2_approx(top - higher);
+          sum = fmaf(sum, shrink, exp2_approx(sink - higher));
+          top = higher;
+        }
+      }
+      factor[r] = sum == 0.f ? 0.f : shrink / sum;  // a query that attends nothing has output 0 and LSE -inf; NaN stays NaN
+      float lse = sum == 0.f ? MINUS_INFINITY : (top + __log2f(sum)) * LN_2;
+      if (p.sinks != nullptr && row_max[r] == MINUS_INFINITY && row_sum[r] == 0.f) lse = p.sinks[tile.q_head];  // just the sink, unrounded
+      const int at = query + 8 * r;
+      if ((lane & 3) == 0 && at < tile.q_len) p.lse[tile.lse_at + at] = lse;
+    }
+    const u32 half = shared + C::OUT + wg * C::HALF_BYTES;
+    if constexpr (!C::OUT_OVER_Q) {
+      if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
+      warpgroup_sync();
+    }
+#pragma unroll
+    for (int g = 0; g < D / 16; g++) {
+      u32 r[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[i] = pack<Half>(out[8 * g + 2 * i] * factor[i & 1], out[8 * g + 2 * i + 1] * factor[i & 1]);
+      const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
+      stmatrix(half + (g / 4) * C::PANEL + row * 128 + chunk * 16, r[0], r[1], r[2], r[3]);
+    }
+    fence_async_shared();
+    warpgroup_sync();
+    if (warp == 0 && lane == 0) {
+      for (int i = 0; i < C::PANELS; i++)
+        tma_store<MASK == MaskKind::Packed>(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64, tile.q_plane);
+      bulk_commit();
+      if constexpr (C::OUT_OVER_Q) bulk_wait_read();
+    }
+    if constexpr (C::OUT_OVER_Q) arrive(forward_barrier::Q_EMPTY);
+  }
+  DEVICE void warpgroup_sync() {
+    if (wg == 0) named_barrier_sync<4>(WARPGROUP);
+    if (wg == 1) named_barrier_sync<5>(WARPGROUP);
+    if (wg == 2) named_barrier_sync<6>(WARPGROUP);
+  }
+};

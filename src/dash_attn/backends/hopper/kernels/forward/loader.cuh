@@ -1,0 +1,108 @@
+// One thread: takes Q tiles by ticket and loads Q, K and V by TMA.
+#pragma once
+#include "forward/config.cuh"
+
+template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
+  using C = ForwardConfig<D, CONSUMERS>;
+  static constexpr bool PACKED = MASK == MaskKind::Packed;
+  const ForwardParams& p;
+  const TensorMap *q_map, *k_map, *v_map;
+  u32 shared, bar;
+
+  DEVICE void run() {
+    using namespace forward_barrier;
+    u32 loads = 0;  // KV tiles so far
+    int2 next = take_ticket();
+    for (u32 tiles = 0;; tiles++) {
+      const TileNote tile = describe(next);
+      announce(tile, tiles);
+      if (tile.visits < 0) return;
+      load_q(tiles, tile);
+      if constexpr (PACKED) {
+        const PackedTile& entry = p.tiles[next.y];
+        const Sequence& sequence = p.sequences[entry.sequence];
+        next = load_visits(PackedVisits(entry), tile, sequence.kv_shift, sequence.kv_plane, loads);
+      } else {
+        next = load_visits(TableVisits(p.visits, next.y), tile, 0, tile.q_plane, loads);
+      }
+    }
+  }
+
+ private:
+  // The next (head of the batch, Q tile), or -1. Groups of heads whose K and V stay in the L2 cache, and another at the
+  // end; in a group longest Q tiles first, heads innermost. Packed sequences: entry of p.tiles instead of a Q tile.
+  DEVICE int2 take_ticket() {
+    int ticket = (int)atomicInc(p.next_ticket, p.last_ticket);
+    const int places = PACKED ? (int)p.next_ticket[1] : p.places, heads = p.batch * p.q_heads;
+    if (ticket >= heads * places) return make_int2(-1, 0);
+    int first = 0, end = heads - p.last_heads, side = p.heads_side_by_side;
+    if (ticket >= end * places) {
+      ticket -= end * places;
+      first = end;
+      end = heads;
+      side = p.last_heads;
+    }
+    const int group = ticket / (side * places), within = ticket - group * side * places;
+    first += group * side;
+    const int width = min(side, end - first), place = within / width;
+    return make_int2(first + within - place * width, PACKED ? place : p.visits.q_order[place]);
+  }
+
+  DEVICE TileNote describe(int2 ticket) {
+    if (ticket.x < 0) return {-1};
+    if constexpr (PACKED) {
+      const PackedTile& entry = p.tiles[ticket.y];
+      const Sequence& s = p.sequences[entry.sequence];
+      return {entry.visits, ticket.x, entry.q_tile * C::Q_ROWS, s.q_shift, s.q_plane, s.q_len, s.kv_len, ticket.x * p.tokens + s.q_plane - s.q_len};
+    }
+    const int sequence = ticket.x / p.q_heads, head = ticket.x - sequence * p.q_heads;
+    return {p.visits.visits[ticket.y], head, ticket.y * C::Q_ROWS, 0, sequence, p.mask.q_len, p.mask.kv_len, ticket.x * p.mask.q_len};
+  }
+
+  DEVICE void announce(const TileNote& tile, u32 tiles) {
+    using namespace forward_barrier;
+    const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + 32 * slot;
+    mbarrier_wait(bar + TILE_EMPTY + 8 * slot, ((tiles >> 1) & 1) ^ 1);
+    store_shared_i32x4(at, make_int4(tile.visits, tile.q_head, tile.query, tile.q_shift));
+    store_shared_i32x4(at + 16, make_int4(tile.q_plane, tile.q_len, tile.kv_len, tile.lse_at));
+    mbarrier_arrive(bar + TILE_FULL + 8 * slot);
+  }
+
+  DEVICE void load_q(u32 number, const TileNote& tile) {
+    const u32 s = C::Q_STAGES == 2 ? number & 1 : 0, phase = (C::Q_STAGES == 2 ? number >> 1 : number) & 1;
+    const u32 full = bar + forward_barrier::Q_FULL + 8 * s;
+    mbarrier_wait(bar + forward_barrier::Q_EMPTY + 8 * s, phase ^ 1);
+    mbarrier_arrive_expect(full, C::Q_BYTES);
+    for (int half = 0; half < CONSUMERS; half++)
+      for (int i = 0; i < C::PANELS; i++)
+        tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full, i * 64, tile.q_head,
+                 tile.query + tile.q_shift + half * 64, tile.q_plane);
+  }
+
+  // Loads what a tile visits and takes the ticket of the next one meanwhile.
+  template <typename Visits> DEVICE int2 load_visits(Visits visits, const TileNote& tile, int kv_shift, int kv_plane, u32& loads) {
+    using namespace forward_barrier;
+    const int kv_head = tile.q_head / p.group;
+    int2 next;
+#pragma unroll 1
+    for (int j = 0; j < tile.visits; j++, loads++) {
+      visits.next();
+      const int row = visits.kv_tile * C::KV_ROWS + kv_shift;
+      await_empty(K_EMPTY, loads);
+      store_shared_i32(shared + C::VISIT_NOTES + 4 * (loads & 1), VisitNote::pack(visits.kv_tile, visits.partial).word);
+      load_kv(C::K, k_map, K_FULL, loads, kv_head, row, kv_plane);
+      await_empty(V_EMPTY, loads);
+      load_kv(C::V, v_map, V_FULL, loads, kv_head, row, kv_plane);
+      if (j == 1) next = take_ticket();  // both stages are on their way: its latency hides behind them
+    }
+    if (tile.visits < 2) next = take_ticket();
+    return next;
+  }
+  DEVICE void await_empty(int empty, u32 number) { mbarrier_wait(bar + empty + 8 * (number & 1), ((number >> 1) & 1) ^ 1); }
+  DEVICE void load_kv(int at, const TensorMap* map, int full, u32 number, int kv_head, int row, int plane) {
+    const u32 s = number & 1;
+    mbarrier_arrive_expect(bar + full + 8 * s, C::KV_BYTES);
+    for (int i = 0; i < C::PANELS; i++)
+      tma_load<PACKED>(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, bar + full + 8 * s, i * 64, kv_head, row, plane);
+  }
+};

@@ -1,0 +1,69 @@
+"""Documents in a row are packed sequences: each has the bits it has alone, and nothing of its neighbours reaches it, not even a
+NaN. Only a schedule that is asked for by name needs the whole mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..masks import Causal, Documents, Full
+from .offsets import Packing
+from .options import AttentionOptions
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def runs_packed(options: AttentionOptions) -> bool:
+    return isinstance(options.mask, Documents) and options.schedule == "auto"
+
+
+@lru_cache(maxsize=64)
+def of_a_document(options: AttentionOptions) -> AttentionOptions:
+    """The options of one document alone."""
+    assert isinstance(options.mask, Documents)
+    return replace(options, mask=Causal() if options.mask.causal else Full())
+
+
+def document_ends(lengths: tuple[int, ...], batch: int) -> np.ndarray:
+    """Where the documents of all sequences begin and end, laid end to end."""
+    return np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
+
+
+def laid_end_to_end(x: Tensor) -> Tensor:
+    """(batch x length, heads, head dim): a view where the sequences follow each other in memory, else a copy."""
+    return x.flatten(0, 1)
+
+
+def forward_of_documents(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: AttentionOptions,
+    packing: Packing,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of dense tensors, by a backend's forward of packed ones."""
+    batch, length, heads, _ = tensors[0].shape
+    out, lse = forward(*map(laid_end_to_end, tensors), of_a_document(options), packing, sinks)
+    return out.unflatten(0, (batch, length)), lse.view(heads, batch, length).transpose(0, 1).contiguous()
+
+
+def backward_of_documents(
+    backward: Callable[..., Gradients],
+    tensors: tuple[Tensor, ...],
+    rows: tuple[Tensor, Tensor | None],
+    options: AttentionOptions,
+    packing: Packing,
+    sinks: Tensor | None,
+) -> Gradients:
+    """Gradients of dense tensors (dout, q, k, v, out), by a backend's backward of packed ones. rows: LSE and its gradient."""
+    lse, dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in rows)
+    dq, dk, dv, dsinks = backward(*map(laid_end_to_end, tensors), lse, of_a_document(options), packing, sinks, dlse)
+    shape: Any = tensors[1].shape[:2]
+    return dq.unflatten(0, shape), dk.unflatten(0, shape), dv.unflatten(0, shape), dsinks

@@ -1,0 +1,111 @@
+"""The choices of one attention call in one frozen value; forward and backward are pure functions of tensors and this."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from numbers import Real
+from typing import Any
+
+from ..masks import Causal, Full, Mask, Window, check_mask, is_whole
+from ..scheduling.generators import GENERATORS
+from .tensor_checks import check_flags
+
+SCHEDULES = ("auto", *GENERATORS)
+ACCUMULATIONS = ("ordered", "unordered")
+BACKENDS = ("auto", "cpu", "hopper")
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """`softcap=0` means none. `head_offset` is the index of the first KV head in the unsharded model."""
+
+    mask: Mask
+    scale: float
+    softcap: float = 0.0
+    schedule: str = "auto"
+    accumulation: str = "ordered"
+    backend: str = "auto"
+    head_offset: int = 0
+
+    def __post_init__(self) -> None:
+        check_mask(self.mask)
+        if not is_finite(self.scale) or self.scale == 0:
+            raise ValueError(f"softmax_scale must be a finite number other than 0; got {self.scale!r}")
+        if not is_finite(self.softcap) or self.softcap < 0:
+            raise ValueError(f"softcap must be a finite number > 0, or 0 for none; got {self.softcap!r}")
+        for name, allowed in (("schedule", SCHEDULES), ("accumulation", ACCUMULATIONS), ("backend", BACKENDS)):
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(allowed)}")
+        if not is_whole(self.head_offset) or not 0 <= self.head_offset < 2**31:
+            raise ValueError(f"head_offset must be a whole number >= 0 and below 2^31; got {self.head_offset!r}")
+        object.__setattr__(self, "scale", float(self.scale))
+        object.__setattr__(self, "softcap", float(self.softcap))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mask, self.scale, self.softcap, self.schedule, self.accumulation, self.backend, self.head_offset))
+
+    def __hash__(self) -> int:
+        """Kept: every call looks itself up by its options."""
+        return self._hash
+
+    @property
+    def ordered(self) -> bool:
+        return self.accumulation == "ordered"
+
+
+def is_zero(value: Any) -> bool:
+    """Only a number can be 0: an array is compared element by element."""
+    return isinstance(value, Real) and value == 0
+
+
+def is_finite(value: Any) -> bool:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool, accumulation: str) -> None:
+    """Arguments of FlashAttention that cannot be honoured."""
+    if not is_zero(dropout_p):
+        raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
+    if alibi_slopes is not None:
+        raise ValueError("ALiBi is not supported: alibi_slopes must be None")
+    check_flags(deterministic=deterministic)
+    if isinstance(accumulation, str) and accumulation == "unordered" and deterministic:
+        raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
+
+
+def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
+    """One mask from FlashAttention's two arguments or ours. A causal window ends at the query itself."""
+    check_flags(causal=causal)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not all(is_whole(w) and w >= -1 for w in window_size):
+        raise ValueError(f"window_size must be (left, right), each a whole number >= 0 or -1 for no limit; got {window_size!r}")
+    window = Window(window_size[0], 0 if causal else window_size[1])
+    if mask is not None:
+        if causal or not window.is_full:
+            raise ValueError(f"give either mask or causal/window_size; got mask={mask!r}, causal={causal}, window_size={window_size}")
+        return mask
+    if window.is_full:
+        return Full()
+    return Causal() if window.is_causal else window
+
+
+def options_for(mask: Mask | None, causal: bool, window_size: tuple[int, int], *rest: Any) -> AttentionOptions:
+    """The options of a call; rest: AttentionOptions' fields after the mask. Training repeats the same few, so they are kept."""
+    if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
+        try:
+            return _kept(mask, causal, window_size[0], window_size[1], *rest)
+        except TypeError:  # something has no hash, or is of a wrong type: below it is said what
+            pass
+    return AttentionOptions(choose_mask(mask, causal, window_size), *rest)
+
+
+@lru_cache(maxsize=1024, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
+def _kept(mask: Mask | None, causal: bool, left: int, right: int, *rest: Any) -> AttentionOptions:
+    return AttentionOptions(choose_mask(mask, causal, (left, right)), *rest)

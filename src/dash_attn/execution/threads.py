@@ -1,0 +1,126 @@
+"""The executor on real threads: one thread is one worker, and the operating system decides the interleaving."""
+
+from __future__ import annotations
+
+import threading
+import time
+from random import Random
+
+from ..scheduling.plan import Plan
+from .interleaving import TaskTimes
+from .rules import Chain, DqTile, ExecutionError, Ledger, TileArithmetic, chains_in_order, deadlock
+
+LONGEST_SLEEP = 3e-4  # seconds; about one task on a CPU, so that chains overtake each other
+
+
+class _Abandoned(Exception):
+    """Another worker has failed."""
+
+
+def run_threads(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTimes] | None = None) -> None:
+    """Run every chain. With a seed, workers sleep at random before they compute and before they land.
+
+    `record` gets a row for every task, in the order they land.
+    """
+    _Team(plan, arithmetic, ledger, seed, record).run()
+
+
+class _Team:
+    """Workers that share the ledger under one lock. A worker that must wait parks on the event of its dQ tile and rank."""
+
+    def __init__(self, plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTimes] | None) -> None:
+        self.plan, self.arithmetic, self.ledger, self.seed, self.record = plan, arithmetic, ledger, seed, record
+        self.lock = threading.Lock()
+        self.waiting = iter(chains_in_order(plan))
+        self.parked: dict[tuple[DqTile, int], tuple[Chain, threading.Event]] = {}
+        self.size = min(plan.workers, plan.problem.chains)
+        self.active = self.size
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        workers = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(self.size)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _work(self, index: int) -> None:
+        sleeper = None if self.seed is None else Random(f"{self.seed}/{index}")
+        try:
+            while (chain := self._take()) is not None:
+                start = time.perf_counter()
+                while self._compute(chain, sleeper):
+                    computed = time.perf_counter()
+                    turn = self._reduce(chain, sleeper)
+                    landed = time.perf_counter()
+                    if self.record is not None:
+                        self.record.append(TaskTimes(index, chain.task, start, computed, turn, landed))
+                    start = landed
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            with self.lock:
+                self._fail(error)
+        finally:
+            with self.lock:
+                self.active -= 1
+                self._check_progress()
+
+    def _take(self) -> Chain | None:
+        with self.lock:
+            place = None if self.failure is not None else next(self.waiting, None)
+            return None if place is None else Chain(self.plan, self.arithmetic, place)
+
+    def _compute(self, chain: Chain, sleeper: Random | None) -> bool:
+        _sleep(sleeper)
+        return chain.compute()
+
+    def _reduce(self, chain: Chain, sleeper: Random | None) -> float:
+        """Returns when its turn came."""
+        _sleep(sleeper)
+        with self.lock:
+            released = self._park(chain)
+        if released is not None:
+            released.wait()
+        with self.lock:
+            if self.failure is not None:
+                raise _Abandoned
+            turn = time.perf_counter()
+            _, event = self.parked.pop(self.ledger.land(chain, self.arithmetic), (None, None))
+            if event is not None:
+                event.set()
+        return turn
+
+    def _park(self, chain: Chain) -> threading.Event | None:
+        """Queue a chain behind the lower ranks of its dQ tile; None if it may land now."""
+        if self.failure is not None:
+            raise _Abandoned
+        self.ledger.check(chain)
+        if self.ledger.may_land(chain):
+            return None
+        place = chain.dq_tile, chain.rank
+        if place in self.parked:
+            rival = self.parked[place][0].task
+            raise ExecutionError(f"{chain.task} has rank {place[1]}, which {rival} has too")
+        event = threading.Event()
+        self.parked[place] = (chain, event)
+        self._check_progress()
+        return event
+
+    def _check_progress(self) -> None:
+        """Fail if every worker that is left is parked: a released chain is no longer parked, so nobody will move."""
+        if self.failure is None and self.parked and len(self.parked) == self.active:
+            self._fail(deadlock(self.plan, self.ledger, [chain for chain, _ in self.parked.values()]))
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+        for _, event in self.parked.values():
+            event.set()
+
+
+def _sleep(sleeper: Random | None) -> None:
+    if sleeper is not None:
+        time.sleep(sleeper.random() * LONGEST_SLEEP)

@@ -1,0 +1,198 @@
+"""Runs a schedule in model time: chains start in ticket order, reduces wait for their rank. Integer ticks, so exact.
+
+The untimed run (all costs 0) is the validator's deadlock proof; the timed one is the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .order import HeadOrder
+from .problem import Task
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+Progress = Callable[[int, int], None]
+
+UNKNOWN = -1  # start of a reduce that still waits
+
+
+class Costs(NamedTuple):
+    """Machine constants in ticks; see DESIGN.md, cost model."""
+
+    compute: int
+    reduce: int
+    latency: int
+    overlap: int
+    startup: int = 0
+
+
+class Stuck(Exception):
+    """No resident chain can proceed and none can start. `blocked`: (worker, task, its rank, what it waits for)."""
+
+    def __init__(self, blocked: list[tuple[int, Task, int, str]]) -> None:
+        super().__init__(f"{len(blocked)} chains are blocked, first {blocked[0][1]}" if blocked else "no chain can start")
+        self.blocked = blocked
+
+
+class Execution(NamedTuple):
+    """Times in ticks. Chains in ticket order; tasks of ticket t are offsets[t]:offsets[t + 1], in walk order."""
+
+    offsets: NDArray[np.int64]
+    worker: NDArray[np.int64]
+    chain_start: NDArray[np.int64]
+    chain_end: NDArray[np.int64]
+    compute_start: NDArray[np.int64]
+    reduce_start: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A started chain: `keys[i]` is the dQ tile of task i, relative to `base`; tasks before `landed` are all reduced."""
+
+    worker: int
+    start: int
+    base: int
+    keys: list[int]
+    ranks: list[int]
+    compute_start: list[int] = field(default_factory=list)
+    reduce_start: list[int] = field(init=False)
+    landed: int = 0
+
+    def __post_init__(self) -> None:
+        self.reduce_start = [UNKNOWN] * len(self.keys)
+
+    @property
+    def ended(self) -> bool:
+        return self.landed == len(self.keys)
+
+
+def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, progress: Progress | None = None) -> Execution:
+    """Run all chains to completion or raise Stuck. With `ordered=False` reduces wait for nobody."""
+    problem = schedule.problem
+    tables = [_expand(kind, problem.group, problem.q_tiles) for kind in schedule.order.kinds]
+    landed = [0] * (problem.batch * problem.heads * problem.group * problem.q_tiles)  # reduces done per dQ tile
+    available = landed.copy()  # when the next rank of a dQ tile may start
+    waiting: dict[tuple[int, int], _Chain] = {}  # (dQ tile, rank) -> the chain that will reduce there
+    free = [(0, worker) for worker in range(min(schedule.workers, problem.chains))]  # workers whose next free time is known
+    chains: list[_Chain] = []
+    ends: dict[int, int] = {}
+    tickets = schedule.tickets.tolist()
+    for number, (sequence, head, kv_tile) in enumerate(tickets):
+        if not free:
+            raise Stuck(_blocked(schedule, chains, waiting))
+        now, worker = heappop(free)
+        keys, ranks = tables[schedule.order.kind_of(problem, head)][kv_tile]
+        base = (sequence * problem.heads + head) * problem.group * problem.q_tiles
+        chain = _Chain(worker, now, base, keys, ranks)
+        chains.append(chain)
+        # A chain whose end is unknown waits, directly or not, for one not yet started: known ends are safe to pop.
+        ready = [chain]
+        while ready:
+            runner = ready.pop()
+            _advance(runner, costs, ordered, landed, available, waiting, ready)
+            if runner.ended and id(runner) not in ends:
+                ends[id(runner)] = _chain_end(runner, costs)
+                heappush(free, (ends[id(runner)], runner.worker))
+        if progress is not None and number % 256 == 0:
+            progress(number, len(tickets))
+    if waiting:
+        raise Stuck(_blocked(schedule, chains, waiting))
+    if progress is not None:
+        progress(len(tickets), len(tickets))
+    return Execution(
+        offsets=np.cumsum([0] + [len(c.keys) for c in chains]),
+        worker=np.array([c.worker for c in chains]),
+        chain_start=np.array([c.start for c in chains]),
+        chain_end=np.array([ends[id(c)] for c in chains]),
+        compute_start=np.array([t for c in chains for t in c.compute_start], dtype=np.int64),
+        reduce_start=np.array([t for c in chains for t in c.reduce_start], dtype=np.int64),
+    )
+
+
+def _advance(
+    chain: _Chain,
+    costs: Costs,
+    ordered: bool,
+    landed: list[int],
+    available: list[int],
+    waiting: dict[tuple[int, int], _Chain],
+    ready: list[_Chain],
+) -> None:
+    """Run a chain as far as its ranks allow. Chains it releases are appended to `ready`.
+
+    A reduce that waits for its rank holds one drain; with more than one, later reduces of the chain may pass it.
+    """
+    compute, reduce, latency, overlap, startup = costs
+    drains = overlap if overlap > 1 else 1
+    hand_over = reduce if reduce > latency else latency
+    keys, ranks, base = chain.keys, chain.ranks, chain.base
+    starts, reduces = chain.compute_start, chain.reduce_start
+    for index in range(chain.landed, len(keys)):
+        if reduces[index] != UNKNOWN:
+            continue
+        if index >= drains and reduces[index - drains] == UNKNOWN:
+            break
+        if len(starts) == index:  # else its compute ended before the chain was parked here
+            begin = starts[-1] + compute if index else chain.start + startup
+            buffer = index - 1 - overlap
+            if buffer >= 0 and reduces[buffer] + reduce > begin:
+                begin = reduces[buffer] + reduce
+            starts.append(begin)
+        key = base + keys[index]
+        if ordered and landed[key] != ranks[index]:
+            waiting[key, ranks[index]] = chain
+            continue
+        begin = starts[index] + compute
+        if index >= drains and reduces[index - drains] + reduce > begin:
+            begin = reduces[index - drains] + reduce
+        if ordered:
+            if available[key] > begin:
+                begin = available[key]
+            available[key] = begin + hand_over
+            landed[key] += 1
+            if waiting and (released := waiting.pop((key, landed[key]), None)) is not None:
+                ready.append(released)
+        reduces[index] = begin
+    while chain.landed < len(keys) and reduces[chain.landed] != UNKNOWN:
+        chain.landed += 1
+
+
+def _chain_end(chain: _Chain, costs: Costs) -> int:
+    last = chain.reduce_start[-max(1, costs.overlap) :]
+    return max(last) + costs.reduce if last else chain.start
+
+
+def _expand(kind: HeadOrder, group: int, q_tiles: int) -> list[tuple[list[int], list[int]]]:
+    """Per chain: dQ tile and rank of each task."""
+    tasks = (kind.tasks(kv_tile, group) for kv_tile in range(kind.kv_tiles))
+    return [((member * q_tiles + q_tile).tolist(), rank.tolist()) for q_tile, rank, member in tasks]
+
+
+def _blocked(schedule: Schedule, chains: list[_Chain], waiting: dict[tuple[int, int], _Chain]) -> list[tuple[int, Task, int, str]]:
+    """What every parked chain waits for."""
+    problem = schedule.problem
+    tickets = schedule.tickets.tolist()
+    number_of = {id(chain): number for number, chain in enumerate(chains)}
+    started = {tuple(ticket) for ticket in tickets[: len(chains)]}
+    report = []
+    for (key, rank), chain in waiting.items():
+        sequence, head, kv_tile = tickets[number_of[id(chain)]]
+        member, q_tile = divmod(key - chain.base, problem.q_tiles)
+        order = schedule.head_order(head)
+        before = np.flatnonzero((order.q_tile == q_tile) & (order.rank == rank - 1))
+        if len(before):
+            owner = int(order.chain[before[0]])
+            awaited = str(problem.task(sequence, head, owner, q_tile, member))
+            awaited += "" if (sequence, head, owner) in started else ", whose chain has not started"
+        else:
+            awaited = f"rank {rank - 1} of its Q tile, which no task has"
+        report.append((chain.worker, problem.task(sequence, head, kv_tile, q_tile, member), rank, awaited))
+    return report

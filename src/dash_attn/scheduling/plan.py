@@ -1,0 +1,138 @@
+"""A schedule lowered to small int32 tables. The CPU executor and the GPU kernels walk the same tables.
+
+A chain is a few runs (DESIGN.md, plan tables). Tables are shared by all heads of a kind and all sequences, and full,
+causal, window, document and prefix masks need at most 48 runs a chain, so their plans are linear in tokens and
+independent of batch x heads. A tile map without regularity lists every kept tile of a head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .order import HeadOrder, Ints, frozen_ints, members
+from .problem import Problem
+from .schedule import Placement, Schedule
+from .walk_runs import Run, compress
+
+RUN_FIELDS = ("q_first", "q_stride", "length", "rank_mul", "rank_add", "rank_div", "partial", "entries")
+ENTRY_FIELDS = 3
+ORDER_DIGITS = 16  # of order_hash
+FEW_RUNS, MOST_RUNS = 16, 48  # of a chain; weave's blocks of 32 chains need up to 33. More are listed entry by entry
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a backend needs. Chain `kv` of a head of kind `k` owns the runs chain_runs[k * kv_tiles + kv] up to the next."""
+
+    problem: Problem
+    schedule_name: str
+    guarantees: tuple[str, ...]
+    placement: Placement
+    gang: int
+    last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its group
+    chain_runs: Ints  # [kinds * kv_tiles + 1]
+    runs: Ints  # [runs, 8]: RUN_FIELDS
+    entries: Ints  # [entries, 3]: q_tile, rank, partial
+    ranks_per_q_tile: Ints  # [q_tiles]: chains that add to each dQ tile; 0 means dQ is zero there
+
+    @cached_property
+    def tables_bytes(self) -> int:
+        return sum(t.nbytes for t in self._tables)
+
+    @cached_property
+    def chain_steps(self) -> Ints:
+        """Q tiles each chain visits, in the order of chain_runs."""
+        before = np.concatenate([[0], np.cumsum(self.runs[:, RUN_FIELDS.index("length")])])
+        return frozen_ints(np.diff(before[self.chain_runs]))
+
+    @property
+    def workers(self) -> int:
+        return self.placement.workers
+
+    @property
+    def kinds(self) -> int:
+        return len(self.placement.starts)
+
+    @cached_property
+    def starts(self) -> Ints:
+        """[kinds, kv_tiles]: start order of a head's KV tiles."""
+        return frozen_ints(np.stack(self.placement.starts))
+
+    @property
+    def _tables(self) -> tuple[Ints, ...]:
+        return (self.starts, self.chain_runs, self.runs, self.entries, self.ranks_per_q_tile)
+
+    @cached_property
+    def order_hash(self) -> str:
+        """Names the bits: equal for plans that sum everything in the same sequence, whatever the batch and the machine."""
+        tiling = (self.problem.tile_q, self.problem.tile_kv, self.problem.head_offset % self.kinds, *self.last_member_first)
+        digest = hashlib.sha256(np.array(tiling, dtype=np.int64).tobytes())
+        for kind in range(self.kinds):
+            for kv_tile in range(self.problem.kv_tiles):
+                steps = self.steps(kind, kv_tile)
+                digest.update(np.int64(len(steps)).tobytes() + steps[:, :2].tobytes())
+        return digest.hexdigest()[:ORDER_DIGITS]
+
+    def steps(self, kind: int, kv_tile: int) -> Ints:
+        """The walk of a chain, decoded: rows (q_tile, rank, partial)."""
+        chain = kind * self.problem.kv_tiles + kv_tile
+        decoded = [self._decode(run) for run in self.runs[self.chain_runs[chain] : self.chain_runs[chain + 1]]]
+        return frozen_ints(np.concatenate(decoded)) if decoded else frozen_ints(np.zeros((0, 3)))
+
+    def members(self, kind: int) -> list[int]:
+        """The query heads of a group in the order a chain takes them; it makes its whole walk for each."""
+        return members(self.problem.group, self.last_member_first[kind]).tolist()
+
+    def _decode(self, run: Ints) -> NDArray[np.int64]:
+        q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries = run.tolist()
+        if entries >= 0:
+            return self.entries[entries : entries + length].astype(np.int64)
+        i = np.arange(length)
+        return np.stack([q_first + i * q_stride, (rank_mul * i + rank_add) // rank_div, np.full(length, partial)], axis=1)
+
+
+def lower(schedule: Schedule) -> Plan:
+    """Lower a schedule to tables."""
+    problem = schedule.problem
+    runs: list[Run] = []
+    entries: list[NDArray[np.int64]] = []
+    entry_count = 0
+    chain_runs = [0]
+    for kind in schedule.order.kinds:
+        for kv_tile in range(problem.kv_tiles):
+            steps = _steps_of(kind, kv_tile, problem)
+            compressed = compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), MOST_RUNS)
+            if compressed is None or _is_larger_than_entries(compressed, len(steps)):  # irregular: list every entry
+                compressed = [(0, 0, len(steps), 0, 0, 1, 0, entry_count)]
+                entries.append(steps)
+                entry_count += len(steps)
+            runs += compressed
+            chain_runs.append(len(runs))
+    return Plan(
+        problem=problem,
+        schedule_name=schedule.name,
+        guarantees=schedule.guarantees,
+        placement=schedule.placement,
+        gang=schedule.gang,
+        last_member_first=tuple(kind.last_member_first for kind in schedule.order.kinds),
+        chain_runs=frozen_ints(chain_runs),
+        runs=frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))),
+        entries=frozen_ints(np.concatenate(entries) if entries else np.zeros((0, 3))),
+        ranks_per_q_tile=frozen_ints(problem.ranks_per_q_tile),
+    )
+
+
+def _is_larger_than_entries(runs: list[Run], steps: int) -> bool:
+    """Many runs are worth it only for long chains."""
+    return len(runs) > FEW_RUNS and len(RUN_FIELDS) * len(runs) >= ENTRY_FIELDS * steps
+
+
+def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> NDArray[np.int64]:
+    """Rows (q_tile, rank, partial) of one chain."""
+    walk = kind.walk(kv_tile)
+    return np.stack([walk, kind.ranks(kv_tile), problem.partial[walk, kv_tile]], axis=1).astype(np.int64)

@@ -1,0 +1,145 @@
+"""A mask and shapes become a Problem: the tiles to visit and the chains they form."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..masks import EMPTY, PARTIAL, Mask, check_mask, is_whole, parse_mask
+from .json_fields import as_whole, read_fields
+from .mask_json import mask_from_json, mask_to_json
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class Task(NamedTuple):
+    """One tile pair of one query head; prints and parses as `h0.q3.kv1` (`b2.h0.q3.kv1` outside the first sequence)."""
+
+    head: int
+    q_tile: int
+    kv_tile: int
+    sequence: int = 0
+
+    def __str__(self) -> str:
+        prefix = f"b{self.sequence}." if self.sequence else ""
+        return f"{prefix}h{self.head}.q{self.q_tile}.kv{self.kv_tile}"
+
+    @classmethod
+    def parse(cls, text: str) -> Task:
+        match = re.fullmatch(r"(?:b(\d+)\.)?h(\d+)\.q(\d+)\.kv(\d+)", text)
+        if match is None:
+            raise ValueError(f"a task is written like h0.q3.kv1 or b2.h0.q3.kv1; got {text!r}")
+        sequence, head, q_tile, kv_tile = (int(g or 0) for g in match.groups())
+        return cls(head, q_tile, kv_tile, sequence)
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    if not is_whole(value) or value < least:
+        raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
+    return int(value)
+
+
+def _frozen(array: NDArray[Scalar]) -> NDArray[Scalar]:
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The backward pass of `batch` sequences that share lengths, mask and tile sizes.
+
+    `heads` counts KV heads; each serves `group` query heads, which share its chains. `head_offset` is the index of
+    the first KV head in the unsharded model, so that a tensor-parallel rank keeps its bits.
+    """
+
+    mask: Mask
+    q_len: int
+    kv_len: int
+    tile_q: int = 64
+    tile_kv: int = 128
+    heads: int = 1
+    group: int = 1
+    batch: int = 1
+    head_offset: int = 0
+
+    def __post_init__(self) -> None:
+        check_mask(self.mask)
+        for name in ("q_len", "kv_len", "tile_q", "tile_kv", "heads", "group", "batch", "head_offset"):
+            least = 0 if name == "head_offset" else 1
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        self.mask.check(self.q_len, self.kv_len)
+
+    @classmethod
+    def from_tiles(cls, mask: str | NDArray[np.bool_], q_tiles: int, kv_tiles: int, **rest: Any) -> Problem:
+        """A problem given by tile counts alone: equal sequence lengths, mask lengths in KV tiles (or a boolean tile map)."""
+        from ..masks import TileMap
+
+        q_tiles, kv_tiles = whole_number("q_tiles", q_tiles), whole_number("kv_tiles", kv_tiles)
+        tokens = math.lcm(q_tiles, kv_tiles)
+        tokens *= -(-64 // min(tokens // q_tiles, tokens // kv_tiles))  # tiles of at least 64 rows, as on a GPU
+        tile_q, tile_kv = tokens // q_tiles, tokens // kv_tiles
+        try:
+            made = parse_mask(mask, unit=tile_kv) if isinstance(mask, str) else TileMap(mask, tile_q, tile_kv)
+            made.check(tokens, tokens)
+        except ValueError as error:
+            raise ValueError(f"{error} (in tokens: here a KV tile is {tile_kv} tokens)") from None
+        return cls(made, tokens, tokens, tile_q, tile_kv, **rest)
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.q_len // self.tile_q)
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.kv_len // self.tile_kv)
+
+    @cached_property
+    def tile_map(self) -> NDArray[np.uint8]:
+        """EMPTY, PARTIAL or FULL for each (q_tile, kv_tile)."""
+        return _frozen(self.mask.tile_map(self.q_len, self.kv_len, self.tile_q, self.tile_kv))
+
+    @cached_property
+    def kept(self) -> NDArray[np.bool_]:
+        return _frozen(self.tile_map != EMPTY)
+
+    @cached_property
+    def partial(self) -> NDArray[np.bool_]:
+        return _frozen(self.tile_map == PARTIAL)
+
+    @cached_property
+    def chain_lengths(self) -> NDArray[np.int64]:
+        """Q tiles each chain of a head visits (times `group` tasks)."""
+        return _frozen(self.kept.sum(0))
+
+    @cached_property
+    def ranks_per_q_tile(self) -> NDArray[np.int64]:
+        """Chains that add to each dQ tile of a head."""
+        return _frozen(self.kept.sum(1))
+
+    @property
+    def chains(self) -> int:
+        return self.batch * self.heads * self.kv_tiles
+
+    @property
+    def tasks(self) -> int:
+        return int(self.chain_lengths.sum()) * self.group * self.heads * self.batch
+
+    def task(self, sequence: int, head: int, kv_tile: int, q_tile: int, member: int = 0) -> Task:
+        """The task of query head `member` of KV head `head`'s group."""
+        return Task(head * self.group + member, q_tile, kv_tile, sequence)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "mask"}
+        return {"mask": mask_to_json(self.mask), **fields}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Problem:
+        names = tuple(name for name in cls.__dataclass_fields__ if name != "mask")
+        read = read_fields(value, "problem", ("mask", *names))
+        return cls(mask_from_json(read["mask"]), **{name: as_whole(read[name], f"problem.{name}") for name in names})

@@ -1,0 +1,181 @@
+"""simulate(schedule, machine) -> Timeline: when every task runs, what stalls, and how far that is from the bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..scheduling.engine import Costs, Execution, Progress, run_in_model_time
+from ..scheduling.problem import Task, whole_number
+from ..scheduling.schedule import Schedule
+from .bounds import LowerBounds, lower_bounds
+from .critical_path import critical_path
+
+MOST_TASKS = 50_000_000  # about a minute, and some gigabytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a task costs, and what starting a chain costs. The defaults are the paper's model with compute 1 and reduce 0.3.
+
+    compute: the matrix products of a task.
+    reduce: adding its partial result to dQ.
+    overlap: finished tiles a worker may hold while their reduces go on behind the computes; 0 means it reduces itself.
+    latency: from the start of a reduce until the next rank may start, if that is longer than the reduce.
+    startup: of a chain, before its first compute.
+    """
+
+    compute: float = 1.0
+    reduce: float = 0.3
+    overlap: int = 0
+    latency: float = 0.0
+    startup: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce", "latency", "startup"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < 0 or (name == "compute" and value == 0):
+                raise ValueError(f"{name} must be a finite number {'> 0' if name == 'compute' else '>= 0'}; got {value!r}")
+            if abs(float(self._exact(value)) - value) > 1e-3 * value:
+                raise ValueError(f"{name} is resolved to a millionth: choose a unit in which compute is about 1; got {value!r}")
+        whole_number("overlap", self.overlap, least=0)
+
+    @cached_property
+    def ticks_per_unit(self) -> int:
+        """Costs are read as decimals of at most six places and scaled to whole ticks, so that a simulation is exact."""
+        return math.lcm(*(self._exact(v).denominator for v in (self.compute, self.reduce, self.latency, self.startup)))
+
+    @property
+    def costs(self) -> Costs:
+        times = (self.compute, self.reduce, self.latency, self.startup)
+        compute, reduce, latency, startup = (int(self._exact(v) * self.ticks_per_unit) for v in times)
+        return Costs(compute, reduce, latency, int(self.overlap), startup)
+
+    @staticmethod
+    def _exact(value: float) -> Fraction:
+        return Fraction(round(Fraction(str(value)) * 10**6), 10**6)
+
+
+class Stalls(NamedTuple):
+    """Worker time lost inside chains, as a share of all worker time, by cause."""
+
+    order: float  # a reduce waits for the rank before it
+    buffer: float  # every staging buffer is full, though no rank is late
+    drain: float  # the chain's last reduces, after its last compute
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Hop(NamedTuple):
+    """One event of the critical path and what it waited for: start, worker, compute, buffer, drain or rank."""
+
+    task: Task
+    phase: str  # compute or reduce
+    cause: str
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """A simulated run. Task arrays are indexed like the plan: by ticket, then along the walk. Times are in the machine's unit."""
+
+    schedule: Schedule
+    machine: Machine
+    execution: Execution
+
+    @property
+    def makespan(self) -> float:
+        return self._ticks / self.machine.ticks_per_unit
+
+    @property
+    def _ticks(self) -> int:
+        return int(self.execution.chain_end.max(initial=0))
+
+    @cached_property
+    def bounds(self) -> LowerBounds:
+        """Lower bounds in ticks; `lower_bound` is the best of them in the machine's unit."""
+        return lower_bounds(self.schedule.problem, self.machine.costs, self.schedule.workers)
+
+    @property
+    def lower_bound(self) -> float:
+        return float(self.bounds.best / self.machine.ticks_per_unit)
+
+    @property
+    def gap(self) -> float:
+        return float(self._ticks / self.bounds.best - 1) if self.bounds.best else 0.0
+
+    @property
+    def utilization(self) -> float:
+        """Share of worker time spent on tasks (on compute alone where reduces overlap it)."""
+        costs = self.machine.costs
+        per_task = costs.compute + (costs.reduce if costs.overlap == 0 else 0)
+        return self._share(self.schedule.problem.tasks * per_task)
+
+    @property
+    def stalled(self) -> float:
+        """Share of worker time spent waiting inside chains."""
+        return self.stalls.total
+
+    @cached_property
+    def stalls(self) -> Stalls:
+        costs, run = self.machine.costs, self.execution
+        if not len(run.compute_start):
+            return Stalls(0.0, 0.0, 0.0)
+        compute_end = run.compute_start + costs.compute
+        if costs.overlap == 0:
+            return Stalls(self._share((run.reduce_start - compute_end).sum()), 0.0, 0.0)
+        last = np.zeros(len(compute_end), dtype=bool)
+        nonempty = np.diff(run.offsets) > 0
+        last[run.offsets[1:][nonempty] - 1] = True
+        idle = np.zeros(len(compute_end), dtype=np.int64)
+        idle[:-1] = np.where(last[:-1], 0, run.compute_start[1:] - compute_end[:-1])
+        # Compute i + 1 waits for the reduce that frees its buffer; what that reduce lost to its rank is the order's fault.
+        freeing = np.maximum(np.arange(len(idle)) - costs.overlap, 0)
+        rank_wait = self._rank_wait(compute_end)[freeing]
+        by_order = np.minimum(idle, rank_wait).sum()
+        drain = (run.chain_end[nonempty] - compute_end[last]).sum()
+        return Stalls(*(self._share(x) for x in (by_order, idle.sum() - by_order, drain)))
+
+    def _rank_wait(self, compute_end: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How long each reduce waited for the rank before it, beyond its own compute and its drain."""
+        costs, run = self.machine.costs, self.execution
+        drains = max(1, costs.overlap)
+        ready = compute_end.copy()
+        ready[drains:] = np.maximum(ready[drains:], run.reduce_start[:-drains] + costs.reduce)
+        position = np.arange(len(ready)) - np.repeat(run.offsets[:-1], np.diff(run.offsets))
+        ready = np.where(position >= drains, ready, compute_end)
+        return run.reduce_start - ready
+
+    def _share(self, worker_ticks: int | np.int64) -> float:
+        total = self.schedule.workers * self._ticks
+        return float(worker_ticks / total) if total else 0.0
+
+    def task(self, index: int) -> Task:
+        """The task at a position of the task arrays."""
+        ticket = int(np.searchsorted(self.execution.offsets, index, side="right")) - 1
+        sequence, head, kv_tile = self.schedule.tickets[ticket].tolist()
+        problem = self.schedule.problem
+        q_tile, _, member = self.schedule.head_order(head).tasks(kv_tile, problem.group)
+        place = index - int(self.execution.offsets[ticket])
+        return problem.task(sequence, head, kv_tile, int(q_tile[place]), int(member[place]))
+
+    @cached_property
+    def critical_path(self) -> list[Hop]:
+        """The events that decide the makespan, first to last."""
+        return [Hop(self.task(index), phase, cause) for (phase, index), cause in critical_path(self)]
+
+
+def simulate(schedule: Schedule, machine: Machine | None = None, progress: Progress | None = None) -> Timeline:
+    """Run a schedule in model time."""
+    machine = Machine() if machine is None else machine
+    if schedule.problem.tasks > MOST_TASKS:
+        raise ValueError(f"{schedule.problem.tasks:,} tasks are too many to simulate; at most {MOST_TASKS:,} (fewer heads or larger tiles)")
+    return Timeline(schedule, machine, run_in_model_time(schedule, machine.costs, progress=progress))

@@ -1,0 +1,1 @@
+"""What proves and measures: benchmarks, calibration, certificates, the doctor."""

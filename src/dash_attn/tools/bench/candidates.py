@@ -1,0 +1,144 @@
+"""What is timed: a candidate prepares itself for a shape and then runs forward or backward, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...attention.functions import explain, flash_attn_func
+from ...attention.varlen import flash_attn_varlen_func
+from .names import OURS, UNORDERED
+from .shape import PASSES, Shape
+
+COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "alternating", "weave")
+
+
+class Tensors(NamedTuple):
+    """What goes in, laid out (batch, length, heads, head dim)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    sinks: Tensor | None = None  # (query heads,)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A candidate set up for one shape. Results are laid out like the inputs."""
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[], tuple[Tensor, ...]]
+    leaves: tuple[Tensor, ...] = ()  # what the forward's graph ends in
+
+    def call(self, direction: str) -> Callable[[], Any]:
+        return self.forward if direction == "forward" else self.backward
+
+    def results(self, direction: str) -> tuple[Tensor, ...]:
+        return (self.forward().detach(),) if direction == "forward" else self.backward()
+
+
+def serves_all(shape: Shape) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`deterministic` is what it claims; the claim is checked. Of `passes` the others are another candidate's already."""
+
+    name: str
+    prepare: Callable[[Shape, Tensors], Runner]
+    deterministic: bool = False
+    passes: tuple[str, ...] = PASSES
+    identify: Callable[[Shape, Tensors], dict[str, Any]] | None = None  # what decides our bits
+    refuses: Callable[[Shape], str | None] = serves_all  # why it cannot compute a shape at all, whatever the machine
+
+
+def make_tensors(shape: Shape, device: torch.device, seed: int = 0) -> Tensors:
+    """Standard normal entries."""
+    source = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, shape.dtype)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=source, device=device).to(dtype)
+
+    heads = (shape.q_heads, shape.kv_heads, shape.kv_heads, shape.q_heads)
+    q, k, v, dout = (random(shape.batch, shape.seqlen, count, shape.head_dim) for count in heads)
+    return Tensors(q, k, v, dout, random(shape.q_heads) if shape.sinks else None)
+
+
+def runner(attention: Callable[..., Tensor], tensors: Tensors, heads_first: bool = False) -> Runner:
+    """Forward and backward through autograd; the backward alone, from a graph that is kept.
+
+    `attention` takes q, k, v and, where the shape has them, sinks.
+    """
+
+    def turned(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if heads_first and x.ndim == 4 else x
+
+    inputs = (tensors.q, tensors.k, tensors.v, *(() if tensors.sinks is None else (tensors.sinks,)))
+    leaves = tuple(turned(x.detach()).requires_grad_() for x in inputs)
+    dout = turned(tensors.dout)
+    kept = attention(*leaves)
+
+    def backward() -> tuple[Tensor, ...]:
+        return tuple(turned(g) for g in torch.autograd.grad(kept, leaves, dout, retain_graph=True))
+
+    return Runner(lambda: turned(attention(*leaves)), backward, leaves)
+
+
+def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device) -> Callable[..., Tensor]:
+    """A function of rows from one of packed tokens, which gets `cu_seqlens` and the longest length after q, k and v."""
+    ends = torch.tensor([0, *accumulate(shape.sequences)], dtype=torch.int32, device=device)
+    longest = max(shape.sequences)
+
+    def of_rows(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        tokens = (x.flatten(0, 1) for x in (q, k, v))
+        return attention(*tokens, ends, longest, *rest).unflatten(0, (shape.batch, shape.seqlen))
+
+    return of_rows
+
+
+def ours(schedules: bool) -> list[Candidate]:
+    """Ordered, unordered and, if asked for, the backward of every schedule we compare."""
+    made = [_ours(OURS), _ours(UNORDERED, accumulation="unordered")]
+    if schedules:
+        made += [_ours(f"{OURS}: {name}", schedule=name) for name in COMPARED_SCHEDULES]
+    return made
+
+
+def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered") -> Candidate:
+    chosen = {"schedule": schedule, "accumulation": accumulation}
+
+    def prepare(shape: Shape, tensors: Tensors) -> Runner:
+        rest: dict[str, Any] = {**chosen, **({"softcap": shape.softcap} if shape.softcap else {})}
+
+        def of_rows(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+            extra: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
+            out: Tensor = flash_attn_func(q, k, v, mask=shape.attended, **rest, **extra)
+            return out
+
+        def of_tokens(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+            out: Tensor = flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, causal=shape.mask == "causal", **rest)
+            return out
+
+        return runner(packed(of_tokens, shape, tensors.q.device) if shape.lengths else of_rows, tensors)
+
+    def identify(shape: Shape, tensors: Tensors) -> dict[str, Any]:
+        return identity(shape, tensors, **chosen)
+
+    passes = PASSES if name == OURS else ("backward",)
+    return Candidate(name, prepare, accumulation == "ordered", passes, identify)
+
+
+def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str) -> dict[str, Any]:
+    """What decides our bits, for the record: the explanation of a call. Empty off the GPU, and for packed sequences."""
+    if tensors.q.device.type != "cuda" or shape.lengths:
+        return {}
+    options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap}
+    return asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.attended, sinks=tensors.sinks, predict_time=False, **options))

@@ -1,0 +1,124 @@
+"""Least squares: the constants with which the simulator gives the measured times of some schedules.
+
+A simulated makespan is a sum of constants along its critical path, so how often each one lies on that path is its exact
+derivative. The fit is Gauss and Newton's with Levenberg's damping, on logarithms: relative errors count, constants stay
+positive, and one that no observation depends on stays where it was. A schedule collapses where a hand-over takes longer
+than the steps between two ranks, so there are several valleys: the fit starts on both sides of such cliffs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...scheduling.schedule import Schedule
+from ...simulation.critical_path import critical_path
+from ...simulation.simulate import Machine, Timeline, simulate
+
+CONSTANTS = ("compute", "reduce", "latency", "startup")
+DIGITS = 4  # decimals of a constant, in microseconds
+LEAST = 1e-3  # of compute: where a constant starts that was 0, which a logarithm cannot leave
+LONGEST_STEP = 0.7  # of a logarithm: a constant at most doubles or halves at once
+ITERATIONS = 25
+ENOUGH = 1e-4  # relative decrease of the sum of squares below which it is done
+MOST_DAMPING = 100.0
+LATENCIES = (0.5, 1.0, 2.0)  # of a compute: where fits start, beside what they are given
+
+Floats = NDArray[np.float64]
+
+
+class Observation(NamedTuple):
+    """A schedule and the time it took."""
+
+    schedule: Schedule
+    measured: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants, and predicted / measured - 1 of every observation."""
+
+    machine: Machine
+    errors: tuple[float, ...]
+
+    @property
+    def median_error(self) -> float:
+        return float(np.median(np.abs(self.errors)))
+
+
+def fit(observations: Sequence[Observation], start: Machine, free: Sequence[str] = CONSTANTS) -> Fit:
+    """Fit the constants in `free`, from those of `start`; the others stay. Without any, this only tells the errors."""
+    if not set(free) <= set(CONSTANTS):
+        raise ValueError(f"free must name some of {', '.join(CONSTANTS)}; got {', '.join(free)}")
+    if len(observations) < max(1, len(free)):
+        raise ValueError(f"{len(free)} constants need at least as many observations; got {len(observations)}")
+    if any(observation.measured <= 0 for observation in observations):
+        raise ValueError("measured times must be positive")
+    return _Fitter(observations, start, tuple(free)).run()
+
+
+class _Fitter:
+    def __init__(self, observations: Sequence[Observation], start: Machine, free: tuple[str, ...]) -> None:
+        self.observations, self.start, self.free = observations, start, free
+        self.measured = np.array([observation.measured for observation in observations])
+
+    def run(self) -> Fit:
+        if not self.free:
+            return Fit(self.start, tuple(np.expm1(self._look(np.zeros(0))[0]).tolist()))
+        values = np.array([max(float(getattr(self.start, name)), LEAST * self.start.compute) for name in self.free])
+        starts = [values]
+        if "latency" in self.free:
+            is_latency = np.array(self.free) == "latency"
+            starts += [np.where(is_latency, share * self.start.compute, values) for share in LATENCIES]
+        values, residuals = min((self._descend(start) for start in starts), key=lambda found: float(found[1] @ found[1]))
+        return Fit(self._machine(values), tuple(np.expm1(residuals).tolist()))
+
+    def _descend(self, values: Floats) -> tuple[Floats, Floats]:
+        """Downhill from `values` to where it is level; also the residuals there."""
+        damping = 1e-2
+        residuals, slopes = self._look(values)
+        for _ in range(ITERATIONS):
+            step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(values)), -slopes.T @ residuals)
+            trial = values * np.exp(np.clip(step, -LONGEST_STEP, LONGEST_STEP))
+            found, found_slopes = self._look(trial)
+            gain = 1 - float(found @ found) / max(float(residuals @ residuals), 1e-300)
+            if gain > 0:
+                values, residuals, slopes, damping = trial, found, found_slopes, damping / 4
+            else:
+                damping *= 8
+            if 0 <= gain < ENOUGH or damping > MOST_DAMPING or float(residuals @ residuals) < 1e-10:
+                break
+        return values, residuals
+
+    def _machine(self, values: Floats) -> Machine:
+        found: dict[str, Any] = {name: round(float(value), DIGITS) for name, value in zip(self.free, values, strict=True)}
+        return replace(self.start, **found)
+
+    def _look(self, values: Floats) -> tuple[Floats, Floats]:
+        """Logarithms of predicted over measured, and their derivatives by the logarithm of each free constant."""
+        machine = self._machine(values)
+        timelines = [simulate(observation.schedule, machine) for observation in self.observations]
+        predicted = np.array([timeline.makespan for timeline in timelines])
+        counts = np.array([path_counts(timeline) for timeline in timelines], dtype=np.float64)
+        free = [CONSTANTS.index(name) for name in self.free]
+        return np.log(predicted / self.measured), counts[:, free] * values / predicted[:, None]
+
+
+def path_counts(timeline: Timeline) -> tuple[int, int, int, int]:
+    """How often compute, reduce, latency and startup lie on the critical path; times the constants, they make the makespan."""
+    costs = timeline.machine.costs
+    compute = latency = startup = 0
+    reduce = 1  # the last
+    for (phase, _), cause in critical_path(timeline):
+        if cause == "compute":
+            compute += 1
+        elif cause == "rank" and costs.latency >= costs.reduce:
+            latency += 1
+        elif cause in ("rank", "drain", "buffer", "worker"):
+            reduce += 1
+        startup += phase == "compute" and cause in ("start", "worker")
+    return compute, reduce, latency, startup

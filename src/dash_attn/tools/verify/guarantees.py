@@ -1,0 +1,165 @@
+"""The promises, each as a test of one case. The control must fail to keep them, or the tests have shown nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ...attention.functions import explain
+from ...call.explanation import Explanation
+from ...execution.interleaving import interleaving
+from ...scheduling.order import WORKER_INVARIANT, promises
+from ...scheduling.validate import TooFewWorkers
+from .bits import Results, attend, difference, not_a_number
+from .cases import Case, Inputs, make_inputs
+from .load import other_work
+
+Status = Literal["pass", "fail", "inconclusive"]
+WORKERS = (1, 2, 7, 16, 33)  # also as many as a gang needs, and one more
+POSITIONS = 3  # of the sequence that is followed through batches of this size
+CONTROL_TRIES = 50
+
+
+@dataclass(frozen=True)
+class Outcome:
+    guarantee: str
+    status: Status
+    detail: str
+
+
+class CaseTest:
+    """One case, its inputs, and the first result, which every other one is compared with."""
+
+    def __init__(self, case: Case, device: str, runs: int, tick: Callable[[], None] | None = None) -> None:
+        """`tick` is called after every comparison."""
+        self.case, self.device, self.runs, self.tick = case, device, runs, tick
+        self.mask = case.read_mask()
+        self.inputs = make_inputs(case, device)
+        self.reference = self._run()
+
+    def _run(self, inputs: Inputs | None = None, accumulation: str = "ordered") -> Results:
+        return attend(self.inputs if inputs is None else inputs, self.mask, self.case.schedule, accumulation)
+
+    def explain(self) -> Explanation:
+        q, k, v, _ = self.inputs
+        return explain(q, k, v, mask=self.mask, schedule=self.case.schedule, predict_time=False)
+
+    def outcomes(self, fresh: dict[str, Results]) -> Iterator[Outcome]:
+        """`fresh`: what other processes computed, by their description; empty if none was asked."""
+        yield self._judge("same bits in repeated runs", self._repeats())
+        if self.device == "cpu":  # a GPU interleaves by itself
+            yield self._judge("same bits in any interleaving", self._interleavings())
+            if promises(self.explain().guarantees, WORKER_INVARIANT):
+                yield self._worker_counts()
+        yield self._judge("same bits while other work runs", self._loaded())
+        yield self._judge("same bits whatever else is in the batch", self._batches())
+        if fresh:
+            yield self._judge("same bits in fresh processes", iter([(what, found, self.reference) for what, found in fresh.items()]))
+        yield self._control()
+
+    def _judge(self, guarantee: str, pairs: Iterator[tuple[str, Results, Results]]) -> Outcome:
+        """Fail at the first pair of results that differs."""
+        count = 0
+        for what, actual, expected in pairs:
+            count += 1
+            if self.tick is not None:
+                self.tick()
+            found = difference(actual, expected) or not_a_number(actual)
+            if found:
+                return Outcome(guarantee, "fail", f"{what}: {found}")
+        return Outcome(guarantee, "pass", f"{count} compared")
+
+    def _repeats(self) -> Iterator[tuple[str, Results, Results]]:
+        for run in range(2, self.runs + 1):
+            yield f"run {run}", self._run(), self.reference
+
+    def _interleavings(self) -> Iterator[tuple[str, Results, Results]]:
+        for seed in range(1, self.runs + 1):
+            for threads in (False, True):
+                with interleaving(seed, threads):
+                    result = self._run()
+                yield f"interleaving {seed}{' in threads' if threads else ''}", result, self.reference
+
+    def _worker_counts(self) -> Outcome:
+        """Equal bits on every number of workers; fewer than a gang needs must be refused, and with the number it needs."""
+        gang, refused = self.explain().gang, list[int]()
+        promise = "any number of workers" if gang == 1 else f"{gang} workers or more, fewer refused"
+        try:
+            outcome = self._judge(f"same bits on {promise}", self._on_workers(sorted({*WORKERS, gang, gang + 1}), refused))
+        except TooFewWorkers as error:
+            return Outcome(f"same bits on {promise}", "fail", f"refused on {error.workers} workers: {error}".splitlines()[0])
+        if not refused:
+            return outcome
+        return replace(outcome, detail=f"{outcome.detail}; refused on {', '.join(map(str, refused))} workers: {gang} are needed at once")
+
+    def _on_workers(self, counts: list[int], refused: list[int]) -> Iterator[tuple[str, Results, Results]]:
+        """Results on these numbers of workers; those too few for a gang are noted in `refused`."""
+        for workers in counts:
+            try:
+                with interleaving(workers, workers=workers):
+                    result = self._run()
+            except TooFewWorkers as error:
+                if not error.workers == workers < error.needed == self.explain().gang:
+                    raise
+                refused.append(workers)
+                continue
+            yield f"{workers} workers", result, self.reference
+
+    def _loaded(self) -> Iterator[tuple[str, Results, Results]]:
+        with other_work(self.device):
+            for run in range(1, loaded_runs(self.runs) + 1):
+                yield f"run {run} beside other work", self._run(), self.reference
+
+    def _batches(self) -> Iterator[tuple[str, Results, Results]]:
+        """The first sequence alone, then among others, at every position."""
+        expected = self.reference.sequence(0)
+        alone = tuple(x[:1] for x in self.inputs)
+        yield "alone", self._run(_four(alone)), expected
+        for position in range(POSITIONS):
+            mates = make_inputs(self.case, self.device, seed=position + 1, batch=POSITIONS - 1)
+            batch = tuple(torch.cat([m[:position], x, m[position:]]) for x, m in zip(alone, mates, strict=True))
+            yield f"at position {position} of {POSITIONS}", self._run(_four(batch)).sequence(position), expected
+
+    def _control(self) -> Outcome:
+        """Unordered sums must be seen to differ. Each try arrives differently, on the CPU by its seed."""
+        guarantee = "control: unordered runs differ"
+        first = self._unordered(0)
+        for attempt in range(1, CONTROL_TRIES + 1):
+            found = difference(self._unordered(attempt), first)
+            if found:
+                return Outcome(guarantee, "pass", found)
+        detail = f"{CONTROL_TRIES} unordered runs agree, so equal bits prove nothing here; take a longer sequence (three KV tiles or more)"
+        return Outcome(guarantee, "inconclusive", detail)
+
+    def _unordered(self, seed: int) -> Results:
+        with interleaving(seed):
+            return self._run(accumulation="unordered")
+
+
+def loaded_runs(runs: int) -> int:
+    return max(2, runs // 2)
+
+
+def comparisons(device: str, runs: int, processes: int) -> int:
+    """How many results of a case are compared, for a progress bar; a few less where a schedule promises less."""
+    on_cpu = 2 * runs + len(WORKERS) if device == "cpu" else 0
+    return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes
+
+
+def _four(tensors: tuple[torch.Tensor, ...]) -> Inputs:
+    q, k, v, dout = tensors
+    return q, k, v, dout
+
+
+def overall(outcomes: list[Outcome]) -> Status:
+    return worst([outcome.status for outcome in outcomes])
+
+
+def worst(found: Sequence[str | None]) -> Status:
+    """What is not known to be a pass or inconclusive is a failure."""
+    if not set(found) <= {"pass", "inconclusive"}:
+        return "fail"
+    return "inconclusive" if "inconclusive" in found else "pass"

@@ -1,0 +1,1 @@
+"""Looking at schedules: task times, Gantt charts, traces, words."""

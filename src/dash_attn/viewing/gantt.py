@@ -1,0 +1,175 @@
+"""Gantt charts: workers over time, tasks coloured by Q tile, stalls in red. Draws simulated and measured runs alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..simulation.simulate import Timeline
+from . import style as plot_style
+from .style import BOUND, DPI, FIGURE_WIDTH, IDLE, INK, REDUCE_SHADE, STALL, STALL_PALE, q_tile_colours
+from .task_times import Spans, spans_of
+from .words import describe_machine, describe_problem, plain_number
+
+MOST_BARS = 2500  # tasks in the whole picture; more are drawn as an image
+MOST_LANES = 40
+IMAGE_BINS = 2400
+PLOT_SHARE = 0.83  # of the figure's width that the time axis takes
+STYLE: Any = {**plot_style.STYLE, "font.size": 10, "hatch.linewidth": 0.8}
+
+
+def check_format(path: str | Path) -> None:
+    plot_style.check_format(path, "a Gantt chart")
+
+
+def gantt(runs: Sequence[Timeline | Spans], path: str | Path, title: str | None = None) -> None:
+    """Draw runs below each other on one time axis and write the picture to `path` (.png or .svg)."""
+    check_format(path)
+    if not runs:
+        raise ValueError("a Gantt chart needs at least one run")
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        panels = [run if isinstance(run, Spans) else spans_of(run) for run in runs]
+        crisp = sum(len(p.q_tile) for p in panels) <= MOST_BARS and max(map(_lanes, panels)) <= MOST_LANES
+        figure = _figure(panels, crisp, title or _title(runs))
+        if Path(path).suffix.lower() == ".svg":
+            figure.savefig(path, metadata={"Date": None})
+        elif crisp:
+            figure.savefig(path, dpi=DPI)
+        else:
+            _save_with_palette(figure, path)
+
+
+def _lanes(spans: Spans) -> int:
+    """Workers that ran something; they are the first ones."""
+    return int(spans.worker.max(initial=0)) + 1
+
+
+def _save_with_palette(figure: Any, path: str | Path) -> None:
+    """An image of smooth colours as a full-colour PNG is large; a palette of 256 colours takes a fifth."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
+    from PIL import Image
+
+    figure.set_dpi(DPI)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    reserved = [tuple(round(255 * c) for c in to_rgb(name)) for name in ("white", INK, BOUND, STALL, IDLE)]
+    frequent = picture.quantize(256 - len(reserved)).getpalette() or []
+    colours = [c for colour in reserved for c in colour] + frequent
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(colours[:768])
+    indices = np.array(picture.quantize(palette=palette, dither=Image.Dither.NONE))
+    for index, colour in enumerate(reserved):  # Pillow's matching is coarse; these must be exact
+        indices[(np.asarray(picture) == colour).all(-1)] = index
+    small = Image.fromarray(indices)
+    small.putpalette(colours[:768])
+    small.save(path, optimize=True, dpi=(DPI, DPI))
+
+
+def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    lanes = [_lanes(p) for p in panels]
+    heights = [max(1.1, 0.3 * n) if crisp else 1.2 + 0.017 * min(n, 160) for n in lanes]
+    figure = Figure(figsize=(FIGURE_WIDTH, sum(h + 0.55 for h in heights) + 1.45), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    horizon = max(max(p.makespan, p.lower_bound or 0.0) for p in panels) or 1.0
+    slowest = {source: max((p for p in panels if p.source == source), key=lambda p: p.makespan) for source in {p.source for p in panels}}
+    mappable = q_tile_colours(max(p.q_tiles for p in panels))
+    for axes, spans, n in zip(all_axes, panels, lanes, strict=True):
+        axes.set_xlim(0, horizon * 1.015)
+        axes.axvspan(0, spans.makespan, color=IDLE, lw=0, zorder=0)
+        colours = mappable.to_rgba(spans.q_tile)
+        if crisp:
+            _draw_crisp(axes, spans, colours, horizon)
+        else:
+            _draw_image(axes, spans, colours)
+        _dress(axes, spans, n)
+        _mark(axes, spans, slowest[spans.source], crisp)
+    all_axes[-1].set_xlabel(panels[0].time_label)
+    _explain(figure, all_axes, mappable, panels, crisp)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#555555")
+    return figure
+
+
+def _draw_crisp(axes: Any, spans: Spans, colours: Any, horizon: float) -> None:
+    from .gantt_bars import draw_bars
+
+    points_per_unit = FIGURE_WIDTH * PLOT_SHARE * 72 / (horizon * 1.015)
+    draw_bars(axes, spans, colours, (points_per_unit, 0.3 * 72))
+
+
+def _draw_image(axes: Any, spans: Spans, colours: Any) -> None:
+    from .gantt_raster import raster
+
+    image = raster(spans, colours, IMAGE_BINS)
+    extent = (0, spans.makespan, len(image) - 0.5, -0.5)
+    axes.imshow(image, extent=extent, aspect="auto", interpolation="auto", zorder=1)
+
+
+def _dress(axes: Any, spans: Spans, lanes: int) -> None:
+    """Axes, ticks and the two titles of a panel."""
+    from matplotlib.ticker import FixedLocator, MaxNLocator
+
+    axes.set_ylim(lanes - 0.5, -0.5)
+    axes.yaxis.set_major_locator(FixedLocator(range(lanes)) if lanes <= 16 else MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.set_ylabel("worker" if lanes == spans.workers else f"worker\n({lanes} of {spans.workers} used)")
+    axes.tick_params(length=3)
+    axes.set_title(spans.name, loc="left", fontsize=13, fontweight="bold")
+    axes.set_title(spans.notes or f"makespan {plain_number(spans.makespan, 4)}", loc="right", fontsize=10)
+
+
+def _mark(axes: Any, spans: Spans, slowest: Spans, crisp: bool) -> None:
+    """The end of the run, the bound it cannot beat, and how it compares with the slowest run of the picture."""
+    axes.axvline(spans.makespan, color=INK, lw=1.8, zorder=5, clip_on=False)
+    if spans.lower_bound is not None:
+        if not crisp:  # blue alone is hard to see on an image
+            axes.axvline(spans.lower_bound, color="white", lw=2.6, alpha=0.9, zorder=4)
+        axes.axvline(spans.lower_bound, color=BOUND, lw=1.8, ls=(0, (4, 2)), zorder=6)
+    saved = slowest.makespan - spans.makespan
+    if saved > 0.12 * slowest.makespan:
+        text = f"{slowest.makespan / spans.makespan:.2f}x as fast\nas {slowest.name}"
+        axes.text(spans.makespan + saved / 2, 0.5, text, transform=axes.get_xaxis_transform(), ha="center", va="center", fontsize=12)
+
+
+def _explain(figure: Any, all_axes: Any, mappable: Any, panels: Sequence[Spans], crisp: bool) -> None:
+    """Colour bar and legend."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    bar = figure.colorbar(mappable, ax=list(all_axes), label="Q tile", pad=0.012, fraction=0.025, aspect=3.2 * figure.get_figheight())
+    bar.minorticks_off()
+    bar.outline.set_visible(False)
+    q_tiles = max(p.q_tiles for p in panels)
+    bar.set_ticks(np.arange(q_tiles) if q_tiles <= 12 else MaxNLocator(8, integer=True).tick_values(0, q_tiles - 1)[:-1])
+    bar.ax.tick_params(length=0)
+    middle = mappable.to_rgba(q_tiles // 2)
+    shaded = (*(REDUCE_SHADE * c for c in middle[:3]), 1.0)
+    handles: list[Any] = [Patch(color=middle, lw=0, label="compute")]
+    if crisp or not any(p.drains for p in panels):
+        handles.append(Patch(color=shaded, lw=0, label="reduce"))
+    stall: dict[str, Any] = (
+        {"facecolor": STALL_PALE, "edgecolor": STALL, "hatch": "//////", "lw": 0} if crisp else {"color": STALL, "lw": 0}
+    )
+    handles += [Patch(**stall, label="stall"), Patch(facecolor=IDLE, edgecolor="#bbbbbb", lw=0.6, label="idle")]
+    handles += [Line2D([], [], color=INK, lw=1.8, label="makespan")]
+    if any(p.lower_bound is not None for p in panels):
+        handles.append(Line2D([], [], color=BOUND, lw=1.8, ls=(0, (4, 2)), label="lower bound"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=2.2)
+
+
+def _title(runs: Sequence[Timeline | Spans]) -> str:
+    """Problem and machine, if all simulated runs share them."""
+    lines = {
+        f"{describe_problem(run.schedule.problem)}\n{describe_machine(run.machine, run.schedule.workers)}"
+        for run in runs
+        if isinstance(run, Timeline)
+    }
+    return lines.pop() if len(lines) == 1 else ""

@@ -1,0 +1,42 @@
+"""Problems, machines and numbers in words, for people."""
+
+from __future__ import annotations
+
+from ..scheduling.problem import Problem
+from ..simulation.simulate import Machine
+
+
+def plain_number(value: float, digits: int = 6) -> str:
+    """128 for 128.0, 46.8 for 46.8."""
+    return str(int(value)) if float(value).is_integer() else f"{value:.{digits}g}"
+
+
+def percent(share: float) -> str:
+    """Only what is exactly 0 prints as 0 %, so that a reached bound is not mistaken for a rounded one."""
+    if 0 < share < 0.0005:
+        return "<0.1 %"
+    return f"{plain_number(share * 100)} %" if share in (0.0, 1.0) else f"{share * 100:.1f} %"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def describe_problem(problem: Problem, mask: str | None = None) -> str:
+    """One line: the mask (as the user wrote it, if given), tiles, heads and tasks."""
+    heads = counted(problem.heads, "head")
+    if problem.group > 1:
+        heads = f"{counted(problem.heads, 'KV head')} of {counted(problem.group, 'query head')} each"
+    batch = f"{counted(problem.batch, 'sequence')} of " if problem.batch > 1 else ""
+    return f"{mask or problem.mask} mask, {problem.q_tiles} x {problem.kv_tiles} tiles (Q x KV), {batch}{heads}"
+
+
+def describe_machine(machine: Machine, workers: int) -> str:
+    """One line: the workers and what a task costs them."""
+    background = "the worker itself reduces"
+    if machine.overlap:
+        background = f"up to {counted(machine.overlap, 'reduce')} behind the computes"
+    latency = f", hand-over latency {plain_number(machine.latency)}" if machine.latency else ""
+    startup = f", chain start {plain_number(machine.startup)}" if machine.startup else ""
+    costs = f"compute {plain_number(machine.compute)}, reduce {plain_number(machine.reduce)}"
+    return f"{counted(workers, 'worker')}; {costs}, {background}{latency}{startup}"

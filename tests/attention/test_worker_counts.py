@@ -1,0 +1,134 @@
+"""Any number of workers gives the same bits, or an error that says how many are needed and what runs on these."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from cases import NAMES
+from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, ScheduleError, TileMap, Window, flash_attn_func, generate, lower
+from dash_attn.call.planning import plan_for
+from dash_attn.cli.main import main
+from dash_attn.execution.interleaving import interleaving
+from dash_attn.scheduling.order import ALL_GUARANTEES, WORKER_INVARIANT, promises
+from dash_attn.scheduling.validate import TooFewWorkers
+from dense import assert_same_bits, random_inputs, run_ours
+
+WORKERS = (1, 2, 7, 16, 33)
+LENGTH = 17 * 128  # of keys: on a full mask the least at which auto has a gang
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(),
+    "window": Window(300, 40),
+    "documents": Documents((900, 76, 1200)),
+    "prefix": Prefix(500),
+    "blocks": TileMap(np.random.default_rng(0).random((17, 17)) < 0.4, 128, 128),
+}
+SAID = (
+    r"needs \d+ workers at once \(SMs of a GPU, threads on a CPU\).*; there are \d+\. schedule='alternating' runs on any number of workers"
+)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[Tensor, ...]:
+    return random_inputs(LENGTH, LENGTH, (1, 1), 8)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_bits_or_a_clear_error(name: str, mask: Mask, inputs: tuple[Tensor, ...]) -> None:
+    problem = Problem(mask, LENGTH, LENGTH)
+    try:
+        plan = plan_for(problem, name)
+    except ScheduleError:
+        pytest.skip(f"{name} does not serve {mask}")
+    expected = run_ours(inputs, mask, schedule=name) if promises(plan.guarantees, WORKER_INVARIANT) else None
+    for workers in WORKERS:
+        try:
+            with interleaving(workers, workers=workers):
+                found = run_ours(inputs, mask, schedule=name)
+        except TooFewWorkers as error:
+            assert workers < plan.gang
+            check_refusal(error, name, plan.gang, workers)
+            continue
+        if expected is not None:
+            assert_same_bits(found, expected, f"{name}, {workers} workers")
+
+
+def check_refusal(error: TooFewWorkers, name: str, needed: int, workers: int) -> None:
+    said, *details = str(error).splitlines()
+    assert bool(details) == (name != "auto"), "a grid for who names a schedule"
+    assert re.search(SAID, said)
+    assert said.startswith(name)
+    assert f"needs {needed} workers" in said
+    assert f"there are {workers}." in said
+
+
+def test_what_the_error_advises_works_and_has_other_bits(inputs: tuple[Tensor, ...]) -> None:
+    expected = run_ours(inputs, Full(), schedule="alternating")
+    for workers in WORKERS:
+        with interleaving(workers, workers=workers):
+            assert_same_bits(run_ours(inputs, Full(), schedule="alternating"), expected)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_same_bits(run_ours(inputs, Full()), expected)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_the_cpu_backend_says_it_whatever_runs_the_chains(inputs: tuple[Tensor, ...], threads: bool) -> None:
+    q, k, v, dout = inputs
+    out = flash_attn_func(q.requires_grad_(), k, v)
+    with interleaving(0, threads, workers=16), pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 17 .*there are 16\."):
+        out.backward(dout)
+
+
+def test_a_gang_is_part_of_the_guarantee() -> None:
+    problem = Problem(Full(), LENGTH, LENGTH)
+    ring, free = generate("auto", problem, 132), generate("alternating", problem, 132)
+    assert (ring.name, ring.gang) == ("shift_blocks", 17)
+    assert ring.guarantees == lower(ring).guarantees == (*ALL_GUARANTEES[:2], "worker-count-invariant (17 workers or more)")
+    assert free.guarantees == lower(free).guarantees == ALL_GUARANTEES
+    assert promises(ring.guarantees, WORKER_INVARIANT)
+    assert not promises(generate("shift", problem, 132).guarantees, WORKER_INVARIANT)
+    assert generate("auto", replace(problem, q_len=64 * 64 * 2, kv_len=64 * 128), 64).guarantees[2].endswith("(64 workers or more)")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_from_its_gang_on_every_number_of_workers_will_do(name: str, mask: Mask) -> None:
+    problem = Problem(mask, LENGTH, LENGTH, heads=2)
+    try:
+        first = generate(name, problem, 200)
+    except ScheduleError:
+        pytest.skip(f"{name} does not serve {mask}")
+    for workers in range(first.gang, first.gang + 20):
+        found = generate(name, problem, workers)
+        assert name == "shift" or found.order.same_bits(first.order)
+
+
+def test_no_order_hides_behind_the_number_of_workers() -> None:
+    """The control: a gang is refused, whichever way it is asked for, on one worker less than it needs."""
+    problem = Problem(Full(), LENGTH, LENGTH)
+    for name in ("auto", "shift_blocks"):
+        assert generate(name, problem, 17).gang == 17
+        for ask in (generate, lambda n, p, w: plan_for(p, n, w)):
+            with pytest.raises(TooFewWorkers, match=SAID):
+                ask(name, problem, 16)
+
+
+def test_plan_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    full = ["plan", "--mask", "full", "--q-tiles", "34", "--kv-tiles", "17", "--workers", "16"]
+    assert main([*full, "--schedule", "auto"]) == 2
+    assert re.search(r"error: auto \(here shift_blocks\) " + SAID, capsys.readouterr().err)
+    assert main(full) == 0, "others can serve it"
+    assert re.search(r"shift_blocks: " + SAID, capsys.readouterr().out)
+    assert main([*full, "--schedule", "alternating"]) == 0
+
+
+def test_measured_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--mask", "full", "--seqlen", str(LENGTH), "--measured", "--device", "cpu", "--threads", "2", "--head-dim", "64"]
+    assert main([*words, "--schedule", "auto"]) == 2
+    assert re.search(r"error: auto \(here shift_blocks\) needs 17 .* there are 2\.", capsys.readouterr().err)

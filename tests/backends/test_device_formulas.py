@@ -1,0 +1,168 @@
+"""The device's start orders and walks, compiled for the host and compared with the scheduling core's."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate
+from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
+from dash_attn.backends.hopper.device.parameters import PlanTables
+from start_orders import Chain, laid_end_to_end, starts_alone
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "src/dash_attn/backends/hopper/kernels"
+HEADERS = (
+    "common/mask.cuh",
+    "device_planning/start_order.cuh",
+    "device_planning/chains.cuh",
+    "device_planning/walk.cuh",
+    "common/plan_tables.cuh",
+    "common/sequence.cuh",
+    "common/types.cuh",
+)
+GLOBAL_LOAD = 'asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(&field));'
+TILES = [(64, 128), (128, 128), (64, 64)]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("device")
+    for name in HEADERS:
+        source = (KERNELS / name).read_text()
+        assert (GLOBAL_LOAD in source) == (name == "common/plan_tables.cuh")
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(source.replace(GLOBAL_LOAD, "v = field;"))
+    for name in ("common/ptx.cuh", "library.cpp"):
+        shutil.copy(HERE / "device_on_host" / name, folder / name)
+    command = [compiler, "-I.", "-std=c++17", "-O1", "-shared", "-fPIC", "-include", str(HERE / "device_on_host/shim.h")]
+    subprocess.run([*command, "library.cpp", "-o", "library.so"], cwd=folder, check=True, capture_output=True, text=True)
+    return ctypes.CDLL(str(folder / "library.so"))
+
+
+def address(array: np.ndarray) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_int))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_tickets_of_a_plan(device: ctypes.CDLL, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds, kv_tiles, heads, batch = (int(rng.integers(1, most)) for most in (3, 20, 10, 6))
+    starts = tuple(rng.permutation(kv_tiles) for _ in range(kinds))
+    cuts = np.sort(rng.choice(kv_tiles, size=int(rng.integers(0, min(kv_tiles, 4))), replace=False))
+    segments = tuple(np.diff(np.unique([0, *cuts, kv_tiles])).tolist())
+    placement = Placement(int(rng.integers(1, 50)), int(rng.integers(1, 12)), starts, segments, int(rng.integers(0, 6)))
+    problem = Problem.from_tiles("full", 3, kv_tiles, heads=heads, batch=batch, head_offset=int(rng.integers(0, 4)))
+    found = np.empty((problem.chains, 3), dtype=np.int32)
+    starts, ends = np.stack(placement.starts).astype(np.int32), np.cumsum([0, *segments]).astype(np.int32)
+    tables = PlanTables(starts=starts.ctypes.data, segments=ends.ctypes.data, **placement_fields(placement, problem))
+    device.expand(ctypes.byref(tables), address(found))
+    assert np.array_equal(found, placement.tickets(problem))
+
+
+@dataclass
+class Batch:
+    """Packed sequences, and what the device makes of them."""
+
+    mask: Mask
+    tiles: tuple[int, int]
+    q_lengths: list[int]
+    kv_lengths: list[int]
+    heads: int
+    group: int
+    head_offset: int
+    workers: int
+
+    def plan(self, device: ctypes.CDLL) -> list[Chain]:
+        """All chains, in the order they start."""
+        cu_q, cu_k = (np.array([0, *np.cumsum(n)], dtype=np.int32) for n in (self.q_lengths, self.kv_lengths))
+        right, width = band_of(self.mask)
+        shape = len(self.q_lengths), self.heads, self.group, self.head_offset, self.workers
+        count = device.plan(*self.tiles, address(cu_q), address(cu_k), *shape, right, ctypes.c_uint32(width))
+        found = np.empty((count, 3), dtype=np.int32)
+        device.read_tickets(address(found))
+        sequence_of = {int(end): i for i, end in enumerate(cu_k[1:]) if self.kv_lengths[i]}
+        chains = []
+        for head, end, keys in found.tolist():
+            sequence = sequence_of[end]
+            chains.append((head, sequence, (self.kv_lengths[sequence] - keys) // self.tiles[1]))
+        return chains
+
+    def problem(self, sequence: int) -> Problem:
+        lengths = self.q_lengths[sequence], self.kv_lengths[sequence]
+        return Problem(self.mask, *lengths, *self.tiles, self.heads, self.group, head_offset=self.head_offset)
+
+    def start_order(self) -> list[int]:
+        """Sequences, most tiles first."""
+        q_tiles, kv_tiles = (
+            [-(-n // rows) for n in lengths] for lengths, rows in zip((self.q_lengths, self.kv_lengths), self.tiles, strict=True)
+        )
+        return sorted(range(len(q_tiles)), key=lambda i: -q_tiles[i] * kv_tiles[i])
+
+
+def random_batch(seed: int, empty: bool) -> Batch:
+    """With sequences that have no queries or no keys, if `empty`."""
+    rng = np.random.default_rng(seed)
+    tiles = TILES[int(rng.integers(3))]
+    count, longest = int(rng.choice([1, 2, 3, 5, 8, 20])), int(rng.choice([200, 1500, 3000]))
+    kv_lengths = [int(n) for n in rng.integers(1, longest, size=count)]
+    kv_lengths[0] = int(rng.choice([kv_lengths[0], 8 * tiles[1], 8 * tiles[1] + 1, 17 * tiles[1], 9000 if count < 4 else 129]))
+    q_lengths = list(kv_lengths) if rng.random() < 0.6 else [int(n) for n in rng.integers(1, longest, size=count)]
+    if empty:
+        for lengths in (q_lengths, kv_lengths):
+            lengths[int(rng.integers(count))] = 0
+    masks = Full(), Causal(), Window(int(rng.choice([0, 50, 300, 1000])), int(rng.choice([0, 5, 200])))
+    shape = (int(rng.integers(low, high)) for low, high in ((1, 10), (1, 9), (0, 2), (64, 200)))
+    return Batch(masks[int(rng.integers(3))], tiles, q_lengths, kv_lengths, *shape)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_packed_sequences_start_and_walk_as_each_would_alone(device: ctypes.CDLL, seed: int) -> None:
+    batch = random_batch(seed, empty=False)
+    chains = batch.plan(device)
+    try:
+        schedules = {i: generate("auto", batch.problem(i), batch.workers) for i in batch.start_order()}
+    except ScheduleError as error:
+        pytest.skip(f"refused on the host: {error}")
+    assert chains == laid_end_to_end([starts_alone(i, schedule) for i, schedule in schedules.items()])
+    walk = np.empty((20_000, 2), dtype=np.int32)
+    for ticket, (head, sequence, kv_tile) in enumerate(chains):
+        order = schedules[sequence].head_order(head)
+        steps = device.read_walk(*batch.tiles, ticket, address(walk))
+        assert walk[:steps, 0].tolist() == order.walk(kv_tile).tolist()
+        assert walk[:steps, 1].tolist() == order.ranks(kv_tile).tolist()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_packed_sequences_some_of_which_are_empty(device: ctypes.CDLL, seed: int) -> None:
+    """Every chain once; every rank once, and each waits for an earlier start (Full() has circles, which the test above compares)."""
+    batch = random_batch(seed, empty=True)
+    batch.mask = Causal() if isinstance(batch.mask, Full) else batch.mask
+    chains = batch.plan(device)
+    kv_tiles = [-(-n // batch.tiles[1]) for n in batch.kv_lengths]
+    assert sorted(chains) == sorted((head, i, kv) for i, n in enumerate(kv_tiles) for kv in range(n) for head in range(batch.heads))
+    walk = np.empty((20_000, 2), dtype=np.int32)
+    ranks: dict[tuple[int, int, int], list[int]] = {}
+    for ticket, (head, sequence, _) in enumerate(chains):
+        for q_tile, rank in walk[: device.read_walk(*batch.tiles, ticket, address(walk))].tolist():
+            ranks.setdefault((head, sequence, q_tile), []).append(rank)
+    for (_, sequence, q_tile), found in ranks.items():
+        of_tiles = np.empty(-(-batch.q_lengths[sequence] // batch.tiles[0]), dtype=np.int32)
+        device.read_ranks(sequence, len(of_tiles), address(of_tiles))
+        assert found == list(range(of_tiles[q_tile]))
+
+
+def test_packed_sequences_of_very_many_chains(device: ctypes.CDLL) -> None:
+    """More than are shuffled: every chain has one ticket all the same."""
+    batch = Batch(Window(300, 0), (64, 64), [64, 64, 64], [70_000 * 64, 70_000 * 64, 64], heads=4, group=4, head_offset=0, workers=132)
+    assert len(set(batch.plan(device))) == 4 * 140_001

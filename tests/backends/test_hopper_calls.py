@@ -1,0 +1,178 @@
+"""What is prepared for a shape is found again, kept while a graph needs it, and let go in time. No GPU: only the look-up is tested."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn import Causal, Documents, Full, Problem, TileMap, Window, explain, generate
+from dash_attn.call.offsets import Packing
+from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling.validate import TooFewWorkers
+
+backward = import_module("dash_attn.backends.hopper.calls.backward")
+layout = import_module("dash_attn.backends.hopper.calls.layout")
+packed = import_module("dash_attn.backends.hopper.calls.packed")
+shapes = import_module("dash_attn.backends.hopper.tiles")
+tables = import_module("dash_attn.backends.hopper.calls.tables")
+support = import_module("dash_attn.backends.hopper.support")
+OPTIONS = AttentionOptions(Causal(), 1.0)
+
+
+@dataclass
+class Call:
+    layout: Any
+    shapes: list[torch.Size]
+    holds_tables: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class Machine:
+    """Stands in for a GPU: whether a graph is being captured, and how often somebody waited for it."""
+
+    capturing = False
+    waits = 0
+
+    def wait(self, device: torch.device) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(layout, "on_device", lambda index: nullcontext())
+    monkeypatch.setattr(layout, "device_index", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", machine.wait)
+    return machine
+
+
+def new_cache(holds_tables: bool = True) -> Any:
+    return layout.CallCache(lambda found, tensors, options: Call(found, [t.shape for t in tensors], holds_tables))
+
+
+def tensors(length: int, dim: int = 64) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(1, length, 2, dim, dtype=torch.bfloat16) for _ in range(3))
+
+
+def test_same_layout_same_call(machine: Machine) -> None:
+    calls = new_cache()
+    first, _ = calls.find(tensors(16), OPTIONS, None)
+    assert calls.find(tensors(16), OPTIONS, None)[0] is first
+    assert calls.find(tensors(17), OPTIONS, None)[0] is not first
+    assert calls.find(tensors(16), AttentionOptions(Causal(), 2.0), None)[0] is not first
+    turned = tuple(t.transpose(1, 2) for t in tensors(2))
+    assert turned[0].shape == (1, 2, 2, 64)
+    assert calls.find(turned, OPTIONS, None)[0] is not calls.find(tensors(2), OPTIONS, None)[0]
+
+
+def test_padding_is_part_of_the_layout(machine: Machine) -> None:
+    """A head dim of 59 is padded to 64, but its gradients have 59 columns."""
+    calls = new_cache()
+    narrow, padded = calls.find(tensors(16, 59), OPTIONS, None)
+    assert padded[0].shape[-1] == 64
+    assert narrow.layout.q_dim == 59
+    assert calls.find(tensors(16, 64), OPTIONS, None)[0].layout.q_dim == 64
+    assert calls.find(tensors(16, 59), OPTIONS, None)[0] is narrow
+
+
+def test_the_number_of_calls_is_bounded(machine: Machine) -> None:
+    calls = new_cache()
+    hot, _ = calls.find(tensors(1), OPTIONS, None)
+    for length in range(2, 2 * layout.MOST_CALLS):
+        calls.find(tensors(length), OPTIONS, None)
+        assert calls.find(tensors(1), OPTIONS, None)[0] is hot, "what is used stays"
+    assert len(calls._kept.values) == layout.MOST_CALLS
+    assert machine.waits == layout.MOST_CALLS - 1, "tables are let go only when nobody reads them"
+
+
+def test_calls_without_tables_go_without_waiting(machine: Machine) -> None:
+    calls = new_cache(holds_tables=False)
+    for length in range(1, layout.MOST_CALLS + 10):
+        calls.find(tensors(length), OPTIONS, None)
+    assert machine.waits == 0
+
+
+def test_graphs_keep_their_calls_and_prepare_nothing(machine: Machine) -> None:
+    calls = new_cache()
+    call, _ = calls.find(tensors(8), OPTIONS, None)
+    machine.capturing = True
+    calls.find(tensors(8), OPTIONS, None)
+    with pytest.raises(RuntimeError, match="run it once before the graph"):
+        calls.find(tensors(9), OPTIONS, None)
+    machine.capturing = False
+    for length in range(10, 10 + layout.MOST_CALLS):
+        calls.find(tensors(length), OPTIONS, None)
+    assert call not in calls._kept.values.values()
+    assert any(kept is call for kept in calls._kept.in_graphs)
+
+
+def test_nothing_is_uploaded_into_a_graph(machine: Machine) -> None:
+    machine.capturing = True
+    with pytest.raises(RuntimeError, match="run it once before the graph"):
+        tables.mask_on_device(TileMap([[True]], 64, 64), 64, 64, torch.device("cpu"))
+
+
+def packing(longest: int) -> Packing:
+    places = torch.tensor([0, 40, 100], dtype=torch.int32)
+    return Packing(places, places, longest, longest)
+
+
+def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
+    """Callers may pass any number that is large enough, also one that does not fit 32 bits."""
+    calls = new_cache()
+    flat = tuple(t[0] for t in tensors(100))
+    call, _ = calls.find(flat, OPTIONS, packing(2**40))
+    assert (call.layout.q_longest, call.layout.k_longest) == (100, 100)
+    assert calls.find(flat, OPTIONS, packing(100))[0] is call
+    assert calls.find(flat, OPTIONS, packing(60))[0] is not call
+
+
+def test_a_gang_must_fit_the_machine(machine: Machine) -> None:
+    flat = tuple(torch.zeros(1, dtype=torch.bfloat16).expand(20000, 2, 128) for _ in range(3))
+    found = layout.Layout.of(flat, OPTIONS, packing(20000))
+    tiles = shapes.backward_tiles(found.dim)
+    gang = packed.largest_gang(found, tiles, Full())
+    assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (64, 64)
+    assert packed.largest_gang(found, tiles, Causal()) == packed.largest_gang(found, tiles, Window(-1, 0)) == 1
+    support.check_gang(gang, 132)
+    said = r"need 64 SMs at once; this GPU .* has 16\. Causal masks run on any number of SMs, .* schedule='alternating'"
+    with pytest.raises(support.Unsupported, match=said):
+        support.check_gang(gang, 16)
+
+
+@pytest.mark.parametrize("tiles", [(64, 128), (128, 128), (64, 64)])
+def test_a_causal_sequence_has_no_gang(tiles: tuple[int, int]) -> None:
+    """Not even where few queries attend so many keys that every tile is kept."""
+    kept = 0
+    for q_len in (1, 63, 64, 65, 128, 129, 192, 193, 256, 257, 320):
+        for kv_len in (17 * 128, 17 * 128 + 1, 4095, 4096, 4097):
+            schedule = generate("auto", Problem(Causal(), q_len, kv_len, *tiles), 1)
+            assert schedule.gang == 1
+            kept += schedule.name == "shift_blocks"
+    assert kept > 5
+
+
+def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
+    full = AttentionOptions(Full(), 0.1)
+    assert backward.backward_plan(q, q, q, full).gang == 32
+    monkeypatch.setattr(backward, "check_device", lambda index: 16)
+    with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 32 workers at once \(SMs of a GPU.*there are 16\."):
+        backward.backward_plan(q, q, q, full)
+    for runs_there in (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1)):
+        assert backward.backward_plan(q, q, q, runs_there).workers == 16
+
+
+def test_documents_say_how_many_sms_they_need() -> None:
+    q = torch.empty(1, 6000, 1, 128, dtype=torch.bfloat16, device="meta")
+    full = explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
+    assert (full.gang, full.guarantees[2]) == (32, "worker-count-invariant (32 workers or more)")  # room for 4096 tokens
+    causal = explain(q, q, q, mask=Documents((3000, 3000)), backend="hopper")
+    assert (causal.gang, causal.guarantees[2]) == (1, "worker-count-invariant")

@@ -1,0 +1,233 @@
+"""The way of a call from Python to its launches, on a driver that launches nothing: shapes, workspaces and launches, without a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn import Causal, Documents, Full, Mask, Window
+from dash_attn.call.offsets import Packing
+from dash_attn.call.options import AttentionOptions
+
+CALLS = ("forward", "backward", "documents", "groups", "layout", "packed", "tables")
+forward, backward, documents, groups, layout, packed, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS)
+trouble = import_module("dash_attn.backends.hopper.device.trouble")
+
+
+@dataclass
+class Driver:
+    """Notes which kernels would have run, and with how many blocks."""
+
+    launched: list[tuple[str, int]] = field(default_factory=list)
+
+    def load(self, device: int, header: str, name: str, threads: int, shared_bytes: int) -> Any:
+        return Kernel(self, name.split("<")[0])
+
+
+@dataclass
+class Kernel:
+    driver: Driver
+    name: str
+
+    def prepare(self, grid: int, addresses: list[int], cooperative: bool = False, early: bool = False) -> Launch:
+        assert grid > 0
+        assert not (cooperative and early)
+        return Launch(self, grid)
+
+
+@dataclass
+class Launch:
+    kernel: Kernel
+    grid: int
+
+    def on(self, stream: Any) -> None:
+        self.kernel.driver.launched.append((self.kernel.name, self.grid))
+
+
+class Map:
+    address = 0
+
+    def __init__(self, tensor: Tensor, rows: int) -> None:
+        assert rows <= 256
+        assert tensor.shape[-1] % 8 == 0, "TMA needs strides of 16 bytes"
+
+    def point_to(self, pointer: int) -> None:
+        assert pointer % 16 == 0
+
+
+class NothingToReset:
+    @staticmethod
+    def cuMemsetD32Async(*_: Any) -> tuple[int]:
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    for module in (forward, backward, packed):
+        monkeypatch.setattr(module, "load", driver.load)
+        monkeypatch.setattr(module, "check_device", lambda index: 132)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "TensorMap", Map)
+        monkeypatch.setattr(module, "current_stream", lambda index: 0)
+        monkeypatch.setattr(module, "raise_if_troubled", lambda: None)
+        monkeypatch.setattr(module, "_calls", layout.CallCache(module._calls._prepare))
+    for module in (forward, backward, layout):
+        monkeypatch.setattr(module, "on_device", lambda index: nullcontext())
+    for module in (backward, packed):
+        monkeypatch.setattr(module, "report_address", lambda: 0)
+    monkeypatch.setattr(forward, "cuda_driver", NothingToReset)
+    monkeypatch.setattr(forward, "prepare_counters", lambda device: None)
+    monkeypatch.setattr(forward, "shared_counter", lambda device, stream: None)
+    monkeypatch.setattr(layout, "device_index", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    for cached in (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device):
+        cached.cache_clear()
+    yield driver
+    for cached in (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device):
+        cached.cache_clear()
+
+
+class Stream:
+    def synchronize(self) -> None:
+        """The tables are there."""
+
+
+def made(length: int, heads: int, dim: int, batch: int = 2) -> Tensor:
+    return torch.zeros(batch, length, heads, dim, dtype=torch.bfloat16)
+
+
+def shapes(*tensors: Tensor | None) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in tensors if t is not None]
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(100, 0), Documents((200, 100))], ids=str)
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (59, 59), (40, 72)])
+def test_a_dense_call(driver: Driver, dim: int, v_dim: int, mask: Mask) -> None:
+    options = AttentionOptions(mask, 1.0)
+    q, k, v, sinks = made(300, 4, dim), made(300, 2, dim), made(300, 2, v_dim), torch.zeros(4, dtype=torch.bfloat16)
+    out, lse = forward.forward(q, k, v, options, None, sinks)
+    assert shapes(out, lse) == [(2, 300, 4, v_dim), (2, 4, 300)]
+    *gradients, dsinks = backward.backward(torch.zeros_like(out), q, k, v, out, lse, options, None, sinks)
+    assert shapes(*gradients) == shapes(q, k, v)
+    assert (tuple(dsinks.shape), dsinks.dtype) == ((4,), torch.bfloat16)
+    assert all(g.is_contiguous() for g in (out, *gradients))
+    names = [name for name, _ in driver.launched]
+    assert names == ["attention_forward", "backward_preprocess", "attention_backward", "backward_postprocess", "sink_gradient"]
+    again = forward.forward(q, k, v, options)[0]
+    assert again.shape == out.shape
+    assert backward.backward(torch.zeros_like(out), q, k, v, out, lse, options)[3] is None
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256, 59])
+def test_a_packed_call(driver: Driver, dim: int) -> None:
+    lengths = (100, 0, 1, 500)
+    places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    packing = Packing(places, places, 500, 2**33)
+    options = AttentionOptions(Causal(), 1.0)
+    q, k = made(601, 4, dim, 1)[0], made(601, 2, dim, 1)[0]
+    out, lse = forward.forward(q, k, k, options, packing, torch.zeros(4))
+    assert shapes(out, lse) == [(601, 4, dim), (4, 601)]
+    gradients = backward.backward(torch.zeros_like(out), q, k, k, out, lse, options, packing)
+    assert shapes(*gradients) == shapes(q, k, k)
+    names = [name for name, _ in driver.launched]
+    assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
+    assert names[3:] == ["packed_layout", "packed_plan", "backward_preprocess", "attention_backward", "backward_postprocess"]
+
+
+def test_the_forward_takes_heads_in_groups_no_larger_than_all_of_them(driver: Driver) -> None:
+    """A kernel multiplies them with Q tiles, in 32 bits."""
+    places = torch.arange(0, 601, 1, dtype=torch.int32)
+    q, options = made(600, 4, 64, 1)[0], AttentionOptions(Causal(), 1.0)
+    for tensors, packing in (((q, q, q), Packing(places, places, 1, 1)), ((made(600, 4, 64),) * 3, None), ((made(1, 1, 64),) * 3, None)):
+        params = forward._calls.find(tensors, options, packing)[0].params
+        assert 1 <= params.heads_side_by_side <= params.batch * params.q_heads
+        assert 1 <= params.last_heads <= params.batch * params.q_heads
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["end to end", "gaps between sequences"])
+def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
+    options = AttentionOptions(Documents((100, 1, 199)), 1.0)
+    q, k, v = (made(301 if gaps else 300, heads, 64)[:, :300] for heads in (4, 2, 2))
+    out, lse = documents.forward(q, k, v, options, None, torch.zeros(4))
+    assert shapes(out, lse) == [(2, 300, 4, 64), (2, 4, 300)]
+    *gradients, dsinks = documents.backward(torch.zeros_like(out), q, k, v, out, lse, options, None, torch.zeros(4))
+    assert shapes(*gradients, dsinks) == [*shapes(q, k, v), (4,)]
+    assert all(t.is_contiguous() for t in (out, lse, *gradients))
+    names = [name for name, _ in driver.launched]
+    assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
+    assert names[3:5] == ["packed_layout", "packed_plan"]
+    packing = documents.packing_of(q, options)
+    assert packing.cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
+    assert packing.max_seqlen_q == 256, "room for 199 and for other lengths"
+
+
+def test_only_the_last_document_lengths_are_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(documents, "_kept", layout.Kept(documents.MOST_PACKINGS))
+    device = torch.device("cpu")
+    first = documents.kept_packing((1, 2), 1, device)
+    assert documents.kept_packing((1, 2), 1, device) is first
+    for length in range(documents.MOST_PACKINGS):
+        documents.kept_packing((length + 2,), 1, device)
+    assert documents.kept_packing((1, 2), 1, device) is not first
+    assert len(documents._kept.values) == documents.MOST_PACKINGS
+
+
+def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driver) -> None:
+    q = made(300, 4, 64)
+    documents.forward(q, q, q, AttentionOptions(Documents((100, 200)), 1.0, schedule="weave"))
+    assert [name for name, _ in driver.launched] == ["attention_forward"]
+
+
+@pytest.mark.parametrize(("group", "parts"), [(1, 1), (8, 1), (9, 3), (12, 2), (16, 2), (64, 8), (71, 71)])
+def test_large_groups_are_split(group: int, parts: int) -> None:
+    assert groups.parts_of(group) == parts
+
+
+def test_parts_of_a_group_run_as_groups_of_their_own(driver: Driver) -> None:
+    q, k = made(100, 32, 64, 1), torch.randn(1, 100, 2, 64).bfloat16()
+    options = AttentionOptions(Causal(), 1.0, head_offset=3)
+    many_k, _, of_parts = groups.split(q, k, k, options)
+    assert (many_k.shape, of_parts.head_offset) == ((1, 100, 4, 64), 6)
+    assert all(torch.equal(many_k[:, :, head], k[:, :, head // 2]) for head in range(4))
+    looks_k, looks_v, looks = groups.split(q, k, k, options, shapes_only=True)
+    assert (looks_k.shape, looks_v.shape, looks) == (many_k.shape, many_k.shape, of_parts)
+    _, dk, dv, _ = backward.backward(q, q, k, k, q, torch.zeros(1, 32, 100), options)
+    assert (dk.dtype, dk.shape, dv.shape) == (k.dtype, k.shape, k.shape)
+    parts = torch.arange(4, dtype=torch.bfloat16).view(1, 1, 4, 1).expand_as(many_k)
+    assert torch.equal(groups.add_in_order(parts, k.shape)[0, 0, :, 0].float(), torch.tensor([0.0 + 1, 2 + 3]))
+
+
+def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:
+    sizes = []
+    for length in (4096, 8192, 16384):
+        q = made(length, 4, 128, 1)
+        sizes.append(backward.workspace_of(layout.Layout.of((q, q, q), AttentionOptions(Causal(), 1.0))).bytes)
+    assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=1e-3)
+
+
+def test_what_tma_cannot_read_is_copied(driver: Driver) -> None:
+    options = AttentionOptions(Causal(), 1.0)
+    wide = torch.zeros(2, 300, 4, 65, dtype=torch.bfloat16)
+    q = wide[..., 1:]  # rows of 130 bytes, and not at a multiple of 16
+    k = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16).expand(2, 300, 4, 64)  # stride 0
+    out, _ = forward.forward(q, k, k, options)
+    assert out.shape == (2, 300, 4, 64)
+
+
+@pytest.mark.parametrize(("mask", "heads", "said"), [(Documents((100, 200)), 2, "packed sequences"), (Causal(), 16, "up to 8 query heads")])
+def test_what_is_not_what_runs_is_not_recorded(mask: Mask, heads: int, said: str) -> None:
+    record = import_module("dash_attn.backends.hopper.calls.recorder")
+    q, k = made(300, heads, 64, 1), made(300, 1, 64, 1)
+    with pytest.raises(ValueError, match=said):
+        record.check_recordable(q, k, AttentionOptions(mask, 1.0))
+    record.check_recordable(q[:, :, :8], k, AttentionOptions(mask, 1.0, schedule="weave"))

@@ -1,0 +1,244 @@
+"""The executor alone: rules of residence, rank order under every interleaving, and errors for corrupted plans."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dash_attn import Plan, Problem, Task
+from dash_attn.call.planning import plan_for
+from dash_attn.execution.interleaving import Interleaving, current_interleaving, interleaving
+from dash_attn.execution.rules import ChainPlace, Contribution, Deadlock, ExecutionError, chains_in_order
+from dash_attn.execution.run import run_plan
+from dash_attn.scheduling.order import Ints, frozen_ints
+
+POLICIES = [Interleaving(), Interleaving(1), Interleaving(2), Interleaving(3, threads=True), Interleaving(None, threads=True)]
+
+
+class Recorder:
+    """A kernel without arithmetic: writes down what happens."""
+
+    def __init__(self, group: int = 1) -> None:
+        self.group = group
+        self.lock = threading.Lock()
+        self.started: list[ChainPlace] = []
+        self.walks: dict[ChainPlace, list[tuple[int, int]]] = defaultdict(list)
+        self.landings: dict[tuple[int, int, int], list[tuple[int, bool]]] = defaultdict(list)
+        self.resident = self.most_resident = 0
+
+    def chain(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
+        with self.lock:
+            self.started.append(ticket)
+            self.resident += 1
+            self.most_resident = max(self.resident, self.most_resident)
+        return self._walk(ticket, steps, members)
+
+    def _walk(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
+        for member in members:
+            for q_tile, rank, _ in steps.tolist():
+                self.walks[ticket].append((q_tile, member))
+                yield Contribution(member, q_tile, rank, rank)
+        with self.lock:
+            self.resident -= 1
+
+    def land(self, task: Task, value: Any, first: bool) -> None:
+        self.landings[task.sequence, task.head, task.q_tile].append((value, first))
+
+    @property
+    def in_rank_order(self) -> bool:
+        return all(landed == [(rank, rank == 0) for rank in range(len(landed))] for landed in self.landings.values())
+
+
+def plan_of(mask: str = "causal", q_tiles: int = 8, kv_tiles: int = 4, schedule: str = "auto", workers: int = 16, **rest: int) -> Plan:
+    return plan_for(Problem.from_tiles(mask, q_tiles, kv_tiles, **rest), schedule, workers)
+
+
+def run(plan: Plan, chosen: Interleaving | None = None, ordered: bool = True) -> Recorder:
+    recorder = Recorder(plan.problem.group)
+    run_plan(plan, recorder, ordered, chosen)
+    return recorder
+
+
+def with_steps(plan: Plan, changed: dict[tuple[int, int], Any]) -> Plan:
+    """The plan with the steps of some chains, by (kind, kv_tile), replaced; no schedule with them could be built."""
+    chains = [(kind, kv_tile) for kind in range(plan.kinds) for kv_tile in range(plan.problem.kv_tiles)]
+    steps = [np.array(changed.get(chain, plan.steps(*chain))).reshape(-1, 3) for chain in chains]
+    first = np.cumsum([0] + [len(s) for s in steps])
+    runs = [(0, 0, len(s), 0, 0, 1, 0, start) for s, start in zip(steps, first[:-1], strict=True)]
+    entries = np.concatenate(steps)
+    return replace(plan, runs=frozen_ints(runs), chain_runs=frozen_ints(range(len(chains) + 1)), entries=frozen_ints(entries))
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("mask", "schedule"), [("full", "shift"), ("causal", "symmetric_shift"), ("causal", "alternating"), ("window:1,0", "weave")]
+)
+def test_ranks_land_in_order_and_walks_follow_the_plan(mask: str, schedule: str, chosen: Interleaving) -> None:
+    plan = plan_of(mask, 12, 6, schedule, workers=8, heads=3, group=2, batch=2)
+    recorder = run(plan, chosen)
+    assert recorder.in_rank_order
+    assert sum(map(len, recorder.landings.values())) == plan.problem.tasks
+    for ticket in chains_in_order(plan):
+        steps = plan.steps(ticket.head % plan.kinds, ticket.kv_tile)[:, 0].tolist()
+        members = [1, 0] if schedule == "alternating" and ticket.head % 2 else [0, 1]
+        assert recorder.walks[ticket] == [(q_tile, member) for member in members for q_tile in steps]
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+@pytest.mark.parametrize("workers", [1, 3, 50])
+def test_chains_start_in_ticket_order_on_at_most_that_many_workers(workers: int, chosen: Interleaving) -> None:
+    plan = plan_of("causal", 8, 4, "spt", workers, heads=4)
+    recorder = run(plan, chosen)
+    assert recorder.most_resident <= min(workers, plan.problem.chains)
+    assert recorder.started == chains_in_order(plan)
+
+
+def test_random_interleavings_use_many_workers_and_differ() -> None:
+    plan = plan_of("causal", 16, 8, heads=2)
+    runs = [run(plan, Interleaving(seed), ordered=False) for seed in range(5)]
+    assert min(r.most_resident for r in runs) > 4
+    assert len({str(sorted(r.landings.items())) for r in runs}) == 5
+    assert not any(r.in_rank_order for r in runs)
+
+
+def test_unordered_stores_first_and_adds_the_rest() -> None:
+    for chosen in POLICIES:
+        recorder = run(plan_of("full", 8, 4, heads=2), chosen, ordered=False)
+        for landed in recorder.landings.values():
+            assert [first for _, first in landed] == [True, False, False, False]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["full", "causal", "window:1,1", "window:2,0", "documents:3,5", "prefix:2"]),
+    st.sampled_from(["auto", "ascending", "descending", "spt", "alternating", "arrival", "weave"]),
+    st.sampled_from([(8, 8), (16, 8), (8, 16)]),
+    st.integers(8, 40),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_rank_order_holds_for_any_plan(
+    mask: str, schedule: str, tiles: tuple[int, int], workers: int, heads: int, seed: int, threads: bool
+) -> None:
+    if mask.startswith("documents"):
+        tiles = (8, 8)
+    plan = plan_of(mask, *tiles, schedule, workers, heads=heads)
+    recorder = run(plan, Interleaving(seed, threads))
+    assert recorder.in_rank_order
+    assert sum(map(len, recorder.landings.values())) == plan.problem.tasks
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+def test_too_few_workers_for_a_gang_is_a_deadlock(chosen: Interleaving) -> None:
+    sound = plan_of("full", 4, 4, "shift", 4)
+    plan = replace(sound, placement=replace(sound.placement, workers=2))
+    with pytest.raises(
+        Deadlock,
+        match=r"(?s)shift is stuck on 2 workers: 2 resident chains wait.*h0\.q2\.kv0 \(rank 2\) waits for rank 0, which h0\.q2\.kv2 has",
+    ):
+        run(plan, chosen)
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+def test_circular_wait_is_a_deadlock(chosen: Interleaving) -> None:
+    plan = plan_of("full", 2, 2, "ascending")
+    circle = with_steps(plan, {(0, 0): [(0, 1, 0), (1, 0, 0)], (0, 1): [(1, 1, 0), (0, 0, 0)]})
+    with pytest.raises(Deadlock, match=r"(?s)h0\.q0\.kv0 \(rank 1\) waits for rank 0, which h0\.q0\.kv1 has") as error:
+        run(circle, chosen)
+    assert "h0.q1.kv1 (rank 1) waits for rank 0, which h0.q1.kv0 has" in str(error.value)
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+def test_a_rank_nobody_has_is_a_deadlock(chosen: Interleaving) -> None:
+    plan = plan_of("full", 2, 2, "ascending")
+    gap = with_steps(plan, {(0, 0): [(1, 0, 0)]})  # kv0 leaves q0 out
+    with pytest.raises(Deadlock, match=r"h0\.q0\.kv1 \(rank 1\) waits for rank 0, which no task has"):
+        run(gap, chosen)
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+def test_a_rank_taken_twice_names_the_task(chosen: Interleaving) -> None:
+    plan = plan_of("full", 2, 3, "ascending")
+    twice = with_steps(plan, {(0, 2): [(0, 1, 0), (1, 2, 0)]})
+    with pytest.raises(
+        ExecutionError, match=r"h0\.q0\.kv[12] has rank 1, (but that rank of its dQ tile has already landed|which h0\.q0\.kv[12] has too)"
+    ):
+        run(twice, chosen)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [((1, 2, 0), "has rank 2; its dQ tile has 2 ranks"), ((1, -1, 0), "has rank -1"), ((7, 0, 0), "outside the 2 Q tiles")],
+)
+def test_a_wrong_rank_or_q_tile_names_the_task(row: tuple[int, int, int], message: str, chosen: Interleaving, ordered: bool) -> None:
+    wrong = with_steps(plan_of("full", 2, 2, "ascending"), {(0, 1): [(0, 1, 0), row]})
+    with pytest.raises(ExecutionError, match=rf"h0\.q{row[0]}\.kv1 .*{message}"):
+        run(wrong, chosen, ordered)
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+def test_a_missing_last_rank_is_noticed(chosen: Interleaving) -> None:
+    short = with_steps(plan_of("full", 2, 2, "ascending"), {(0, 1): [(0, 1, 0)]})
+    with pytest.raises(ExecutionError, match=r"dQ tile b0\.h0\.q1 has 2 ranks, but 1 landed"):
+        run(short, chosen)
+
+
+class WrongRank(Recorder):
+    """Asks for a rank that does not exist, in one place of the second sequence."""
+
+    def _walk(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
+        for partial in super()._walk(ticket, steps, members):
+            wrong = ticket == (1, 1, 0) and partial[:2] == (2, 1)
+            yield partial._replace(rank=5) if wrong else partial
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+def test_errors_name_the_query_head_and_the_sequence(chosen: Interleaving) -> None:
+    plan = plan_of("full", 2, 2, "ascending", heads=2, group=3, batch=2)
+    with pytest.raises(ExecutionError, match=r"^b1\.h5\.q1\.kv0 has rank 5; its dQ tile has 2 ranks"):
+        run_plan(plan, WrongRank(3), True, chosen)
+
+
+class Failing(Recorder):
+    def land(self, task: Task, value: Any, first: bool) -> None:
+        if task == Task(0, 3, 1):
+            raise ArithmeticError("out of order")
+        super().land(task, value, first)
+
+
+@pytest.mark.parametrize("chosen", POLICIES, ids=str)
+def test_an_error_of_the_kernel_ends_every_worker(chosen: Interleaving) -> None:
+    before = threading.active_count()
+    with pytest.raises(ArithmeticError, match="out of order"):
+        run_plan(plan_of("full", 8, 4, heads=2), Failing(), True, chosen)
+    assert threading.active_count() == before
+
+
+def test_interleaving_holds_inside_its_block_only() -> None:
+    assert current_interleaving() is None
+    with interleaving(1) as outer:
+        with suppress(KeyError), interleaving(2, threads=True, workers=5) as inner:
+            assert current_interleaving() == inner == Interleaving(2, True, 5)
+            raise KeyError
+        assert current_interleaving() == outer
+    assert current_interleaving() is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"), [({"workers": 0}, "workers .*>= 1; got 0"), ({"workers": 2.5}, "workers"), ({"seed": "a"}, "seed")]
+)
+def test_bad_interleavings(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Interleaving(**choice)

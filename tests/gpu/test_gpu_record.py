@@ -1,0 +1,98 @@
+"""The recording kernel on a GPU: the same bits, times that are possible, and constants that predict."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dash_attn import Causal, Full, Mask, Problem, generate
+from dash_attn.call.options import AttentionOptions
+from dash_attn.viewing.task_times import Spans, task_table
+from dense import same_bits
+from gpu_helpers import Inputs, full_size, gpu_inputs, hopper
+
+pytestmark = pytest.mark.gpu
+
+# The clocks of two SMs may disagree: they are compared when a CTA starts and ends, and an SM's frequency may change between.
+MOST_SLOP = 0.02  # of the kernel's time, for the worst pair of tasks
+USUAL_SLOP = 0.005  # for 99 of 100
+
+
+def options_of(mask: Mask, schedule: str, dim: int) -> AttentionOptions:
+    return AttentionOptions(mask, dim**-0.5, 0.0, schedule)
+
+
+def recorded(inputs: Inputs, options: AttentionOptions) -> Spans:
+    q, k, v, dout = inputs
+    out, lse = hopper("calls.forward").forward(q, k, v, options)
+    return hopper("calls.recorder").record_backward(dout, q, k, v, out, lse, options)
+
+
+@pytest.mark.parametrize(
+    ("dim", "mask", "schedule"), [(128, Causal(), "ascending"), (128, Full(), "auto"), (64, Causal(), "auto")], ids=str
+)
+def test_recorded_times_are_possible(dim: int, mask: Mask, schedule: str) -> None:
+    inputs = full_size(2048, (2048 // dim,) * 2, dim)
+    options = options_of(mask, schedule, dim)
+    spans = recorded(inputs, options)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    tiles = hopper("tiles").backward_tiles(dim)
+    problem = Problem(mask, 2048, 2048, tiles.q_rows, tiles.kv_rows, 2048 // dim, batch=8)
+    made = generate(schedule, problem, sms)
+    assert (len(spans.q_tile), spans.workers) == (problem.tasks, sms)
+    assert len(set(spans.worker.tolist())) == sms, "every SM took chains"
+    assert (spans.compute_end <= spans.reduce_start).all()
+    assert (spans.reduce_start <= spans.reduce_end).all()
+    table = task_table(made)
+    tile = (table.sequence * problem.heads + table.head) * problem.q_tiles + table.q_tile
+    order = np.lexsort((table.rank, tile))
+    late = [spans.reduce_start[b] - spans.reduce_end[a] for a, b in pairwise(order) if tile[a] == tile[b]]
+    assert min(late) > -MOST_SLOP * spans.makespan, "a rank started before the one below it had landed"
+    assert np.percentile(late, 1) > -USUAL_SLOP * spans.makespan
+    from dash_attn.tools.calibrate.hopper import kernel_time
+
+    assert spans.makespan == pytest.approx(kernel_time(inputs, options), rel=0.25)
+
+
+def test_recording_changes_no_bit() -> None:
+    q, k, v, dout = inputs = gpu_inputs(1000, 1000, (8, 2), batch=2)
+    options = options_of(Causal(), "auto", 128)
+    backward, record = hopper("calls.backward"), hopper("calls.recorder")
+    out, lse = hopper("calls.forward").forward(q, k, v, options)
+    expected = backward.backward(dout, q, k, v, out, lse, options)
+    call, tensors = hopper("calls.layout").CallCache(record.RecordingCall).find((q, k, v, dout, out), options, None)
+    found = call.run(tensors, lse, None, None)
+    assert all(same_bits(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
+    assert recorded(inputs, options).makespan > 0
+
+
+def test_waits_show_where_the_order_is_bad() -> None:
+    """`ascending` makes chains wait, `auto` does not: the measured pictures must show it."""
+    inputs = full_size(4096)
+    lost = {}
+    for schedule in ("ascending", "auto"):
+        spans = recorded(inputs, options_of(Causal(), schedule, 128))
+        lost[schedule] = float((spans.reduce_start - spans.compute_end).sum()) / spans.makespan
+    assert lost["ascending"] > 3 * lost["auto"]
+
+
+def test_the_command_calibrates_this_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dash_attn.cli.main import main
+
+    path = tmp_path / "machine.json"
+    assert main(["calibrate", "--head-dims", "128", "--output", str(path)]) == 0
+    print(capsys.readouterr().out)
+    found = json.loads(path.read_text())
+    constants = found["head_dims"]["128"]
+    assert 0 < constants["reduce"] < constants["compute"] < constants["latency"] * 3
+    errors = [abs(row["error"]) for row in found["measured"]]
+    assert np.median(errors) < 0.1
+    picture = tmp_path / "measured.png"
+    words = ["plan", "--seqlen", "2048", "--heads", "16", "--batch", "4", "--schedule", "ascending,auto", "--machine", str(path)]
+    assert main([*words, "--measured", "--gantt", str(picture)]) == 0
+    assert picture.stat().st_size > 20_000

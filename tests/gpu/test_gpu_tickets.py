@@ -1,0 +1,86 @@
+"""The device expands a plan's start order by a formula; here its tickets are compared with those of the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dash_attn import Causal, Full, Mask, Problem, Window
+from dash_attn.call.options import AttentionOptions
+from dash_attn.call.planning import problem_of
+from dash_attn.scheduling.generators import generate
+from dense import run_ours
+from gpu_helpers import gpu_inputs, hopper
+from packing import make_parts, run_packed
+from start_orders import laid_end_to_end, starts_alone
+
+pytestmark = pytest.mark.gpu
+
+WORDS = hopper("calls.backward").TICKET_BYTES // 4  # KV head, first row, sequence, ...
+HEADS = [((1, 1), 1), ((2, 2), 3), ((5, 5), 3), ((16, 16), 8), ((8, 2), 20), ((33, 33), 5)]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "batch"), HEADS)
+@pytest.mark.parametrize(("mask", "length"), [(Causal(), 900), (Full(), 900), (Full(), 2500), (Window(300, 0), 900)], ids=str)
+@pytest.mark.parametrize("head_offset", [0, 1])
+def test_tickets(
+    monkeypatch: pytest.MonkeyPatch, mask: Mask, length: int, heads: tuple[int, int], batch: int, dim: int, head_offset: int
+) -> None:
+    inputs = gpu_inputs(length, length, heads, dim, batch=batch)
+    kept = keep_workspaces(monkeypatch)
+    run_ours(inputs, mask, head_offset=head_offset)
+    q, k = inputs[:2]
+    tiles = hopper("tiles").backward_tiles(dim)
+    problem = problem_of(q, k, AttentionOptions(mask, 1.0, head_offset=head_offset), tiles.q_rows, tiles.kv_rows)
+    found = tickets_in(*kept[-1], problem.chains)[:, [2, 0, 1]]
+    found[:, 2] //= tiles.kv_rows
+    expected = generate("auto", problem, hopper("support").check_device(0)).tickets
+    assert found.tolist() == expected.tolist()
+
+
+def keep_workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each pass from now on allocates: memory, and the address of every part."""
+    workspace, kept = hopper("device.workspace").Workspace, list[Any]()
+    allocate = workspace.allocate
+
+    def allocate_and_keep(self: Any, device: torch.device) -> Any:
+        kept.append(allocate(self, device))
+        return kept[-1]
+
+    monkeypatch.setattr(workspace, "allocate", allocate_and_keep)
+    return kept
+
+
+def tickets_in(memory: torch.Tensor, at: dict[str, int], count: int) -> torch.Tensor:
+    first = at["tickets"] - memory.data_ptr()
+    return memory[first : first + 4 * WORDS * count].view(torch.int32).view(-1, WORDS).cpu()
+
+
+LENGTHS = [[3500, 40, 900, 0, 2500, 128, 129, 900], [64], [4000, 4000], [100] * 40]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (5, 5), (16, 16), (32, 8)], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} sequences")
+@pytest.mark.parametrize("mask", [Causal(), Full(), Window(300, 0)], ids=str)
+@pytest.mark.parametrize("head_offset", [0, 1])
+def test_tickets_of_packed_sequences(
+    monkeypatch: pytest.MonkeyPatch, mask: Mask, lengths: list[int], heads: tuple[int, int], dim: int, head_offset: int
+) -> None:
+    """Longest sequence first. Where one ends and the next begins, heads that walk down and up are shuffled together."""
+    parts = make_parts("cuda", tuple((n, n) for n in lengths), heads, dim)
+    kept = keep_workspaces(monkeypatch)
+    run_packed(parts, mask, head_offset=head_offset)
+    tiles = hopper("tiles").backward_tiles(dim)
+    shape = tiles.q_rows, tiles.kv_rows, heads[1], heads[0] // heads[1]
+    problems = {i: Problem(mask, n, n, *shape, head_offset=head_offset) for i, n in enumerate(lengths) if n}
+    order = sorted(problems, key=lambda i: -problems[i].q_tiles * problems[i].kv_tiles)
+    workers = hopper("support").check_device(0)
+    expected = laid_end_to_end([starts_alone(i, generate("auto", problems[i], workers)) for i in order])
+    found = tickets_in(*kept[-1], len(expected))[:, [0, 2, 6]]  # KV head, end of the sequence, keys from the chain's first one on
+    ends = {int(end): i for i, end in enumerate(np.cumsum(lengths)) if lengths[i]}
+    assert [(head, ends[end], (lengths[ends[end]] - keys) // tiles.kv_rows) for head, end, keys in found.tolist()] == expected

@@ -1,0 +1,132 @@
+"""What the GPU tests share. Importing it needs no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dash_attn import GENERATORS, Causal, Full, Mask, Problem, ScheduleError, TileMap, Window, generate
+from dense import NAMES, Results, largest_error, run_dense, run_ours
+
+DEVICE = torch.device("cuda")
+REPEATS = int(os.environ.get("DASH_ATTN_REPEATS", "1000"))
+FLOOR = 1e-4  # of the largest value: far below one rounding to 16 bits
+LSE_BUDGET = 1e-3
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def gpu_inputs(
+    q_len: int,
+    kv_len: int,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    seed: int = 0,
+) -> Inputs:
+    """q, k, v and dO with standard normal entries; `heads` are (query heads, KV heads)."""
+    source = torch.Generator(DEVICE).manual_seed(seed)
+    shapes = [
+        (batch, length, count, dim) for length, count in zip((q_len, kv_len, kv_len, q_len), (*heads, heads[1], heads[0]), strict=True)
+    ]
+    q, k, v, dout = (torch.randn(shape, generator=source, device=DEVICE).to(dtype) for shape in shapes)
+    return q, k, v, dout
+
+
+def full_size(seqlen: int, heads: tuple[int, int] = (16, 16), dim: int = 128) -> Inputs:
+    """16384 tokens in sequences of `seqlen`: every SM works, and chains of different heads meet."""
+    return gpu_inputs(seqlen, seqlen, heads, dim, batch=16384 // seqlen)
+
+
+def ragged_map(q_len: int, kv_len: int, block_q: int = 37, block_kv: int = 53) -> TileMap:
+    """Random blocks that fit no tile of a kernel; some queries attend nothing, some keys are never attended."""
+    blocks = np.random.default_rng(0).random((-(-q_len // block_q), -(-kv_len // block_kv))) < 0.4
+    blocks[3], blocks[:, 5] = False, False
+    return TileMap(blocks, block_q, block_kv)
+
+
+def assert_accurate(inputs: Inputs, mask: Mask, scale: float | None = None, **options: object) -> Results:
+    """Ours against fp64, with at most twice the error that plain PyTorch makes in the same dtype; returns ours."""
+    ours = run_ours(inputs, mask, softmax_scale=scale, **options)
+    assert_near_truth(ours, inputs, mask, scale)
+    return ours
+
+
+def assert_near_truth(ours: Results, inputs: tuple[Tensor, ...], mask: Mask, scale: float | None = None) -> None:
+    with DEVICE:  # the dense mask is made where the tensors are
+        truth = run_dense(inputs, mask, torch.float64, scale)
+        plain = run_dense(inputs, mask, inputs[0].dtype, scale)
+    gradients = max(gradient.abs().amax().item() for gradient in truth[2:])
+    for name, mine, theirs, exact in zip(NAMES, ours, plain, truth, strict=True):
+        assert mine.shape == exact.shape, f"{name} has shape {tuple(mine.shape)}, expected {tuple(exact.shape)}"
+        size = gradients if name.startswith("d") else exact[exact.isfinite()].abs().amax().item() if exact.isfinite().any() else 0
+        budget = LSE_BUDGET if name == "lse" else 2 * largest_error(theirs, exact) + FLOOR * max(1.0, size)
+        error = largest_error(mine, exact)
+        assert error <= budget, f"{name} is off by {error:.3g}; the budget is {budget:.3g}"
+
+
+def served() -> list[tuple[str, Mask]]:
+    """Which schedules serve which masks is decided without a GPU."""
+    pairs = []
+    for mask in (Full(), Causal(), Window(200, 100)):
+        for name in GENERATORS:
+            try:
+                generate(name, Problem(mask, 1000, 1000, 64, 128, heads=2, group=2), 132)
+            except ScheduleError:
+                continue
+            pairs.append((name, mask))
+    return pairs
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New memory is full of NaN (floating point) or ones (workspaces): what nobody stored to would show in the bits."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def hopper(name: str) -> ModuleType:
+    """A module of the backend, such as calls.backward."""
+    return import_module(f"dash_attn.backends.hopper.{name}")
+
+
+def forget_kernels_and_calls() -> None:
+    for cached in (hopper("device.compile")._key, hopper("device.driver").load):
+        cached.cache_clear()
+    for name in ("calls.forward", "calls.backward"):
+        hopper(name)._calls.clear()
+
+
+@contextmanager
+def patched_backend(changes: dict[tuple[str, str], Any]) -> Iterator[None]:
+    """Replace names, given as (module, name), of the backend; nothing prepared before or inside survives the border."""
+    forget_kernels_and_calls()
+    undo = [patch.object(hopper(module), name, value) for (module, name), value in changes.items()]
+    for change in undo:
+        change.start()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        for change in undo:
+            change.stop()
+        forget_kernels_and_calls()
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """For a Python process that imports the helpers next to this file."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changes}

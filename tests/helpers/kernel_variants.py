@@ -1,0 +1,66 @@
+"""Every kernel variant that the Hopper backend can ask for, and what an assembler may not say of it."""
+
+from __future__ import annotations
+
+import re
+
+from dash_attn.backends.hopper import tiles as shapes
+from dash_attn.backends.hopper.calls.backward import lanes_of
+from dash_attn.backends.hopper.calls.forward import CONSUMER_CHOICES
+
+DTYPES = ("bf16", "f16")
+DIMS = shapes.KERNEL_DIMS
+MASKS = ("Band", "Rows", "Blocks", "Packed")
+FLAGS = ("true", "false")
+TILES = {(shapes.backward_tiles(dim).q_rows, shapes.backward_tiles(dim).kv_rows) for dim in DIMS}
+FORWARD_SHAPES = {(64 * c, shapes.forward_tiles(dim, c).kv_rows) for dim in DIMS for c in CONSUMER_CHOICES[dim]}
+BACKWARD = [
+    f"attention_backward<{dtype}, {dim}, {ordered}, {softcap}, MaskKind::{mask}>"
+    for dtype in DTYPES
+    for dim in DIMS
+    for ordered, softcap in (("true", "false"), ("true", "true"), ("false", "false"))  # what support.py allows
+    for mask in MASKS
+]
+RECORDING = [f"attention_backward<bf16, {dim}, true, false, MaskKind::Band, true>" for dim in DIMS]
+FORWARD = [
+    f"attention_forward<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}>"
+    for dtype in DTYPES
+    for dim in DIMS
+    for consumers in CONSUMER_CHOICES[dim]
+    for softcap in FLAGS
+    for mask in MASKS
+]
+HELPERS = [
+    *(
+        ("backward/preprocess.cuh", f"backward_preprocess<{dtype}, {lanes_of(dim)}, {shapes.backward_tiles(dim).q_rows}, {packed}>")
+        for dtype in DTYPES
+        for dim in DIMS
+        for packed in FLAGS
+    ),
+    *(
+        ("backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>")
+        for dtype in DTYPES
+        for dim in DIMS
+        for packed in FLAGS
+    ),
+    *(("backward/sink_gradient.cuh", f"sink_gradient<{rows}, {packed}>") for rows in (64, 128) for packed in FLAGS),
+    *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, true>") for q, kv in sorted(TILES)),
+    *(("device_planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
+    *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
+    *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
+]
+VARIANTS = [
+    *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
+    *(("forward/attention.cuh", name) for name in FORWARD),
+    *dict.fromkeys(HELPERS),
+]
+
+
+def assembler_complaints(log: str) -> list[str]:
+    """Spills, local memory, and the C75xx warnings with which ptxas says that it serialised wgmma or ignored setmaxnreg."""
+    bad = []
+    for line in log.splitlines():
+        sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", line)
+        if any(int(size) for size in sizes) or "C75" in line or "warning" in line.lower():
+            bad.append(line.strip())
+    return bad

@@ -1,0 +1,67 @@
+"""The site builds without a warning and without the network, and its API page has every public name."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dash_attn
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+from our_docstrings import as_list
+
+ROOT = Path(__file__).parents[2]
+BUILD = """
+import socket, sys
+def refuse(*_): raise OSError("the site must build without the network")
+socket.socket.connect = socket.getaddrinfo = refuse
+from mkdocs.__main__ import cli
+cli(["build", "--strict", "--site-dir", sys.argv[1]])
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-c", BUILD, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) >= 10
+    for page in pages:
+        loaded = re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?:[^\s\">]+)", page.read_text())
+        assert not loaded, page.name
+
+
+def test_every_public_name_is_on_the_api_page(site: Path) -> None:
+    api = (site / "api" / "index.html").read_text()
+    missing = [name for name in dash_attn.__all__ if not re.search(rf'id="dash_attn\.[\w.]*\b{name}"', api)]
+    assert missing == ["GENERATORS", "Mask"]  # a dictionary, which the page names; the base of the masks
+    assert "GENERATORS" in api
+
+
+def test_arguments_become_a_list() -> None:
+    text = "Does it.\n\nmask: which\n    keys.\nscale: how much\nother: no argument\n\nReturns out."
+    assert as_list(text, {"mask", "scale"}).splitlines() == [
+        "Does it.",
+        "",
+        "- `mask`: which",
+        "    keys.",
+        "- `scale`: how much",
+        "",
+        "other: no argument",
+        "",
+        "Returns out.",
+    ]

@@ -1,0 +1,452 @@
+"""`dash-attn verify` passes on the CPU, and fails where something is planted that it should see."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.backends.cpu import passes as cpu
+from dash_attn.cli.devices import choose_device
+from dash_attn.cli.main import main
+from dash_attn.execution.run import run_plan
+from dash_attn.tools.verify import guarantees, load
+from dash_attn.tools.verify.against import differences, refuse_failed
+from dash_attn.tools.verify.bits import NAMES, Results, attend, difference, sha256
+from dash_attn.tools.verify.cases import Case, default_cases, make_inputs
+from dash_attn.tools.verify.certificate import _device, read, status_of, verify
+from dash_attn.tools.verify.fresh import fresh_results
+from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, overall
+from dash_attn.tools.verify.report import table
+from dense import dense, largest_error
+from strategies import examples
+
+SMALL = ["--device", "cpu", "--no-fresh", "--runs", "2", "--seqlen", "400", "--heads", "1", "--head-dim", "16", "--batch", "1"]
+SMALL_CASE = Case(400, 1, 1, 16, 1)
+
+
+def statuses(test: CaseTest) -> dict[str, Outcome]:
+    return {outcome.guarantee: outcome for outcome in test.outcomes({})}
+
+
+def small_certificate(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["verify", *SMALL, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_passes_with_a_fresh_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    words = [word for word in SMALL if word != "--no-fresh"]
+    assert main(["verify", *words, "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("result: pass\n")
+    assert "causal 400, 1/1 heads x 16, batch 1, fp32; alternating" in out
+    certificate = json.loads(path.read_text())
+    assert (certificate["status"], certificate["runs"], certificate["device"]["type"]) == ("pass", 2, "cpu")
+    (entry,) = certificate["cases"]
+    assert [(outcome["guarantee"], outcome["status"]) for outcome in entry["guarantees"]] == [
+        ("same bits in repeated runs", "pass"),
+        ("same bits in any interleaving", "pass"),
+        ("same bits on any number of workers", "pass"),
+        ("same bits while other work runs", "pass"),
+        ("same bits whatever else is in the batch", "pass"),
+        ("same bits in fresh processes", "pass"),
+        ("control: unordered runs differ", "pass"),
+    ]
+    assert len(entry["explain"]["order_hash"]) >= 16
+    results = attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+    assert entry["sha256"] == {name: sha256([x]) for name, x in zip(NAMES, results, strict=True)}
+
+
+@pytest.mark.parametrize("case", default_cases("cpu"), ids=str)
+def test_the_default_matrix_passes(case: Case) -> None:
+    found = statuses(CaseTest(case, "cpu", 2))
+    assert [outcome for outcome in found.values() if outcome.status != "pass"] == []
+
+
+def test_unordered_execution_is_caught_and_its_first_element_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "run_plan", lambda plan, kernel, ordered, chosen: run_plan(plan, kernel, False, chosen))
+    assert main(["verify", *SMALL]) == 1
+    out = capsys.readouterr().out
+    assert out.endswith("result: fail\n")
+    said = re.search(r"any interleaving: fail: interleaving \d+.*: dq\[0, (\d+), 0, \d+\]: (\S+) against (\S+); \d+ of 6400 elements", out)
+    assert said is not None
+    assert int(said[1]) >= 256  # queries before attend two KV tiles, and two numbers add alike either way
+    assert float(said[2]) != float(said[3])
+
+
+def test_a_result_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = cpu.unpack
+
+    def depends(tiles: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return unpack(tiles, length, dtype) * (1 + (tiles.shape[0] > 1))
+
+    monkeypatch.setattr(cpu, "unpack", depends)
+    found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
+    assert [name for name, outcome in found.items() if outcome.status == "fail"] == ["same bits whatever else is in the batch"]
+    assert found["same bits whatever else is in the batch"].detail.startswith("at position 0 of 3: out[0, 0, 0, 0]: ")
+
+
+def test_memory_that_nobody_wrote_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = cpu.unpack
+    monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: torch.empty_like(unpack(tiles, length, dtype)))
+    found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
+    assert found["same bits in repeated runs"] == Outcome("same bits in repeated runs", "fail", "run 2: out[0, 0, 0, 0] is NaN")
+
+
+def test_work_beside_it_is_real_and_must_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(load, "_cpu_work", lambda: lambda: rounds.append(1))
+    with load.other_work("cpu"):
+        assert rounds, "it has begun before the block does"
+    after = len(rounds)
+    time.sleep(0.05)
+    assert len(rounds) == after, "it ends with the block"
+
+    def fails() -> None:
+        raise ArithmeticError("out of numbers")
+
+    monkeypatch.setattr(load, "_cpu_work", lambda: fails)
+    with pytest.raises(RuntimeError, match="nothing ran beside it: out of numbers"), load.other_work("cpu"):
+        pass
+
+
+def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack, busy = cpu.unpack, load.other_work
+    loaded = False
+
+    @contextmanager
+    def noticed(device: str) -> Iterator[None]:
+        nonlocal loaded
+        with busy(device):
+            loaded = True
+            yield
+            loaded = False
+
+    monkeypatch.setattr(guarantees, "other_work", noticed)
+    monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: unpack(tiles, length, dtype) * (1 + loaded))
+    found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
+    assert found["same bits while other work runs"].status == "fail"
+    assert found["same bits while other work runs"].detail.startswith("run 1 beside other work: out[0, 0, 0, 0]: ")
+
+
+def test_fresh_processes_compile_anew_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[list[Path]] = []
+    run = subprocess.run
+
+    def watched(command: Any, **rest: Any) -> Any:
+        if "env" in rest:
+            caches.append([*Path(rest["env"]["DASH_ATTN_CACHE"]).iterdir()])
+            assert rest["env"]["PYTHONHASHSEED"] == "random"
+            (Path(rest["env"]["DASH_ATTN_CACHE"]) / "compiled").touch()
+        return run(command, **rest)
+
+    monkeypatch.setattr(subprocess, "run", watched)
+    found = fresh_results([SMALL_CASE], "cpu")
+    assert [len(files) for files in caches] == [0, 1], "first cold, then warm"
+    results = {what: results[0] for what, results in found.items()}
+    assert list(results) == ["a fresh process with a cold cache", "a fresh process with a warm cache"]
+    test = CaseTest(SMALL_CASE, "cpu", 2)
+    (outcome,) = (outcome for outcome in test.outcomes(results) if "fresh" in outcome.guarantee)
+    assert outcome == Outcome("same bits in fresh processes", "pass", "2 compared")
+    other = results["a fresh process with a warm cache"]
+    changed = {**results, "a fresh process with a warm cache": other._replace(dv=other.dv + 1)}
+    (outcome,) = (outcome for outcome in test.outcomes(changed) if "fresh" in outcome.guarantee)
+    assert outcome.status == "fail"
+    assert outcome.detail.startswith("a fresh process with a warm cache: dv[0, 0, 0, 0]: ")
+
+
+def test_progress_counts_every_comparison() -> None:
+    seen: list[tuple[int, int]] = []
+    verify([SMALL_CASE, SMALL_CASE], "cpu", 3, fresh=False, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert seen[-1][0] == seen[-1][1] == 2 * comparisons("cpu", 3, 0)
+
+
+def test_a_schedule_can_be_chosen_and_promises_no_more_than_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of `shift` depend on the workers."""
+    certificate = small_certificate(capsys, "--mask", "full", "--schedule", "shift")
+    (entry,) = certificate["cases"]
+    assert (entry["case"]["schedule"], entry["explain"]["schedule"]) == ("shift", "shift")
+    assert "same bits on any number of workers" not in [outcome["guarantee"] for outcome in entry["guarantees"]]
+    assert main(["verify", *SMALL, "--schedule", "fastest"]) == 2
+    assert "schedule must be one of auto, ascending" in capsys.readouterr().err
+
+
+def test_a_table_of_cases_that_promise_different_things() -> None:
+    certificate = verify([SMALL_CASE, replace(SMALL_CASE, mask="full", schedule="shift")], "cpu", 2, fresh=False)
+    line = next(line for line in table(certificate).splitlines() if line.startswith("same bits on any number of workers"))
+    assert line.split()[-2:] == ["pass", "-"]
+
+
+def test_certificates_name_what_was_used(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = small_certificate(capsys)
+    assert {"dash_attn", "commit", "torch", "cuda", "python", "system"} <= set(certificate["versions"])
+    assert certificate["scope"]
+    where = SimpleNamespace(name="NVIDIA Nonesuch", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: where)
+    monkeypatch.setattr("dash_attn.tools.verify.certificate.driver_facts", lambda: {"driver_version": "580.1"})
+    assert _device("cuda") == {"type": "cuda", "name": "NVIDIA Nonesuch", "capability": "9.0", "sms": 132, "driver": "580.1"}
+
+
+def test_a_control_that_agrees_is_inconclusive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *SMALL, "--seqlen", "200"]) == 1  # two KV tiles: the order of two numbers does not matter
+    out = capsys.readouterr().out
+    assert "unordered runs differ: inconclusive" in out
+    assert out.endswith("result: inconclusive\n")
+
+
+def test_settings_are_restored() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def test_equal_certificates_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "there.json"
+    small_certificate(capsys, "--output", str(path))
+    assert main(["verify", "--device", "cpu", "--no-fresh", "--runs", "2", "--against", str(path)]) == 0  # its cases are the default
+    out = capsys.readouterr().out
+    assert "causal 400" in out
+    assert f"Agrees with {path}" in out
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (lambda entry: entry["sha256"].update(dk="0" * 64), "causal 400, 1/1 heads x 16, batch 1, fp32: bits of dk here"),
+        (lambda entry: entry["explain"].update(order_hash="0" * 64), "order_hash here"),
+        (lambda entry: entry["explain"].update(kernels={"backward": "1" * 64}), "kernels backward here nothing, there 111111111111"),
+        (lambda entry: entry.update(inputs_sha256="0"), "the inputs differ"),
+        (lambda entry: entry["case"].update(mask="full"), "not in the other certificate"),
+    ],
+)
+def test_different_certificates_say_what_differs(plant: Any, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    certificate = small_certificate(capsys)
+    plant(certificate["cases"][0])
+    certificate["versions"]["torch"] = "1.0"
+    path = tmp_path / "there.json"
+    path.write_text(json.dumps(certificate))
+    assert main(["verify", *SMALL, "--against", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"result: pass\nDiffers from {path}:\n" in out
+    differing = out.split("Differs from")[1].splitlines()[1:]
+    assert said in differing[0]
+    assert all("for information, versions torch here" in line for line in differing[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--runs 1", "--runs must be at least 2"),
+        ("--dtype int8", "dtype must be one of fp64, fp32, bf16, fp16"),
+        ("--heads 3 --kv-heads 2", "multiple of kv_heads"),
+        ("--seqlen 0", "seqlen must be a whole number"),
+        ("--mask documents:3,4", "sum of the document lengths"),
+        ("--output nowhere/certificate.json", "no directory"),
+        ("--against nowhere.json", "No such file"),
+    ],
+)
+def test_bad_input(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no json", "not JSON"),
+        ("[]", "format 1"),
+        ('{"certificate": 99}', "format 1"),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": []}', "lacks cases"),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": [{"case": {}}]}', "a case lacks guarantees"),
+        (
+            '{"certificate": 1, "device": ["cpu"], "versions": {"torch": "2.9"}, "cases": [{"case": {}}]}',
+            "device must be an object; got ['cpu']",
+        ),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": [3]}', "a case lacks case"),
+        ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": {"case": {}}}', "cases must be a list"),
+    ],
+)
+def test_what_is_no_certificate(text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "there.json"
+    path.write_text(text)
+    assert main(["verify", "--device", "cpu", "--against", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return verify([SMALL_CASE], "cpu", 2, fresh=False)
+
+
+def compare_with(certificate: Any, path: Path) -> int:
+    path.write_text(json.dumps(certificate))
+    return main(["verify", *SMALL, "--against", str(path)])
+
+
+def test_nobody_agrees_with_a_certificate_that_failed(small: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its bits are those of one run; the next one on that machine had others."""
+    failed = copy.deepcopy(small)
+    failed["status"] = failed["cases"][0]["guarantees"][0]["status"] = "fail"
+    assert compare_with(failed, tmp_path / "there.json") == 2
+    out, err = capsys.readouterr()
+    assert out == "", "before anything is run"
+    assert "the promises were not kept (case 1, same bits in repeated runs: fail: 1 compared)" in err
+    assert compare_with(small, tmp_path / "there.json") == 0, "the control"
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda c: c["cases"][0]["guarantees"][0].update(status="fail"),  # while the certificate says pass
+        lambda c: c.update(status="fail"),
+        lambda c: c.update(status="passed"),
+        lambda c: c.pop("status"),
+        lambda c: c["cases"][0]["guarantees"][0].update(status="skipped"),
+    ],
+)
+def test_a_status_that_is_no_pass_counts_wherever_it_stands(
+    plant: Any, small: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    changed = copy.deepcopy(small)
+    plant(changed)
+    assert compare_with(changed, tmp_path / "there.json") == 2
+    assert "the promises were not kept" in capsys.readouterr().err
+
+
+def test_equal_bits_of_an_inconclusive_certificate_show_nothing(small: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    unsure = copy.deepcopy(small)
+    unsure["status"] = unsure["cases"][0]["guarantees"][-1]["status"] = "inconclusive"
+    assert compare_with(unsure, tmp_path / "there.json") == 1
+    out = capsys.readouterr().out
+    assert "which shows nothing, because it is inconclusive (case 1, control: unordered runs differ: inconclusive" in out
+    assert "Agrees" not in out
+    unsure["cases"][0]["sha256"]["dq"] = "0" * 64
+    assert compare_with(unsure, tmp_path / "there.json") == 1
+    assert "bits of dq here" in capsys.readouterr().out, "a difference is one all the same"
+
+
+JUNK = st.sampled_from([None, True, -1, 0, 2**70, 0.5, float("nan"), "", "x", [], {}, [[]], {"a": 1}, ["a"]])
+
+
+@given(data=st.data())
+@examples(150)
+def test_damaged_certificates_are_value_errors(small: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    damaged = copy.deepcopy(small)
+    parent, key = data.draw(st.sampled_from(list(places(damaged))))
+    parent[key] = data.draw(JUNK)
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_text(json.dumps(damaged))
+    try:
+        found = read(path)
+        refuse_failed(found, path)
+        assert status_of(found) in ("pass", "inconclusive")
+        differences(small, found)
+    except ValueError as error:
+        assert str(path) in str(error)  # noqa: PT017 (a refusal is one of two good outcomes)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of every value inside a JSON value."""
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(entry)
+
+
+RING = Case(17 * 128, 1, 1, 8, 1, "full")
+FEWER_REFUSED = "same bits on 17 workers or more, fewer refused"
+
+
+def test_every_number_of_workers_is_tried_and_refusals_are_reported() -> None:
+    outcome = CaseTest(RING, "cpu", 2)._worker_counts()
+    detail = "3 compared; refused on 1, 2, 7, 16 workers: 17 are needed at once"
+    assert outcome == Outcome(FEWER_REFUSED, "pass", detail)
+    outcome = CaseTest(SMALL_CASE, "cpu", 2)._worker_counts()
+    assert outcome == Outcome("same bits on any number of workers", "pass", "5 compared")
+
+
+def test_an_order_that_depends_on_the_workers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few workers get the order of another schedule: that would run, with other bits."""
+    plan_for = cpu.plan_for
+    test = CaseTest(RING, "cpu", 2)
+    monkeypatch.setattr(cpu, "plan_for", lambda p, name, workers: plan_for(p, "alternating" if workers < 17 else name, workers))
+    outcome = test._worker_counts()
+    assert (outcome.guarantee, outcome.status) == (FEWER_REFUSED, "fail")
+    assert outcome.detail.startswith("1 workers: dq[")
+
+
+def test_a_refusal_where_none_was_announced_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = CaseTest(RING, "cpu", 2)
+    explained = test.explain()
+    monkeypatch.setattr(CaseTest, "explain", lambda self: replace(explained, gang=1))
+    outcome = test._worker_counts()
+    assert (outcome.guarantee, outcome.status) == ("same bits on any number of workers", "fail")
+    assert outcome.detail.startswith("refused on 1 workers: auto (here shift_blocks) needs 17 workers at once")
+
+
+def test_differences_are_of_bits() -> None:
+    zeros = Results(*(torch.zeros(2, 3) for _ in NAMES))
+    assert difference(zeros, Results(*(x.clone() for x in zeros))) is None
+    negative = zeros._replace(dk=torch.tensor([[0.0, 0, 0], [0, -0.0, -0.0]]))
+    assert difference(negative, zeros) == "dk[1, 1]: -0.0 against 0.0; 2 of 6 elements differ"
+    nan = zeros._replace(lse=torch.full((2, 3), torch.nan))
+    assert difference(nan, nan) is None
+    assert difference(zeros, zeros._replace(out=torch.zeros(2, 2))) == "out is torch.float32 [2, 3] against torch.float32 [2, 2]"
+
+
+def test_inputs_are_those_documented_and_the_results_are_attention() -> None:
+    inputs = make_inputs(SMALL_CASE, "cpu")
+    draw = torch.randint(-(2**20), 2**20, (4, 1, 400, 1, 16), generator=torch.Generator("cpu").manual_seed(0))
+    assert torch.equal(inputs[0], (draw.sum(0).double() / 2**20).float())
+    assert sha256(inputs) == "d0c6cb7f6b80cc334059742b0335f99f07c6f927878df4ef089eeea791bb07f5"  # of any machine
+    results = attend(inputs, SMALL_CASE.read_mask())
+    out, _ = dense(*(x.double() for x in inputs[:3]), SMALL_CASE.read_mask())
+    assert largest_error(results.out, out) < 1e-5
+
+
+def test_the_worst_status_counts() -> None:
+    make = partial(Outcome, "a promise", detail="")
+    assert overall([make("pass")]) == "pass"
+    assert overall([make("pass"), make("inconclusive")]) == "inconclusive"
+    assert overall([make("inconclusive"), make("fail"), make("pass")]) == "fail"
+
+
+def test_device_is_the_cpu_unless_there_is_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert choose_device("auto") == "cpu"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert (choose_device("auto"), choose_device("cpu")) == ("cuda", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ValueError, match="no GPU"):
+        choose_device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", default_cases("cuda"), ids=str)
+def test_the_default_matrix_passes_on_the_gpu(case: Case) -> None:
+    found = statuses(CaseTest(case, "cuda", 5))
+    assert [outcome for outcome in found.values() if outcome.status != "pass"] == []
