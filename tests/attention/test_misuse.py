@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from offsets import places
 
 from dash_attn import (
     Causal,
@@ -20,7 +21,6 @@ from dash_attn import (
     flash_attn_varlen_func,
 )
 from devices import dim_features, make_inputs, require
-from packing import places
 
 Q, K = torch.zeros(2, 10, 4, 16), torch.zeros(2, 12, 2, 16)
 BLOCKS = TileMap([[True, True]], 10, 6)

@@ -19,7 +19,7 @@ from kernel_variants import DIMS, VARIANTS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
 CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward").CONSUMER_CHOICES
-lanes_of = import_module("dash_attn.backends.hopper.calls.backward").lanes_of
+threads_per_row = import_module("dash_attn.backends.hopper.calls.backward").threads_per_row
 
 packed = import_module("dash_attn.backends.hopper.calls.packed")
 PACKED_BYTES = {
