@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
+from . import shared_header
 from .wgmma_header import wgmma_header
 
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
@@ -43,10 +44,10 @@ class CompileError(RuntimeError):
 
 @cache
 def sources() -> dict[str, str]:
-    """Every kernel file of the package by room and name, and the generated one."""
+    """Every kernel file of the package by room and name, and the generated ones."""
     rooms = [room for room in resources.files(kernels).iterdir() if room.is_dir()]
     files = {f"{room.name}/{file.name}": file.read_text() for room in rooms for file in room.iterdir() if file.name.endswith(".cuh")}
-    return {**files, "common/wgmma.cuh": wgmma_header()}
+    return {**files, "common/wgmma.cuh": wgmma_header(), shared_header.NAME: shared_header.shared_header()}
 
 
 def compile_kernel(header: str, name: str) -> Kernel:

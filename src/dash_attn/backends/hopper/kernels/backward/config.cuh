@@ -7,38 +7,6 @@
 constexpr int STAGES = 2;  // Q tiles in flight (dO, dS and dQ buffers too, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
 
-struct BackwardParams {
-  const float* lse;    // [dQ tile][Q_ROWS], times log2(e); FAR where a row attends nothing or does not exist
-  const float* delta;  // same layout: rowsum(dO * O)
-  float* dq;           // [dQ tile][Q_ROWS * WIDTH], in accumulator-fragment order
-  int* semaphores;     // [dQ tile]: reduces that have landed
-  int* next_ticket;    // ... and, behind it, how many there are
-  const Ticket* tickets;
-  int* report;         // host memory: what went wrong, where, in which call
-  u32 most_polls;      // of a semaphore before the wait is called a hang
-  int call;
-  int group, head_tiles;  // head_tiles: dQ tiles between a query head and the next
-  float scale_log2, scale, masked_score;
-  float cap_scale;     // with softcap: 2 log2(e) scale / cap; scale_log2 is cap * log2(e) then
-  MaskParams mask;
-  const Run* runs;
-  const Step* entries;
-  const PackedChain* chains;  // instead of runs and entries, for packed sequences
-  struct StepRecord* record;   // [dQ tile][record_ranks]; only a kernel that records has it
-  struct ClockRecord* clocks;  // [2][CTAs]: at a CTA's start, at its end
-  u32 record_ranks;
-};
-
-// What the drains of a recording kernel write, in cycles of the SM: dQ ready, turn come, landed; which CTA.
-struct alignas(16) StepRecord {
-  u32 ready, turn, landed, cta;
-};
-// The clock all SMs share (ns) beside the SM's own.
-struct alignas(16) ClockRecord {
-  u64 shared_ns;
-  u32 cycles, sm;
-};
-
 // Up to head dim 128: a warpgroup owns 64 of 128 KV rows. P and dS stay in registers as A operands of dV and dK.
 template <int D_> struct TallConfig {
   static constexpr int D = D_, Q_ROWS = D == 64 ? 128 : 64, KV_ROWS = 128, DO_STAGES = 2;

@@ -21,8 +21,8 @@ template <int D, MaskKind MASK> struct Planner {
         mbarrier_arrive(full);
         return;
       }
-      mbarrier_arrive_expect(full, sizeof(Ticket));
-      bulk_load(notes.chain_at(slot), p.tickets + ticket, sizeof(Ticket), full);
+      mbarrier_arrive_expect(full, sizeof(ChainRecord));
+      bulk_load(notes.chain_at(slot), p.tickets + ticket, sizeof(ChainRecord), full);
       mbarrier_wait(full, (chains >> 1) & 1);
       // The whole walk for one query head of the group after the other: chains that follow each other share Q tiles in the cache.
 #pragma unroll 1
@@ -40,7 +40,7 @@ template <int D, MaskKind MASK> struct Planner {
     DEVICE void add_chain() { bits += 2 * NOTES; }
     DEVICE void add_step() { bits = chains() * (2 * NOTES) + (bits + 1) % (2 * NOTES); }
   };
-  enum : u32 { KV_HEAD = 0, FIRST_RUN = 32, FIRST_DQ_TILE = 36, GANG_END = 40, WALK = 44 };  // of struct Ticket
+  enum : u32 { KV_HEAD = 0, FIRST_RUN = 32, FIRST_DQ_TILE = 36, GANG_END = 40, WALK = 44 };  // of ChainRecord
 
   // The next ticket is taken when the loader is through with the chain before, so that its tiles can follow at once. But a
   // chain of the gang this CTA still works for may only be taken by a CTA that is free to run it, else the gang could wait

@@ -1,6 +1,6 @@
 // One small wrapper per PTX instruction, named after it.
 #pragma once
-#include "common/types.cuh"
+#include "common/shared_with_python.cuh"
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -23,7 +23,6 @@ DEVICE void mbarrier_wait(u32 bar, u32 phase) {
 
 // ---- bulk copies (TMA)
 // Maps of packed sequences have a fifth axis, whose coordinate is always RAGGED (common/sequence.cuh).
-constexpr int RAGGED = 1 << 30;
 template <bool PACKED> DEVICE void tma_load(u32 shared, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3) {
   if constexpr (PACKED)
     asm volatile(
@@ -76,7 +75,6 @@ DEVICE int load_acquire(const int* p) {
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 // ---- the last word of a kernel that cannot go on: written to host memory, read by trouble.py
-enum class Trouble : int { None, Hang, BadLengths };
 DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x, int y) {
   report[1] = call;
   report[2] = x;

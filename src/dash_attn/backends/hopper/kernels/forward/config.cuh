@@ -3,35 +3,6 @@
 #include "common/ptx.cuh"
 #include "common/sequence.cuh"
 
-// Which KV tiles each Q tile visits, and in which order Q tiles are taken.
-struct VisitTables {
-  const int* q_order;     // Q tiles that visit anything, longest first
-  const int* first_runs;  // [q_tiles + 1]
-  const int2* runs;       // first KV tile, 2 * length + partial; KV tiles go downward
-  const int* visits;      // [q_tiles] KV tiles each Q tile visits
-};
-
-// Packed sequences: what a Q tile visits, computed from its sequence. One entry per Q tile, longest first.
-struct alignas(16) PackedTile {
-  int sequence, q_tile, visits, kv_first;  // kv_first: KV tile of the first visit; KV tiles go downward
-  int full_first, full_end;                // KV tiles all of whose elements attend
-};
-
-struct ForwardParams {
-  float* lse;         // [batch][q_heads][q_len] or packed [q_heads][tokens], natural log
-  const float* sinks; // [q_heads] a logit that joins every row's softmax, or null
-  u32* next_ticket;   // packed: ... and, behind it, how many there are
-  u32 last_ticket;    // the one that some CTA takes last; after it the next is 0 again, as the following launch needs it
-  int batch, q_heads, group, places;  // places: Q tiles a head takes
-  int tokens;                         // packed queries
-  int heads_side_by_side, last_heads;  // heads whose K and V fit the L2 cache together; heads that end side by side
-  float scale_log2, cap_scale;        // with softcap: cap * log2(e) and 2 log2(e) scale / cap
-  MaskParams mask;
-  VisitTables visits;
-  const Sequence* sequences;  // packed only
-  const PackedTile* tiles;    // packed only
-};
-
 template <int D_, int CONSUMERS_> struct ForwardConfig {
   static constexpr int D = D_, CONSUMERS = CONSUMERS_;  // consumers: warpgroups of 64 queries
   static constexpr int KV_ROWS = D <= 128 ? 128 : D == 192 ? 112 : 80, Q_ROWS = 64 * CONSUMERS, THREADS = WARPGROUP * (CONSUMERS + 1);

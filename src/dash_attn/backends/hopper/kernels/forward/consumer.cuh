@@ -13,7 +13,7 @@ template <MaskKind KIND> struct QueryMask {
     first = 0;
     end = exists ? kv_len : 0;
     if constexpr (is_band(KIND)) {
-      const int top = mask.band_top(q_len, kv_len);
+      const int top = band_top(mask, q_len, kv_len);
       first = query + top - (int)mask.band_width;
       end = min(end, query + top + 1);
     } else if (KIND == MaskKind::Rows && exists) {
