@@ -77,11 +77,8 @@ def _structure(name: str, structure: type[Structure]) -> str:
     aligned = f"alignas({structure._alignment_}) " if structure._alignment_ > 1 else ""
     lines = [f"struct {aligned}{name} {{"]
     for c_type, names, note in structure._members_:
-        member = (
-            f"  {c_type} {names};"
-            if not c_type.endswith("*")
-            else f"  {c_type[:-1]} {', '.join(f'*{n.strip()}' for n in names.split(','))};"
-        )
+        star, base = ("*", c_type[:-1]) if c_type.endswith("*") else ("", c_type)
+        member = f"  {base} {', '.join(star + name.strip() for name in names.split(','))};"
         lines.append(f"{member}  // {note}" if note else member)
     lines.append("};")
     lines.append(f'static_assert(sizeof({name}) == {structure.bytes()}, "Python counts other bytes in {name}");')

@@ -27,11 +27,7 @@ DEVICE bool await_sum(const PostprocessParams& p, int tile) {
     return true;
   }
   const int ranks = p.q_ranks[tile % p.tiles.head_tiles];
-  if (threadIdx.x == 0)
-    for (u32 polls = 0; load_acquire(p.semaphores + tile) != ranks; polls++) {
-      if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, tile, ranks);
-      __nanosleep(200);
-    }
+  if (threadIdx.x == 0) await_semaphore<true>(p, tile, ranks);
   __syncthreads();
   return ranks > 0;
 }
