@@ -62,13 +62,6 @@ template <int D_> struct WideConfig {
   DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }  // of the whole tile
 };
 
-template <bool WIDE, int D> struct ConfigChoice {
-  using type = TallConfig<D>;
-};
-template <int D> struct ConfigChoice<true, D> {
-  using type = WideConfig<D>;
-};
-
 // What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.
 struct StepNote {
   int rows;  // what a consumer wants, in one word
@@ -103,8 +96,8 @@ template <typename Config> struct BackwardStorage {
   BackwardBarriers barriers;
 };
 
-template <int D> struct BackwardConfig : ConfigChoice<(D > 128), D>::type {
-  using Storage = BackwardStorage<typename ConfigChoice<(D > 128), D>::type>;
+template <int D> struct BackwardConfig : Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type {
+  using Storage = BackwardStorage<typename Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type>;
   // Byte offsets. Code computes with addresses in the shared window, which fit one register; pointers take two.
   static constexpr int K = __builtin_offsetof(Storage, tiles.k), V = __builtin_offsetof(Storage, tiles.v);
   static constexpr int Q = __builtin_offsetof(Storage, tiles.q), DO = __builtin_offsetof(Storage, tiles.grad_out);

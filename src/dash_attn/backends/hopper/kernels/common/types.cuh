@@ -20,6 +20,13 @@ struct f16 {
 
 #define DEVICE __device__ __forceinline__
 
+template <bool FIRST, typename A, typename B> struct Choice {
+  using type = A;
+};
+template <typename A, typename B> struct Choice<false, A, B> {
+  using type = B;
+};
+
 constexpr int WARP = 32;
 constexpr int WARPGROUP = 128;
 constexpr int MOST_SHARED_BYTES = 232448;  // of a CTA
