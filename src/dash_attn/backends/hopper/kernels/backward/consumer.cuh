@@ -3,6 +3,7 @@
 // waits for the other's half of dS.
 #pragma once
 #include "backward/config.cuh"
+#include "backward/elementwise.cuh"
 #include "common/wgmma.cuh"
 
 template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
@@ -100,7 +101,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_wait<1>();  // S
     pin(s);
     if constexpr (!READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
-    if constexpr (SOFTCAP) cap_scores();
+    if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
     mask_partial(rows, pipe);
     exponentiate<STAGE>(lse);
     multiply_dv<STAGE>();
@@ -193,13 +194,9 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_commit();
   }
 
-  // ---- element-wise work. Register 4 g + e of a score tile is key row + 8 (e / 2), query column 8 g + 2 (lane % 4) + e % 2.
+  // ---- element-wise work (backward/elementwise.cuh)
   DEVICE float2 row_pair(int rows, int stage, int g) { return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32); }
 
-  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies with it
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
-  }
   DEVICE void mask_partial(int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;
@@ -209,28 +206,18 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     const int query = note.q_row() + 2 * (lane & 3);
     mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
-  template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE]) {  // P = exp2(S scale - LSE)
-    const float scale = p.scale_log2;
+  template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE]) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       const float2 lse = g < EARLY_LSE ? early[g < EARLY_LSE ? g : 0] : row_pair(C::LSE, STAGE, g);
-      float x[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float capped = s[4 * g + e];
-        x[e] = exp2_approx(fmaf(capped, scale, (e & 1) ? -lse.y : -lse.x));
-        s[4 * g + e] = SOFTCAP ? x[e] * fmaf(-capped, capped, 1.f) : x[e];  // what dS needs: times the slope of the cap
-      }
-      probability[2 * g] = pack<Half>(x[0], x[1]);
-      probability[2 * g + 1] = pack<Half>(x[2], x[3]);
+      exponentiate_group<Half, SOFTCAP>(s + 4 * g, lse, p.scale_log2, probability + 2 * g);
     }
   }
-  template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {  // dS = P (dP - delta), times the slope of the cap
+  template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-      const float2 d = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, STAGE, g);
-      ds[2 * g] = pack<Half>(s[4 * g] * (dp[4 * g] - d.x), s[4 * g + 1] * (dp[4 * g + 1] - d.y));
-      ds[2 * g + 1] = pack<Half>(s[4 * g + 2] * (dp[4 * g + 2] - d.x), s[4 * g + 3] * (dp[4 * g + 3] - d.y));
+      const float2 delta = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, STAGE, g);
+      differentiate_group<Half>(s + 4 * g, dp + 4 * g, delta, ds + 2 * g);
     }
   }
 

@@ -2,6 +2,7 @@
 // dK and dQ in its own columns. Both halves of P and dS meet in shared memory, in two buffers each.
 #pragma once
 #include "backward/config.cuh"
+#include "backward/elementwise.cuh"
 #include "common/wgmma.cuh"
 
 template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer {
@@ -75,7 +76,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     multiply_scores<C::V, C::DO>(dp);
     wgmma_wait<1>();  // S
     pin(s);
-    if constexpr (SOFTCAP) cap_scores(s);
+    if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
     mask_partial(s, rows, pipe);
     exponentiate<STAGE>(s, packed);
     if constexpr (FIRST) await_stored();
@@ -152,12 +153,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
   DEVICE u32 own_offset(int panel) { return C::own_panel(wg) * (panel / DESCRIPTOR_UNIT); }
   DEVICE u32 inner_offset(int panel) { return (C::inner_column(wg) / 64) * (panel / DESCRIPTOR_UNIT) + (C::inner_column(wg) % 64) * 2 / DESCRIPTOR_UNIT; }
 
-  // ---- element-wise work. Register 4 g + e of a score tile is key row + 8 (e / 2), query column 8 g + 2 (lane % 4) + e % 2.
+  // ---- element-wise work (backward/elementwise.cuh)
   DEVICE float2 row_pair(int rows, int g) { return load_shared_f32x2(shared + rows + wg * 128 + (lane & 3) * 8 + g * 32); }
-  DEVICE void cap_scores(float (&s)[SCORES]) {  // in units of the cap: exp2 multiplies with it
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
-  }
   DEVICE void mask_partial(float (&s)[SCORES], int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;
@@ -166,28 +163,14 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     const KeyMask<MASK> low(local, keys, from), high(local + 8, keys, from);
     mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
-  template <int STAGE> DEVICE void exponentiate(float (&s)[SCORES], u32 (&packed)[SCORES / 2]) {  // P = exp2(S scale - LSE)
+  template <int STAGE> DEVICE void exponentiate(float (&s)[SCORES], u32 (&packed)[SCORES / 2]) {
 #pragma unroll
-    for (int g = 0; g < SCORES / 4; g++) {
-      const float2 lse = row_pair(C::LSE + STAGE * C::ROW_BYTES, g);
-      float x[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float capped = s[4 * g + e];
-        x[e] = exp2_approx(fmaf(capped, p.scale_log2, (e & 1) ? -lse.y : -lse.x));
-        s[4 * g + e] = SOFTCAP ? x[e] * fmaf(-capped, capped, 1.f) : x[e];  // what dS needs: times the slope of the cap
-      }
-      packed[2 * g] = pack<Half>(x[0], x[1]);
-      packed[2 * g + 1] = pack<Half>(x[2], x[3]);
-    }
+    for (int g = 0; g < SCORES / 4; g++)
+      exponentiate_group<Half, SOFTCAP>(s + 4 * g, row_pair(C::LSE + STAGE * C::ROW_BYTES, g), p.scale_log2, packed + 2 * g);
   }
-  DEVICE void differentiate(const float (&s)[SCORES], const float (&dp)[SCORES], u32 (&packed)[SCORES / 2]) {  // dS = P (dP - delta)
+  DEVICE void differentiate(const float (&s)[SCORES], const float (&dp)[SCORES], u32 (&packed)[SCORES / 2]) {
 #pragma unroll
-    for (int g = 0; g < SCORES / 4; g++) {
-      const float2 d = row_pair(C::DELTA, g);
-      packed[2 * g] = pack<Half>(s[4 * g] * (dp[4 * g] - d.x), s[4 * g + 1] * (dp[4 * g + 1] - d.y));
-      packed[2 * g + 1] = pack<Half>(s[4 * g + 2] * (dp[4 * g + 2] - d.x), s[4 * g + 3] * (dp[4 * g + 3] - d.y));
-    }
+    for (int g = 0; g < SCORES / 4; g++) differentiate_group<Half>(s + 4 * g, dp + 4 * g, row_pair(C::DELTA, g), packed + 2 * g);
   }
 
   // ---- what leaves the registers
