@@ -157,6 +157,25 @@ def test_the_forward_is_the_committed_one() -> None:
     assert f"ours is {others[0]:.2f} to {others[-1]:.2f} of it in `h200-masks.json`, and {softcap:.2f} with softcap" in RESULTS
 
 
+def bench_commands() -> list[str]:
+    inline = re.findall(r"`(dash-attn bench [^`]*)`", RESULTS)
+    return [*inline, *(line for block in blocks(RESULTS, "sh") for line in block.splitlines() if line.startswith("dash-attn bench"))]
+
+
+@pytest.mark.parametrize("command", bench_commands())
+def test_commands_that_reproduce_the_results_are_understood(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU they list their cases, or draw the committed ones."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    assert main([*shlex.split(command)[1:], *([] if "--from" in command or "--list" in command else ["--list"])]) == 0
+
+
+def test_there_is_a_command_for_every_result() -> None:
+    assert len(bench_commands()) == 8
+    files = {path.name for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert files == set(re.findall(r"h200-[\w-]+\.json", RESULTS))
+
+
 def links() -> list[Any]:
     return [
         pytest.param(page.parent / link, id=f"{page.name}: {link}")
