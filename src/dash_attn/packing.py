@@ -26,8 +26,8 @@ class Packing:
     def __post_init__(self) -> None:
         for side, places, longest in (("q", self.cu_seqlens_q, self.max_seqlen_q), ("k", self.cu_seqlens_k, self.max_seqlen_k)):
             _check_places(f"cu_seqlens_{side}", places)
-            if not is_whole(longest) or not 0 <= longest < 2**31:
-                raise ValueError(f"max_seqlen_{side} must be a whole number >= 0 and below 2^31; got {longest!r}")
+            if not is_whole(longest) or longest < 0:
+                raise ValueError(f"max_seqlen_{side} must be a whole number >= 0; got {longest!r}")
         entries = len(self.cu_seqlens_q), len(self.cu_seqlens_k)
         if entries[0] != entries[1]:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length; got {entries[0]} and {entries[1]}")
