@@ -93,3 +93,12 @@ def test_the_device_plans_by_the_generators_constants() -> None:
         assert f"constexpr int {name} = {value};" in text
     planning = "".join(source for name, source in sources().items() if name.startswith("device_planning/"))
     assert not re.search(r"constexpr int (FEW_KV_TILES|ONE_CLASS|LARGE_GROUP|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK)", planning)
+
+
+def test_the_hash_is_of_the_machine_code() -> None:
+    """A constant that nobody uses, and a comment, leave it; another instruction does not."""
+    plain = "__global__ void add(float* x) { x[threadIdx.x] += 1.f; }\n"
+    texts = (plain, f"// more\nconstexpr int UNUSED = 7;\n{plain}", plain.replace("1.f", "2.f"))
+    first, same, other = (compile_uncached("add.cuh", "add", {"add.cuh": text}) for text in texts)
+    assert first.sha256 == same.sha256 != other.sha256
+    assert first.cubin != same.cubin  # the control: the file did change

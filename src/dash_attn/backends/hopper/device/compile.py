@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import kernels
 from . import shared_header
+from .machine_code import machine_code_hash
 from .wgmma_header import wgmma_header
 
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
@@ -35,7 +36,7 @@ class Kernel:
     @property
     def sha256(self) -> str:
         """Names the machine code: part of what decides the bits."""
-        return hashlib.sha256(self.cubin).hexdigest()
+        return machine_code_hash(self.cubin)
 
 
 class CompileError(RuntimeError):
