@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from offsets import make_parts, pack, places
 from torch import Tensor
 
 from budget import assert_in_budget
@@ -16,6 +15,7 @@ from dense import Results, WithSinks, dense, element_mask, largest_error, same_b
 from devices import Case, on_devices, on_each_device, require
 from gpu_helpers import ragged_map
 from grid import DTYPES, HEADS, MASKS, batch_of, some_for_the_cpu
+from packed_batches import make_parts, pack, places
 
 
 def cases() -> list[Case]:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from offsets import Lengths, make_parts, run_packed
 
 from budget import assert_near
 from dash_attn import Causal, Full, Mask, Window
 from dense import assert_same_bits, run_ours
 from devices import dim_features, on_devices, on_each_device, require
+from packed_batches import Lengths, make_parts, run_packed
 
 SELF: tuple[Lengths, ...] = (
     ((1, 1),),

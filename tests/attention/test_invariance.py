@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offsets import Lengths, make_parts, run_packed
 
 from dash_attn import Causal, Documents, Full, Mask, Window
 from dense import Results, assert_same_bits, run_ours, same_bits
 from devices import dim_features, make_inputs, on_each_device, require
 from gpu_helpers import Inputs, ragged_map
+from packed_batches import Lengths, make_parts, run_packed
 
 N = 333
 BANDS = [Full(), Causal(), Window(100, 30)]

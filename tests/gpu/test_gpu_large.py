@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from offsets import places
 from torch import Tensor
 
 from budget import assert_near
 from dash_attn import Causal, Full, Mask, Window, flash_attn_varlen_func
 from dense import Results, assert_same_bits, run_ours
 from devices import make_inputs, require
+from packed_batches import places
 
 pytestmark = pytest.mark.gpu
 

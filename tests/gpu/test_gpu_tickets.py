@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from offsets import make_parts, run_packed
 
 from dash_attn import Causal, Full, Mask, Problem, Window
 from dash_attn.call.options import AttentionOptions
@@ -15,6 +14,7 @@ from dash_attn.call.planning import problem_of
 from dash_attn.scheduling.generators import generate
 from dense import run_ours
 from gpu_helpers import gpu_inputs, hopper
+from packed_batches import make_parts, run_packed
 from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu

@@ -84,5 +84,5 @@ def _structure(name: str, structure: type[Structure]) -> str:
     lines.append(f'static_assert(sizeof({name}) == {structure.bytes()}, "Python counts other bytes in {name}");')
     for field, *_ in structure._fields_:
         offset = getattr(structure, field).offset
-        lines.append(f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "Python has {name}.{field} elsewhere");')
+        lines.append(f'static_assert(OFFSET_OF({name}, {field}) == {offset}, "Python has {name}.{field} elsewhere");')
     return "\n".join(lines)

@@ -28,9 +28,9 @@ template <int D_> struct TallConfig {
     unsigned char dq[STAGES][DQ_BYTES];
   };
   // dV, then dK, leave through the dS buffers, so that the next K and V can load meanwhile.
-  static constexpr int OUT = __builtin_offsetof(Tiles, ds);
+  static constexpr int OUT = OFFSET_OF(Tiles, ds);
   static_assert(STAGES * DS_BYTES >= KV_BYTES, "dK and dV leave through the dS buffers");
-  DEVICE static constexpr int dq_staging(int stage) { return __builtin_offsetof(Tiles, dq) + stage * DQ_BYTES; }
+  DEVICE static constexpr int dq_staging(int stage) { return OFFSET_OF(Tiles, dq) + stage * DQ_BYTES; }
   DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
 };
 
@@ -52,11 +52,11 @@ template <int D_> struct WideConfig {
     unsigned char p[STAGES][TILE], ds[STAGES][TILE];
     unsigned char dq[OWN_BYTES];
   };
-  static constexpr int P = __builtin_offsetof(Tiles, p);
+  static constexpr int P = OFFSET_OF(Tiles, p);
   static constexpr int OUT = P;  // dV, then dK, leave through the P and dS buffers
   static_assert(2 * STAGES * TILE >= KV_BYTES, "dK and dV leave through the P and dS buffers");
   static_assert(D == 192 || D == 256, "whole inner panels, or two halves of one");
-  DEVICE static constexpr int dq_staging(int) { return __builtin_offsetof(Tiles, dq); }
+  DEVICE static constexpr int dq_staging(int) { return OFFSET_OF(Tiles, dq); }
   DEVICE static constexpr int piece_bytes(int piece) { return piece ? INNER_BYTES : OWN_BYTES; }
   DEVICE static int own_panel(int wg) { return wg * (PANELS - 1); }
   DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }  // of the whole tile
@@ -99,12 +99,12 @@ template <typename Config> struct BackwardStorage {
 template <int D> struct BackwardConfig : Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type {
   using Storage = BackwardStorage<typename Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type>;
   // Byte offsets. Code computes with addresses in the shared window, which fit one register; pointers take two.
-  static constexpr int K = __builtin_offsetof(Storage, tiles.k), V = __builtin_offsetof(Storage, tiles.v);
-  static constexpr int Q = __builtin_offsetof(Storage, tiles.q), DO = __builtin_offsetof(Storage, tiles.grad_out);
-  static constexpr int DS = __builtin_offsetof(Storage, tiles.ds), DQ = __builtin_offsetof(Storage, tiles.dq);
-  static constexpr int LSE = __builtin_offsetof(Storage, lse), DELTA = __builtin_offsetof(Storage, delta);
-  static constexpr int STEP_NOTES = __builtin_offsetof(Storage, step_notes), CHAIN_NOTES = __builtin_offsetof(Storage, chain_notes);
-  static constexpr int BARRIERS = __builtin_offsetof(Storage, barriers), SHARED_BYTES = sizeof(Storage);
+  static constexpr int K = OFFSET_OF(Storage, tiles.k), V = OFFSET_OF(Storage, tiles.v);
+  static constexpr int Q = OFFSET_OF(Storage, tiles.q), DO = OFFSET_OF(Storage, tiles.grad_out);
+  static constexpr int DS = OFFSET_OF(Storage, tiles.ds), DQ = OFFSET_OF(Storage, tiles.dq);
+  static constexpr int LSE = OFFSET_OF(Storage, lse), DELTA = OFFSET_OF(Storage, delta);
+  static constexpr int STEP_NOTES = OFFSET_OF(Storage, step_notes), CHAIN_NOTES = OFFSET_OF(Storage, chain_notes);
+  static constexpr int BARRIERS = OFFSET_OF(Storage, barriers), SHARED_BYTES = sizeof(Storage);
   static_assert(SHARED_BYTES == backward_shared_bytes(D), "Python asks for other shared memory");
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
 };
@@ -115,7 +115,7 @@ enum NamedBarrier : int { BOTH = 1, BOTH_AGAIN = 2, FIRST_HALF = 2, SECOND_HALF 
 constexpr int CONSUMER_WARPS = 8, DRAINS = 2, LOADERS = 1;
 
 // Handles of the barriers. `shared`: address of the storage.
-#define BARRIER(name) Barrier{shared + C::BARRIERS + (u32)__builtin_offsetof(BackwardBarriers, name)}
+#define BARRIER(name) Barrier{shared + C::BARRIERS + OFFSET_OF(BackwardBarriers, name)}
 template <typename C> struct Barriers {
   u32 shared;
 
@@ -200,11 +200,11 @@ template <typename C> struct Notes {
     const int4 v = load_shared_i32x4(chain_at(pipe.chain_slot()));
     return {v.x, v.y, v.z, v.w};
   }
-  DEVICE int q_shift(const Pipeline& pipe) const { return word(pipe, __builtin_offsetof(ChainRecord, q_shift)); }
-  DEVICE int q_plane(const Pipeline& pipe) const { return word(pipe, __builtin_offsetof(ChainRecord, q_plane)); }
-  DEVICE int keys(const Pipeline& pipe) const { return word(pipe, __builtin_offsetof(ChainRecord, keys)); }
+  DEVICE int q_shift(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_shift)); }
+  DEVICE int q_plane(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_plane)); }
+  DEVICE int keys(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, keys)); }
   template <MaskKind MASK> DEVICE int mask_from(const Pipeline& pipe) const {
-    return word(pipe, is_band(MASK) ? __builtin_offsetof(ChainRecord, band_top) : __builtin_offsetof(ChainRecord, kv_row));
+    return word(pipe, is_band(MASK) ? OFFSET_OF(ChainRecord, band_top) : OFFSET_OF(ChainRecord, kv_row));
   }
   DEVICE StepNote step(u32 step) const {
     const int4 v = load_shared_i32x4(step_at(step));
@@ -214,4 +214,4 @@ template <typename C> struct Notes {
  private:
   DEVICE int word(const Pipeline& pipe, u32 offset) const { return load_shared_i32(chain_at(pipe.chain_slot()) + offset); }
 };
-static_assert(__builtin_offsetof(ChainRecord, kv_head) == 0 && __builtin_offsetof(ChainRecord, steps) == 12, "a note is read as four words");
+static_assert(OFFSET_OF(ChainRecord, kv_head) == 0 && OFFSET_OF(ChainRecord, steps) == 12, "a note is read as four words");

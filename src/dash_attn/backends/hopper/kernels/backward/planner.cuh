@@ -44,11 +44,11 @@ template <int D, MaskKind MASK> struct Planner {
   };
   // Where the members of a chain's record are in its note.
   enum : u32 {
-    KV_HEAD = __builtin_offsetof(ChainRecord, kv_head),
-    FIRST_RUN = __builtin_offsetof(ChainRecord, first_run),
-    FIRST_DQ_TILE = __builtin_offsetof(ChainRecord, first_dq_tile),
-    GANG_END = __builtin_offsetof(ChainRecord, gang_end),
-    WALK = __builtin_offsetof(ChainRecord, walk),
+    KV_HEAD = OFFSET_OF(ChainRecord, kv_head),
+    FIRST_RUN = OFFSET_OF(ChainRecord, first_run),
+    FIRST_DQ_TILE = OFFSET_OF(ChainRecord, first_dq_tile),
+    GANG_END = OFFSET_OF(ChainRecord, gang_end),
+    WALK = OFFSET_OF(ChainRecord, walk),
   };
 
   // The next ticket is taken when the loader is through with the chain before, so that its tiles can follow at once. But a

@@ -20,6 +20,13 @@ struct f16 {
 
 #define DEVICE __device__ __forceinline__
 
+// Where a member is in a structure. Not every NVRTC knows __builtin_offsetof, and no host compiler __INTADDR__.
+#ifdef __CUDACC_RTC__
+#define OFFSET_OF(type, member) ((u32)__INTADDR__(&(((type*)0)->member)))
+#else
+#define OFFSET_OF(type, member) ((u32)__builtin_offsetof(type, member))
+#endif
+
 template <bool FIRST, typename A, typename B> struct Choice {
   using type = A;
 };

@@ -49,13 +49,13 @@ template <int D_, int CONSUMERS_> struct ForwardConfig {
     ForwardBarriers barriers;
   };
   template <typename AllTiles> struct Offsets {
-    static constexpr int TILE_NOTES = __builtin_offsetof(Storage<AllTiles>, tile_notes);
-    static constexpr int VISIT_NOTES = __builtin_offsetof(Storage<AllTiles>, visit_notes);
-    static constexpr int BARRIERS = __builtin_offsetof(Storage<AllTiles>, barriers), SHARED_BYTES = sizeof(Storage<AllTiles>);
+    static constexpr int TILE_NOTES = OFFSET_OF(Storage<AllTiles>, tile_notes);
+    static constexpr int VISIT_NOTES = OFFSET_OF(Storage<AllTiles>, visit_notes);
+    static constexpr int BARRIERS = OFFSET_OF(Storage<AllTiles>, barriers), SHARED_BYTES = sizeof(Storage<AllTiles>);
   };
   using Behind = typename Choice<OUT_OVER_Q, Offsets<Tiles>, Offsets<TilesAndOutput>>::type;
-  static constexpr int Q = __builtin_offsetof(Tiles, q), K = __builtin_offsetof(Tiles, k), V = __builtin_offsetof(Tiles, v);
-  static constexpr int OUT = OUT_OVER_Q ? Q : (int)__builtin_offsetof(TilesAndOutput, out);
+  static constexpr int Q = OFFSET_OF(Tiles, q), K = OFFSET_OF(Tiles, k), V = OFFSET_OF(Tiles, v);
+  static constexpr int OUT = OUT_OVER_Q ? Q : (int)OFFSET_OF(TilesAndOutput, out);
   static constexpr int TILE_NOTES = Behind::TILE_NOTES, VISIT_NOTES = Behind::VISIT_NOTES, BARRIERS = Behind::BARRIERS;
   static constexpr int SHARED_BYTES = Behind::SHARED_BYTES;
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
@@ -65,14 +65,14 @@ template <int D_, int CONSUMERS_> struct ForwardConfig {
 struct ForwardBarrierHandles {
   u32 first;
 
-  DEVICE Barrier tile_full(u32 slot) const { return at(__builtin_offsetof(ForwardBarriers, tile_full))[slot]; }
-  DEVICE Barrier tile_empty(u32 slot) const { return at(__builtin_offsetof(ForwardBarriers, tile_empty))[slot]; }
-  DEVICE Barrier q_full(u32 stage) const { return at(__builtin_offsetof(ForwardBarriers, q_full))[stage]; }
-  DEVICE Barrier q_empty(u32 stage) const { return at(__builtin_offsetof(ForwardBarriers, q_empty))[stage]; }
-  DEVICE Barrier k_full(u32 stage) const { return at(__builtin_offsetof(ForwardBarriers, k_full))[stage]; }
-  DEVICE Barrier k_empty(u32 stage) const { return at(__builtin_offsetof(ForwardBarriers, k_empty))[stage]; }
-  DEVICE Barrier v_full(u32 stage) const { return at(__builtin_offsetof(ForwardBarriers, v_full))[stage]; }
-  DEVICE Barrier v_empty(u32 stage) const { return at(__builtin_offsetof(ForwardBarriers, v_empty))[stage]; }
+  DEVICE Barrier tile_full(u32 slot) const { return at(OFFSET_OF(ForwardBarriers, tile_full))[slot]; }
+  DEVICE Barrier tile_empty(u32 slot) const { return at(OFFSET_OF(ForwardBarriers, tile_empty))[slot]; }
+  DEVICE Barrier q_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, q_full))[stage]; }
+  DEVICE Barrier q_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, q_empty))[stage]; }
+  DEVICE Barrier k_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, k_full))[stage]; }
+  DEVICE Barrier k_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, k_empty))[stage]; }
+  DEVICE Barrier v_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_full))[stage]; }
+  DEVICE Barrier v_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_empty))[stage]; }
 
   DEVICE void init(int consumer_warps) const {
     for (int s = 0; s < 2; s++) {
