@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Window
+from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, Window, generate
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling.order import Order
 
 CALLS = ("forward", "backward", "documents", "groups", "layout", "packed", "tables")
 forward, backward, documents, groups, layout, packed, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS)
@@ -235,3 +236,32 @@ def test_what_is_not_what_runs_is_not_recorded(mask: Mask, heads: int, said: str
     with pytest.raises(ValueError, match=said):
         record.check_recordable(q, k, AttentionOptions(mask, 1.0))
     record.check_recordable(q[:, :, :8], k, AttentionOptions(mask, 1.0, schedule="weave"))
+
+
+def saved(name: str, q_rows: int = 128, workers: int = 16) -> Schedule:
+    """For one sequence of one head, and tiles of head dim 64 unless told."""
+    return generate(name, Problem(Causal(), 300, 300, q_rows, 128), workers)
+
+
+@pytest.mark.parametrize("name", ["weave", "alternating"])
+def test_a_given_schedule_runs_on_the_tables_of_its_name(driver: Driver, name: str) -> None:
+    q, k = made(300, 16, 64), made(300, 1, 64)  # a group that is split in two
+    lse, found = torch.zeros(2, 16, 300), []
+    for schedule in (name, saved(name).to_json()):
+        backward.backward(q, q, k, k, q, lse, AttentionOptions(Causal(), 1.0, schedule=schedule))
+        call = next(reversed(backward._calls._kept.values.values()))
+        found.append((call.tables.tables.memory, call.workers, driver.launched[-3:]))
+    (named, *rest), (given, *same) = found
+    assert torch.equal(named, given)
+    assert rest == same
+
+
+def test_what_the_tables_cannot_hold_is_refused(driver: Driver) -> None:
+    q, lse = made(300, 3, 64), torch.zeros(2, 3, 300)
+    one = saved("ascending")
+    three = Schedule.build(one.problem, Order("three", one.order.kinds * 3), one.placement.starts * 3, 16)
+    with pytest.raises(ValueError, match="at most 2 kinds of head; got one of 3"):
+        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule=three.to_json()))
+    with pytest.raises(ValueError, match=r"for tile_q 64; the call has tile_q 128\."):
+        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule=saved("ascending", q_rows=64).to_json()))
+    assert not driver.launched

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..call.explanation import Explanation
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
+from ..scheduling.plan import Plan
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
@@ -52,8 +53,11 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dQ, dK, dV, and the gradient of the sinks where there are any. `dlse`, where the LSE was used, is laid out like it."""
 
+    def backward_plan(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
+        """What the backward of these dense tensors walks. Raises where the schedule does not serve them."""
+
     def order_in_words(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-        """What the backward of these dense tensors walks, for a log."""
+        """The same for a log."""
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
         """What forward and backward of these dense tensors, which may be on the meta device, would do."""

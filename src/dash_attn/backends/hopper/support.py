@@ -14,6 +14,7 @@ from .device.driver import ANY_DEVICE
 from .tiles import KERNEL_DIMS
 
 LARGEST_DIM = KERNEL_DIMS[-1]
+MOST_KINDS = 2  # of head in a schedule: Pair in device/parameters.py
 MOST_ROWS = 2**31  # LSE is indexed with 32 bits
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -62,6 +63,12 @@ def _check_packed(options: AttentionOptions) -> None:
         raise Unsupported(
             f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule}"
         )
+
+
+def check_kinds(kinds: int) -> None:
+    """The kernels' tables have room for two."""
+    if kinds > MOST_KINDS:
+        raise Unsupported(f"backend 'hopper' takes schedules of at most {MOST_KINDS} kinds of head; got one of {kinds}")
 
 
 def check_gang(gang: int, workers: int) -> None:

@@ -19,7 +19,7 @@ from ..device.parameters import BackwardParams, PostprocessParams, PreprocessPar
 from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
-from ..support import sm_count
+from ..support import check_kinds, sm_count
 from ..tiles import HELPER_THREADS, THREADS, backward_tiles, helper_blocks
 from .groups import add_in_order, split
 from .layout import CallCache, Layout, empty_contiguous, kernel_scales
@@ -54,7 +54,9 @@ def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     """The plan a backward of these (batched) tensors walks."""
     layout = Layout.of((q, k, v), options)
     tiles = backward_tiles(layout.dim)
-    return plan_for(problem_of(q, k, options, tiles.q_rows, tiles.kv_rows), options.schedule, sm_count(layout.device))
+    plan = plan_for(problem_of(q, k, options, tiles.q_rows, tiles.kv_rows), options.schedule, sm_count(layout.device))
+    check_kinds(plan.kinds)
+    return plan
 
 
 @dataclass(frozen=True)

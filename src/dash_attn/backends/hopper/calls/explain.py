@@ -16,7 +16,8 @@ from ....scheduling.order import WORKER_INVARIANT, promises, worker_invariance
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
 from ..tiles import backward_tiles, forward_tiles
-from .backward import backward_kernels, backward_plan, workspace_of
+from .backward import backward_kernels, workspace_of
+from .backward import backward_plan as plan_of_batch
 from .documents import offsets_of
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem, packed_consumers
 from .groups import bytes_of_copies, parts_between, split
@@ -31,26 +32,31 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
         return _explain_documents(q, k, v, options)
     many_k, many_v, of_parts = split(q, k, v, options, shapes_only=True)
     layout = Layout.of((q, many_k, many_v), of_parts)
-    plan, consumers = backward_plan(q, many_k, many_v, of_parts), forward_problem(q, k, v, options).tile_q // CONSUMER_ROWS
+    plan, consumers = plan_of_batch(q, many_k, many_v, of_parts), forward_problem(q, k, v, options).tile_q // CONSUMER_ROWS
     time = predict(plan, options, H200.get(layout.dim), "an H200") if predict_time else {"prediction_note": "not asked for"}
     described = explanation_of(plan, "hopper", (q, k, v), options, **_fields(plan, (q, k, v), options, layout, consumers), **time)
     parts = parts_between(q, k)
     return described if parts == 1 else replace(described, order_hash=hash_of(plan.order_hash, f"{parts} parts"))
 
 
+def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
+    """The plan that a backward of these (batched) tensors walks."""
+    many_k, many_v, of_parts = split(q, k, v, options, shapes_only=True)
+    return plan_of_batch(q, many_k, many_v, of_parts)
+
+
 def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     if runs_packed(options):
         return "planned document by document"
-    many_k, many_v, of_parts = split(q, k, v, options, shapes_only=True)
     parts = parts_between(q, k)
-    return plan_in_words(backward_plan(q, many_k, many_v, of_parts)) + (f", groups of query heads in {parts} parts" if parts > 1 else "")
+    return plan_in_words(backward_plan(q, k, v, options)) + (f", groups of query heads in {parts} parts" if parts > 1 else "")
 
 
 def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
     """Each document has the order that it has alone."""
     assert isinstance(options.mask, Documents)
     many_k, many_v, alone = split(q, k, v, of_a_document(options), shapes_only=True)
-    plans = [backward_plan(q[:1, :length], many_k[:1, :length], many_v[:1, :length], alone) for length in options.mask.lengths]
+    plans = [plan_of_batch(q[:1, :length], many_k[:1, :length], many_v[:1, :length], alone) for length in options.mask.lengths]
     packed = Layout.of(tuple(laid_end_to_end(x) for x in (q, many_k, many_v)), alone, offsets_of(q, options))
     note = "documents are planned on the device, one by one"
     described = explanation_of_documents(

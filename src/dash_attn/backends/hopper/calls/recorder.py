@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ....call.documents import runs_packed
+from ....call.given_schedule import schedule_for
 from ....call.options import AttentionOptions
-from ....scheduling.generators import generate
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
 from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
@@ -52,7 +52,7 @@ def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
             call.record.fill_(UNWRITTEN)
             call.run(tensors, lse, None, None)
         torch.cuda.synchronize()
-    schedule = generate(options.schedule, plan.problem, plan.workers)
+    schedule = schedule_for(plan.problem, options.schedule, plan.workers)
     drains = DRAINS[call.layout.dim <= 128]
     return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy(), drains)
 
