@@ -10,7 +10,7 @@ from torch import Tensor
 from ..backends import backend_for
 from ..call.empty import backward_of_nothing, forward_of_nothing, no_pairs
 from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, refuse_given_schedule
+from ..call.options import AttentionOptions
 from .call_log import LOG_CALLS, log_call
 from .deterministic_setting import alert_if_unordered
 
@@ -25,10 +25,6 @@ def attention_forward(
         if offsets is not None and q.device.type == "cpu":
             offsets.sequences(len(q), len(k))  # no backend looks at the lengths
         return forward_of_nothing(q, v, sinks)
-    if options.gives_schedule:
-        if offsets is not None:
-            refuse_given_schedule(options)
-        backend.backward_plan(q, k, v, options)  # raises here, not only in the backward, where it does not fit
     results = backend.forward(q, k, v, options, offsets, sinks)
     if LOG_CALLS:
         log_call(q, k, v, options, offsets)

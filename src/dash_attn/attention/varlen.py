@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 
 from ..call.offsets import SequenceOffsets
-from ..call.options import Choices, options_for, refuse_unsupported
+from ..call.options import Choices, options_for, refuse_given_schedule, refuse_unsupported
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import Mask
 from ..scheduling.schedule import Schedule
@@ -172,7 +172,9 @@ def flash_attn_varlen_func(
         check_sinks(sinks, q)
         offsets = SequenceOffsets(*packed)
         offsets.check_device(q.device)
-        out, lse = Attention.apply(q, k, v, sinks, options_for(choices, q.shape[-1]), offsets)
+        options = options_for(choices, q.shape[-1])
+        refuse_given_schedule(options)
+        out, lse = Attention.apply(q, k, v, sinks, options, offsets)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..call.explanation import Explanation
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
-from ..scheduling.plan import Plan
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
@@ -36,7 +35,7 @@ class Backend(Protocol):
         offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Output and LSE."""
+        """Output and LSE. Raises where a schedule that was given does not fit, which a backward would find too late."""
 
     def backward(
         self,
@@ -53,11 +52,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dQ, dK, dV, and the gradient of the sinks where there are any. `dlse`, where the LSE was used, is laid out like it."""
 
-    def backward_plan(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
-        """What the backward of these dense tensors walks. Raises where the schedule does not serve them."""
-
     def order_in_words(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-        """The same for a log."""
+        """What the backward of these dense tensors walks, for a log."""
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
         """What forward and backward of these dense tensors, which may be on the meta device, would do."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .passes import backward, backward_plan, explain, forward, order_in_words
+from .passes import backward, explain, forward, order_in_words
 
-__all__ = ["backward", "backward_plan", "explain", "forward", "order_in_words"]
+__all__ = ["backward", "explain", "forward", "order_in_words"]

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .calls.documents import backward, forward
-from .calls.explain import backward_plan, explain, order_in_words
+from .calls.explain import explain, order_in_words
 
-__all__ = ["backward", "backward_plan", "explain", "forward", "order_in_words"]
+__all__ = ["backward", "explain", "forward", "order_in_words"]

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...masks import Causal, Full, Mask, Window
@@ -61,7 +62,7 @@ def _check_packed(options: AttentionOptions) -> None:
         )
     if options.schedule != "auto":
         raise Unsupported(
-            f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule}"
+            f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {in_words(options.schedule)}"
         )
 
 
