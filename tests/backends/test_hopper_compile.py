@@ -19,7 +19,7 @@ from dash_attn.scheduling.schedule import MANY_KV_TILES
 from kernel_variants import DIMS, VARIANTS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
-CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward").CONSUMER_CHOICES
+CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward_setup").CONSUMER_CHOICES
 
 
 @pytest.mark.parametrize(("header", "name"), VARIANTS, ids=[name for _, name in VARIANTS])

@@ -19,7 +19,7 @@ from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu
 
-WORDS = hopper("calls.backward").TICKET_BYTES // 4  # KV head, first row, sequence, ...
+WORDS = hopper("device.parameters").ChainRecord.bytes() // 4  # KV head, first row, sequence, ...
 HEADS = [((1, 1), 1), ((2, 2), 3), ((5, 5), 3), ((16, 16), 8), ((8, 2), 20), ((33, 33), 5)]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from dash_attn.backends.hopper import tiles as shapes
-from dash_attn.backends.hopper.calls.backward import threads_per_row
-from dash_attn.backends.hopper.calls.forward import CONSUMER_CHOICES
+from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
+from dash_attn.backends.hopper.calls.kernel_names import threads_per_row
 
 DTYPES = ("bf16", "f16")
 DIMS = shapes.KERNEL_DIMS

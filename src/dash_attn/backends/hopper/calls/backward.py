@@ -16,14 +16,12 @@ from ..device.parameters import BackwardParams, PostprocessParams, PreprocessPar
 from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..tiles import helper_blocks
-from .backward_setup import TICKET_BYTES, DenseBackwardSetup, PackedBackwardSetup
+from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
 from .groups import add_in_order, split
 from .kernel_names import threads_per_row
 from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales
 from .packed import PackedPlanner
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
-
-__all__ = ["TICKET_BYTES", "BackwardCall", "DenseBackward", "PackedBackward", "backward", "threads_per_row"]
 
 # Far below every score, but with softcap its square must still be a number: the slope of the cap is 1 - score^2.
 MASKED_SCORE, MASKED_CAPPED_SCORE = -1e30, -1e18

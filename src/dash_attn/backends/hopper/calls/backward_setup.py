@@ -13,6 +13,7 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....call.planning import plan_for
 from ....scheduling.problem import Problem
+from ..device.parameters import ChainRecord
 from ..device.workspace import Workspace
 from ..support import check_gang, check_kinds, sm_count
 from ..tiles import backward_tiles
@@ -21,8 +22,6 @@ from .kernel_names import PACKED, BackwardKernels, Variant, backward_kernels
 from .layout import DenseLayout, Layout, PackedLayout
 from .packed import largest_gang, packed_sizes
 from .tables import mask_kind
-
-TICKET_BYTES = 48  # struct Ticket of common/plan_tables.cuh
 
 
 class BackwardSetup:
@@ -51,7 +50,7 @@ class BackwardSetup:
             "dq": 4 * rows * self.tiles.columns,
             "semaphores": 4 * self.dq_tiles,
             "next_ticket": 8,
-            "tickets": TICKET_BYTES * self.chains,
+            "tickets": ChainRecord.bytes() * self.chains,
         }
 
     def kernels(self, record: bool = False) -> BackwardKernels:

@@ -19,12 +19,10 @@ from ..device.trouble import raise_if_troubled
 from ..device.workspace import Workspace
 from ..support import sm_count
 from .backward_setup import dense_setup
-from .forward_setup import CONSUMER_CHOICES, CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
+from .forward_setup import CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
 from .layout import CallCache, DenseLayout, PackedLayout, cut, empty_contiguous, kernel_scales
 from .packed import PackedTiler
 from .tables import mask_on_device, visits_on_device
-
-__all__ = ["CONSUMER_CHOICES", "DenseForward", "ForwardCall", "PackedForward", "forward"]
 
 CACHED_BYTES = 8 * 2**20  # K and V that stay in the L2 cache beside Q and the output
 LAST_ROUNDS = 4  # Q tiles an SM gets of the last heads: enough to end together, the shortest last

@@ -11,20 +11,13 @@ from ....masks import Mask
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import largest_block
 from ..device.driver import flag
-from ..device.parameters import PackedParams, PackedTilesParams
+from ..device.parameters import PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceParts
 from ..device.trouble import register_call, report_address
 from ..support import sm_count
 from ..tiles import BackwardTiles, backward_tiles, helper_blocks
 from .kernel_names import KernelName
 from .layout import PackedLayout
 from .tables import MaskOnDevice
-
-SEQUENCE_BYTES, PARTS_BYTES, CHAIN_BYTES, TILE_BYTES = (
-    32,
-    32,
-    64,
-    32,
-)  # structs of the kernels
 
 
 class SequenceLayout:
@@ -58,12 +51,12 @@ class SequenceLayout:
 
 def sequence_sizes(layout: PackedLayout) -> dict[str, int]:
     """Bytes of what SequenceLayout writes."""
-    return {"sequences": SEQUENCE_BYTES * layout.count, "parts": PARTS_BYTES * layout.count}
+    return {"sequences": Sequence.bytes() * layout.count, "parts": SequenceParts.bytes() * layout.count}
 
 
 def packed_sizes(layout: PackedLayout, head_tiles: int, chains: int) -> dict[str, int]:
     """Bytes of the backward's tables: linear in tokens and sequences."""
-    return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "q_ranks": 4 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
+    return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "q_ranks": 4 * head_tiles, "chains": PackedChain.bytes() * 2 * chains}
 
 
 def largest_gang(layout: PackedLayout, tiles: BackwardTiles, mask: Mask) -> int:
@@ -109,7 +102,7 @@ class PackedTiler:
         self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
 
     def sizes(self, layout: PackedLayout) -> dict[str, int]:
-        return {**sequence_sizes(layout), "tiles": TILE_BYTES * self.room}
+        return {**sequence_sizes(layout), "tiles": PackedTile.bytes() * self.room}
 
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
         self._sequences.launch(offsets, at, stream)
