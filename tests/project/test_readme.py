@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from compilers import needs_gxx
 from dash_attn.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +30,8 @@ def title(example: str) -> str:
 def test_the_examples_run(example: str) -> None:
     if "transformers" in example:
         pytest.importorskip("transformers")
-    if "torch.compile" in example and not shutil.which("g++"):
-        pytest.skip("torch.compile needs a C++ compiler")
+    if "torch.compile" in example:
+        needs_gxx()
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     if "print(" in example:
