@@ -69,7 +69,7 @@ def flash_attn_func(
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         options = options_for(mask, causal, window_size, scale, *choices)
         options.mask.check(q.shape[1], k.shape[1])
-        out, lse = Attention.apply(q, k, v, sinks, options, None)
+        out, lse = Attention.apply(q, k, v, sinks, options, None)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

@@ -47,7 +47,8 @@ def traced_attention(
 ) -> tuple[Tensor, Tensor]:
     """The operator. packed: Packing's fields; choices: AttentionOptions' fields after the mask, a scale of None for the usual one."""
     name, sizes = encode_mask(mask)
-    return torch.ops.dash_attn.attention(q, k, v, sinks, *(packed or (None, None, 0, 0)), name, sizes, *choices, VERSION)
+    out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *(packed or (None, None, 0, 0)), name, sizes, *choices, VERSION)
+    return out, lse
 
 
 @torch.library.custom_op("dash_attn::attention", mutates_args=(), schema=FORWARD)

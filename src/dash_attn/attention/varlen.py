@@ -70,7 +70,7 @@ def flash_attn_varlen_func(
         packing = Packing(*packed)
         packing.check_device(q.device)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, scale, *choices), packing)
+        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, scale, *choices), packing)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

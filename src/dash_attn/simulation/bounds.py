@@ -53,7 +53,7 @@ def _pigeonhole(ascending: np.ndarray, copies: int, workers: int, pace: Fraction
     def total(count: np.ndarray) -> np.ndarray:
         """Length of the `count` longest chains, each of which stands there `copies` times."""
         whole, rest = np.divmod(count, copies)
-        return before[whole] * copies + longest_first[whole] * rest
+        return np.asarray(before[whole] * copies + longest_first[whole] * rest)
 
     together = total(shared * workers + 1) - total(shared * workers - shared)
     scaled = together * pace.numerator + (shared + 1) * (startup * pace.denominator)
