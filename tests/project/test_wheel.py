@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import dash_attn
+
 pytest.importorskip("build")
 pytest.importorskip("setuptools")
 
@@ -54,6 +56,10 @@ def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     assert "dash_attn/py.typed" in packed
     assert sum(name.endswith(".cuh") for name in packed) == len(list(SOURCE.rglob("*.cuh"))) > 10
     assert not [name for name in packed if not name.startswith(("dash_attn/", "dash_attn-"))]
+
+
+def test_the_version_is_the_one_of_the_sources(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == dash_attn.__version__
 
 
 def test_it_works_in_a_clean_folder(wheel: Path, tmp_path: Path) -> None:
