@@ -62,6 +62,22 @@ def test_the_end_of_a_file_is_mended(tmp_path: Path) -> None:
     assert end_of_file.main(paths) == 0
 
 
+def test_tests_import_no_tests() -> None:
+    """What two of them share is a helper: a test that is imported runs twice, or brings its fixtures along."""
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    imported = [(path.name, name) for path in modules for name in _imported(path) if re.match(r"test_|conftest$|tests$", name)]
+    assert imported == []
+    assert len(modules) > 80
+
+
+def _imported(path: Path) -> set[str]:
+    """First parts of the names of all modules that a file imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
 def test_paths_in_these_files_exist() -> None:
     """Also of files that moved: what a contributor is sent to is there."""
     for document in ("CONTRIBUTING.md", "RELEASING.md", "tests/README.md"):
