@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from misuse import MISUSE
 from page_parts import numbers_in_words
 from questions import Question
 from write_pages import DOCS, PAGES, TUTORIAL
+
+HAS_SAME_MATPLOTLIB = sys.version_info >= (3, 11)  # Python 3.10 has an older one, which lays charts out otherwise
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -95,8 +98,9 @@ def test_the_tutorial_runs_and_its_page_is_up_to_date(tmp_path: Path) -> None:
     assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
     for name in shown:
         before, now = (np.asarray(Image.open(folder / name).convert("RGB"), dtype=float) for folder in (DOCS / "tutorial", tmp_path))
-        assert before.shape == now.shape
-        assert abs(before - now).mean() < 5, f"{name} shows something else: run `make pages`"  # fonts may differ a little
+        if HAS_SAME_MATPLOTLIB:
+            assert before.shape == now.shape
+            assert abs(before - now).mean() < 5, f"{name} shows something else: run `make pages`"  # fonts may differ a little
         assert (DOCS / "tutorial" / name).stat().st_size < 120_000
 
 
