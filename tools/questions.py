@@ -15,8 +15,8 @@ import torch
 
 from dash_attn import ScheduleError, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.backends.hopper.calls.layout import Layout
-from dash_attn.backends.hopper.support import check_device
-from dash_attn.call.offsets import Packing
+from dash_attn.backends.hopper.support import sm_count
+from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 
 LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
@@ -74,7 +74,7 @@ def refusal_of_packed(backend: str, question: Question) -> str | None:
         if backend == "cpu":
             flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
         else:
-            Layout.of((q, k, v), AttentionOptions(scale=1.0, **question.options), Packing(ends, ends, LENGTH, LENGTH))
+            Layout.of((q, k, v), AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH))
     except REFUSALS as error:
         return str(error)
     return None
@@ -87,7 +87,7 @@ def capabilities() -> list[str]:
         properties = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=1)
         with patch("torch.cuda.get_device_properties", return_value=properties):
             try:
-                check_device.__wrapped__(0)  # past its cache
+                sm_count.__wrapped__(0)  # past its cache
             except REFUSALS:
                 continue
         taken.append(f"{major}.{minor}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import call_picture
 import errors_page
 import models_page
 import support_page
@@ -12,12 +13,14 @@ import tutorial_page
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {"errors.md": errors_page.page, "models.md": models_page.page, "support.md": support_page.page}
 TUTORIAL = "tutorial/schedules.md"
+PICTURE = "images/how-a-call-runs.png"
 
 
 def main() -> None:
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
     (DOCS / TUTORIAL).write_text(tutorial_page.page(DOCS / "tutorial"), encoding="utf-8")
+    call_picture.draw(DOCS / PICTURE)
 
 
 if __name__ == "__main__":

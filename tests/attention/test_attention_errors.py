@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dash_attn import Causal, Documents, Full, Prefix, ScheduleError, TileMap, Window, flash_attn_func
-from dash_attn.backends import load, resolve
+from dash_attn.backends import import_backend, resolve
 from dash_attn.call.options import BACKENDS, AttentionOptions, options_for
 from dense import random_inputs
 
@@ -104,7 +104,7 @@ def test_a_backend_runs_only_on_its_device() -> None:
 def test_a_backend_that_is_not_built_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dash_attn.backends.find_spec", lambda name: None)
     with pytest.raises(NotImplementedError, match=r"backend 'hopper' \(cuda tensors\) is not part of this build"):
-        load.__wrapped__("hopper")  # past the cache: another test may have loaded it
+        import_backend.__wrapped__("hopper")  # past the cache: another test may have loaded it
 
 
 def test_meta_tensors_are_refused_even_when_empty() -> None:

@@ -14,7 +14,7 @@ from dense import Results, WithSinks, dense, largest_error, run_dense_with_sinks
 from devices import Case, on_devices, on_each_device, require
 from gpu_helpers import ragged_map
 from grid import DTYPES, HEADS, MASKS, batch_of, some_for_the_cpu
-from packing import make_parts, pack, places
+from packed_batches import make_parts, pack, places
 
 
 def cases() -> list[Case]:

@@ -11,7 +11,7 @@ from budget import assert_near
 from dash_attn import Causal, Full, Mask, Window
 from dense import assert_same_bits, run_ours
 from devices import dim_features, on_devices, on_each_device, require
-from packing import Lengths, make_parts, run_packed
+from packed_batches import Lengths, make_parts, run_packed
 
 SELF: tuple[Lengths, ...] = (
     ((1, 1),),

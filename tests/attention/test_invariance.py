@@ -1,4 +1,4 @@
-"""A sequence's bits do not depend on what is around it: batch mates, their number, lengths and values, packing, room."""
+"""A sequence's bits do not depend on what is around it: batch mates, their number, lengths and values, offsets, room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dash_attn import Causal, Documents, Full, Mask, Window
 from dense import Results, assert_same_bits, run_ours, same_bits
 from devices import dim_features, make_inputs, on_each_device, require
 from gpu_helpers import Inputs, ragged_map
-from packing import Lengths, make_parts, run_packed
+from packed_batches import Lengths, make_parts, run_packed
 
 N = 333
 BANDS = [Full(), Causal(), Window(100, 30)]

@@ -20,7 +20,7 @@ from dash_attn import (
     flash_attn_varlen_func,
 )
 from devices import dim_features, make_inputs, require
-from packing import places
+from packed_batches import places
 
 Q, K = torch.zeros(2, 10, 4, 16), torch.zeros(2, 12, 2, 16)
 BLOCKS = TileMap([[True, True]], 10, 6)

@@ -170,9 +170,9 @@ def test_on_the_gpu_lengths_are_not_read_on_the_host(monkeypatch: pytest.MonkeyP
             flash_attn_varlen_func(x, x, x, cu, torch.empty(3, dtype=torch.int32), 7, 7)
     assert len(backend.calls) == 2
     for call in backend.calls:
-        options, packing, sinks = next(call[i:] for i, x in enumerate(call) if isinstance(x, AttentionOptions))[:3]
+        options, offsets, sinks = next(call[i:] for i, x in enumerate(call) if isinstance(x, AttentionOptions))[:3]
         assert (options.mask, sinks) == (Causal(), None)
-        assert (packing.cu_seqlens_q is cu, packing.max_seqlen_q, packing.max_seqlen_k) == (True, 7, 7)
+        assert (offsets.cu_seqlens_q is cu, offsets.max_seqlen_q, offsets.max_seqlen_k) == (True, 7, 7)
 
 
 def test_a_packed_batch_is_one_differentiable_step() -> None:

@@ -12,7 +12,7 @@ from budget import assert_near
 from dash_attn import Causal, flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from dense import Results, assert_same_bits, run_ours, same_bits
 from devices import dim_features, make_inputs, on_each_device, require
-from packing import places
+from packed_batches import places
 
 DIMS = [64, 128, 111]
 

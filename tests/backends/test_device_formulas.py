@@ -15,11 +15,11 @@ import pytest
 from compilers import needs_gxx
 from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
+from dash_attn.backends.hopper.device.compile import sources
 from dash_attn.backends.hopper.device.parameters import PlanTables
 from start_orders import Chain, laid_end_to_end, starts_alone
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "src/dash_attn/backends/hopper/kernels"
 HEADERS = (
     "common/mask.cuh",
     "device_planning/start_order.cuh",
@@ -27,6 +27,7 @@ HEADERS = (
     "device_planning/walk.cuh",
     "common/plan_tables.cuh",
     "common/sequence.cuh",
+    "common/shared_with_python.cuh",
     "common/types.cuh",
 )
 GLOBAL_LOAD = 'asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(&field));'
@@ -38,7 +39,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = needs_gxx()
     folder = tmp_path_factory.mktemp("device")
     for name in HEADERS:
-        source = (KERNELS / name).read_text()
+        source = sources()[name]
         assert (GLOBAL_LOAD in source) == (name == "common/plan_tables.cuh")
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source.replace(GLOBAL_LOAD, "v = field;"))

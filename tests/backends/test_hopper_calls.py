@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Problem, TileMap, Window, explain, generate
-from dash_attn.call.offsets import Packing
+from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.validate import TooFewWorkers
 
@@ -119,24 +119,24 @@ def test_nothing_is_uploaded_into_a_graph(machine: Machine) -> None:
         tables.mask_on_device(TileMap([[True]], 64, 64), 64, 64, torch.device("cpu"))
 
 
-def packing(longest: int) -> Packing:
+def offsets(longest: int) -> SequenceOffsets:
     places = torch.tensor([0, 40, 100], dtype=torch.int32)
-    return Packing(places, places, longest, longest)
+    return SequenceOffsets(places, places, longest, longest)
 
 
 def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
     """Callers may pass any number that is large enough, also one that does not fit 32 bits."""
     calls = new_cache()
     flat = tuple(t[0] for t in tensors(100))
-    call, _ = calls.find(flat, OPTIONS, packing(2**40))
+    call, _ = calls.find(flat, OPTIONS, offsets(2**40))
     assert (call.layout.q_longest, call.layout.k_longest) == (100, 100)
-    assert calls.find(flat, OPTIONS, packing(100))[0] is call
-    assert calls.find(flat, OPTIONS, packing(60))[0] is not call
+    assert calls.find(flat, OPTIONS, offsets(100))[0] is call
+    assert calls.find(flat, OPTIONS, offsets(60))[0] is not call
 
 
 def test_a_gang_must_fit_the_machine(machine: Machine) -> None:
     flat = tuple(torch.zeros(1, dtype=torch.bfloat16).expand(20000, 2, 128) for _ in range(3))
-    found = layout.Layout.of(flat, OPTIONS, packing(20000))
+    found = layout.Layout.of(flat, OPTIONS, offsets(20000))
     tiles = shapes.backward_tiles(found.dim)
     gang = packed.largest_gang(found, tiles, Full())
     assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (64, 64)
@@ -163,7 +163,7 @@ def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.
     q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
     full = AttentionOptions(Full(), 0.1)
     assert backward.backward_plan(q, q, q, full).gang == 32
-    monkeypatch.setattr(backward, "check_device", lambda index: 16)
+    monkeypatch.setattr(backward, "sm_count", lambda index: 16)
     with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 32 workers at once \(SMs of a GPU.*there are 16\."):
         backward.backward_plan(q, q, q, full)
     for runs_there in (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1)):

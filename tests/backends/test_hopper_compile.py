@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import re
 
 import pytest
 
@@ -11,24 +11,15 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 from importlib import import_module
 
 from dash_attn.backends.hopper import tiles as shapes
-from dash_attn.backends.hopper.device import parameters as structs
-from dash_attn.backends.hopper.device.compile import CompileError, compile_uncached
+from dash_attn.backends.hopper.device import shared_header
+from dash_attn.backends.hopper.device.compile import CompileError, compile_uncached, sources
+from dash_attn.backends.hopper.device.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
 from dash_attn.scheduling.schedule import MANY_KV_TILES
 from kernel_variants import DIMS, VARIANTS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
 CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward").CONSUMER_CHOICES
-lanes_of = import_module("dash_attn.backends.hopper.calls.backward").lanes_of
-
-packed = import_module("dash_attn.backends.hopper.calls.packed")
-PACKED_BYTES = {
-    "Sequence": packed.SEQUENCE_BYTES,
-    "SequenceParts": packed.PARTS_BYTES,
-    "PackedChain": packed.CHAIN_BYTES,
-    "PackedTile": packed.TILE_BYTES,
-    "Ticket": import_module("dash_attn.backends.hopper.calls.backward").TICKET_BYTES,
-}
 
 
 @pytest.mark.parametrize(("header", "name"), VARIANTS, ids=[name for _, name in VARIANTS])
@@ -53,33 +44,26 @@ def test_spills_would_be_seen() -> None:
     assert assembler_complaints(compile_uncached("spill.cuh", "spill", {"spill.cuh": source}).log)
 
 
-LAYOUTS = {
-    "backward/attention.cuh": (structs.PlanTables, structs.MaskParams, structs.BackwardParams),
-    "backward/preprocess.cuh": (structs.TilePlaces, structs.PreprocessParams),
-    "backward/sink_gradient.cuh": (structs.SinkGradientParams,),
-    "device_planning/chains.cuh": (structs.PackedParams,),
-    "device_planning/forward_tiles.cuh": (structs.PackedTilesParams,),
-    "backward/postprocess.cuh": (structs.PostprocessParams,),
-    "forward/attention.cuh": (structs.ForwardParams,),
-}
-
-
-@pytest.mark.parametrize("header", LAYOUTS)
-def test_parameter_layouts(header: str) -> None:
-    checks = []
-    for struct in LAYOUTS[header]:
-        name = struct.__name__
-        checks.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});")
-        for field, *_ in struct._fields_:
-            checks.append(f"static_assert(__builtin_offsetof({name}, {field}) == {getattr(struct, field).offset});")
-    source = f'#include "{header}"\n' + "\n".join(checks) + "\n__global__ void nothing() {}\n"
+def test_python_and_the_compiler_lay_structures_out_alike() -> None:
+    """Every kernel asserts it; here all structures at once, and the control: a member that Python has elsewhere."""
+    source = f'#include "{shared_header.NAME}"\n__global__ void nothing() {{}}\n'
     assert compile_uncached("layout.cuh", "nothing", {"layout.cuh": source}).cubin
+    text = shared_header.shared_header()
+    assert len(STRUCTURES) > 15
+    assert text.count("static_assert(sizeof(") == len(STRUCTURES)
+    moved = text.replace("  int q_shift, q_plane, kv_shift, kv_plane;", "  int q_plane, q_shift, kv_shift, kv_plane;")
+    assert moved != text
+    with pytest.raises(CompileError, match=r"Python has Sequence\.q_shift elsewhere"):
+        compile_uncached("layout.cuh", "nothing", {"layout.cuh": source, shared_header.NAME: moved})
 
 
-def test_wrong_layout_would_be_seen() -> None:
-    source = '#include "common/mask.cuh"\nstatic_assert(sizeof(MaskParams) == 1);\n__global__ void nothing() {}\n'
-    with pytest.raises(CompileError, match="static assertion"):
-        compile_uncached("layout.cuh", "nothing", {"layout.cuh": source})
+def test_a_member_of_another_type_is_seen() -> None:
+    text = shared_header.shared_header()
+    changed = text.replace("  float scale;", "  double scale;")
+    assert changed != text
+    source = f'#include "{shared_header.NAME}"\n__global__ void nothing() {{}}\n'
+    with pytest.raises(CompileError, match="Python"):
+        compile_uncached("layout.cuh", "nothing", {"layout.cuh": source, shared_header.NAME: changed})
 
 
 SIZES = [
@@ -93,7 +77,6 @@ SIZES = [
         for c in CONSUMER_CHOICES[d]
     ),
     *(("forward/attention.cuh", f"ForwardConfig<{d}, 2>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
-    *((("device_planning/forward_tiles.cuh", f"(int)sizeof({name})", size)) for name, size in PACKED_BYTES.items()),
 ]
 
 
@@ -103,9 +86,19 @@ def test_sizes(header: str, config: str, size: int) -> None:
     assert compile_uncached("size.cuh", "nothing", {"size.cuh": source}).cubin
 
 
-def test_packed_sequences_are_ordered_by_the_same_rule() -> None:
-    rules = {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES}
-    rules |= {name: getattr(alternating, name) for name in ("ONE_CLASS", "LARGE_GROUP")}
-    asserts = "\n".join(f"static_assert({name} == {value});" for name, value in rules.items())
-    source = f'#include "device_planning/chains.cuh"\n{asserts}\n__global__ void nothing() {{}}\n'
-    assert compile_uncached("rule.cuh", "nothing", {"rule.cuh": source}).cubin
+def test_the_device_plans_by_the_generators_constants() -> None:
+    """They are written into the header. The control: one that the text would not follow."""
+    text = shared_header.shared_header()
+    for name, value in {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES, "ONE_CLASS": alternating.ONE_CLASS}.items():
+        assert f"constexpr int {name} = {value};" in text
+    planning = "".join(source for name, source in sources().items() if name.startswith("device_planning/"))
+    assert not re.search(r"constexpr int (FEW_KV_TILES|ONE_CLASS|LARGE_GROUP|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK)", planning)
+
+
+def test_the_hash_is_of_the_machine_code() -> None:
+    """A constant that nobody uses, and a comment, leave it; another instruction does not."""
+    plain = "__global__ void add(float* x) { x[threadIdx.x] += 1.f; }\n"
+    texts = (plain, f"// more\nconstexpr int UNUSED = 7;\n{plain}", plain.replace("1.f", "2.f"))
+    first, same, other = (compile_uncached("add.cuh", "add", {"add.cuh": text}) for text in texts)
+    assert first.sha256 == same.sha256 != other.sha256
+    assert first.cubin != same.cubin  # the control: the file did change

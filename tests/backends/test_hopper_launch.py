@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Window
-from dash_attn.call.offsets import Packing
+from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 
 CALLS = ("forward", "backward", "documents", "groups", "layout", "packed", "tables")
@@ -72,8 +72,8 @@ class NothingToReset:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     for module in (forward, backward, packed):
-        monkeypatch.setattr(module, "load", driver.load)
-        monkeypatch.setattr(module, "check_device", lambda index: 132)
+        monkeypatch.setattr(module, "load_kernel", driver.load)
+        monkeypatch.setattr(module, "sm_count", lambda index: 132)
     for module in (forward, backward):
         monkeypatch.setattr(module, "TensorMap", Map)
         monkeypatch.setattr(module, "current_stream", lambda index: 0)
@@ -131,12 +131,12 @@ def test_a_dense_call(driver: Driver, dim: int, v_dim: int, mask: Mask) -> None:
 def test_a_packed_call(driver: Driver, dim: int) -> None:
     lengths = (100, 0, 1, 500)
     places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    packing = Packing(places, places, 500, 2**33)
+    offsets = SequenceOffsets(places, places, 500, 2**33)
     options = AttentionOptions(Causal(), 1.0)
     q, k = made(601, 4, dim, 1)[0], made(601, 2, dim, 1)[0]
-    out, lse = forward.forward(q, k, k, options, packing, torch.zeros(4))
+    out, lse = forward.forward(q, k, k, options, offsets, torch.zeros(4))
     assert shapes(out, lse) == [(601, 4, dim), (4, 601)]
-    gradients = backward.backward(torch.zeros_like(out), q, k, k, out, lse, options, packing)
+    gradients = backward.backward(torch.zeros_like(out), q, k, k, out, lse, options, offsets)
     assert shapes(*gradients) == shapes(q, k, k)
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
@@ -147,8 +147,12 @@ def test_the_forward_takes_heads_in_groups_no_larger_than_all_of_them(driver: Dr
     """A kernel multiplies them with Q tiles, in 32 bits."""
     places = torch.arange(0, 601, 1, dtype=torch.int32)
     q, options = made(600, 4, 64, 1)[0], AttentionOptions(Causal(), 1.0)
-    for tensors, packing in (((q, q, q), Packing(places, places, 1, 1)), ((made(600, 4, 64),) * 3, None), ((made(1, 1, 64),) * 3, None)):
-        params = forward._calls.find(tensors, options, packing)[0].params
+    for tensors, offsets in (
+        ((q, q, q), SequenceOffsets(places, places, 1, 1)),
+        ((made(600, 4, 64),) * 3, None),
+        ((made(1, 1, 64),) * 3, None),
+    ):
+        params = forward._calls.find(tensors, options, offsets)[0].params
         assert 1 <= params.heads_side_by_side <= params.batch * params.q_heads
         assert 1 <= params.last_heads <= params.batch * params.q_heads
 
@@ -165,21 +169,21 @@ def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
     assert names[3:5] == ["packed_layout", "packed_plan"]
-    packing = documents.packing_of(q, options)
-    assert packing.cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
-    assert packing.max_seqlen_q == 256, "room for 199 and for other lengths"
+    offsets = documents.offsets_of(q, options)
+    assert offsets.cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
+    assert offsets.max_seqlen_q == 256, "room for 199 and for other lengths"
 
 
 def test_only_the_last_document_lengths_are_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(documents, "_kept", layout.Kept(documents.MOST_PACKINGS))
+    monkeypatch.setattr(documents, "_kept", layout.Kept(documents.MOST_OFFSETS))
     device = torch.device("cpu")
-    first = documents.kept_packing((1, 2), 1, device)
-    assert documents.kept_packing((1, 2), 1, device) is first
-    for length in range(documents.MOST_PACKINGS):
-        documents.kept_packing((length + 2,), 1, device)
-    assert documents.kept_packing((1, 2), 1, device) is not first
-    assert len(documents._kept.values) == documents.MOST_PACKINGS
+    first = documents.recent_offsets((1, 2), 1, device)
+    assert documents.recent_offsets((1, 2), 1, device) is first
+    for length in range(documents.MOST_OFFSETS):
+        documents.recent_offsets((length + 2,), 1, device)
+    assert documents.recent_offsets((1, 2), 1, device) is not first
+    assert len(documents._kept.values) == documents.MOST_OFFSETS
 
 
 def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driver) -> None:

@@ -88,7 +88,7 @@ def test_number_of_workers(mask: Mask) -> None:
     expected = run_ours(inputs, mask)
     orders = set()
     for workers in (132, 100, 66):
-        changes = {(module, "check_device"): lambda _, n=workers: n for module in ("forward", "backward")}
+        changes = {(module, "sm_count"): lambda _, n=workers: n for module in ("calls.forward", "calls.backward")}
         with patched_backend(changes):
             plan = hopper("calls.backward").backward_plan(*inputs[:3], AttentionOptions(mask, 128**-0.5))
             assert plan.workers == workers, "the control: the placement did change"

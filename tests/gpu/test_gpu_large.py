@@ -12,7 +12,7 @@ from budget import assert_near
 from dash_attn import Causal, Full, Mask, Window, flash_attn_varlen_func
 from dense import Results, assert_same_bits, run_ours
 from devices import make_inputs, require
-from packing import places
+from packed_batches import places
 
 pytestmark = pytest.mark.gpu
 

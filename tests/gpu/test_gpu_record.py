@@ -12,7 +12,7 @@ import torch
 
 from dash_attn import Causal, Full, Mask, Problem, generate
 from dash_attn.call.options import AttentionOptions
-from dash_attn.viewing.task_times import Spans, task_table
+from dash_attn.viewing.task_times import TaskTimes, task_table
 from dense import same_bits
 from gpu_helpers import Inputs, full_size, gpu_inputs, hopper
 
@@ -27,7 +27,7 @@ def options_of(mask: Mask, schedule: str, dim: int) -> AttentionOptions:
     return AttentionOptions(mask, dim**-0.5, 0.0, schedule)
 
 
-def recorded(inputs: Inputs, options: AttentionOptions) -> Spans:
+def recorded(inputs: Inputs, options: AttentionOptions) -> TaskTimes:
     q, k, v, dout = inputs
     out, lse = hopper("calls.forward").forward(q, k, v, options)
     return hopper("calls.recorder").record_backward(dout, q, k, v, out, lse, options)

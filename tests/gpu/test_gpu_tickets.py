@@ -14,7 +14,7 @@ from dash_attn.call.planning import problem_of
 from dash_attn.scheduling.generators import generate
 from dense import run_ours
 from gpu_helpers import gpu_inputs, hopper
-from packing import make_parts, run_packed
+from packed_batches import make_parts, run_packed
 from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def test_tickets(
     problem = problem_of(q, k, AttentionOptions(mask, 1.0, head_offset=head_offset), tiles.q_rows, tiles.kv_rows)
     found = tickets_in(*kept[-1], problem.chains)[:, [2, 0, 1]]
     found[:, 2] //= tiles.kv_rows
-    expected = generate("auto", problem, hopper("support").check_device(0)).tickets
+    expected = generate("auto", problem, hopper("support").sm_count(0)).tickets
     assert found.tolist() == expected.tolist()
 
 
@@ -79,7 +79,7 @@ def test_tickets_of_packed_sequences(
     shape = tiles.q_rows, tiles.kv_rows, heads[1], heads[0] // heads[1]
     problems = {i: Problem(mask, n, n, *shape, head_offset=head_offset) for i, n in enumerate(lengths) if n}
     order = sorted(problems, key=lambda i: -problems[i].q_tiles * problems[i].kv_tiles)
-    workers = hopper("support").check_device(0)
+    workers = hopper("support").sm_count(0)
     expected = laid_end_to_end([starts_alone(i, generate("auto", problems[i], workers)) for i in order])
     found = tickets_in(*kept[-1], len(expected))[:, [0, 2, 6]]  # KV head, end of the sequence, keys from the chain's first one on
     ends = {int(end): i for i, end in enumerate(np.cumsum(lengths)) if lengths[i]}

@@ -13,7 +13,7 @@ from torch import Tensor
 from dash_attn import Causal, Documents, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from devices import make_inputs, require
 from gpu_helpers import ragged_map
-from packing import places
+from packed_batches import places
 
 # Length, batch and heads: several chains add to every dQ tile, and on a GPU every SM works.
 SIZES = {"cpu": (640, 1, 2), "cuda": (2048, 2, 8)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dash_attn.backends.hopper import tiles as shapes
-from dash_attn.backends.hopper.calls.backward import lanes_of
+from dash_attn.backends.hopper.calls.backward import threads_per_row
 from dash_attn.backends.hopper.calls.forward import CONSUMER_CHOICES
 
 DTYPES = ("bf16", "f16")
@@ -32,7 +32,7 @@ FORWARD = [
 ]
 HELPERS = [
     *(
-        ("backward/preprocess.cuh", f"backward_preprocess<{dtype}, {lanes_of(dim)}, {shapes.backward_tiles(dim).q_rows}, {packed}>")
+        ("backward/preprocess.cuh", f"backward_preprocess<{dtype}, {threads_per_row(dim)}, {shapes.backward_tiles(dim).q_rows}, {packed}>")
         for dtype in DTYPES
         for dim in DIMS
         for packed in FLAGS

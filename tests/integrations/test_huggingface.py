@@ -129,15 +129,15 @@ def test_lengths_from_the_collator_are_position_ids(name: str) -> None:
 
 def test_the_same_position_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
-    original = _documents._packing_of_positions
-    monkeypatch.setattr(_documents, "_packing_of_positions", lambda *given: reads.append(given) or original(*given))
+    original = _documents._offsets_of_positions
+    monkeypatch.setattr(_documents, "_offsets_of_positions", lambda *given: reads.append(given) or original(*given))
     reader, positions = _documents.PositionReader(), PACKED.clone()
-    first = reader.packing(positions, 1, 150)
-    assert reader.packing(positions, 1, 150) is first
+    first = reader.offsets(positions, 1, 150)
+    assert reader.offsets(positions, 1, 150) is first
     assert first.cu_seqlens_q.tolist() == [0, 70, 71, 150]
     positions[0, 100:] = torch.arange(50)  # changed in place
-    assert reader.packing(positions, 1, 150).cu_seqlens_q.tolist() == [0, 70, 71, 100, 150]
-    assert reader.packing(torch.arange(9)[None], 1, 9) is None
+    assert reader.offsets(positions, 1, 150).cu_seqlens_q.tolist() == [0, 70, 71, 100, 150]
+    assert reader.offsets(torch.arange(9)[None], 1, 9) is None
     assert len(reads) == 3
 
 

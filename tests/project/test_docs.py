@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from dash_attn.tools.doctor import CHECKS
 
 DOCS = Path(__file__).parents[2] / "docs"
 DETERMINISM, MIGRATION, INDEX = ((DOCS / name).read_text() for name in ("determinism.md", "migration.md", "index.md"))
+LOG, ROADMAP, EXAMPLES = ((DOCS / name).read_text() for name in ("log.md", "roadmap.md", "examples.md"))
 
 
 def blocks(page: str, fence: str) -> list[str]:
@@ -116,9 +119,27 @@ def test_after_gives_what_before_gave(before: str, after: str, monkeypatch: pyte
     assert torch.allclose(new, old, atol=1e-5)
 
 
-def test_every_section_but_the_last_has_an_example() -> None:
+def recipes() -> list[Any]:
+    """Blocks that stand alone: all that are titled, but neither before nor after."""
+    found = re.findall(r'^```python title="([^"]+)"\n(.*?)^```', MIGRATION, re.S | re.M)
+    return [pytest.param(code, id=title) for title, code in found if title not in ("before", "after")]
+
+
+@pytest.mark.parametrize("code", recipes())
+def test_recipes_run(code: str) -> None:
+    if "transformers" in code:
+        pytest.importorskip("transformers")
+    if "torch.compile" in code and not shutil.which("g++"):
+        pytest.skip("torch.compile needs a C++ compiler")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_section_has_an_example() -> None:
     assert len(pairs()) == 5
-    assert MIGRATION.count("\n## ") == 5
+    assert len(recipes()) == 3
+    assert MIGRATION.count("\n## ") == 7
+    assert all('python title="' in section for section in MIGRATION.split("\n## ")[1:])
 
 
 def mask_rows() -> list[tuple[str, str]]:
@@ -141,3 +162,38 @@ def test_flex_conditions_are_the_masks_beside_them(condition: str, mask: str) ->
 
 def test_mask_rows_are_found() -> None:
     assert len(mask_rows()) == 4
+
+
+def entries() -> list[tuple[str, str]]:
+    """(title, text) of every entry of the log."""
+    parts = re.split(r"^### ", LOG, flags=re.M)[1:]
+    return [(part.split("\n", 1)[0], part.split("\n", 1)[1]) for part in parts]
+
+
+def anchor(title: str) -> str:
+    """As the site makes them."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
+
+
+@pytest.mark.parametrize(("title", "text"), entries(), ids=[title for title, _ in entries()])
+def test_log_entries_have_date_commit_and_verdict(title: str, text: str) -> None:
+    said = re.match(r"\n\*(\d{4}-\d\d-\d\d), ([0-9a-f]{7}), \*\*(kept|lost|open)\*\*\.\*\n", text)
+    assert said is not None
+    if said[3] == "open":
+        assert f"log.md#{anchor(title)})" in ROADMAP, "what is open stands in the roadmap"
+
+
+def test_what_is_to_try_is_in_the_roadmap_only() -> None:
+    assert len(entries()) > 60
+    assert not re.findall(r"to try\b|to do\b", LOG.split("## Backward kernel")[1], re.I)
+    linked = set(re.findall(r"log\.md#([\w-]+)\)", ROADMAP))
+    assert linked <= {anchor(title) for title, _ in entries()}
+
+
+def test_examples_are_described_as_they_are() -> None:
+    folder = DOCS.parent / "examples"
+    described = [(script.strip("`"), line.strip("`")) for script, _, line in rows(EXAMPLES, 3) if script.startswith("`")]
+    assert {script for script, _ in described} == {f"examples/{path.name}" for path in folder.glob("*.py")}
+    for script, line in described:
+        changed = [text for text in (DOCS.parent / script).read_text().splitlines() if "the one changed line" in text]
+        assert line in changed[0]

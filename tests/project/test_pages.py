@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import call_picture
 import errors_page
 import support_page
 import tutorial_page
@@ -18,7 +19,7 @@ from dash_attn.backends.hopper import support
 from misuse import MISUSE
 from page_parts import numbers_in_words
 from questions import Question
-from write_pages import DOCS, PAGES, TUTORIAL
+from write_pages import DOCS, PAGES, PICTURE, TUTORIAL
 
 HAS_SAME_MATPLOTLIB = sys.version_info >= (3, 11)  # Python 3.10 has an older one, which lays charts out otherwise
 
@@ -89,19 +90,43 @@ def test_a_call_without_error_is_noticed() -> None:
 
 def test_the_tutorial_runs_and_its_page_is_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from PIL import Image
-
     drawn = tutorial_page.page(tmp_path)
     committed = (DOCS / TUTORIAL).read_text(encoding="utf-8")
     assert drawn == committed, "docs/tutorial is out of date: run `make pages`"
     shown = re.findall(r"!\[[^]]+\]\(([\w-]+\.png)\)", committed)
     assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
     for name in shown:
-        before, now = (np.asarray(Image.open(folder / name).convert("RGB"), dtype=float) for folder in (DOCS / "tutorial", tmp_path))
         if HAS_SAME_MATPLOTLIB:
-            assert before.shape == now.shape
-            assert abs(before - now).mean() < 5, f"{name} shows something else: run `make pages`"  # fonts may differ a little
+            assert difference(DOCS / "tutorial" / name, tmp_path / name) < 5, f"{name} shows something else: run `make pages`"
         assert (DOCS / "tutorial" / name).stat().st_size < 120_000
+
+
+def difference(before: Path, now: Path) -> float:
+    """Of two pictures, per channel of 256 shades; fonts may differ a little."""
+    from PIL import Image
+
+    old, new = (np.asarray(Image.open(path).convert("RGB"), dtype=float) for path in (before, now))
+    assert old.shape == new.shape
+    return float(abs(old - new).mean())
+
+
+def test_the_picture_of_a_call_is_up_to_date(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "picture.png"
+    call_picture.draw(drawn)
+    if HAS_SAME_MATPLOTLIB:
+        assert difference(DOCS / PICTURE, drawn) < 2, "the picture shows something else: run `make pages`"
+    assert (DOCS / PICTURE).stat().st_size < 120_000
+
+
+def test_the_picture_of_a_call_names_files_that_exist() -> None:
+    package = Path(masks.__file__).parent
+    for box in call_picture.BOXES.values():
+        folder = package
+        for name in box.place.split(", "):  # "cli/main.py, plan.py" are neighbours, unless both have a folder
+            path = package / name if "/" in name or folder == package else folder / name
+            assert path.exists(), name
+            folder = path.parent if path.is_file() or name.endswith("generators/") else path
 
 
 def test_cells_are_told_apart() -> None:

@@ -47,5 +47,5 @@ def test_planning_does_not_grow_with_the_heads() -> None:
 def test_bounds_do_not_grow_with_the_square_of_the_chains() -> None:
     problem = Problem.from_tiles("causal", 128, 128, heads=64, batch=64)
     started = perf_counter()
-    assert lower_bounds(problem, Machine().costs, workers=1).packing > 0
+    assert lower_bounds(problem, Machine().costs, workers=1).offsets > 0
     assert perf_counter() - started < 1

@@ -1,4 +1,4 @@
-"""Lower bounds: known values, and the packing bound against the plain loop it replaces."""
+"""Lower bounds: known values, and the offsets bound against the plain loop it replaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_known_values_without_overlap() -> None:
     assert bounds.work == Fraction(2 * (8 + 6 + 4 + 2) * 13, 4)
     assert bounds.longest_chain == 8 * 13
     assert bounds.most_loaded_q_tile == 10 + 4 * 3
-    assert bounds.packing == (6 + 4) * 13  # two of the five longest (8, 8, 6, 6, 4) share a worker
+    assert bounds.offsets == (6 + 4) * 13  # two of the five longest (8, 8, 6, 6, 4) share a worker
     assert bounds.best == max(bounds)
 
 
@@ -51,7 +51,7 @@ def test_packing_equals_the_plain_loop(problem: Problem, workers: int) -> None:
         longest = lengths[: shared * workers + 1]
         if len(longest) == shared * workers + 1:
             best = max(best, int(longest[-shared - 1 :].sum()))
-    assert lower_bounds(problem, PAPER, workers).packing == best * 13
+    assert lower_bounds(problem, PAPER, workers).offsets == best * 13
 
 
 @given(problems(), costs, st.sampled_from(sorted(GENERATORS)), st.integers(1, 8))

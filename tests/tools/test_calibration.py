@@ -18,8 +18,8 @@ from dash_attn.tools.calibrate import measured
 from dash_attn.tools.calibrate.estimate import estimate
 from dash_attn.tools.calibrate.fit import CONSTANTS, Observation, fit, path_counts
 from dash_attn.tools.calibrate.hopper import hopper_device
-from dash_attn.tools.calibrate.measured import Device, Plan, calibrate
-from dash_attn.viewing.task_times import spans_of
+from dash_attn.tools.calibrate.measured import Device, Sweep, calibrate
+from dash_attn.viewing.task_times import times_of
 
 WORKERS = 12
 NAMES = ((Causal(), ("ascending", "descending", "spt", "alternating")), (Full(), ("ascending", "shift_blocks")))
@@ -102,13 +102,13 @@ def test_bad_requests(free: tuple[str, ...], count: int, message: str) -> None:
 
 @pytest.mark.parametrize("truth", [H200[128], Machine(3.0, 1.0, 0, 1.6, 0.8)])
 def test_constants_are_read_off_spans(truth: Machine) -> None:
-    runs = [(s, spans_of(simulate(s, truth))) for s in schedules() if s.name == "ascending"]
+    runs = [(s, times_of(simulate(s, truth))) for s in schedules() if s.name == "ascending"]
     assert estimate(runs) == truth
 
 
 def test_without_waits_a_hand_over_counts_as_a_reduce() -> None:
     schedule = generate("alternating", Problem(Causal(), 512, 512, 64, 128), 1)
-    assert estimate([(schedule, spans_of(simulate(schedule, Machine(2.0, 0.5, 2, 1.0))))]).latency == 0.5
+    assert estimate([(schedule, times_of(simulate(schedule, Machine(2.0, 0.5, 2, 1.0))))]).latency == 0.5
     with pytest.raises(ValueError, match="at least one measured run"):
         estimate([])
 
@@ -126,13 +126,13 @@ def simulated_device(truth: Machine, **changes: Any) -> Device:
         "free": ("compute", "latency", "startup"),
         **changes,
     }
-    record = lambda tensors, options: spans_of(timeline(tensors, options))  # noqa: E731
+    record = lambda tensors, options: times_of(timeline(tensors, options))  # noqa: E731
     return Device("simulated", "cpu", WORKERS, {64: (64, 128)}, torch.float32, "cpu", record, **settings)
 
 
 @pytest.mark.parametrize("changes", [{}, {"time": None, "free": ()}], ids=["fitted", "read off the records"])
 def test_a_device_is_calibrated(changes: dict[str, Any]) -> None:
-    plan = Plan(NAMES, (512, 1024), 1024, 2)
+    plan = Sweep(NAMES, (512, 1024), 1024, 2)
     seen: list[tuple[int, int]] = []
     found, rows = calibrate(simulated_device(H200[128], **changes), 64, plan, lambda done, total: seen.append((done, total)))
     for name in CONSTANTS:
@@ -144,8 +144,8 @@ def test_a_device_is_calibrated(changes: dict[str, Any]) -> None:
 
 
 def test_the_command_calibrates_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Plan(((Causal(), ("ascending", "alternating")),), (256,), 256, 1)
-    monkeypatch.setattr(measured, "CPU_PLAN", small)
+    small = Sweep(((Causal(), ("ascending", "alternating")),), (256,), 256, 1)
+    monkeypatch.setattr(measured, "CPU_SWEEP", small)
     path = tmp_path / "machine.json"
     assert main(["calibrate", "--device", "cpu", "--threads", "2", "--output", str(path)]) == 0
     out = capsys.readouterr().out

@@ -24,7 +24,7 @@ from dash_attn.backends.cpu import passes as cpu
 from dash_attn.cli.devices import choose_device
 from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
-from dash_attn.tools.verify import guarantees, load
+from dash_attn.tools.verify import guarantees, other_work
 from dash_attn.tools.verify.against import differences, refuse_failed
 from dash_attn.tools.verify.bits import NAMES, Results, attend, difference, sha256
 from dash_attn.tools.verify.cases import Case, default_cases, make_inputs
@@ -92,28 +92,28 @@ def test_unordered_execution_is_caught_and_its_first_element_named(
 
 
 def test_a_result_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack = cpu.unpack
+    unpack = cpu.from_tiles
 
     def depends(tiles: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
         return unpack(tiles, length, dtype) * (1 + (tiles.shape[0] > 1))
 
-    monkeypatch.setattr(cpu, "unpack", depends)
+    monkeypatch.setattr(cpu, "from_tiles", depends)
     found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
     assert [name for name, outcome in found.items() if outcome.status == "fail"] == ["same bits whatever else is in the batch"]
     assert found["same bits whatever else is in the batch"].detail.startswith("at position 0 of 3: out[0, 0, 0, 0]: ")
 
 
 def test_memory_that_nobody_wrote_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack = cpu.unpack
-    monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: torch.empty_like(unpack(tiles, length, dtype)))
+    unpack = cpu.from_tiles
+    monkeypatch.setattr(cpu, "from_tiles", lambda tiles, length, dtype: torch.empty_like(unpack(tiles, length, dtype)))
     found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
     assert found["same bits in repeated runs"] == Outcome("same bits in repeated runs", "fail", "run 2: out[0, 0, 0, 0] is NaN")
 
 
 def test_work_beside_it_is_real_and_must_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
-    monkeypatch.setattr(load, "_cpu_work", lambda: lambda: rounds.append(1))
-    with load.other_work("cpu"):
+    monkeypatch.setattr(other_work, "_cpu_work", lambda: lambda: rounds.append(1))
+    with other_work.other_work("cpu"):
         assert rounds, "it has begun before the block does"
     after = len(rounds)
     time.sleep(0.05)
@@ -122,13 +122,13 @@ def test_work_beside_it_is_real_and_must_not_fail(monkeypatch: pytest.MonkeyPatc
     def fails() -> None:
         raise ArithmeticError("out of numbers")
 
-    monkeypatch.setattr(load, "_cpu_work", lambda: fails)
-    with pytest.raises(RuntimeError, match="nothing ran beside it: out of numbers"), load.other_work("cpu"):
+    monkeypatch.setattr(other_work, "_cpu_work", lambda: fails)
+    with pytest.raises(RuntimeError, match="nothing ran beside it: out of numbers"), other_work.other_work("cpu"):
         pass
 
 
 def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack, busy = cpu.unpack, load.other_work
+    unpack, busy = cpu.from_tiles, other_work.other_work
     loaded = False
 
     @contextmanager
@@ -140,7 +140,7 @@ def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
             loaded = False
 
     monkeypatch.setattr(guarantees, "other_work", noticed)
-    monkeypatch.setattr(cpu, "unpack", lambda tiles, length, dtype: unpack(tiles, length, dtype) * (1 + loaded))
+    monkeypatch.setattr(cpu, "from_tiles", lambda tiles, length, dtype: unpack(tiles, length, dtype) * (1 + loaded))
     found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
     assert found["same bits while other work runs"].status == "fail"
     assert found["same bits while other work runs"].detail.startswith("run 1 beside other work: out[0, 0, 0, 0]: ")

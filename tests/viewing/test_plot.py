@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dash_attn import Machine, Problem, Timeline, generate, simulate
-from dash_attn.viewing.task_times import Spans, spans_of, task_table
+from dash_attn.viewing.task_times import TaskTimes, task_table, times_of
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_rgb
@@ -46,7 +46,7 @@ def svg_texts(path: Path) -> list[str]:
 @pytest.mark.parametrize("seed", range(20))
 def test_waits_are_the_stalls_of_the_timeline(seed: int) -> None:
     timeline = random_timeline(seed)
-    spans = spans_of(timeline)
+    spans = times_of(timeline)
     start, end = spans.waits
     assert (end >= start - 1e-9).all()
     assert (end - start).sum() == pytest.approx(timeline.stalled * timeline.makespan * timeline.schedule.workers)
@@ -67,7 +67,7 @@ def test_task_table_agrees_with_the_timeline(seed: int) -> None:
 def test_image_shows_exactly_the_stalled_share(seed: int) -> None:
     """With black tasks, the mean colour of the image is a mix of stall and idle in their exact shares."""
     timeline = random_timeline(seed)
-    spans = spans_of(timeline)
+    spans = times_of(timeline)
     image = raster(spans, np.zeros((len(spans.q_tile), 4)), bins=97)
     lanes = len(image)
     stalled = timeline.stalled * timeline.schedule.workers / lanes
@@ -112,7 +112,7 @@ def test_svg_is_reproducible(tmp_path: Path) -> None:
 
 
 def test_panels_share_the_time_axis() -> None:
-    panels = [spans_of(small("ascending")), spans_of(small("symmetric_shift"))]
+    panels = [times_of(small("ascending")), times_of(small("symmetric_shift"))]
     figure = plot._figure(panels, crisp=True, title="")
     first, second = figure.axes[:2]
     assert first.get_xlim() == second.get_xlim()
@@ -124,7 +124,7 @@ def test_panels_share_the_time_axis() -> None:
 
 def test_stalls_are_drawn_and_only_where_they_are() -> None:
     for schedule, expected in (("ascending", True), ("symmetric_shift", False)):
-        spans = spans_of(small(schedule))
+        spans = times_of(small(schedule))
         figure = plot._figure([spans], crisp=True, title="")
         hatched = [c for c in figure.axes[0].collections if c.get_hatch()]
         assert sum(len(c.get_paths()) for c in hatched) == (np.diff(spans.waits, axis=0) > 0).sum()
@@ -152,7 +152,7 @@ def test_any_mask_draws(tmp_path: Path, overlap: int) -> None:
 
 
 def test_measured_times_draw_like_simulated_ones(tmp_path: Path) -> None:
-    spans = Spans(
+    spans = TaskTimes(
         name="measured",
         workers=3,
         q_tiles=2,

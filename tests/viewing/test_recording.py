@@ -14,10 +14,10 @@ from dash_attn import Causal, Full, Machine, Problem, Schedule, generate, simula
 from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import recorder as cpu_record
 from dash_attn.call.options import AttentionOptions
-from dash_attn.execution.interleaving import Interleaving, TaskTimes, interleaving
+from dash_attn.execution.interleaving import Interleaving, TaskTime, interleaving
 from dash_attn.scheduling.problem import Task
-from dash_attn.viewing.recorded import Clocks, Cycles, Noted, RecordError, noted_by_drains, spans_from, to_microseconds
-from dash_attn.viewing.task_times import Spans, spans_of, task_table
+from dash_attn.viewing.recorded import Clocks, Cycles, Noted, RecordError, noted_by_drains, times_from, to_microseconds
+from dash_attn.viewing.task_times import TaskTimes, task_table, times_of
 from dense import random_inputs, same_bits
 
 record = import_module("dash_attn.backends.hopper.calls.recorder")
@@ -45,7 +45,7 @@ def cycles_at(us: np.ndarray, cta: np.ndarray, clocks: Clocks) -> np.ndarray:
     return (clocks.start_cycles[cta] + (ns * GHZ).round().astype(np.int64)) % 2**32
 
 
-def made_up_record(schedule: Schedule, spans: Spans, clocks: Clocks) -> np.ndarray:
+def made_up_record(schedule: Schedule, spans: TaskTimes, clocks: Clocks) -> np.ndarray:
     """The memory of a recording kernel that ran as `spans` says, a microsecond after its CTAs started."""
     table = task_table(schedule)
     memory = np.full((record.entries(schedule.problem), 4), record.UNWRITTEN, dtype=np.int32)
@@ -78,7 +78,7 @@ def test_clocks_that_cannot_be_are_refused(lasted: float) -> None:
 @pytest.mark.parametrize("shape", [{}, {"batch": 2}, {"group": 2, "heads": 2}], ids=str)
 def test_a_run_without_waits_comes_back_as_it_was(shape: dict[str, int]) -> None:
     schedule = schedule_of(**shape)
-    expected = spans_of(simulate(schedule, FREE))
+    expected = times_of(simulate(schedule, FREE))
     clocks = clocks_of(6, expected.makespan + 5)
     found = record.read_record(schedule, made_up_record(schedule, expected, clocks), packed(clocks))
     assert found.name == "alternating, measured"
@@ -93,7 +93,7 @@ def test_a_run_without_waits_comes_back_as_it_was(shape: dict[str, int]) -> None
 
 def test_a_task_that_was_not_noted_is_named() -> None:
     schedule = schedule_of()
-    spans = spans_of(simulate(schedule, FREE))
+    spans = times_of(simulate(schedule, FREE))
     clocks = clocks_of(6, 500.0)
     memory = made_up_record(schedule, spans, clocks)
     table = task_table(schedule)
@@ -105,11 +105,11 @@ def test_a_task_that_was_not_noted_is_named() -> None:
 
 def test_a_chain_on_two_workers_is_refused() -> None:
     schedule = schedule_of()
-    spans = spans_of(simulate(schedule, FREE))
+    spans = times_of(simulate(schedule, FREE))
     worker = spans.worker_of_task.copy()
     worker[1] = (worker[1] + 1) % 6
     with pytest.raises(RecordError, match="task 1 was noted on another worker"):
-        spans_from(schedule, Noted(worker, spans.compute_start, spans.compute_end, spans.reduce_start, spans.reduce_end), 2)
+        times_from(schedule, Noted(worker, spans.compute_start, spans.compute_end, spans.reduce_start, spans.reduce_end), 2)
 
 
 def one_chain(ready: list[float], turn: list[float], landed: list[float]) -> Noted:
@@ -137,8 +137,8 @@ def test_a_slow_step_that_waited_for_nobody_is_no_stall() -> None:
 
 
 def test_a_chain_that_starts_before_the_last_one_has_landed_ends_its_wait() -> None:
-    """Spans of one worker never overlap, or a picture would show more time than there was."""
-    spans = Spans(
+    """TaskTimes of one worker never overlap, or a picture would show more time than there was."""
+    spans = TaskTimes(
         "x", 1, 2, np.array([0, 2, 3]), np.array([0, 0]), np.array([0, 1, 0]),
         compute_start=np.array([0.0, 1.0, 2.2]), compute_end=np.array([1.0, 2.0, 3.2]),
         reduce_start=np.array([1.0, 2.0, 3.2]), reduce_end=np.array([1.5, 2.9, 3.6]), drains=2,
@@ -150,7 +150,7 @@ def cpu_options(schedule: str) -> AttentionOptions:
     return AttentionOptions(Causal(), 0.2, 0.0, schedule)
 
 
-def recorded(schedule: str, workers: int) -> tuple[Spans, torch.Tensor]:
+def recorded(schedule: str, workers: int) -> tuple[TaskTimes, torch.Tensor]:
     q, k, v, dout = random_inputs(300, 300, (2, 1), batch=2)
     options = cpu_options(schedule)
     out, lse = cpu.forward(q, k, v, options)
@@ -183,7 +183,7 @@ def test_recording_changes_no_bit() -> None:
     q, k, v, dout = random_inputs(300, 300)
     options = cpu_options("alternating")
     out, lse = cpu.forward(q, k, v, options)
-    rows: list[TaskTimes] = []
+    rows: list[TaskTime] = []
     expected = cpu.backward(dout, q, k, v, out, lse, options)
     with interleaving(1, threads=True, workers=3, record=rows):
         found = cpu.backward(dout, q, k, v, out, lse, options)
@@ -193,7 +193,7 @@ def test_recording_changes_no_bit() -> None:
 
 def test_an_incomplete_record_of_threads_is_refused() -> None:
     schedule = schedule_of()
-    row = TaskTimes(0, Task(0, 0, 0), 0.0, 1.0, 1.0, 2.0)
+    row = TaskTime(0, Task(0, 0, 0), 0.0, 1.0, 1.0, 2.0)
     for rows in ([row], [row, row]):
         with pytest.raises(RecordError, match="tasks were noted"):
             cpu_record.read_record(schedule, rows)
@@ -211,7 +211,7 @@ def test_a_measured_run_draws_beside_a_simulated_one(tmp_path: Path) -> None:
     schedule = schedule_of("ascending")
     simulated = simulate(schedule, Machine(2.0, 0.5, 2, 3.0))
     clocks = clocks_of(6, simulated.makespan + 5)
-    measured = record.read_record(schedule, made_up_record(schedule, spans_of(simulated), clocks), packed(clocks))
+    measured = record.read_record(schedule, made_up_record(schedule, times_of(simulated), clocks), packed(clocks))
     slower = simulate(schedule, Machine(8.0, 0.5, 2, 3.0))
     gantt([simulated, slower, measured], tmp_path / "both.svg")
     svg = (tmp_path / "both.svg").read_text()

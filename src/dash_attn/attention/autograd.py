@@ -9,25 +9,25 @@ from torch import Tensor
 
 from ..backends import backend_for
 from ..call.empty import backward_of_nothing, forward_of_nothing, no_pairs
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from .call_log import LOG_CALLS, log_call
 from .deterministic_setting import alert_if_unordered
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     alert_if_unordered(options)
     backend = backend_for(options.backend, q.device)
     if no_pairs(q, k):
-        if packing is not None and q.device.type == "cpu":
-            packing.sequences(len(q), len(k))  # no backend looks at the lengths
+        if offsets is not None and q.device.type == "cpu":
+            offsets.sequences(len(q), len(k))  # no backend looks at the lengths
         return forward_of_nothing(q, v, sinks)
-    results = backend.forward(q, k, v, options, packing, sinks)
+    results = backend.forward(q, k, v, options, offsets, sinks)
     if LOG_CALLS:
-        log_call(q, k, v, options, packing)
+        log_call(q, k, v, options, offsets)
     return results
 
 
@@ -39,7 +39,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     options: AttentionOptions,
-    packing: Packing | None = None,
+    offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -48,7 +48,7 @@ def attention_backward(
     backend = backend_for(options.backend, q.device)
     if no_pairs(q, k):
         return backward_of_nothing(q, k, v, sinks, dlse)
-    return backend.backward(dout, q, k, v, out, lse, options, packing, sinks, dlse)
+    return backend.backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
 
 
 class FirstGradientsOnly(torch.autograd.Function):
@@ -64,17 +64,17 @@ class FirstGradientsOnly(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Attention.apply(q, k, v, sinks, options, packing) -> (out, lse). Differentiable once, through both."""
+    """Attention.apply(q, k, v, sinks, options, offsets) -> (out, lse). Differentiable once, through both."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions, packing: Packing | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions, offsets: SequenceOffsets | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attention_forward(q, k, v, options, packing, sinks)
+        out, lse = attention_forward(q, k, v, options, offsets, sinks)
         # Saved like the other tensors, so that changing them in place before the backward is noticed.
-        places = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *places)
-        ctx.options, ctx.packing = options, packing
+        ends = (None, None) if offsets is None else (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *ends)
+        ctx.options, ctx.offsets = options, offsets
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -85,7 +85,7 @@ class Attention(torch.autograd.Function):
             if dlse is None:
                 return (None,) * 6
             dout = torch.zeros_like(out)  # only the LSE was used
-        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.packing, sinks, dlse)
+        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.offsets, sinks, dlse)
         if not torch.is_grad_enabled():
             gradients = attention_backward(*arguments)
         else:  # create_graph=True

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..backends import backend_for, resolve
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..call.planning import describe_call
 from ..scheduling.validate import ScheduleError
@@ -26,9 +26,9 @@ _lock = threading.Lock()
 _seen: set[tuple[Any, ...]] = set()
 
 
-def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None) -> None:
+def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> None:
     """Print the call unless one with the same shapes, dtype, device and options was printed before."""
-    sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
+    sequences = 0 if offsets is None else len(offsets.cu_seqlens_q) - 1
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, sequences)
     with _lock:
         if key in _seen:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backends import load, resolve_to_explain
+from ..backends import import_backend, resolve_to_explain
 from ..call.explanation import Explanation
 from ..call.options import choose_mask, options_for, refuse_unsupported
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
@@ -113,4 +113,4 @@ def explain(
     options.mask.check(q.shape[1], k.shape[1])
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return load(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)
+    return import_backend(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)

@@ -15,7 +15,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..call.tensor_checks import check_sinks, check_tensors
 from ..masks import Mask
@@ -45,7 +45,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
 def traced_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Any, ...] | None, mask: Mask, *choices: Any
 ) -> tuple[Tensor, Tensor]:
-    """The operator. packed: Packing's fields; choices: AttentionOptions' fields after the mask, a scale of None for the usual one."""
+    """The operator. packed: SequenceOffsets' fields; choices: AttentionOptions' after the mask, a scale of None for the usual one."""
     name, sizes = encode_mask(mask)
     out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *(packed or (None, None, 0, 0)), name, sizes, *choices, VERSION)
     return out, lse
@@ -53,9 +53,9 @@ def traced_attention(
 
 @torch.library.custom_op("dash_attn::attention", mutates_args=(), schema=FORWARD)
 def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    packing, options = _read(q, k, v, sinks, *rest)
+    offsets, options = _read(q, k, v, sinks, *rest)
     assert options is not None, "a program that runs has no symbols"
-    return attention_forward(q, k, v, options, packing, sinks)
+    return attention_forward(q, k, v, options, offsets, sinks)
 
 
 @torch.library.custom_op("dash_attn::attention_backward", mutates_args=(), schema=BACKWARD)
@@ -63,9 +63,9 @@ def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    packing, options = _read(q, k, v, sinks, *rest)
+    offsets, options = _read(q, k, v, sinks, *rest)
     assert options is not None, "a program that runs has no symbols"
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, packing, sinks, dlse)
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -98,7 +98,7 @@ def _read(
     mask_sizes: Sequence[int],
     scale: float | None,
     *choices_and_version: Any,
-) -> tuple[Packing | None, AttentionOptions | None]:
+) -> tuple[SequenceOffsets | None, AttentionOptions | None]:
     """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
     *choices, version = choices_and_version
     if version != VERSION:
@@ -108,19 +108,19 @@ def _read(
         )
     check_tensors(q, k, v, ndim=4 if cu_seqlens_q is None else 3)
     check_sinks(sinks, q)
-    packing = None
+    offsets = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         longest = (0 if isinstance(length, SymInt) else length for length in (max_seqlen_q, max_seqlen_k))
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, *longest)
-        packing.check_device(q.device)
+        offsets = SequenceOffsets(cu_seqlens_q, cu_seqlens_k, *longest)
+        offsets.check_device(q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if any(isinstance(number, (SymInt, SymFloat)) for number in (*mask_sizes, scale, *choices)):
-        return packing, None
+        return offsets, None
     options = _options(mask, tuple(mask_sizes), scale, *choices)
     resolve(options.backend, q.device)
-    if packing is None:
+    if offsets is None:
         options.mask.check(q.shape[1], k.shape[1])
-    return packing, options
+    return offsets, options
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -141,8 +141,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         if dlse is None:
             return (None,) * 4 + unused
         dout = torch.zeros_like(out)  # only the LSE was used
-    places = cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *places, *ctx.choices)
+    ends = cu_seqlens_q, cu_seqlens_k
+    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *ends, *ctx.choices)
     return dq, dk, dv, None if sinks is None else dsinks, *unused
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..call.options import choose_mask, options_for, refuse_unsupported
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import Mask
@@ -67,10 +67,10 @@ def flash_attn_varlen_func(
     else:
         check_tensors(q, k, v, ndim=3)
         check_sinks(sinks, q)
-        packing = Packing(*packed)
-        packing.check_device(q.device)
+        offsets = SequenceOffsets(*packed)
+        offsets.check_device(q.device)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, scale, *choices), packing)  # type: ignore[no-untyped-call]
+        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, scale, *choices), offsets)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..call.explanation import Explanation
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
 
 class Backend(Protocol):
-    """Dense tensors are (batch, length, heads, head dim), LSE (batch, query heads, length). With `packing` they are
+    """Dense tensors are (batch, length, heads, head dim), LSE (batch, query heads, length). With `offsets` they are
     (tokens, heads, head dim) and (query heads, tokens). There is at least one query and one key; of packed sequences
     some may be empty. `sinks` are (query heads,) logits that each row's softmax sums too.
     """
@@ -32,7 +32,7 @@ class Backend(Protocol):
         k: Tensor,
         v: Tensor,
         options: AttentionOptions,
-        packing: Packing | None = None,
+        offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and LSE."""
@@ -46,7 +46,7 @@ class Backend(Protocol):
         out: Tensor,
         lse: Tensor,
         options: AttentionOptions,
-        packing: Packing | None = None,
+        offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -83,11 +83,11 @@ def resolve_to_explain(name: str, device: torch.device) -> str:
 @lru_cache(maxsize=64)
 def backend_for(name: str, device: torch.device) -> Backend:
     """The module that runs calls of tensors on this device."""
-    return load(resolve(name, device))
+    return import_backend(resolve(name, device))
 
 
 @cache
-def load(name: str) -> Backend:
+def import_backend(name: str) -> Backend:
     """The module of a backend."""
     module = f"{__name__}.{name}"
     if find_spec(module) is None:

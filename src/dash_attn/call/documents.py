@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..masks import Causal, Documents, Full
-from .offsets import Packing
+from .offsets import SequenceOffsets
 from .options import AttentionOptions
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -46,12 +46,12 @@ def forward_of_documents(
     forward: Callable[..., tuple[Tensor, Tensor]],
     tensors: tuple[Tensor, Tensor, Tensor],
     options: AttentionOptions,
-    packing: Packing,
+    offsets: SequenceOffsets,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of dense tensors, by a backend's forward of packed ones."""
     batch, length, heads, _ = tensors[0].shape
-    out, lse = forward(*map(laid_end_to_end, tensors), of_a_document(options), packing, sinks)
+    out, lse = forward(*map(laid_end_to_end, tensors), of_a_document(options), offsets, sinks)
     return out.unflatten(0, (batch, length)), lse.view(heads, batch, length).transpose(0, 1).contiguous()
 
 
@@ -60,11 +60,11 @@ def backward_of_documents(
     tensors: tuple[Tensor, ...],
     rows: tuple[Tensor, Tensor | None],
     options: AttentionOptions,
-    packing: Packing,
+    offsets: SequenceOffsets,
     sinks: Tensor | None,
 ) -> Gradients:
     """Gradients of dense tensors (dout, q, k, v, out), by a backend's backward of packed ones. rows: LSE and its gradient."""
     lse, dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in rows)
-    dq, dk, dv, dsinks = backward(*map(laid_end_to_end, tensors), lse, of_a_document(options), packing, sinks, dlse)
+    dq, dk, dv, dsinks = backward(*map(laid_end_to_end, tensors), lse, of_a_document(options), offsets, sinks, dlse)
     shape: Any = tensors[1].shape[:2]
     return dq.unflatten(0, shape), dk.unflatten(0, shape), dv.unflatten(0, shape), dsinks

@@ -12,7 +12,7 @@ from ..masks import is_whole
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class SequenceOffsets:
     """Sequence i has the query tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1], and the key tokens alike.
 
     The values are on the tensors' device and are not read here: reading them would stop the host until the GPU is done.
@@ -24,18 +24,18 @@ class Packing:
     max_seqlen_k: int
 
     def __post_init__(self) -> None:
-        for side, places, longest in (("q", self.cu_seqlens_q, self.max_seqlen_q), ("k", self.cu_seqlens_k, self.max_seqlen_k)):
-            _check_places(f"cu_seqlens_{side}", places)
-            if not is_whole(longest) or not 0 <= longest < 2**31:
-                raise ValueError(f"max_seqlen_{side} must be a whole number >= 0 and below 2^31; got {longest!r}")
+        for side, ends, longest in (("q", self.cu_seqlens_q, self.max_seqlen_q), ("k", self.cu_seqlens_k, self.max_seqlen_k)):
+            _check_offsets(f"cu_seqlens_{side}", ends)
+            if not is_whole(longest) or longest < 0:
+                raise ValueError(f"max_seqlen_{side} must be a whole number >= 0; got {longest!r}")
         entries = len(self.cu_seqlens_q), len(self.cu_seqlens_k)
         if entries[0] != entries[1]:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length; got {entries[0]} and {entries[1]}")
 
     def check_device(self, device: torch.device) -> None:
-        for name, places in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
-            if places.device != device:
-                raise ValueError(f"{name} must be on the device of q, k and v ({device}); got {places.device}")
+        for name, ends in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
+            if ends.device != device:
+                raise ValueError(f"{name} must be on the device of q, k and v ({device}); got {ends.device}")
 
     def sequences(self, q_tokens: int, kv_tokens: int) -> list[tuple[slice, slice]]:
         """The query and key tokens of each sequence. Reads and checks the values, so for tensors on the CPU only."""
@@ -44,28 +44,28 @@ class Packing:
         return list(zip(q, k, strict=True))
 
 
-def _check_places(name: str, places: Tensor) -> None:
-    if not isinstance(places, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {type(places).__name__}")
-    if places.dtype != torch.int32 or places.ndim != 1 or len(places) < 2:
+def _check_offsets(name: str, ends: Tensor) -> None:
+    if not isinstance(ends, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(ends).__name__}")
+    if ends.dtype != torch.int32 or ends.ndim != 1 or len(ends) < 2:
         raise ValueError(
             f"{name} must be a 1-d int32 tensor with one entry more than there are sequences, at least two;"
-            f" got {places.dtype} of shape {tuple(places.shape)}"
+            f" got {ends.dtype} of shape {tuple(ends.shape)}"
         )
-    if places.layout is not torch.strided:
-        raise ValueError(f"{name} must be dense (layout torch.strided); got a {str(places.layout).removeprefix('torch.')} tensor")
-    if not places.is_contiguous():
-        raise ValueError(f"{name} must be contiguous; got stride {places.stride(0)}")
+    if ends.layout is not torch.strided:
+        raise ValueError(f"{name} must be dense (layout torch.strided); got a {str(ends.layout).removeprefix('torch.')} tensor")
+    if not ends.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got stride {ends.stride(0)}")
 
 
 def _slices(side: str, cu_seqlens: Tensor, tokens: int, longest: int) -> list[slice]:
-    name, places = f"cu_seqlens_{side}", cu_seqlens.tolist()
-    for entry, (start, end) in enumerate(pairwise(places), 1):
+    name, ends = f"cu_seqlens_{side}", cu_seqlens.tolist()
+    for entry, (start, end) in enumerate(pairwise(ends), 1):
         if end < start:
             raise ValueError(f"{name} must not decrease; got {start} followed by {end} at entry {entry}")
-    if places[0] != 0 or places[-1] != tokens:
-        raise ValueError(f"{name} must start at 0 and end at the number of tokens ({tokens}); got {places[0]} and {places[-1]}")
-    found = max(end - start for start, end in pairwise(places))
+    if ends[0] != 0 or ends[-1] != tokens:
+        raise ValueError(f"{name} must start at 0 and end at the number of tokens ({tokens}); got {ends[0]} and {ends[-1]}")
+    found = max(end - start for start, end in pairwise(ends))
     if longest < found:
         raise ValueError(f"max_seqlen_{side} must be at least the longest sequence ({found}); got {longest}")
-    return [slice(start, end) for start, end in pairwise(places)]
+    return [slice(start, end) for start, end in pairwise(ends)]

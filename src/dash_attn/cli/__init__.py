@@ -1,0 +1,1 @@
+"""The commands: plan, demo, bench, calibrate, verify, doctor. `main` finds the one that was asked for."""

@@ -175,9 +175,9 @@ def _require_gpu() -> None:
 
     if not torch.cuda.is_available():
         raise ValueError("bench needs a CUDA GPU of compute capability 9.0 (H100, H200); PyTorch finds none here. `--from FILE` needs none")
-    from ..backends.hopper.support import check_device
+    from ..backends.hopper.support import sm_count
 
-    check_device(torch.cuda.current_device())
+    sm_count(torch.cuda.current_device())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -60,12 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> None:
     """Calibrate every head dim and write the file."""
     check_file("--output", arguments.output)
-    from ..tools.calibrate.measured import CPU_PLAN, GPU_PLAN, calibrate
+    from ..tools.calibrate.measured import CPU_SWEEP, GPU_SWEEP, calibrate
 
     device = choose(arguments)
     constants, tiles, rows = {}, {}, []
     for head_dim in _head_dims(arguments.head_dims, device.tiles, (64,) if device.backend == "cpu" else (64, 128)):
-        plan = CPU_PLAN if device.backend == "cpu" else GPU_PLAN
+        plan = CPU_SWEEP if device.backend == "cpu" else GPU_SWEEP
         with progress_bar(f"measuring, head dim {head_dim}", LONG_WORK) as progress:
             found, measured = calibrate(device, head_dim, plan, progress)
         constants[head_dim], tiles[head_dim] = found.machine, device.tiles[head_dim]

@@ -92,12 +92,12 @@ def _choose_device(wanted: str) -> str:
 def _has_hopper_backend() -> bool:
     import torch
 
-    from ..backends import load
+    from ..backends import import_backend
 
     if torch.cuda.get_device_capability()[0] != 9:
         return False
     try:
-        return hasattr(load("hopper"), "backward")
+        return hasattr(import_backend("hopper"), "backward")
     except (ImportError, RuntimeError, ValueError, NotImplementedError):
         return False
 

@@ -12,7 +12,7 @@ from ..scheduling.problem import Problem
 from ..scheduling.validate import ScheduleError
 from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.recorded import MICROSECONDS
-from ..viewing.task_times import Spans, spans_of
+from ..viewing.task_times import TaskTimes, times_of
 from .arguments import COSTS, read_machine, read_problem
 from .devices import choose
 
@@ -28,14 +28,14 @@ class Pair(NamedTuple):
 
     name: str
     timeline: Timeline
-    measured: Spans
+    measured: TaskTimes
 
     @property
     def error(self) -> float:
         return self.timeline.makespan / self.measured.makespan - 1
 
-    def panels(self) -> tuple[Spans, Spans]:
-        simulated = spans_of(self.timeline)
+    def panels(self) -> tuple[TaskTimes, TaskTimes]:
+        simulated = times_of(self.timeline)
         return replace(simulated, name=f"{simulated.name}, simulated", time_label=MICROSECONDS), self.measured
 
 

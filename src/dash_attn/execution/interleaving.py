@@ -13,7 +13,7 @@ import numpy as np
 from ..scheduling.problem import Task
 
 
-class TaskTimes(NamedTuple):
+class TaskTime(NamedTuple):
     """When a task ran, in seconds of one clock."""
 
     worker: int
@@ -31,7 +31,7 @@ class Interleaving:
     seed: int | None = None
     threads: bool = False
     workers: int | None = None  # None: as many as the backend plans for
-    record: list[TaskTimes] | None = field(default=None, compare=False)  # threads note there when every task ran
+    record: list[TaskTime] | None = field(default=None, compare=False)  # threads note there when every task ran
 
     def __post_init__(self) -> None:
         if self.record is not None and not self.threads:
@@ -46,7 +46,7 @@ _current: ContextVar[Interleaving | None] = ContextVar("interleaving", default=N
 
 @contextmanager
 def interleaving(
-    seed: int | None, threads: bool = False, workers: int | None = None, record: list[TaskTimes] | None = None
+    seed: int | None, threads: bool = False, workers: int | None = None, record: list[TaskTime] | None = None
 ) -> Iterator[Interleaving]:
     """Run the CPU backward passes inside this block under one interleaving, on `workers` workers."""
     chosen = Interleaving(seed, threads, workers, record)

@@ -7,7 +7,7 @@ import time
 from random import Random
 
 from ..scheduling.plan import Plan
-from .interleaving import TaskTimes
+from .interleaving import TaskTime
 from .rules import Chain, DqTile, ExecutionError, Ledger, TileArithmetic, chains_in_order, deadlock
 
 LONGEST_SLEEP = 3e-4  # seconds; about one task on a CPU, so that chains overtake each other
@@ -17,7 +17,7 @@ class _Abandoned(Exception):
     """Another worker has failed."""
 
 
-def run_threads(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTimes] | None = None) -> None:
+def run_threads(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTime] | None = None) -> None:
     """Run every chain. With a seed, workers sleep at random before they compute and before they land.
 
     `record` gets a row for every task, in the order they land.
@@ -28,7 +28,7 @@ def run_threads(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: in
 class _Team:
     """Workers that share the ledger under one lock. A worker that must wait parks on the event of its dQ tile and rank."""
 
-    def __init__(self, plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTimes] | None) -> None:
+    def __init__(self, plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTime] | None) -> None:
         self.plan, self.arithmetic, self.ledger, self.seed, self.record = plan, arithmetic, ledger, seed, record
         self.lock = threading.Lock()
         self.waiting = iter(chains_in_order(plan))
@@ -56,7 +56,7 @@ class _Team:
                     turn = self._reduce(chain, sleeper)
                     landed = time.perf_counter()
                     if self.record is not None:
-                        self.record.append(TaskTimes(index, chain.task, start, computed, turn, landed))
+                        self.record.append(TaskTime(index, chain.task, start, computed, turn, landed))
                     start = landed
         except _Abandoned:
             pass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention.autograd import attention_backward, attention_forward
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, options_for, refuse_unsupported
 from ..call.tensor_checks import check_tensors
 
@@ -86,7 +86,7 @@ def flash_forward(
         raise ValueError(f"dash_attn does not support {', '.join(unsupported)} in PyTorch's flash attention")
     check_tensors(query, key, value, ndim=4 if cum_seq_q is None else 3)
     options = _options(query, value, dropout_p, is_causal, scale, (window_size_left, window_size_right))
-    out, lse = attention_forward(query, key, value, options, _packing(cum_seq_q, cum_seq_k, max_q, max_k))
+    out, lse = attention_forward(query, key, value, options, _offsets(cum_seq_q, cum_seq_k, max_q, max_k))
     # Of dropout, which there is none of: nobody reads these.
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     return _laid_out_like(query, out), lse, seed, offset, query.new_empty(0)
@@ -114,8 +114,8 @@ def flash_backward(
 ) -> tuple[Tensor, ...]:
     """aten::_flash_attention_backward."""
     options = _options(query, value, dropout_p, is_causal, scale, (window_size_left, window_size_right))
-    packing = _packing(cum_seq_q, cum_seq_k, max_q, max_k)
-    *gradients, _ = attention_backward(grad_out, query, key, value, out, logsumexp, options, packing)
+    offsets = _offsets(cum_seq_q, cum_seq_k, max_q, max_k)
+    *gradients, _ = attention_backward(grad_out, query, key, value, out, logsumexp, options, offsets)
     return tuple(_laid_out_like(x, gradient) for x, gradient in zip((query, key, value), gradients, strict=True))
 
 
@@ -153,12 +153,12 @@ def _options(
     return options_for(None, is_causal, (left, right), query.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _packing(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> Packing | None:
+def _offsets(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> SequenceOffsets | None:
     if cum_seq_q is None and cum_seq_k is None:
         return None
     if cum_seq_q is None or cum_seq_k is None:
         raise ValueError("packed sequences need cum_seq_q and cum_seq_k; got one of them")
-    return Packing(cum_seq_q, cum_seq_k, max_q, max_k)
+    return SequenceOffsets(cum_seq_q, cum_seq_k, max_q, max_k)
 
 
 def _check_square(query: Tensor, key: Tensor, is_causal: bool) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..masks import Causal, Mask
-from ._documents import PLACES
+from ._documents import OFFSETS
 
-USED = ("position_ids", *PLACES)
+USED = ("position_ids", *OFFSETS)
 # Known to say nothing about what is attended, or how; each with the reason.
 WITHOUT_EFFECT = {
     "use_cache": "the layer has joined the cache's keys to its own before it calls",

@@ -1,4 +1,4 @@
-"""Documents packed in the rows of a batch, as transformers describes them, become places for flash_attn_varlen_func."""
+"""Documents packed in the rows of a batch, as transformers describes them, become offsets for flash_attn_varlen_func."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 
-PLACES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def packing_of_arguments(arguments: dict[str, Any]) -> Packing | None:
+def offsets_of_arguments(arguments: dict[str, Any]) -> SequenceOffsets | None:
     """From transformers' cu_seq_lens_q and its companions, which come together or not at all."""
-    given = [name for name in PLACES if arguments.get(name) is not None]
+    given = [name for name in OFFSETS if arguments.get(name) is not None]
     if not given:
         return None
-    if len(given) < len(PLACES):
-        raise ValueError(f"packed documents need all of {', '.join(PLACES)}; got only {', '.join(given)}")
-    q, k, longest_q, longest_k = (arguments[name] for name in PLACES)
-    return Packing(q.to(torch.int32), k.to(torch.int32), int(longest_q), int(longest_k))
+    if len(given) < len(OFFSETS):
+        raise ValueError(f"packed documents need all of {', '.join(OFFSETS)}; got only {', '.join(given)}")
+    q, k, longest_q, longest_k = (arguments[name] for name in OFFSETS)
+    return SequenceOffsets(q.to(torch.int32), k.to(torch.int32), int(longest_q), int(longest_k))
 
 
-def packing_of_indices(documents: Tensor) -> Packing:
+def offsets_of_indices(documents: Tensor) -> SequenceOffsets:
     """From the number of each token's document, (batch, length)."""
-    return _packing_of_starts(documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0)
+    return _offsets_of_starts(documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0)
 
 
 class PositionReader:
     """The documents that position_ids count through. Every layer asks with the same tensor, so the last answer is kept."""
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], tuple[int, int, int], Packing | None] | None = None
+        self._last: tuple[weakref.ref[Tensor], tuple[int, int, int], SequenceOffsets | None] | None = None
 
-    def packing(self, positions: Tensor, batch: int, kv_len: int) -> Packing | None:
+    def offsets(self, positions: Tensor, batch: int, kv_len: int) -> SequenceOffsets | None:
         """None if each row is one document."""
         if positions.is_inference():  # those do not count their changes
-            return _packing_of_positions(positions, batch, kv_len)
+            return _offsets_of_positions(positions, batch, kv_len)
         key = positions._version, batch, kv_len
         if self._last is not None and self._last[0]() is positions and self._last[1] == key:
             return self._last[2]
-        found = _packing_of_positions(positions, batch, kv_len)
+        found = _offsets_of_positions(positions, batch, kv_len)
         self._last = weakref.ref(positions), key, found
         return found
 
 
-def _packing_of_positions(positions: Tensor, batch: int, kv_len: int) -> Packing | None:
+def _offsets_of_positions(positions: Tensor, batch: int, kv_len: int) -> SequenceOffsets | None:
     """Documents that count up one by one from where positions go back (or stay at 0: a document of one token).
 
     Positions that never go back are one document, whatever they skip. Anything between is refused: it may be either.
@@ -70,13 +70,13 @@ def _packing_of_positions(positions: Tensor, batch: int, kv_len: int) -> Packing
         )
     if positions.shape[1] != kv_len:
         raise NotImplementedError("dash_attn does not support packed documents after keys of a cache: pass use_cache=False")
-    return _packing_of_starts(torch.cat([torch.ones_like(starts[:, :1]), starts], 1).expand(batch, -1))
+    return _offsets_of_starts(torch.cat([torch.ones_like(starts[:, :1]), starts], 1).expand(batch, -1))
 
 
-def _packing_of_starts(starts: Tensor) -> Packing:
+def _offsets_of_starts(starts: Tensor) -> SequenceOffsets:
     starts = starts.clone()
     starts[:, 0] = True  # no document goes over the end of a row
-    places = [*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()]
-    cu_seqlens = torch.tensor(places, dtype=torch.int32, device=starts.device)
-    longest = max(end - start for start, end in pairwise(places))
-    return Packing(cu_seqlens, cu_seqlens, longest, longest)
+    ends = [*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=starts.device)
+    longest = max(end - start for start, end in pairwise(ends))
+    return SequenceOffsets(cu_seqlens, cu_seqlens, longest, longest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..masks import Mask
 
 ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
@@ -15,19 +15,19 @@ class ForeignUse(AttributeError, TypeError):
 
 
 class LayerMask:
-    """A mask and the lengths it is for, with the documents' places where the batch is packed.
+    """A mask and the lengths it is for, with the documents' offsets where the batch is packed.
 
     documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
     model: the name of the configuration it was made for, for messages.
     """
 
-    __slots__ = ("documents_are_known", "lengths", "mask", "model", "packing")
+    __slots__ = ("documents_are_known", "lengths", "mask", "model", "offsets")
 
-    def __init__(self, mask: Mask, lengths: tuple[int, int], packing: Packing | None = None) -> None:
+    def __init__(self, mask: Mask, lengths: tuple[int, int], offsets: SequenceOffsets | None = None) -> None:
         self.mask = mask
         self.lengths = lengths
-        self.packing = packing
-        self.documents_are_known = packing is not None
+        self.offsets = offsets
+        self.documents_are_known = offsets is not None
         self.model = "this model"
 
     def check(self, q_len: int, kv_len: int) -> None:

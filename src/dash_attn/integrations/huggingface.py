@@ -1,7 +1,7 @@
 """Hugging Face transformers: `register()`, then models take `attn_implementation="dash_attn"`.
 
 transformers asks once per forward for a mask (`mask_for`) and hands the answer to every layer's attention
-(`attention`). The answer is an object of ours, with the documents' places where a batch is packed. What we have no mask
+(`attention`). The answer is an object of ours, with the documents' offsets where a batch is packed. What we have no mask
 for raises, as does a model whose attention does not go through here; nothing is dropped silently.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
-from ..call.offsets import Packing
+from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
 from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
-from ._documents import PositionReader, packing_of_arguments, packing_of_indices
+from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
 from ._layer_mask import LayerMask
 from ._mask_functions import read_causal
@@ -81,25 +81,25 @@ def attention(
             f"dash_attn takes the masks it makes itself; {layer} got a {type(given).__name__}."
             " Pass a 2-d attention_mask of ones or None, and pack documents with position_ids"
         )
-    mask, packing = _mask_and_places(given, query, key, kwargs)
+    mask, offsets = _mask_and_offsets(given, query, key, kwargs)
     refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
-    if packing is None:
+    if offsets is None:
         return flash_attn_func(q, k, v, **options), None
-    options |= {field.name: getattr(packing, field.name) for field in fields(packing)}
+    options |= {field.name: getattr(offsets, field.name) for field in fields(offsets)}
     out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
     return out.unflatten(0, q.shape[:2]), None
 
 
-def _mask_and_places(given: LayerMask, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, Packing | None]:
-    """The mask, and the places of documents where the batch is packed."""
+def _mask_and_offsets(given: LayerMask, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, SequenceOffsets | None]:
+    """The mask, and the offsets of documents where the batch is packed."""
     given.check(query.shape[2], key.shape[2])
-    packing = packing_of_arguments(arguments) or given.packing
+    offsets = offsets_of_arguments(arguments) or given.offsets
     positions = arguments.get("position_ids")
-    if packing is None and positions is not None and not given.documents_are_known and not isinstance(given.mask, Full):
-        packing = _positions.packing(positions, len(query), key.shape[2])
-    return given.mask, packing
+    if offsets is None and positions is not None and not given.documents_are_known and not isinstance(given.mask, Full):
+        offsets = _positions.offsets(positions, len(query), key.shape[2])
+    return given.mask, offsets
 
 
 def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
@@ -157,7 +157,7 @@ def _described_mask(
         assert mask_function is not None
         return LayerMask(mask_of_pattern(_on_indices(mask_function, *offsets, device), batch, q_len, kv_len), (q_len, kv_len))
     window, documents = known
-    return LayerMask(_plain_mask(kv_len, window), (q_len, kv_len), None if documents is None else packing_of_indices(documents))
+    return LayerMask(_plain_mask(kv_len, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
 
 
 def _refuse_padding(padding: Tensor | None, kv_length: int) -> None:

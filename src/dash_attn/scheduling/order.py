@@ -137,7 +137,7 @@ class HeadOrder:
         earlier, later = self.hand_overs
         return int((self.step[later] - self.step[earlier]).min()) if len(later) else None
 
-    def segment_ends(self, start: Sequence[int] | Ints) -> NDArray[np.int64]:
+    def piece_ends(self, start: Sequence[int] | Ints) -> NDArray[np.int64]:
         """Positions of the start order after which nothing waits for a later start: ends of the shortest closed segments."""
         position = np.empty(self.kv_tiles, dtype=np.int64)
         position[np.asarray(start)] = np.arange(self.kv_tiles)
@@ -148,7 +148,7 @@ class HeadOrder:
 
     def gang(self, start: Sequence[int] | Ints) -> int:
         """Longest segment of the start order whose chains wait for each other (1: chains wait only for earlier starts)."""
-        return int(np.diff(self.segment_ends(start), prepend=-1).max())
+        return int(np.diff(self.piece_ends(start), prepend=-1).max())
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,6 +87,7 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
     return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
 
 
+FILLED = 9, 10  # a turn fills nine workers of ten
 MANY_KV_TILES = 64  # from which chains make up for reading their tiles once more
 
 
@@ -99,7 +100,7 @@ def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) ->
     """
     fillings = 2 if problem.group == 1 and segment == problem.kv_tiles >= MANY_KV_TILES else 1
     heads = problem.batch * -(-problem.heads // kinds)  # of the kind that has more
-    enough = -(-9 * fillings * workers // (10 * segment))
+    enough = -(-FILLED[0] * fillings * workers // (FILLED[1] * segment))
     return -(-heads // max(1, heads // enough))
 
 

@@ -110,7 +110,7 @@ def _check_progress(schedule: Schedule) -> None:
         return  # chains wait only for earlier starts
     placement, kinds = schedule.placement, schedule.order.kinds
     cuts = np.cumsum(placement.segments) - 1
-    torn = any(not np.isin(cuts, kind.segment_ends(start)).all() for kind, start in zip(kinds, placement.starts, strict=True))
+    torn = any(not np.isin(cuts, kind.piece_ends(start)).all() for kind, start in zip(kinds, placement.starts, strict=True))
     fits = schedule.gang * placement.lanes <= schedule.workers and not torn
     acyclic = all(map(_is_acyclic, kinds))
     if fits and acyclic:

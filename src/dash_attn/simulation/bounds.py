@@ -18,7 +18,7 @@ class LowerBounds(NamedTuple):
     work: Fraction
     longest_chain: Fraction
     most_loaded_q_tile: Fraction
-    packing: Fraction
+    offsets: Fraction
 
     @property
     def best(self) -> Fraction:
@@ -40,7 +40,7 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> LowerBounds:
         work=(problem.tasks * pace + len(lengths) * copies * startup) / workers + tail,
         longest_chain=int(lengths.max()) * pace + startup + tail,
         most_loaded_q_tile=Fraction(startup + compute + (most_ranks - 1) * max(reduce, latency) + reduce),
-        packing=_pigeonhole(np.sort(lengths), copies, workers, pace, startup) + tail,
+        offsets=_pigeonhole(np.sort(lengths), copies, workers, pace, startup) + tail,
     )
 
 

@@ -1,1 +1,1 @@
-"""Looking at schedules: task times, Gantt charts, traces, words."""
+"""Looking at schedules, simulated or measured: task times, Gantt charts, traces, words. numpy; pictures need matplotlib."""

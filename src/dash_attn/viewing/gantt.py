@@ -11,7 +11,7 @@ import numpy as np
 from ..simulation.simulate import Timeline
 from . import style as plot_style
 from .style import BOUND, DPI, FIGURE_WIDTH, IDLE, INK, REDUCE_SHADE, STALL, STALL_PALE, q_tile_colours
-from .task_times import Spans, spans_of
+from .task_times import TaskTimes, times_of
 from .words import describe_machine, describe_problem, plain_number
 
 MOST_BARS = 2500  # tasks in the whole picture; more are drawn as an image
@@ -25,7 +25,7 @@ def check_format(path: str | Path) -> None:
     plot_style.check_format(path, "a Gantt chart")
 
 
-def gantt(runs: Sequence[Timeline | Spans], path: str | Path, title: str | None = None) -> None:
+def gantt(runs: Sequence[Timeline | TaskTimes], path: str | Path, title: str | None = None) -> None:
     """Draw runs below each other on one time axis and write the picture to `path` (.png or .svg)."""
     check_format(path)
     if not runs:
@@ -33,7 +33,7 @@ def gantt(runs: Sequence[Timeline | Spans], path: str | Path, title: str | None 
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        panels = [run if isinstance(run, Spans) else spans_of(run) for run in runs]
+        panels = [run if isinstance(run, TaskTimes) else times_of(run) for run in runs]
         crisp = sum(len(p.q_tile) for p in panels) <= MOST_BARS and max(map(_lanes, panels)) <= MOST_LANES
         figure = _figure(panels, crisp, title or _title(runs))
         if Path(path).suffix.lower() == ".svg":
@@ -44,7 +44,7 @@ def gantt(runs: Sequence[Timeline | Spans], path: str | Path, title: str | None 
             _save_with_palette(figure, path)
 
 
-def _lanes(spans: Spans) -> int:
+def _lanes(spans: TaskTimes) -> int:
     """Workers that ran something; they are the first ones."""
     return int(spans.worker.max(initial=0)) + 1
 
@@ -72,7 +72,7 @@ def _save_with_palette(figure: Any, path: str | Path) -> None:
     small.save(path, optimize=True, dpi=(DPI, DPI))
 
 
-def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
+def _figure(panels: Sequence[TaskTimes], crisp: bool, title: str) -> Any:
     from matplotlib.figure import Figure
 
     lanes = [_lanes(p) for p in panels]
@@ -98,14 +98,14 @@ def _figure(panels: Sequence[Spans], crisp: bool, title: str) -> Any:
     return figure
 
 
-def _draw_crisp(axes: Any, spans: Spans, colours: Any, horizon: float) -> None:
+def _draw_crisp(axes: Any, spans: TaskTimes, colours: Any, horizon: float) -> None:
     from .gantt_bars import draw_bars
 
     points_per_unit = FIGURE_WIDTH * PLOT_SHARE * 72 / (horizon * 1.015)
     draw_bars(axes, spans, colours, (points_per_unit, 0.3 * 72))
 
 
-def _draw_image(axes: Any, spans: Spans, colours: Any) -> None:
+def _draw_image(axes: Any, spans: TaskTimes, colours: Any) -> None:
     from .gantt_raster import raster
 
     image = raster(spans, colours, IMAGE_BINS)
@@ -113,7 +113,7 @@ def _draw_image(axes: Any, spans: Spans, colours: Any) -> None:
     axes.imshow(image, extent=extent, aspect="auto", interpolation="auto", zorder=1)
 
 
-def _dress(axes: Any, spans: Spans, lanes: int) -> None:
+def _dress(axes: Any, spans: TaskTimes, lanes: int) -> None:
     """Axes, ticks and the two titles of a panel."""
     from matplotlib.ticker import FixedLocator, MaxNLocator
 
@@ -125,7 +125,7 @@ def _dress(axes: Any, spans: Spans, lanes: int) -> None:
     axes.set_title(spans.notes or f"makespan {plain_number(spans.makespan, 4)}", loc="right", fontsize=10)
 
 
-def _mark(axes: Any, spans: Spans, slowest: Spans, crisp: bool) -> None:
+def _mark(axes: Any, spans: TaskTimes, slowest: TaskTimes, crisp: bool) -> None:
     """The end of the run, the bound it cannot beat, and how it compares with the slowest run of the picture."""
     axes.axvline(spans.makespan, color=INK, lw=1.8, zorder=5, clip_on=False)
     if spans.lower_bound is not None:
@@ -138,7 +138,7 @@ def _mark(axes: Any, spans: Spans, slowest: Spans, crisp: bool) -> None:
         axes.text(spans.makespan + saved / 2, 0.5, text, transform=axes.get_xaxis_transform(), ha="center", va="center", fontsize=12)
 
 
-def _explain(figure: Any, all_axes: Any, mappable: Any, panels: Sequence[Spans], crisp: bool) -> None:
+def _explain(figure: Any, all_axes: Any, mappable: Any, panels: Sequence[TaskTimes], crisp: bool) -> None:
     """Colour bar and legend."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -165,7 +165,7 @@ def _explain(figure: Any, all_axes: Any, mappable: Any, panels: Sequence[Spans],
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=2.2)
 
 
-def _title(runs: Sequence[Timeline | Spans]) -> str:
+def _title(runs: Sequence[Timeline | TaskTimes]) -> str:
     """Problem and machine, if all simulated runs share them."""
     lines = {
         f"{describe_problem(run.schedule.problem)}\n{describe_machine(run.machine, run.schedule.workers)}"

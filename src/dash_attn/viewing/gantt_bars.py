@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .style import INK, REDUCE_SHADE, STALL, STALL_PALE, text_colour
-from .task_times import Floats, Spans
+from .task_times import Floats, TaskTimes
 
 LANE = 0.84  # of the distance between workers
 BACKGROUND_BAND = 0.36  # share of a lane for reduces that go on behind the computes
 GLYPH = 0.64  # width of a digit, in font sizes
 
 
-def draw_bars(axes: Any, spans: Spans, colours: NDArray[np.float64], points: tuple[float, float]) -> None:
+def draw_bars(axes: Any, spans: TaskTimes, colours: NDArray[np.float64], points: tuple[float, float]) -> None:
     """Draw a run. `colours` has one RGBA row per task; `points` is the size on paper of one time unit and of one lane."""
     top = (spans.worker_of_task - LANE / 2).astype(np.float64)
     shaded = colours * (REDUCE_SHADE, REDUCE_SHADE, REDUCE_SHADE, 1.0)
@@ -31,7 +31,7 @@ def draw_bars(axes: Any, spans: Spans, colours: NDArray[np.float64], points: tup
     _label(axes, spans, colours, points, lane)
 
 
-def _reduce_rows(spans: Spans, top: Floats) -> tuple[Floats, Floats]:
+def _reduce_rows(spans: TaskTimes, top: Floats) -> tuple[Floats, Floats]:
     """Top and height of each reduce: the whole lane, or a band of it per drain."""
     if not spans.drains:
         return top, np.full(len(top), LANE)
@@ -48,14 +48,14 @@ def _rectangles(axes: Any, x: tuple[Floats, Floats], y: tuple[Floats, Floats], *
     axes.add_collection(PolyCollection(list(corners), **{"linewidths": 0.5, **style}))
 
 
-def _chains(axes: Any, spans: Spans, **style: Any) -> None:
+def _chains(axes: Any, spans: TaskTimes, **style: Any) -> None:
     """One rectangle around every chain."""
     tickets, start, end = spans.chains
     top = (spans.worker[tickets] - LANE / 2).astype(np.float64)
     _rectangles(axes, (start, end), (top, np.full(len(top), LANE)), **style)
 
 
-def _label(axes: Any, spans: Spans, colours: NDArray[np.float64], points: tuple[float, float], lane: float) -> None:
+def _label(axes: Any, spans: TaskTimes, colours: NDArray[np.float64], points: tuple[float, float], lane: float) -> None:
     """The Q tile in every compute, in one size for the whole picture; nothing if the widest label does not fit."""
     per_unit, per_lane = points
     digits = len(str(spans.q_tiles - 1))

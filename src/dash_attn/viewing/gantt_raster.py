@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .style import IDLE, REDUCE_SHADE, STALL
-from .task_times import Floats, Spans
+from .task_times import Floats, TaskTimes
 
 Image = NDArray[np.float64]
 
 
-def raster(spans: Spans, colours: NDArray[np.float64], bins: int) -> Image:
+def raster(spans: TaskTimes, colours: NDArray[np.float64], bins: int) -> Image:
     """RGB image [workers, bins] over 0..makespan. `colours` has one row per task."""
     worker, start, end, rgb = _segments(spans, colours[:, :3])
     by_worker = np.lexsort((start, worker))
@@ -25,7 +25,7 @@ def raster(spans: Spans, colours: NDArray[np.float64], bins: int) -> Image:
     return np.clip(np.stack(rows), 0.0, 1.0)
 
 
-def _segments(spans: Spans, rgb: NDArray[np.float64]) -> tuple[NDArray[np.int64], Floats, Floats, Image]:
+def _segments(spans: TaskTimes, rgb: NDArray[np.float64]) -> tuple[NDArray[np.int64], Floats, Floats, Image]:
     """(worker, start, end, colour) of everything that fills a worker's time. Reduces in the background do not."""
     from matplotlib.colors import to_rgb
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..scheduling.schedule import Schedule
-from .task_times import Floats, Indices, Spans, TaskTable, task_table
+from .task_times import Floats, Indices, TaskTable, TaskTimes, task_table
 from .words import percent
 
 MICROSECONDS = "microseconds"
@@ -29,7 +29,7 @@ class Noted(NamedTuple):
     reduce_end: Floats
 
 
-def spans_from(schedule: Schedule, noted: Noted, drains: int, suffix: str = ", measured") -> Spans:
+def times_from(schedule: Schedule, noted: Noted, drains: int, suffix: str = ", measured") -> TaskTimes:
     """The spans of a measured run, from the moment its first task started."""
     table = task_table(schedule)
     offsets = chain_offsets(schedule, table)
@@ -40,7 +40,9 @@ def spans_from(schedule: Schedule, noted: Noted, drains: int, suffix: str = ", m
         raise RecordError(f"task {strangers[0]} was noted on another worker than the first task of its chain")
     zero = float(noted.compute_start.min())
     times = {name: getattr(noted, name) - zero for name in Noted._fields[1:]}
-    spans = Spans(schedule.name + suffix, schedule.workers, schedule.problem.q_tiles, offsets, worker, table.q_tile, **times, drains=drains)
+    spans = TaskTimes(
+        schedule.name + suffix, schedule.workers, schedule.problem.q_tiles, offsets, worker, table.q_tile, **times, drains=drains
+    )
     start, end = spans.waits
     stalled = float((end - start).sum()) / (schedule.workers * spans.makespan)
     return replace(spans, notes=f"{spans.makespan:,.1f} us   stalled {percent(stalled)}", time_label=MICROSECONDS, source="measured")

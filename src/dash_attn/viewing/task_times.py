@@ -29,7 +29,7 @@ class TaskTable(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class TaskTimes:
     """The phases of every task. Tasks of ticket t are offsets[t]:offsets[t + 1] and ran on worker[t].
 
     `drains` is how many reduces go on behind the computes; 0 means that the worker itself reduces, after each compute.
@@ -106,7 +106,7 @@ class Recorded(NamedTuple):
     """A measured run and the schedule it walked."""
 
     schedule: Schedule
-    spans: Spans
+    spans: TaskTimes
 
 
 def task_table(schedule: Schedule) -> TaskTable:
@@ -118,11 +118,11 @@ def task_table(schedule: Schedule) -> TaskTable:
     return TaskTable(ticket, sequence, kv_head * problem.group + member, q_tile, kv_tile, rank)
 
 
-def spans_of(timeline: Timeline) -> Spans:
+def times_of(timeline: Timeline) -> TaskTimes:
     """The spans of a simulated run."""
     run, costs, schedule = timeline.execution, timeline.machine.costs, timeline.schedule
     unit = timeline.machine.ticks_per_unit
-    return Spans(
+    return TaskTimes(
         name=schedule.name,
         workers=schedule.workers,
         q_tiles=schedule.problem.q_tiles,

@@ -15,7 +15,7 @@ from typing import Any
 from ..scheduling.engine import Progress
 from ..scheduling.problem import Task
 from ..simulation.simulate import Timeline
-from .task_times import Recorded, Spans, spans_of, task_table
+from .task_times import Recorded, TaskTimes, task_table, times_of
 from .words import describe_machine, describe_problem
 
 Event = dict[str, Any]
@@ -40,7 +40,7 @@ def write_trace(runs: Sequence[Timeline | Recorded], path: str | Path, progress:
 
 def trace_events(run: Timeline | Recorded, process: int = 1) -> Iterator[Event]:
     """Names of the tracks, then the slices of every task in plan order."""
-    schedule, spans = (run.schedule, spans_of(run)) if isinstance(run, Timeline) else run
+    schedule, spans = (run.schedule, times_of(run)) if isinstance(run, Timeline) else run
     machine = f", {describe_machine(run.machine, spans.workers)}" if isinstance(run, Timeline) else ""
     yield from _track_names(f"{spans.name}: {describe_problem(schedule.problem)}{machine}", spans, process)
     table = task_table(schedule)
@@ -64,11 +64,11 @@ def trace_events(run: Timeline | Recorded, process: int = 1) -> Iterator[Event]:
         yield _slice(f"{name} reduce", "reduce", (process, drain), (reduce_start, reduce_end), {"rank": rank, "chain": chain_name})
 
 
-def _thread(spans: Spans, worker: int) -> int:
+def _thread(spans: TaskTimes, worker: int) -> int:
     return 1 + worker * (1 + spans.drains)  # thread 0 means the idle thread to some viewers
 
 
-def _track_names(name: str, spans: Spans, process: int) -> Iterator[Event]:
+def _track_names(name: str, spans: TaskTimes, process: int) -> Iterator[Event]:
     yield _meta("process_name", (process, 0), {"name": name})
     for worker in sorted(set(spans.worker.tolist())):
         thread = _thread(spans, worker)

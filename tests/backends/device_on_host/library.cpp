@@ -43,7 +43,7 @@ static std::vector<SequenceParts> parts;
 static std::vector<int2> tile_places;
 static std::vector<int> q_ranks;
 static std::vector<PackedChain> chains;
-static std::vector<Ticket> tickets;
+static std::vector<ChainRecord> tickets;
 static int ticket_count;
 
 template <int Q_ROWS, int KV_ROWS> static int plan_with() {

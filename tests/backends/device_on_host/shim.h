@@ -9,6 +9,7 @@
 #define __shared__ static
 #define __launch_bounds__(threads)
 #define __grid_constant__
+#define __host__
 struct int2 {
   int x, y;
 };

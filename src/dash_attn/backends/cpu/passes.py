@@ -15,28 +15,28 @@ from torch import Tensor
 from ...call.documents import backward_of_documents, document_ends, forward_of_documents, of_a_document, runs_packed
 from ...call.empty import backward_of_nothing, forward_of_nothing, no_pairs, sink_gradient_of_nothing
 from ...call.explanation import Explanation
-from ...call.offsets import Packing
+from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, explanation_of, explanation_of_documents, plan_for, plan_in_words, problem_of
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.run import run_plan
 from ...masks import Documents
 from ...scheduling.plan import Plan
-from .tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, pack, unpack
+from .tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, from_tiles, to_tiles
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output in the input's dtype, LSE in the dtype of the arithmetic."""
-    if packing is None:
+    if offsets is None:
         if runs_packed(options):
-            return forward_of_documents(forward, (q, k, v), options, _packing_of(q, options), sinks)
+            return forward_of_documents(forward, (q, k, v), options, _offsets_of(q, options), sinks)
         return _forward(q, k, v, options, sinks)
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], len(q), dtype=arithmetic(q.dtype))
-    for rows, columns in packing.sequences(len(q), len(k)):
+    for rows, columns in offsets.sequences(len(q), len(k)):
         options.mask.check(rows.stop - rows.start, columns.stop - columns.start)
         one, one_lse = _forward(q[None, rows], k[None, columns], v[None, columns], options, sinks)
         out[rows], lse[:, rows] = one[0], one_lse[0]
@@ -51,19 +51,19 @@ def backward(
     out: Tensor,
     lse: Tensor,
     options: AttentionOptions,
-    packing: Packing | None = None,
+    offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> Gradients:
     """dQ, dK and dV in the inputs' dtype, summed in the order of the plan (or of arrival, where options say unordered)."""
-    if packing is None:
+    if offsets is None:
         if runs_packed(options):
-            return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, _packing_of(q, options), sinks)
+            return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, _offsets_of(q, options), sinks)
         dq, dk, dv, per_sequence = _backward((dout, q, k, v, out), (lse, dlse), options, sinks)
         return dq, dk, dv, _sum_in_order([] if per_sequence is None else list(per_sequence), sinks)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     dsinks: list[Tensor] = []
-    for rows, columns in packing.sequences(len(q), len(k)):
+    for rows, columns in offsets.sequences(len(q), len(k)):
         tensors = dout[None, rows], q[None, rows], k[None, columns], v[None, columns], out[None, rows]
         of_rows = lse[None, :, rows], None if dlse is None else dlse[None, :, rows]
         one = _backward(tensors, of_rows, options, sinks)
@@ -72,11 +72,11 @@ def backward(
     return dq, dk, dv, _sum_in_order(dsinks, sinks)
 
 
-def _packing_of(q: Tensor, options: AttentionOptions) -> Packing:
+def _offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:
     assert isinstance(options.mask, Documents)
     lengths = options.mask.lengths
-    places = torch.from_numpy(document_ends(lengths, len(q)))
-    return Packing(places, places, max(lengths), max(lengths))
+    ends = torch.from_numpy(document_ends(lengths, len(q)))
+    return SequenceOffsets(ends, ends, max(lengths), max(lengths))
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
@@ -109,7 +109,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: 
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
     with fixed_arithmetic():
         scores = Scores(problem, options)
-        q_tiles, k_tiles, v_tiles = pack(q, TILE_Q), pack(k, TILE_KV), pack(v, TILE_KV)
+        q_tiles, k_tiles, v_tiles = to_tiles(q, TILE_Q), to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
         sink_of = q_tiles.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks.detach().to(q_tiles.dtype)
         out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
         lse = q_tiles.new_empty(q_tiles.shape[:-1])
@@ -117,7 +117,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: 
             sequence, head, q_tile = place
             kv_head = sequence, head // problem.group
             out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, q_tile)
-        return unpack(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
+        return from_tiles(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
 
 
 def _backward(
@@ -141,7 +141,12 @@ def _backward(
         run_plan(plan, tiles, options.ordered, chosen)
         dsinks = None if sinks is None else tiles.sink_gradients(sinks.detach().to(tiles.lse.dtype))
         dq, dk, dv = tiles.dq * options.scale, tiles.dk * options.scale, tiles.dv
-        return unpack(dq, problem.q_len, q.dtype), unpack(dk, problem.kv_len, k.dtype), unpack(dv, problem.kv_len, v.dtype), dsinks
+        return (
+            from_tiles(dq, problem.q_len, q.dtype),
+            from_tiles(dk, problem.kv_len, k.dtype),
+            from_tiles(dv, problem.kv_len, v.dtype),
+            dsinks,
+        )
 
 
 def _sink_parts_of_nothing(q: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:

@@ -8,29 +8,29 @@ from torch import Tensor
 from ...call.documents import runs_packed
 from ...call.options import AttentionOptions
 from ...call.planning import problem_of
-from ...execution.interleaving import TaskTimes, interleaving
+from ...execution.interleaving import TaskTime, interleaving
 from ...scheduling.generators import generate
 from ...scheduling.schedule import Schedule
-from ...viewing.recorded import Noted, RecordError, spans_from
-from ...viewing.task_times import Spans, task_table
+from ...viewing.recorded import Noted, RecordError, times_from
+from ...viewing.task_times import TaskTimes, task_table
 from .passes import backward
 from .tiles import TILE_KV, TILE_Q
 
 
 def record_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions, workers: int
-) -> Spans:
+) -> TaskTimes:
     """Run one backward of these tensors on `workers` threads and tell when every task ran. Times are microseconds."""
     if runs_packed(options):  # what runs must be what the schedule says
         raise ValueError("documents run one by one, each with an order of its own; name a schedule to record the whole mask")
-    record: list[TaskTimes] = []
+    record: list[TaskTime] = []
     with interleaving(None, threads=True, workers=workers, record=record):
         backward(dout, q, k, v, out, lse, options)
     return read_record(generate(options.schedule, problem_of(q, k, options, TILE_Q, TILE_KV), workers), record)
 
 
-def read_record(schedule: Schedule, record: list[TaskTimes]) -> Spans:
-    """Spans from the rows of a record, which come in any order."""
+def read_record(schedule: Schedule, record: list[TaskTime]) -> TaskTimes:
+    """TaskTimes from the rows of a record, which come in any order."""
     rows = {tuple(row.task): row for row in record}
     table = task_table(schedule)
     tasks = list(zip(*(x.tolist() for x in (table.head, table.q_tile, table.kv_tile, table.sequence)), strict=True))
@@ -38,4 +38,4 @@ def read_record(schedule: Schedule, record: list[TaskTimes]) -> Spans:
         raise RecordError(f"{len(record)} tasks were noted; the schedule has {len(tasks)}, or others")
     found = [rows[task] for task in tasks]
     times = np.array([row[2:] for row in found]) * 1e6
-    return spans_from(schedule, Noted(np.array([row.worker for row in found]), *times.T), drains=0)
+    return times_from(schedule, Noted(np.array([row.worker for row in found]), *times.T), drains=0)

@@ -84,11 +84,11 @@ class BackwardTiles:
         self.problem = problem
         self.scores = Scores(problem, options)
         dout, q, k, v, out = tensors
-        self.q, self.dout = pack(q, TILE_Q), pack(dout, TILE_Q)
-        self.k, self.v = pack(k, TILE_KV), pack(v, TILE_KV)
+        self.q, self.dout = to_tiles(q, TILE_Q), to_tiles(dout, TILE_Q)
+        self.k, self.v = to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
         lse, dlse = of_rows
         self.lse = self._pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf), torch.inf)
-        self.delta = self._delta(pack(out, TILE_Q))
+        self.delta = self._delta(to_tiles(out, TILE_Q))
         if dlse is not None:
             # The LSE's slope by a score is that score's weight, as delta's is, with the other sign. Rows without a weight have no slope.
             self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
@@ -147,7 +147,7 @@ class BackwardTiles:
             tile.add_(value)
 
 
-def pack(x: Tensor, rows: int) -> Tensor:
+def to_tiles(x: Tensor, rows: int) -> Tensor:
     """(batch, length, heads, dim) -> contiguous tiles (batch, heads, tiles, rows, dim) for the arithmetic, zero-padded."""
     batch, length, heads, dim = x.shape
     tiles = -(-length // rows)
@@ -157,7 +157,7 @@ def pack(x: Tensor, rows: int) -> Tensor:
     return by_tile
 
 
-def unpack(tiles: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def from_tiles(tiles: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The inverse of pack, in the caller's dtype."""
     return tiles.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype).contiguous()
 

@@ -23,7 +23,7 @@ class Unsupported(ValueError):
 
 
 @cache
-def check_device(index: int) -> int:
+def sm_count(index: int) -> int:
     """Number of SMs, if the device is a Hopper GPU; of an H200 where no device is meant."""
     if index == ANY_DEVICE:
         return DEFAULT_WORKERS

@@ -22,9 +22,12 @@ def shift(problem: Problem, workers: int) -> Schedule:
     return _build(problem, workers, "shift", largest, (RUN_TO_RUN, BATCH_INVARIANT))
 
 
+LARGEST_BLOCK = 64  # chains of a block of shift_blocks, and so SMs it needs at once
+
+
 def largest_block(q_tiles: int) -> int:
     """Chains of a block of shift_blocks. (Packed batches, which are planned on the device, use the same rule.)"""
-    return max(1, min(64, q_tiles // 2))
+    return max(1, min(LARGEST_BLOCK, q_tiles // 2))
 
 
 def shift_blocks(problem: Problem, workers: int) -> Schedule:

@@ -8,7 +8,7 @@ import platform
 import torch
 
 from ...call.options import AttentionOptions
-from ...viewing.task_times import Spans
+from ...viewing.task_times import TaskTimes
 from .measured import Device, Tensors
 
 RUNS = 9
@@ -23,7 +23,7 @@ def cpu_device(workers: int | None = None) -> Device:
     if count < 1:
         raise ValueError(f"workers must be a whole number >= 1; got {count}")
 
-    def record(tensors: Tensors, options: AttentionOptions) -> Spans:
+    def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
         from ...backends.cpu import forward
         from ...backends.cpu.recorder import record_backward
 

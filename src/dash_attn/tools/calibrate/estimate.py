@@ -8,12 +8,12 @@ import numpy as np
 
 from ...scheduling.schedule import Schedule
 from ...simulation.simulate import Machine
-from ...viewing.task_times import Floats, Indices, Spans, task_table
+from ...viewing.task_times import Floats, Indices, TaskTimes, task_table
 from .fit import DIGITS
 
 WAITED = 0.2  # of a compute: a reduce that started later than that after its compute has waited for its rank
 
-Run = tuple[Schedule, Spans]
+Run = tuple[Schedule, TaskTimes]
 
 
 def estimate(runs: Sequence[Run]) -> Machine:
@@ -36,7 +36,7 @@ def _median(values: Sequence[Floats], otherwise: float | None = None) -> float:
     return float(np.median(pooled))
 
 
-def _hand_overs(schedule: Schedule, spans: Spans, waited: float) -> Floats:
+def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
     """From the start of a reduce to the start of the next rank's, where that one waited for it."""
     before = _rank_before(schedule)
     has_one = before >= 0
@@ -55,7 +55,7 @@ def _rank_before(schedule: Schedule) -> Indices:
     return before
 
 
-def _starts(spans: Spans) -> Floats:
+def _starts(spans: TaskTimes) -> Floats:
     """From the end of a chain to the first compute of the next one on its worker."""
     tickets, start, end = spans.chains
     worker = spans.worker[tickets]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...call.options import AttentionOptions
-from ...viewing.task_times import Spans
+from ...viewing.task_times import TaskTimes
 from .measured import Device, Tensors
 
 RUNS, WARM_UP = 6, 2
@@ -15,11 +15,11 @@ def hopper_device() -> Device:
     """Raises where there is no such GPU, naming what is needed."""
     if not torch.cuda.is_available():
         raise ValueError("measuring kernels needs a GPU of compute capability 9.0 (H100, H200, GH200); PyTorch finds none here")
-    from ...backends.hopper.support import check_device
+    from ...backends.hopper.support import sm_count
     from ...backends.hopper.tiles import KERNEL_DIMS, backward_tiles
 
     index = torch.cuda.current_device()
-    workers = check_device(index)
+    workers = sm_count(index)
     tiles = {dim: (backward_tiles(dim).q_rows, backward_tiles(dim).kv_rows) for dim in KERNEL_DIMS}
     # A reduce is hidden behind computes and hand-overs: no time depends on it apart from the start of a chain.
     free = ("compute", "latency", "startup")
@@ -27,7 +27,7 @@ def hopper_device() -> Device:
     return Device(name, "hopper", workers, tiles, torch.bfloat16, "cuda", record, kernel_time, free)
 
 
-def record(tensors: Tensors, options: AttentionOptions) -> Spans:
+def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
     from ...backends.hopper import forward
     from ...backends.hopper.calls.recorder import record_backward
 

@@ -14,7 +14,7 @@ from ...masks import Causal, Full, Mask
 from ...scheduling.generators import generate
 from ...scheduling.problem import Problem
 from ...scheduling.schedule import Schedule
-from ...viewing.task_times import Spans
+from ...viewing.task_times import TaskTimes
 from .estimate import estimate
 from .fit import Fit, Observation, fit
 
@@ -31,13 +31,13 @@ class Device(NamedTuple):
     tiles: dict[int, tuple[int, int]]  # by head dim
     dtype: torch.dtype
     device: str
-    record: Callable[[Tensors, AttentionOptions], Spans]  # when every task ran
+    record: Callable[[Tensors, AttentionOptions], TaskTimes]  # when every task ran
     time: Callable[[Tensors, AttentionOptions], float] | None = None  # microseconds of the kernel alone; None: as recorded
     free: tuple[str, ...] = ()  # constants that are fitted to the times; the others are read off the records
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sweep:
     """Which problems are measured: (mask, its schedules), lengths, tokens a batch, KV heads."""
 
     schedules: tuple[tuple[Mask, tuple[str, ...]], ...]
@@ -54,14 +54,14 @@ class Plan:
 
 RECORDED = "ascending"  # where chains wait for each other, so that a hand-over can be seen
 CAUSAL, FULL = ("ascending", "descending", "spt", "alternating"), ("ascending", "shift_blocks")
-GPU_PLAN = Plan(((Causal(), CAUSAL), (Full(), FULL)), (1024, 2048, 4096), 8192, 16)
-CPU_PLAN = Plan(((Causal(), CAUSAL), (Full(), ("ascending",))), (384, 768), 768, 2)
+GPU_SWEEP = Sweep(((Causal(), CAUSAL), (Full(), FULL)), (1024, 2048, 4096), 8192, 16)
+CPU_SWEEP = Sweep(((Causal(), CAUSAL), (Full(), ("ascending",))), (384, 768), 768, 2)
 
 
-def calibrate(device: Device, head_dim: int, plan: Plan, progress: Progress | None = None) -> tuple[Fit, list[dict[str, Any]]]:
+def calibrate(device: Device, head_dim: int, sweep: Sweep, progress: Progress | None = None) -> tuple[Fit, list[dict[str, Any]]]:
     """Constants of one head dim, and a row for every schedule that was measured."""
-    chosen = list(plan.problems(device.tiles[head_dim]))
-    runs: list[tuple[Schedule, Spans]] = []
+    chosen = list(sweep.problems(device.tiles[head_dim]))
+    runs: list[tuple[Schedule, TaskTimes]] = []
     observations = []
     for number, (problem, name) in enumerate(chosen):
         if progress is not None:

@@ -1,7 +1,4 @@
-"""What in a process breaks reproducibility. `dash_attn.doctor()` is the way in.
-
-The package is not called `doctor` because importing it would then put a module where the function should be.
-"""
+"""What in a process breaks reproducibility. `dash_attn.doctor()` is the way in."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.validate import TooFewWorkers
 from .bits import Results, attend, difference, not_a_number
 from .cases import Case, Inputs, make_inputs
-from .load import other_work
+from .other_work import other_work
 
 Status = Literal["pass", "fail", "inconclusive"]
 WORKERS = (1, 2, 7, 16, 33)  # also as many as a gang needs, and one more

@@ -1,6 +1,4 @@
 // Instead of the kernels' own, which is all PTX.
 #pragma once
-#include "common/types.cuh"
-constexpr int RAGGED = 1 << 30;
-enum class Trouble : int { None, Hang, BadLengths };
+#include "common/shared_with_python.cuh"
 inline void report_and_trap(volatile int*, Trouble, int, int, int) { abort(); }

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.offsets import Packing
+from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....call.planning import plan_for, problem_of
 from ....scheduling.plan import Plan
-from ..device.driver import LoadedKernel, current_stream, flag, load, on_device
+from ..device.driver import LoadedKernel, current_stream, flag, load_kernel, on_device
 from ..device.parameters import BackwardParams, PostprocessParams, PreprocessParams, SinkGradientParams, Strides, TilePlaces
 from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
-from ..support import check_device
+from ..support import sm_count
 from ..tiles import HELPER_THREADS, THREADS, backward_tiles, helper_blocks
 from .groups import add_in_order, split
 from .layout import CallCache, Layout, empty_contiguous, kernel_scales
@@ -39,14 +39,14 @@ def backward(
     out: Tensor,
     lse: Tensor,
     options: AttentionOptions,
-    packing: Packing | None = None,
+    offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
     many_k, many_v, of_parts = split(q, k, v, options)
-    call, tensors = _calls.find((q, many_k, many_v, dout, out), of_parts, packing)
-    dq, dk, dv, dsinks = call.run(tensors, lse, packing, sinks, dlse)
+    call, tensors = _calls.find((q, many_k, many_v, dout, out), of_parts, offsets)
+    dq, dk, dv, dsinks = call.run(tensors, lse, offsets, sinks, dlse)
     return dq, add_in_order(dk, k.shape), add_in_order(dv, v.shape), dsinks
 
 
@@ -54,7 +54,7 @@ def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     """The plan a backward of these (batched) tensors walks."""
     layout = Layout.of((q, k, v), options)
     tiles = backward_tiles(layout.dim)
-    return plan_for(problem_of(q, k, options, tiles.q_rows, tiles.kv_rows), options.schedule, check_device(layout.device))
+    return plan_for(problem_of(q, k, options, tiles.q_rows, tiles.kv_rows), options.schedule, sm_count(layout.device))
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ def backward_kernels(
     flags = f"{flag(ordered)}, {flag(softcap)}"
     packed = flag(mask_kind == "Packed")
     attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{mask_kind}{', true' if record else ''}>"
-    preprocess = f"backward_preprocess<{dtype}, {lanes_of(dim)}, {tiles.q_rows}, {packed}>"
+    preprocess = f"backward_preprocess<{dtype}, {threads_per_row(dim)}, {tiles.q_rows}, {packed}>"
     return BackwardKernels(
-        load(device, "backward/preprocess.cuh", preprocess, HELPER_THREADS, 0),
-        load(device, "backward/attention.cuh", attention, THREADS, tiles.shared_bytes),
-        load(device, "backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>", HELPER_THREADS, 0),
+        load_kernel(device, "backward/preprocess.cuh", preprocess, HELPER_THREADS, 0),
+        load_kernel(device, "backward/attention.cuh", attention, THREADS, tiles.shared_bytes),
+        load_kernel(device, "backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>", HELPER_THREADS, 0),
     )
 
 
-def lanes_of(dim: int) -> int:
+def threads_per_row(dim: int) -> int:
     """Threads that sum a row in the preprocess, 8 elements each: a power of two."""
     return 8 if dim == 64 else 16 if dim <= 128 else 32
 
@@ -122,7 +122,7 @@ class BackwardCall:
         kind = "Packed" if layout.packed else self.mask.kind
         flags = (self.ordered, bool(options.softcap))
         self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, *flags, kind, self.records)
-        workers = check_device(layout.device)
+        workers = sm_count(layout.device)
         self.packed = PackedPlanner(layout, self.mask, self.head_tiles, options) if layout.packed else None
         self.plan = None if layout.packed else backward_plan(q, k, v, options)
         chains = layout.batch * layout.kv_heads * layout.tiles_of_keys(self.tiles.kv_rows)
@@ -180,10 +180,10 @@ class BackwardCall:
             self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
             self.after.q_ranks = self.tables.tables["q_ranks"] if self.ordered else None
         name = f"sink_gradient<{tiles.q_rows}, {flag(layout.packed)}>"
-        sink_kernel = load(layout.device, "backward/sink_gradient.cuh", name, HELPER_THREADS, 0)
+        sink_kernel = load_kernel(layout.device, "backward/sink_gradient.cuh", name, HELPER_THREADS, 0)
         self.sink = SinkGradientParams(sequences=layout.count, tiles=places)
         kernels, arguments = self.kernels, [*(m.address for m in self.maps), addressof(self.main)]
-        threads_before = self.dq_tiles * tiles.q_rows * lanes_of(layout.dim)
+        threads_before = self.dq_tiles * tiles.q_rows * threads_per_row(layout.dim)
         self.preprocess = kernels.preprocess.prepare(helper_blocks(threads_before), [addressof(self.before)])
         # Gangs wait for each other: all their CTAs must be resident, also when other work shares the GPU.
         gangs = self.plan is None or self.plan.gang > 1
@@ -192,7 +192,7 @@ class BackwardCall:
         self.sink_gradient = sink_kernel.prepare(layout.q_heads, [addressof(self.sink)])
 
     def run(
-        self, tensors: tuple[Tensor, ...], lse: Tensor, packing: Packing | None, sinks: Tensor | None, dlse: Tensor | None = None
+        self, tensors: tuple[Tensor, ...], lse: Tensor, offsets: SequenceOffsets | None, sinks: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         raise_if_troubled()
         q, k, v, dout, out = tensors
@@ -210,8 +210,8 @@ class BackwardCall:
                     tensor_map.point_to(tensor.data_ptr())
                 self._point(at, out, dout, lse, dq)
                 self.before.grad_lse = None if dlse is None else dlse.data_ptr()
-                if self.packed is not None and packing is not None:
-                    self.packed.launch(packing, at, stream)
+                if self.packed is not None and offsets is not None:
+                    self.packed.launch(offsets, at, stream)
                     self._point_to_sequences(at)
                 self.preprocess.on(stream)
                 self.attention.on(stream)

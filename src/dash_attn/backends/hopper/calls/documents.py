@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....call.documents import backward_of_documents, document_ends, forward_of_documents, runs_packed
-from ....call.offsets import Packing
+from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Documents
 from ..device.recently_used import Kept
@@ -16,16 +16,16 @@ from .backward import backward as backward_of_batch
 from .forward import forward as forward_of_batch
 from .tables import upload
 
-MOST_PACKINGS = 64
+MOST_OFFSETS = 64
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
-    if packing is not None or not runs_packed(options):
-        return forward_of_batch(q, k, v, options, packing, sinks)
-    return forward_of_documents(forward_of_batch, (q, k, v), options, packing_of(q, options), sinks)
+    if offsets is not None or not runs_packed(options):
+        return forward_of_batch(q, k, v, options, offsets, sinks)
+    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks)
 
 
 def backward(
@@ -36,42 +36,42 @@ def backward(
     out: Tensor,
     lse: Tensor,
     options: AttentionOptions,
-    packing: Packing | None = None,
+    offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
-    if packing is not None or not runs_packed(options):
-        return backward_of_batch(dout, q, k, v, out, lse, options, packing, sinks, dlse)
-    return backward_of_documents(backward_of_batch, (dout, q, k, v, out), (lse, dlse), options, packing_of(q, options), sinks)
+    if offsets is not None or not runs_packed(options):
+        return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
+    return backward_of_documents(backward_of_batch, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks)
 
 
-def packing_of(q: Tensor, options: AttentionOptions) -> Packing:
+def offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:
     """Where the documents of all sequences begin and end. New lengths are uploaded to a GPU, for which the host waits;
     flash_attn_varlen_func takes lengths that are on the device already.
     """
     assert isinstance(options.mask, Documents)
     lengths, batch = options.mask.lengths, q.shape[0]
-    return kept_packing(lengths, batch, q.device) if q.is_cuda else make_packing(lengths, batch, q.device)
+    return recent_offsets(lengths, batch, q.device) if q.is_cuda else make_offsets(lengths, batch, q.device)
 
 
-def make_packing(lengths: tuple[int, ...], batch: int, device: torch.device) -> Packing:
-    ends = document_ends(lengths, batch)
-    places = upload(ends, device) if device.type == "cuda" else torch.from_numpy(ends).to(device)
+def make_offsets(lengths: tuple[int, ...], batch: int, device: torch.device) -> SequenceOffsets:
+    on_host = document_ends(lengths, batch)
+    ends = upload(on_host, device) if device.type == "cuda" else torch.from_numpy(on_host).to(device)
     # Room for a longer document changes no bit, but other lengths then find the same prepared call.
     longest = min(sum(lengths), 1 << (max(lengths) - 1).bit_length())
-    return Packing(places, places, longest, longest)
+    return SequenceOffsets(ends, ends, longest, longest)
 
 
-_kept: Kept[Packing] = Kept(MOST_PACKINGS)
+_kept: Kept[SequenceOffsets] = Kept(MOST_OFFSETS)
 
 
-def kept_packing(lengths: tuple[int, ...], batch: int, device: torch.device) -> Packing:
+def recent_offsets(lengths: tuple[int, ...], batch: int, device: torch.device) -> SequenceOffsets:
     key = (lengths, batch, device)
-    packing = _kept.get(key)
-    if packing is None:
-        packing = make_packing(lengths, batch, device)
-        _kept.put(key, packing)
+    offsets = _kept.get(key)
+    if offsets is None:
+        offsets = make_offsets(lengths, batch, device)
+        _kept.put(key, offsets)
     if not torch.cuda.is_current_stream_capturing():  # its memory is not used again before this stream is through with it
-        packing.cu_seqlens_q.record_stream(torch.cuda.current_stream(device))
-    return packing
+        offsets.cu_seqlens_q.record_stream(torch.cuda.current_stream(device))
+    return offsets

@@ -17,7 +17,7 @@ from ....scheduling.plan import Plan
 from ....simulation.machines import H200
 from ..tiles import backward_tiles, forward_tiles
 from .backward import backward_kernels, backward_plan, workspace_of
-from .documents import packing_of
+from .documents import offsets_of
 from .forward import CONSUMER_ROWS, forward_kernel, forward_problem, packed_consumers
 from .groups import bytes_of_copies, parts_between, split
 from .layout import Layout
@@ -51,7 +51,7 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     assert isinstance(options.mask, Documents)
     many_k, many_v, alone = split(q, k, v, of_a_document(options), shapes_only=True)
     plans = [backward_plan(q[:1, :length], many_k[:1, :length], many_v[:1, :length], alone) for length in options.mask.lengths]
-    packed = Layout.of(tuple(laid_end_to_end(x) for x in (q, many_k, many_v)), alone, packing_of(q, options))
+    packed = Layout.of(tuple(laid_end_to_end(x) for x in (q, many_k, many_v)), alone, offsets_of(q, options))
     note = "documents are planned on the device, one by one"
     described = explanation_of_documents(
         plans, "hopper", (q, k, v), options, **_fields(plans[0], (q, k, v), options, packed, packed_consumers(packed)), prediction_note=note

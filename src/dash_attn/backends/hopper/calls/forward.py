@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.offsets import Packing
+from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....call.planning import problem_of
 from ....scheduling.problem import Problem
-from ..device.driver import LoadedKernel, check, cuda_driver, current_stream, flag, load, on_device
+from ..device.driver import LoadedKernel, check, cuda_driver, current_stream, flag, load_kernel, on_device
 from ..device.parameters import ForwardParams
 from ..device.stream_counters import prepare_counters, shared_counter
 from ..device.tensor_map import TensorMap
 from ..device.trouble import raise_if_troubled
 from ..device.workspace import Workspace
-from ..support import check_device
+from ..support import sm_count
 from ..tiles import KERNEL_DIMS, forward_tiles, kernel_dim
 from .layout import CallCache, Layout, cut, empty_contiguous, kernel_scales
 from .packed import PackedTiler
@@ -35,16 +35,16 @@ LAST_ROUNDS = 4  # Q tiles an SM gets of the last heads: enough to end together,
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packing: Packing | None = None, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
-    call, tensors = _calls.find((q, k, v), options, packing)
-    return call.run(tensors, packing, sinks)
+    call, tensors = _calls.find((q, k, v), options, offsets)
+    return call.run(tensors, offsets, sinks)
 
 
 def forward_kernel(device: int, dtype: str, dim: int, consumers: int, softcap: bool, mask_kind: str) -> LoadedKernel:
     name = f"attention_forward<{dtype}, {dim}, {consumers}, {flag(softcap)}, MaskKind::{mask_kind}>"
-    return load(device, "forward/attention.cuh", name, 128 * (consumers + 1), forward_tiles(dim, consumers).shared_bytes)
+    return load_kernel(device, "forward/attention.cuh", name, 128 * (consumers + 1), forward_tiles(dim, consumers).shared_bytes)
 
 
 def forward_problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Problem:
@@ -80,7 +80,7 @@ class ForwardCall:
         kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(options.softcap), kind)
         self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, places)
         tickets = layout.batch * layout.q_heads * places
-        grid = max(1, min(check_device(layout.device), tickets))
+        grid = max(1, min(sm_count(layout.device), tickets))
         # Each CTA takes one ticket too many, by which it knows that there are no more. Packed: their number is not known here.
         self.params.last_ticket = 2**32 - 1 if layout.packed else tickets + grid - 1
         self.out_shape = (*q.shape[:-1], v.shape[-1])
@@ -101,7 +101,7 @@ class ForwardCall:
         layout = self.layout
         longest = layout.k_longest if layout.packed else layout.kv_len
         bytes_per_head = (longest or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
-        heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * check_device(layout.device) // max(1, places))
+        heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
 
     def _place(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class ForwardCall:
         self.some_attend_nothing = self.even = False  # tiles without visits are written, too
         return consumers, self.tiler.room
 
-    def run(self, tensors: tuple[Tensor, ...], packing: Packing | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(self, tensors: tuple[Tensor, ...], offsets: SequenceOffsets | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         raise_if_troubled()
         q, k, v = tensors
         index = self.layout.device
@@ -142,8 +142,8 @@ class ForwardCall:
                 params = self.params
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
                 params.next_ticket = at["next_ticket"]
-                if self.tiler is not None and packing is not None:
-                    self.tiler.launch(packing, at, stream)
+                if self.tiler is not None and offsets is not None:
+                    self.tiler.launch(offsets, at, stream)
                     params.sequences, params.tiles = at["sequences"], at["tiles"]
                 self.launch.on(stream)
         del memory  # stream order keeps it alive long enough

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ....call.offsets import Packing
+from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..device.driver import device_index, on_device, refuse_capture
 from ..device.recently_used import Kept
@@ -40,11 +40,11 @@ class Layout:
     k_longest: int | None
 
     @classmethod
-    def of(cls, tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None = None) -> Layout:
+    def of(cls, tensors: tuple[Tensor, ...], options: AttentionOptions, offsets: SequenceOffsets | None = None) -> Layout:
         q, k, v = tensors[:3]
-        check_call(q, v, options, packing is not None)
-        batch = 1 if packing is not None else q.shape[0]
-        longest = (None, None) if packing is None else _longest(q, k, packing)
+        check_call(q, v, options, offsets is not None)
+        batch = 1 if offsets is not None else q.shape[0]
+        longest = (None, None) if offsets is None else _longest(q, k, offsets)
         return cls(
             device=device_index(q.device),
             dtype=DTYPES[q.dtype],
@@ -56,7 +56,7 @@ class Layout:
             kv_len=k.shape[-3],
             q_heads=q.shape[-2],
             kv_heads=k.shape[-2],
-            count=batch if packing is None else len(packing.cu_seqlens_q) - 1,
+            count=batch if offsets is None else len(offsets.cu_seqlens_q) - 1,
             q_longest=longest[0],
             k_longest=longest[1],
         )
@@ -119,16 +119,18 @@ class CallCache(Generic[Call]):
         self._prepare = prepare
         self._kept: Kept[Call] = Kept(MOST_CALLS)
 
-    def find(self, tensors: tuple[Tensor, ...], options: AttentionOptions, packing: Packing | None) -> tuple[Call, tuple[Tensor, ...]]:
+    def find(
+        self, tensors: tuple[Tensor, ...], options: AttentionOptions, offsets: SequenceOffsets | None
+    ) -> tuple[Call, tuple[Tensor, ...]]:
         """The prepared call and the tensors it can work on (copies of those that TMA cannot read)."""
         dims = tensors[0].shape[-1], tensors[2].shape[-1]
-        key = _key(tensors, dims, options, packing)
+        key = _key(tensors, dims, options, offsets)
         call = self._kept.get(key)
         if call is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
             return call, tensors
-        layout = Layout.of(tensors, options, packing)
+        layout = Layout.of(tensors, options, offsets)
         tensors = tuple(tma_ready(t) for t in tensors)
-        key = _key(tensors, dims, options, packing)
+        key = _key(tensors, dims, options, offsets)
         call = self._kept.get(key)
         return (self._make(key, layout, tensors, options) if call is None else call), tensors
 
@@ -145,13 +147,13 @@ class CallCache(Generic[Call]):
         self._kept.clear()
 
 
-def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, packing: Packing | None) -> tuple[Any, ...]:
+def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, offsets: SequenceOffsets | None) -> tuple[Any, ...]:
     """`dims`: head dims before padding."""
     first = tensors[0]
-    packed = None if packing is None else (len(packing.cu_seqlens_q), *_longest(first, tensors[1], packing))
+    packed = None if offsets is None else (len(offsets.cu_seqlens_q), *_longest(first, tensors[1], offsets))
     return options, packed, dims, first.dtype, first.device, *((t.shape, t.stride()) for t in tensors)
 
 
-def _longest(q: Tensor, k: Tensor, packing: Packing) -> tuple[int, int]:
+def _longest(q: Tensor, k: Tensor, offsets: SequenceOffsets) -> tuple[int, int]:
     """The longest sequences there can be; callers may pass any larger number."""
-    return min(packing.max_seqlen_q, q.shape[0]), min(packing.max_seqlen_k, k.shape[0])
+    return min(offsets.max_seqlen_q, q.shape[0]), min(offsets.max_seqlen_k, k.shape[0])

@@ -5,15 +5,15 @@ from __future__ import annotations
 from ctypes import addressof
 from typing import Any
 
-from ....call.offsets import Packing
+from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Mask
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import largest_block
-from ..device.driver import flag, load
+from ..device.driver import flag, load_kernel
 from ..device.parameters import PackedParams, PackedTilesParams
 from ..device.trouble import register_call, report_address
-from ..support import check_device, check_gang
+from ..support import check_gang, sm_count
 from ..tiles import HELPER_THREADS, BackwardTiles, backward_tiles, helper_blocks
 from .layout import Layout
 from .tables import MaskOnDevice
@@ -31,7 +31,7 @@ class SequenceLayout:
 
     def __init__(self, layout: Layout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
         name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
-        kernel = load(layout.device, "device_planning/chains.cuh", name, HELPER_THREADS, 0)
+        kernel = load_kernel(layout.device, "device_planning/chains.cuh", name, HELPER_THREADS, 0)
         self.params = PackedParams(
             count=layout.count,
             q_tokens=layout.q_len,
@@ -41,16 +41,16 @@ class SequenceLayout:
             heads=layout.kv_heads,
             group=layout.group,
             head_tiles=head_tiles,
-            workers=check_device(layout.device),
+            workers=sm_count(layout.device),
             mask=mask.params,
             report=report_address(),
             call=register_call(layout.q_heads, head_tiles),
         )
         self._launch = kernel.prepare(helper_blocks(layout.count), [addressof(self.params)])
 
-    def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
+    def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
         params = self.params
-        params.cu_q, params.cu_k = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
+        params.cu_q, params.cu_k = offsets.cu_seqlens_q.data_ptr(), offsets.cu_seqlens_k.data_ptr()
         params.sequences, params.parts, params.ticket_count = at["sequences"], at["parts"], at["next_ticket"] + 4
         self._launch.on(stream)
 
@@ -81,19 +81,19 @@ class PackedPlanner:
 
     def __init__(self, layout: Layout, mask: MaskOnDevice, head_tiles: int, options: AttentionOptions) -> None:
         tiles = backward_tiles(layout.dim)
-        check_gang(largest_gang(layout, tiles, options.mask), check_device(layout.device))
+        check_gang(largest_gang(layout, tiles, options.mask), sm_count(layout.device))
         rows = f"{tiles.q_rows}, {tiles.kv_rows}"
         chains = layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
         self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset % 2, chains
-        kernel = load(layout.device, "device_planning/chains.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
+        kernel = load_kernel(layout.device, "device_planning/chains.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
         self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
 
-    def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
+    def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
         params = self._sequences.params  # both kernels take the same
         for name in ("tile_places", "q_ranks", "chains", "tickets"):
             setattr(params, name, at[name])
-        self._sequences.launch(packing, at, stream)
+        self._sequences.launch(offsets, at, stream)
         self._launch.on(stream)
 
 
@@ -104,15 +104,15 @@ class PackedTiler:
         rows = f"{q_rows}, {kv_rows}"
         self.room = layout.tiles_of_queries(q_rows)
         self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
-        kernel = load(layout.device, "device_planning/forward_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
+        kernel = load_kernel(layout.device, "device_planning/forward_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
         self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
         self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
 
     def sizes(self, layout: Layout) -> dict[str, int]:
         return {**sequence_sizes(layout), "tiles": TILE_BYTES * self.room}
 
-    def launch(self, packing: Packing, at: dict[str, int], stream: Any) -> None:
-        self._sequences.launch(packing, at, stream)
+    def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
+        self._sequences.launch(offsets, at, stream)
         for name in ("sequences", "parts", "tiles", "next_ticket"):
             setattr(self._params, name, at[name])
         self._launch.on(stream)

@@ -17,8 +17,8 @@ from ....call.options import AttentionOptions
 from ....scheduling.generators import generate
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
-from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, spans_from
-from ....viewing.task_times import Spans, TaskTable, task_table
+from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
+from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from .backward import BackwardCall
 from .groups import LARGEST_GROUP, parts_between
 from .layout import CallCache, Layout
@@ -44,7 +44,7 @@ class RecordingCall(BackwardCall):
         self.main.record, self.main.clocks, self.main.record_ranks = self.record.data_ptr(), self.clocks.data_ptr(), problem.kv_tiles
 
 
-def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Spans:
+def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> TaskTimes:
     """Run one backward of these (batched) tensors, after some to warm up, and tell when every task ran. Times are microseconds."""
     check_recordable(q, k, options)
     call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
@@ -80,8 +80,8 @@ def entries(problem: Problem) -> int:
     return problem.batch * problem.heads * problem.group * problem.q_tiles * problem.kv_tiles
 
 
-def read_record(schedule: Schedule, record: NDArray[Any], clocks: NDArray[Any], drains: int = 2) -> Spans:
-    """Spans from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and rank; per CTA both clocks, twice."""
+def read_record(schedule: Schedule, record: NDArray[Any], clocks: NDArray[Any], drains: int = 2) -> TaskTimes:
+    """TaskTimes from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and rank; per CTA both clocks, twice."""
     table = task_table(schedule)
     rows = record[entry_of(schedule.problem, table)].astype(np.int64)
     missing = np.flatnonzero(rows[:, 3] == UNWRITTEN)
@@ -91,7 +91,7 @@ def read_record(schedule: Schedule, record: NDArray[Any], clocks: NDArray[Any], 
     cycles = Cycles(rows[:, 3], *(rows[:, i] % 2**32 for i in range(3)))
     ns, packed = clocks[..., 0], clocks[..., 1]
     both = Clocks(ns[0], packed[0] & 0xFFFFFFFF, ns[1], packed[1] & 0xFFFFFFFF)
-    return spans_from(schedule, noted_by_drains(schedule, cycles, both, drains), drains)
+    return times_from(schedule, noted_by_drains(schedule, cycles, both, drains), drains)
 
 
 def entry_of(problem: Problem, table: TaskTable) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement
 from ..device.driver import refuse_capture
-from ..device.parameters import MaskParams, Pair, PlanTables, VisitParams
+from ..device.parameters import MaskParams, Pair, PlanTables, VisitTables
 
 FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
@@ -96,7 +96,7 @@ class VisitsOnDevice:
         tables = visit_tables(problem)
         names = ("q_order", "first_runs", "runs", "visits")
         self.tables = DeviceTables({name: getattr(tables, name) for name in names}, device)
-        self.params = VisitParams(*(self.tables[name] for name in names))
+        self.params = VisitTables(*(self.tables[name] for name in names))
         self.places = len(tables.q_order)
 
 

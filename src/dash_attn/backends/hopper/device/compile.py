@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
+from . import shared_header
+from .machine_code import machine_code_hash
 from .wgmma_header import wgmma_header
 
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
@@ -34,7 +36,7 @@ class Kernel:
     @property
     def sha256(self) -> str:
         """Names the machine code: part of what decides the bits."""
-        return hashlib.sha256(self.cubin).hexdigest()
+        return machine_code_hash(self.cubin)
 
 
 class CompileError(RuntimeError):
@@ -43,10 +45,10 @@ class CompileError(RuntimeError):
 
 @cache
 def sources() -> dict[str, str]:
-    """Every kernel file of the package by room and name, and the generated one."""
+    """Every kernel file of the package by room and name, and the generated ones."""
     rooms = [room for room in resources.files(kernels).iterdir() if room.is_dir()]
     files = {f"{room.name}/{file.name}": file.read_text() for room in rooms for file in room.iterdir() if file.name.endswith(".cuh")}
-    return {**files, "common/wgmma.cuh": wgmma_header()}
+    return {**files, "common/wgmma.cuh": wgmma_header(), shared_header.NAME: shared_header.shared_header()}
 
 
 def compile_kernel(header: str, name: str) -> Kernel:

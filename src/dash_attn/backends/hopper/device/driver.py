@@ -74,7 +74,7 @@ def _attribute(name: Any, field: str) -> Any:
 
 
 @cache
-def load(device: int, header: str, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
+def load_kernel(device: int, header: str, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
     """Compile (or fetch from the cache) and load a kernel on a device. A kernel is loaded once per device."""
     kernel = compile_kernel(header, name)
     driver = cuda_driver()

@@ -1,120 +1,328 @@
-"""Kernel parameters as C structures, field by field like the .cuh files. A test compares the layouts with the compiler's."""
+"""Every structure that Python and the kernels share, written once. `shared_header` writes the C of it.
+
+A member is its C type, its names and what it is. Where the compiler lays a structure out otherwise than Python, it says so.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
+import re
+from ctypes import c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from typing import Any, ClassVar, TypeVar
 
+RAGGED = 2**30  # where the row axis of a packed tensor ends (kernels/common/sequence.cuh)
+HANG, BAD_LENGTHS = 1, 2  # why a kernel gave up (trouble.py)
 Pair = c_int * 2
 Strides = c_int64 * 3
+NUMBERS: dict[str, Any] = {"int": c_int, "u32": c_uint32, "u64": c_uint64, "i64": c_int64, "float": c_float}
+Member = tuple[str, str, str]
 
 
-def _pointers(*names: str) -> list[tuple[str, type]]:
-    return [(name, c_void_p) for name in names]
+class Structure(ctypes.Structure):
+    """A structure of the kernels. `_alignment_`: in bytes, where it is not that of its members."""
+
+    _members_: ClassVar[tuple[Member, ...]] = ()
+    _alignment_: ClassVar[int] = 1
+
+    @classmethod
+    def bytes(cls) -> int:
+        """As the compiler counts them: a multiple of the alignment."""
+        return -(-ctypes.sizeof(cls) // cls._alignment_) * cls._alignment_
 
 
-def _ints(*names: str) -> list[tuple[str, type]]:
-    return [(name, c_int) for name in names]
+STRUCTURES: dict[str, type[Structure]] = {}  # in the order of their definition
+Defined = TypeVar("Defined", bound=type[Structure])
 
 
-class PlanTables(ctypes.Structure):
-    _fields_ = [
-        *_pointers("starts", "chain_runs", "chain_steps", "runs", "entries", "segments"),
-        *_ints("kinds", "kv_tiles", "lanes", "tickets", "has_gangs", "rounds"),
-        ("instances", Pair),
-        ("heads_per_sequence", Pair),
-        ("first_head", Pair),
-        ("last_member_first", Pair),
-    ]
+def shared_with_kernels(structure: Defined) -> Defined:
+    """Lays a structure out as C does."""
+    STRUCTURES[structure.__name__] = structure
+    structure._fields_ = [field for c_type, names, _ in structure._members_ for field in _fields(c_type, names)]
+    return structure
 
 
-class MaskParams(ctypes.Structure):
-    _fields_ = [
-        *_ints("q_len", "kv_len", "band_right"),
-        ("band_width", c_uint32),
-        *_pointers("rows", "blocks"),
-        *_ints("block_q", "block_kv", "block_columns"),
-    ]
+def _fields(c_type: str, names: str) -> list[tuple[str, Any]]:
+    """Names as C writes them: `a, b` or `pair[2]`."""
+    kind = c_void_p if c_type.endswith("*") else NUMBERS.get(c_type) or STRUCTURES[c_type]
+    found = [re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name.strip()) for name in names.split(",")]
+    return [(match[1], kind * int(match[2]) if match[2] else kind) for match in found if match is not None]
 
 
-class TilePlaces(ctypes.Structure):
-    _fields_ = [
-        *_ints("batch", "q_heads", "group", "q_len", "tokens", "head_tiles"),
-        *_pointers("sequences", "tile_places"),
-    ]
+@shared_with_kernels
+class MaskParams(Structure):
+    _members_ = (
+        ("int", "q_len, kv_len", "of every sequence, in a batch of equal lengths"),
+        ("int", "band_right", "Band: key - query <= band_top, which is band_right and the offset that aligns the last query and key ..."),
+        ("u32", "band_width", "... and band_top - (key - query) <= band_width"),
+        ("const int2*", "rows", "Rows: first kept key and end of the kept keys of each query"),
+        ("const unsigned char*", "blocks", "Blocks: one byte per block of block_q x block_kv"),
+        ("int", "block_q, block_kv, block_columns", ""),
+    )
 
 
-class BackwardParams(ctypes.Structure):
-    _fields_ = [
-        *_pointers("lse", "delta", "dq", "semaphores", "next_ticket", "tickets", "report"),
-        ("most_polls", c_uint32),
-        *_ints("call", "group", "head_tiles"),
-        *((name, c_float) for name in ("scale_log2", "scale", "masked_score", "cap_scale")),
-        ("mask", MaskParams),
-        *_pointers("runs", "entries", "chains", "record", "clocks"),
-        ("record_ranks", c_uint32),
-    ]
+@shared_with_kernels
+class Sequence(Structure):
+    """Where the rows of a sequence lie (common/sequence.cuh)."""
+
+    _alignment_ = 16
+    _members_ = (
+        ("int", "q_len, kv_len", ""),
+        ("int", "q_shift, q_plane, kv_shift, kv_plane", ""),
+        ("int", "first_tile", "first dQ tile of the first query head"),
+        ("int", "band_top", "of MaskKind::Band: key - query <= band_top"),
+    )
 
 
-class PreprocessParams(ctypes.Structure):
-    _fields_ = [
-        *_pointers("out", "grad_out"),
-        ("out_strides", Strides),
-        ("grad_strides", Strides),
-        *_pointers("lse", "grad_lse", "lse_log2", "delta", "dq_to_zero", "semaphores", "next_ticket", "tickets"),
-        *_ints("v_dim", "kv_rows", "tile_columns"),
-        ("tiles", TilePlaces),
-        ("mask", MaskParams),
-        ("plan", PlanTables),
-    ]
+@shared_with_kernels
+class TilePlaces(Structure):
+    """In a batch tiles are numbered [sequence][query head][Q tile]; packed, [query head][Q tile of all sequences]."""
+
+    _members_ = (
+        ("int", "batch, q_heads, group, q_len", ""),
+        ("int", "tokens", "packed queries"),
+        ("int", "head_tiles", "tiles between a query head and the next"),
+        ("const Sequence*", "sequences", "packed only"),
+        ("const int2*", "tile_places", "packed only: [head_tiles] sequence, Q tile inside it; -1: no such tile"),
+    )
 
 
-class PostprocessParams(ctypes.Structure):
-    _fields_ = [
-        *_pointers("dq_accumulator", "q_ranks", "semaphores", "dq"),
-        ("strides", Strides),
-        *_ints("dim"),
-        ("scale", c_float),
-        *_pointers("report"),
-        ("most_polls", c_uint32),
-        *_ints("call"),
-        ("tiles", TilePlaces),
-    ]
+@shared_with_kernels
+class Run(Structure):
+    """A stretch of a walk: a row of the plan's run table (RUN_FIELDS in scheduling/plan.py)."""
+
+    _members_ = (("int", "q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries", ""),)
 
 
-class SinkGradientParams(ctypes.Structure):
-    _fields_ = [*_pointers("sinks", "lse_log2", "delta", "gradient"), *_ints("sequences"), ("tiles", TilePlaces)]
+@shared_with_kernels
+class Step(Structure):
+    """One entry of an irregular walk."""
+
+    _members_ = (("int", "q_tile, rank, partial", ""),)
 
 
-class PackedParams(ctypes.Structure):
-    _fields_ = [
-        *_pointers("cu_q", "cu_k"),
-        *_ints("count", "q_tokens", "k_tokens", "q_longest", "k_longest"),
-        *_ints("heads", "group", "head_offset", "head_tiles", "chain_rows", "workers"),
-        ("mask", MaskParams),
-        *_pointers("sequences", "parts", "tile_places", "q_ranks", "chains", "tickets", "ticket_count", "report"),
-        *_ints("call"),
-    ]
+@shared_with_kernels
+class PlanTables(Structure):
+    """The lowered plan (scheduling/plan.py) and its placement."""
+
+    _members_ = (
+        ("const int*", "starts", "[kinds][kv_tiles] start order of a head's KV tiles"),
+        ("const int*", "chain_runs", "[kinds * kv_tiles + 1] first run of each chain"),
+        ("const int*", "chain_steps", "[kinds * kv_tiles] Q tiles each chain visits"),
+        ("const Run*", "runs", ""),
+        ("const Step*", "entries", ""),
+        ("const int*", "segments", "[segment_count + 1] first start position of each segment"),
+        ("int", "kinds, kv_tiles, lanes, tickets, has_gangs", ""),
+        ("int", "rounds", "heads are dealt to them evenly"),
+        ("int", "instances[2]", "heads of each kind over the whole batch"),
+        ("int", "heads_per_sequence[2], first_head[2], last_member_first[2]", "per kind"),
+    )
 
 
-class PackedTilesParams(ctypes.Structure):
-    _fields_ = [*_ints("count", "tile_room"), ("mask", MaskParams), *_pointers("sequences", "parts", "tiles", "next_ticket")]
+@shared_with_kernels
+class ChainRecord(Structure):
+    """The chain that a ticket starts. Its first eight words are the chain's note to all roles (ChainNote)."""
+
+    _alignment_ = 16
+    _members_ = (
+        ("int", "kv_head, kv_row, kv_plane", "kv_row: first key, shift included"),
+        ("int", "steps", "of all query heads of the group; in a note, -1 if no more chains come"),
+        ("int", "q_shift, q_plane", ""),
+        ("int", "keys", "how many of the sequence begin with the first one"),
+        ("int", "band_top", "see MaskParams; from the first key on"),
+        ("int", "first_run", "packed sequences: the chain's row of PackedChain"),
+        ("int", "first_dq_tile", ""),
+        ("int", "gang_end", "ticket behind the last chain that may wait for this one in a circle; 0 without gangs"),
+        ("int", "walk", "steps of one query head, times two; plus 1 if the last query head of the group is walked first"),
+    )
 
 
-class VisitParams(ctypes.Structure):
-    """struct VisitTables of forward/config.cuh."""
+@shared_with_kernels
+class PackedChain(Structure):
+    """The walk of a chain of a packed sequence (device_planning/walk.cuh)."""
 
-    _fields_ = _pointers("q_order", "first_runs", "runs", "visits")
+    _alignment_ = 16
+    _members_ = (
+        ("int", "q_first, q_stride, ring", "Q tile of the first step, then q_stride further; modulo `ring` if that is not 0"),
+        ("int", "full_first, full_end", "Q tiles all of whose elements attend"),
+        ("int", "kv_tile, kv_tiles, classes", ""),
+        ("int", "high, low", "band: last key that Q tile 0 attends, and first key (may be negative)"),
+        ("int", "place, spacing, members", "ring: place among the members of its block, 1 or 2 tiles apart"),
+        ("int", "rank_first", "ring: ranks of the blocks before"),
+    )
 
 
-class ForwardParams(ctypes.Structure):
-    _fields_ = [
-        *_pointers("lse", "sinks", "next_ticket"),
-        ("last_ticket", c_uint32),
-        *_ints("batch", "q_heads", "group", "places", "tokens", "heads_side_by_side", "last_heads"),
-        ("scale_log2", c_float),
-        ("cap_scale", c_float),
-        ("mask", MaskParams),
-        ("visits", VisitParams),
-        *_pointers("sequences", "tiles"),
-    ]
+@shared_with_kernels
+class SequenceParts(Structure):
+    """Where the parts of a sequence begin in the tables of all sequences."""
+
+    _alignment_ = 16
+    _members_ = (
+        ("int", "first_tile, first_chain, first_ticket", ""),
+        ("int", "shuffled_before, shuffled_behind", "chains of the neighbours in start order that are shuffled with this one's"),
+    )
+
+
+@shared_with_kernels
+class PackedTile(Structure):
+    """What a Q tile of a packed sequence visits. One entry per Q tile, longest first."""
+
+    _alignment_ = 16
+    _members_ = (
+        ("int", "sequence, q_tile, visits", ""),
+        ("int", "kv_first", "KV tile of the first visit; KV tiles go downward"),
+        ("int", "full_first, full_end", "KV tiles all of whose elements attend"),
+    )
+
+
+@shared_with_kernels
+class StepRecord(Structure):
+    """What the drains of a recording kernel write, in cycles of the SM: dQ ready, turn come, landed; which CTA."""
+
+    _alignment_ = 16
+    _members_ = (("u32", "ready, turn, landed, cta", ""),)
+
+
+@shared_with_kernels
+class ClockRecord(Structure):
+    """The clock all SMs share (ns) beside the SM's own."""
+
+    _alignment_ = 16
+    _members_ = (("u64", "shared_ns", ""), ("u32", "cycles, sm", ""))
+
+
+@shared_with_kernels
+class BackwardParams(Structure):
+    _members_ = (
+        ("const float*", "lse", "[dQ tile][Q_ROWS], times log2(e); FAR where a row attends nothing or does not exist"),
+        ("const float*", "delta", "same layout: rowsum(dO * O) - dLSE"),
+        ("float*", "dq", "[dQ tile][Q_ROWS * WIDTH], in accumulator-fragment order"),
+        ("int*", "semaphores", "[dQ tile]: reduces that have landed"),
+        ("int*", "next_ticket", "... and, behind it, how many there are"),
+        ("const ChainRecord*", "tickets", ""),
+        ("int*", "report", "host memory: what went wrong, where, in which call"),
+        ("u32", "most_polls", "of a semaphore before the wait is called a hang"),
+        ("int", "call", ""),
+        ("int", "group", ""),
+        ("int", "head_tiles", "dQ tiles between a query head and the next"),
+        ("float", "scale_log2, scale, masked_score", ""),
+        ("float", "cap_scale", "with softcap: 2 log2(e) scale / cap; scale_log2 is cap * log2(e) then"),
+        ("MaskParams", "mask", ""),
+        ("const Run*", "runs", ""),
+        ("const Step*", "entries", ""),
+        ("const PackedChain*", "chains", "instead of runs and entries, for packed sequences"),
+        ("StepRecord*", "record", "[dQ tile][record_ranks]; only a kernel that records has it"),
+        ("ClockRecord*", "clocks", "[2][CTAs]: at a CTA's start, at its end"),
+        ("u32", "record_ranks", ""),
+    )
+
+
+@shared_with_kernels
+class PreprocessParams(Structure):
+    _members_ = (
+        ("const void*", "out, grad_out", "(batch, q_len, q_heads, v_dim) or packed (tokens, q_heads, v_dim), last dimension contiguous"),
+        ("i64", "out_strides[3], grad_strides[3]", "elements: batch, row, head"),
+        ("const float*", "lse", "[batch][q_heads][q_len] or packed [q_heads][tokens], natural log"),
+        ("const float*", "grad_lse", "same layout; no gradient: null"),
+        ("float*", "lse_log2, delta", "[dQ tile][Q_ROWS]"),
+        ("float*", "dq_to_zero", "the dQ accumulator in unordered mode, else null"),
+        ("int*", "semaphores", ""),
+        ("int*", "next_ticket", "[2] the next and how many there are"),
+        ("ChainRecord*", "tickets", ""),
+        ("int", "v_dim, kv_rows", ""),
+        ("int", "tile_columns", "of the dQ accumulator"),
+        ("TilePlaces", "tiles", ""),
+        ("MaskParams", "mask", ""),
+        ("PlanTables", "plan", ""),
+    )
+
+
+@shared_with_kernels
+class PostprocessParams(Structure):
+    _members_ = (
+        ("const float*", "dq_accumulator", ""),
+        ("const int*", "q_ranks", "[head_tiles] ranks of each dQ tile of a head; null: unordered"),
+        ("const int*", "semaphores", "ranks of a tile that have landed"),
+        ("void*", "dq", "(batch, q_len, q_heads, dim) or packed (tokens, q_heads, dim)"),
+        ("i64", "strides[3]", "elements: batch, row, head"),
+        ("int", "dim", ""),
+        ("float", "scale", ""),
+        ("int*", "report", "as in BackwardParams"),
+        ("u32", "most_polls", ""),
+        ("int", "call", ""),
+        ("TilePlaces", "tiles", ""),
+    )
+
+
+@shared_with_kernels
+class SinkGradientParams(Structure):
+    _members_ = (
+        ("const float*", "sinks, lse_log2, delta", ""),
+        ("float*", "gradient", "[q_heads]"),
+        ("int", "sequences", ""),
+        ("TilePlaces", "tiles", ""),
+    )
+
+
+@shared_with_kernels
+class PackedParams(Structure):
+    _members_ = (
+        ("const int*", "cu_q, cu_k", "[count + 1] where sequences start and end"),
+        ("int", "count, q_tokens, k_tokens, q_longest, k_longest", ""),
+        ("int", "heads, group, head_offset, head_tiles", ""),
+        ("int", "chain_rows", "room for chains of one kind"),
+        ("int", "workers", ""),
+        ("MaskParams", "mask", ""),
+        ("Sequence*", "sequences", "[count]"),
+        ("SequenceParts*", "parts", "[count]"),
+        ("int2*", "tile_places", "[head_tiles]"),
+        ("int*", "q_ranks", "[head_tiles] KV tiles each of them meets"),
+        ("PackedChain*", "chains", "[2][chain_rows]"),
+        ("ChainRecord*", "tickets", ""),
+        ("int*", "ticket_count", ""),
+        ("int*", "report", "host memory: what is wrong with cu_seqlens, in which call"),
+        ("int", "call", ""),
+    )
+
+
+@shared_with_kernels
+class PackedTilesParams(Structure):
+    _members_ = (
+        ("int", "count", ""),
+        ("int", "tile_room", "entries of tiles"),
+        ("MaskParams", "mask", ""),
+        ("const Sequence*", "sequences", ""),
+        ("const SequenceParts*", "parts", ""),
+        ("PackedTile*", "tiles", ""),
+        ("int*", "next_ticket", "reset here"),
+    )
+
+
+@shared_with_kernels
+class VisitTables(Structure):
+    """Which KV tiles each Q tile visits, and in which order Q tiles are taken (scheduling/forward_visits.py)."""
+
+    _members_ = (
+        ("const int*", "q_order", "Q tiles that visit anything, longest first"),
+        ("const int*", "first_runs", "[q_tiles + 1]"),
+        ("const int2*", "runs", "first KV tile, 2 * length + partial; KV tiles go downward"),
+        ("const int*", "visits", "[q_tiles] KV tiles each Q tile visits"),
+    )
+
+
+@shared_with_kernels
+class ForwardParams(Structure):
+    _members_ = (
+        ("float*", "lse", "[batch][q_heads][q_len] or packed [q_heads][tokens], natural log"),
+        ("const float*", "sinks", "[q_heads] a logit that joins every row's softmax, or null"),
+        ("u32*", "next_ticket", "packed: ... and, behind it, how many there are"),
+        ("u32", "last_ticket", "the one that some CTA takes last; after it the next is 0 again, as the following launch needs it"),
+        ("int", "batch, q_heads, group", ""),
+        ("int", "places", "Q tiles a head takes"),
+        ("int", "tokens", "packed queries"),
+        ("int", "heads_side_by_side, last_heads", "heads whose K and V fit the L2 cache together; heads that end side by side"),
+        ("float", "scale_log2, cap_scale", "with softcap: cap * log2(e) and 2 log2(e) scale / cap"),
+        ("MaskParams", "mask", ""),
+        ("VisitTables", "visits", ""),
+        ("const Sequence*", "sequences", "packed only"),
+        ("const PackedTile*", "tiles", "packed only"),
+    )

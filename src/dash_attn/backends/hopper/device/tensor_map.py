@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .driver import check, cuda_driver
-
-RAGGED = 2**30  # as in common/ptx.cuh
+from .parameters import RAGGED
 
 
 class TensorMap:

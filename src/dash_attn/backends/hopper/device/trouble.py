@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from ....scheduling.problem import Task
+from .parameters import BAD_LENGTHS
 
 MOST_POLLS = 200_000_000  # of a semaphore, each about half a microsecond: minutes, far beyond any real wait
-HANG, BAD_LENGTHS = 1, 2
-
 MOST_NAMED = 4096  # calls whose tasks can still be named
 
 _numbers = count()

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
   const u32 shared = shared_address(memory);
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
-  if (threadIdx.x == 0) init_barriers(shared + C::BARRIERS);
+  if (threadIdx.x == 0) Barriers<C>{shared}.init();
   __syncthreads();
   await_kernel_before();  // the preprocess
   allow_next_kernel();    // the postprocess: its blocks run where CTAs of this kernel have ended
@@ -26,11 +26,12 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
   if (warp < 4) {
     registers_decrease<C::HELPER_REGISTERS>();
     const Notes<C> notes{shared};
+    const Barriers<C> bars{shared};
     if (lane != 0) return;
-    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, shared}.run();
-    if (warp == 1) Planner<D, MASK>{p, notes, shared}.run();
-    if (warp == 2) Drain<D, ORDERED, RECORD, 0>{p, notes, shared}.run();
-    if (warp == 3) Drain<D, ORDERED, RECORD, 1>{p, notes, shared}.run();
+    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, bars, shared}.run();
+    if (warp == 1) Planner<D, MASK>{p, notes, bars, shared}.run();
+    if (warp == 2) Drain<D, ORDERED, RECORD, 0>{p, notes, bars, shared}.run();
+    if (warp == 3) Drain<D, ORDERED, RECORD, 1>{p, notes, bars, shared}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
     if constexpr (D <= 128)

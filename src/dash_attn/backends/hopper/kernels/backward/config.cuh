@@ -7,43 +7,11 @@
 constexpr int STAGES = 2;  // Q tiles in flight (dO, dS and dQ buffers too, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
 
-struct BackwardParams {
-  const float* lse;    // [dQ tile][Q_ROWS], times log2(e); FAR where a row attends nothing or does not exist
-  const float* delta;  // same layout: rowsum(dO * O)
-  float* dq;           // [dQ tile][Q_ROWS * WIDTH], in accumulator-fragment order
-  int* semaphores;     // [dQ tile]: reduces that have landed
-  int* next_ticket;    // ... and, behind it, how many there are
-  const Ticket* tickets;
-  int* report;         // host memory: what went wrong, where, in which call
-  u32 most_polls;      // of a semaphore before the wait is called a hang
-  int call;
-  int group, head_tiles;  // head_tiles: dQ tiles between a query head and the next
-  float scale_log2, scale, masked_score;
-  float cap_scale;     // with softcap: 2 log2(e) scale / cap; scale_log2 is cap * log2(e) then
-  MaskParams mask;
-  const Run* runs;
-  const Step* entries;
-  const PackedChain* chains;  // instead of runs and entries, for packed sequences
-  struct StepRecord* record;   // [dQ tile][record_ranks]; only a kernel that records has it
-  struct ClockRecord* clocks;  // [2][CTAs]: at a CTA's start, at its end
-  u32 record_ranks;
-};
-
-// What the drains of a recording kernel write, in cycles of the SM: dQ ready, turn come, landed; which CTA.
-struct alignas(16) StepRecord {
-  u32 ready, turn, landed, cta;
-};
-// The clock all SMs share (ns) beside the SM's own.
-struct alignas(16) ClockRecord {
-  u64 shared_ns;
-  u32 cycles, sm;
-};
-
 // Up to head dim 128: a warpgroup owns 64 of 128 KV rows. P and dS stay in registers as A operands of dV and dK.
 template <int D_> struct TallConfig {
-  static constexpr int D = D_, Q_ROWS = D == 64 ? 128 : 64, KV_ROWS = 128, DO_STAGES = 2;
+  static constexpr int D = D_, Q_ROWS = backward_q_rows(D), KV_ROWS = backward_kv_rows(D), DO_STAGES = 2;
   static constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // of 128 and 256 threads; the CTA is launched with 384 x 168
-  static constexpr int PANELS = (D + 63) / 64, WIDTH = 64 * PANELS;  // 128-byte swizzled panels of 64 columns; the last may be zeros in part
+  static constexpr int PANELS = (D + 63) / 64, WIDTH = 64 * PANELS;  // swizzled panels of 64 columns; the last may be zeros in part
   // With D = 64 a warpgroup computes dQ^T for half of the Q rows, else dQ for 64 of the columns.
   static constexpr bool DQ_TRANSPOSED = D == 64;
   static constexpr int SCORE_REGISTERS = Q_ROWS / 2;  // S^T and dP^T: 64 x Q_ROWS per warpgroup
@@ -51,13 +19,18 @@ template <int D_> struct TallConfig {
   static constexpr int KV_BYTES = KV_ROWS * WIDTH * 2, Q_BYTES = Q_ROWS * WIDTH * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2;
   static constexpr int DQ_BYTES = Q_ROWS * WIDTH * 4, ROW_BYTES = Q_ROWS * 4;
   static constexpr int DQ_PIECES = 1;  // a dQ tile leaves through its staging buffer at once
-  static constexpr int KV_PANEL = KV_ROWS * 128, Q_PANEL = Q_ROWS * 128;
+  static constexpr int KV_PANEL = KV_ROWS * PANEL_ROW, Q_PANEL = Q_ROWS * PANEL_ROW;
 
-  static constexpr int K = 0, V = K + KV_BYTES, Q = V + KV_BYTES, DO = Q + STAGES * Q_BYTES, DS = DO + STAGES * Q_BYTES;
-  static constexpr int DQ = DS + STAGES * DS_BYTES, LSE = DQ + STAGES * DQ_BYTES;
-  static constexpr int OUT = DS;  // dV, then dK, leave through the dS buffers, so that the next K and V can load meanwhile
+  struct Tiles {
+    unsigned char k[KV_BYTES], v[KV_BYTES];
+    unsigned char q[STAGES][Q_BYTES], grad_out[STAGES][Q_BYTES];
+    unsigned char ds[STAGES][DS_BYTES];
+    unsigned char dq[STAGES][DQ_BYTES];
+  };
+  // dV, then dK, leave through the dS buffers, so that the next K and V can load meanwhile.
+  static constexpr int OUT = OFFSET_OF(Tiles, ds);
   static_assert(STAGES * DS_BYTES >= KV_BYTES, "dK and dV leave through the dS buffers");
-  DEVICE static constexpr int dq_staging(int stage) { return DQ + stage * DQ_BYTES; }
+  DEVICE static constexpr int dq_staging(int stage) { return OFFSET_OF(Tiles, dq) + stage * DQ_BYTES; }
   DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
 };
 
@@ -65,89 +38,130 @@ template <int D_> struct TallConfig {
 // the scores; P and dS go through shared memory. Its columns are a panel of its own and the inner panel next to it, or, with
 // D = 192, half of the one inner panel. dQ leaves in two pieces: own panels first, inner panels second.
 template <int D_> struct WideConfig {
-  static constexpr int D = D_, Q_ROWS = 64, KV_ROWS = 64, DO_STAGES = 1;
+  static constexpr int D = D_, Q_ROWS = backward_q_rows(D), KV_ROWS = backward_kv_rows(D), DO_STAGES = 1;
   static constexpr int HELPER_REGISTERS = D == 192 ? 40 : 24, CONSUMER_REGISTERS = D == 192 ? 232 : 240;
   static constexpr int PANELS = D / 64, WIDTH = D, INNER = D / 2 - 64;  // INNER: columns of a warpgroup in inner panels
   static constexpr int KV_BYTES = KV_ROWS * D * 2, Q_BYTES = Q_ROWS * D * 2, TILE = Q_ROWS * KV_ROWS * 2;
   static constexpr int OWN_BYTES = 2 * Q_ROWS * 64 * 4, INNER_BYTES = 2 * Q_ROWS * INNER * 4, ROW_BYTES = Q_ROWS * 4;
   static constexpr int DQ_PIECES = 2;
-  static constexpr int KV_PANEL = KV_ROWS * 128, Q_PANEL = Q_ROWS * 128;
+  static constexpr int KV_PANEL = KV_ROWS * PANEL_ROW, Q_PANEL = Q_ROWS * PANEL_ROW;
 
-  static constexpr int K = 0, V = K + KV_BYTES, Q = V + KV_BYTES, DO = Q + STAGES * Q_BYTES, P = DO + Q_BYTES, DS = P + STAGES * TILE;
-  static constexpr int DQ = DS + STAGES * TILE, LSE = DQ + OWN_BYTES;
+  struct Tiles {
+    unsigned char k[KV_BYTES], v[KV_BYTES];
+    unsigned char q[STAGES][Q_BYTES], grad_out[1][Q_BYTES];
+    unsigned char p[STAGES][TILE], ds[STAGES][TILE];
+    unsigned char dq[OWN_BYTES];
+  };
+  static constexpr int P = OFFSET_OF(Tiles, p);
   static constexpr int OUT = P;  // dV, then dK, leave through the P and dS buffers
   static_assert(2 * STAGES * TILE >= KV_BYTES, "dK and dV leave through the P and dS buffers");
   static_assert(D == 192 || D == 256, "whole inner panels, or two halves of one");
-  DEVICE static constexpr int dq_staging(int) { return DQ; }
+  DEVICE static constexpr int dq_staging(int) { return OFFSET_OF(Tiles, dq); }
   DEVICE static constexpr int piece_bytes(int piece) { return piece ? INNER_BYTES : OWN_BYTES; }
   DEVICE static int own_panel(int wg) { return wg * (PANELS - 1); }
   DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }  // of the whole tile
 };
 
-template <bool WIDE, int D> struct ConfigChoice {
-  using type = TallConfig<D>;
-};
-template <int D> struct ConfigChoice<true, D> {
-  using type = WideConfig<D>;
-};
-
-// Behind the tiles: row statistics, notes, barriers.
-template <int D> struct BackwardConfig : ConfigChoice<(D > 128), D>::type {
-  using Tiles = typename ConfigChoice<(D > 128), D>::type;
-  static constexpr int DELTA = Tiles::LSE + STAGES * Tiles::ROW_BYTES;
-  static constexpr int STEP_NOTES = DELTA + Tiles::DO_STAGES * Tiles::ROW_BYTES, CHAIN_NOTES = STEP_NOTES + NOTES * 16;
-  static constexpr int BARRIERS = CHAIN_NOTES + STAGES * 48;
-  static constexpr int SHARED_BYTES = BARRIERS + 320;  // BARRIER_BYTES below
-  static_assert(SHARED_BYTES <= 232448, "shared memory of one SM");
+// What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.
+struct StepNote {
+  int rows;  // what a consumer wants, in one word
+  int q_head, dq_tile, rank;
+  static DEVICE int pack_rows(int q_row, int partial) { return 2 * q_row + partial; }
+  DEVICE int q_row() const { return rows >> 1; }
+  DEVICE bool partial() const { return rows & 1; }
 };
 
-// Barriers, as byte offsets. FULL: written, may be read. EMPTY: read, may be overwritten.
-enum Barrier : int {
-  CHAIN_FULL = 0,       // [2] the note of a chain
-  CHAIN_EMPTY = 16,     // [2] all roles have finished a chain
-  CHAIN_LOADED = 32,    // every tile of a chain has been asked for
-  K_FULL = 40,
-  V_FULL = 48,
-  KV_EMPTY = 56,
-  Q_FULL = 64,          // [2] Q, LSE and the step's note
-  Q_EMPTY = 80,         // [2]
-  DO_FULL = 96,         // [DO_STAGES] dO and delta
-  DO_EMPTY = 112,       // [DO_STAGES]
-  DS_FULL = 128,        // [2]
-  DS_EMPTY = 144,       // [2]
-  DQ_FULL = 160,        // [2]
-  DQ_EMPTY = 176,       // [2]
-  NOTE_FULL = 192,      // [NOTES] the note of a step
-  NOTE_EMPTY = 256,     // [NOTES]
-  BARRIER_BYTES = 320,
+// FULL: written, may be read. EMPTY: read, may be overwritten.
+struct BackwardBarriers {
+  u64 chain_full[2];    // the note of a chain
+  u64 chain_empty[2];   // all roles have finished a chain
+  u64 chain_loaded;     // every tile of a chain has been asked for
+  u64 k_full, v_full, kv_empty;
+  u64 q_full[STAGES];   // Q, LSE and the step's note
+  u64 q_empty[STAGES];
+  u64 do_full[STAGES];  // [DO_STAGES] dO and delta
+  u64 do_empty[STAGES];
+  u64 ds_full[STAGES], ds_empty[STAGES];
+  u64 dq_full[STAGES], dq_empty[STAGES];
+  u64 note_full[NOTES];  // the note of a step
+  u64 note_empty[NOTES];
 };
+
+// The shared memory of a CTA.
+template <typename Config> struct BackwardStorage {
+  typename Config::Tiles tiles;
+  float lse[STAGES][Config::Q_ROWS], delta[Config::DO_STAGES][Config::Q_ROWS];
+  StepNote step_notes[NOTES];
+  ChainRecord chain_notes[2];
+  BackwardBarriers barriers;
+};
+
+template <int D> struct BackwardConfig : Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type {
+  using Storage = BackwardStorage<typename Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type>;
+  // Byte offsets. Code computes with addresses in the shared window, which fit one register; pointers take two.
+  static constexpr int K = OFFSET_OF(Storage, tiles.k), V = OFFSET_OF(Storage, tiles.v);
+  static constexpr int Q = OFFSET_OF(Storage, tiles.q), DO = OFFSET_OF(Storage, tiles.grad_out);
+  static constexpr int DS = OFFSET_OF(Storage, tiles.ds), DQ = OFFSET_OF(Storage, tiles.dq);
+  static constexpr int LSE = OFFSET_OF(Storage, lse), DELTA = OFFSET_OF(Storage, delta);
+  static constexpr int STEP_NOTES = OFFSET_OF(Storage, step_notes), CHAIN_NOTES = OFFSET_OF(Storage, chain_notes);
+  static constexpr int BARRIERS = OFFSET_OF(Storage, barriers), SHARED_BYTES = sizeof(Storage);
+  static_assert(SHARED_BYTES == backward_shared_bytes(D), "Python asks for other shared memory");
+  static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
+};
+
+// Barriers of warps (bar.sync has 16): of both warpgroups of consumers, or of one. Tall heads use three, wide heads two.
+enum NamedBarrier : int { BOTH = 1, BOTH_AGAIN = 2, FIRST_HALF = 2, SECOND_HALF = 3 };
 
 constexpr int CONSUMER_WARPS = 8, DRAINS = 2, LOADERS = 1;
 
-DEVICE void init_barriers(u32 bar) {
-  for (int s = 0; s < STAGES; s++) {
-    mbarrier_init(bar + CHAIN_FULL + 8 * s, 1);
-    mbarrier_init(bar + CHAIN_EMPTY + 8 * s, CONSUMER_WARPS + DRAINS + LOADERS);
-    mbarrier_init(bar + Q_FULL + 8 * s, 1);
-    mbarrier_init(bar + Q_EMPTY + 8 * s, CONSUMER_WARPS);
-    mbarrier_init(bar + DO_FULL + 8 * s, 1);
-    mbarrier_init(bar + DO_EMPTY + 8 * s, CONSUMER_WARPS);
-    mbarrier_init(bar + DS_FULL + 8 * s, CONSUMER_WARPS);
-    mbarrier_init(bar + DS_EMPTY + 8 * s, CONSUMER_WARPS);
-    mbarrier_init(bar + DQ_FULL + 8 * s, CONSUMER_WARPS);
-    mbarrier_init(bar + DQ_EMPTY + 8 * s, 1);
+// Handles of the barriers. `shared`: address of the storage.
+#define BARRIER(name) Barrier{shared + C::BARRIERS + OFFSET_OF(BackwardBarriers, name)}
+template <typename C> struct Barriers {
+  u32 shared;
+
+  DEVICE Barrier chain_full(u32 slot) const { return BARRIER(chain_full)[slot]; }
+  DEVICE Barrier chain_empty(u32 slot) const { return BARRIER(chain_empty)[slot]; }
+  DEVICE Barrier chain_loaded() const { return BARRIER(chain_loaded); }
+  DEVICE Barrier k_full() const { return BARRIER(k_full); }
+  DEVICE Barrier v_full() const { return BARRIER(v_full); }
+  DEVICE Barrier kv_empty() const { return BARRIER(kv_empty); }
+  DEVICE Barrier q_full(u32 stage) const { return BARRIER(q_full)[stage]; }
+  DEVICE Barrier q_empty(u32 stage) const { return BARRIER(q_empty)[stage]; }
+  DEVICE Barrier do_full(u32 stage) const { return BARRIER(do_full)[stage]; }
+  DEVICE Barrier do_empty(u32 stage) const { return BARRIER(do_empty)[stage]; }
+  DEVICE Barrier ds_full(u32 stage) const { return BARRIER(ds_full)[stage]; }
+  DEVICE Barrier ds_empty(u32 stage) const { return BARRIER(ds_empty)[stage]; }
+  DEVICE Barrier dq_full(u32 stage) const { return BARRIER(dq_full)[stage]; }
+  DEVICE Barrier dq_empty(u32 stage) const { return BARRIER(dq_empty)[stage]; }
+  DEVICE Barrier note_full(u32 number) const { return BARRIER(note_full)[number % NOTES]; }
+  DEVICE Barrier note_empty(u32 number) const { return BARRIER(note_empty)[number % NOTES]; }
+
+  DEVICE void init() const {
+    for (int s = 0; s < STAGES; s++) {
+      chain_full(s).init(1);
+      chain_empty(s).init(CONSUMER_WARPS + DRAINS + LOADERS);
+      q_full(s).init(1);
+      q_empty(s).init(CONSUMER_WARPS);
+      do_full(s).init(1);
+      do_empty(s).init(CONSUMER_WARPS);
+      ds_full(s).init(CONSUMER_WARPS);
+      ds_empty(s).init(CONSUMER_WARPS);
+      dq_full(s).init(CONSUMER_WARPS);
+      dq_empty(s).init(1);
+    }
+    for (int n = 0; n < NOTES; n++) {
+      note_full(n).init(1);
+      note_empty(n).init(1);
+    }
+    chain_loaded().init(1);
+    k_full().init(1);
+    v_full().init(1);
+    kv_empty().init(CONSUMER_WARPS);
+    mbarrier_init_fence();
+    fence_async_all();
   }
-  for (int n = 0; n < NOTES; n++) {
-    mbarrier_init(bar + NOTE_FULL + 8 * n, 1);
-    mbarrier_init(bar + NOTE_EMPTY + 8 * n, 1);
-  }
-  mbarrier_init(bar + CHAIN_LOADED, 1);
-  mbarrier_init(bar + K_FULL, 1);
-  mbarrier_init(bar + V_FULL, 1);
-  mbarrier_init(bar + KV_EMPTY, CONSUMER_WARPS);
-  mbarrier_init_fence();
-  fence_async_all();
-}
+};
+#undef BARRIER
 
 // Every role counts chains and steps the same way. A chain always starts at stage 0; the phase of a stage's barriers
 // flips each time the stage is used, so an odd chain leaves the two stages with different phases.
@@ -167,40 +181,37 @@ struct Pipeline {
   }
 };
 
-// What the planner tells the other roles about a chain. Row r of its sequence is at TMA coordinates (r + shift, plane).
+// What the planner tells the other roles about a chain: the first words of its record. Row r of its sequence is at TMA coordinates
+// (r + shift, plane).
 struct ChainNote {
-  int kv_head, kv_row, kv_plane, steps;   // kv_row: first key, shift included; steps: -1 if no more chains come
-  int q_shift, q_plane, keys, band_top;   // keys: how many of the sequence begin with the first; band_top: see common/mask.cuh, from the first key
-};
-// ... and about a step: first query, whether elements must be masked, query head, dQ tile, rank.
-struct StepNote {
-  int rows;  // what a consumer wants, in one word
-  int q_head, dq_tile, rank;
-  static DEVICE int pack_rows(int q_row, int partial) { return 2 * q_row + partial; }
-  DEVICE int q_row() const { return rows >> 1; }
-  DEVICE bool partial() const { return rows & 1; }
+  int kv_head, kv_row, kv_plane, steps;
+  int q_shift, q_plane, keys, band_top;
 };
 
-// The notes in shared memory, seen by every role. A chain's is its whole ticket; the last four words are the planner's own.
+// The notes in shared memory, seen by every role. A chain's is its whole record; the last four words are the planner's own.
 template <typename C> struct Notes {
   u32 shared;
 
-  DEVICE u32 chain_at(u32 slot) const { return shared + C::CHAIN_NOTES + 48 * slot; }
-  DEVICE u32 step_at(u32 step) const { return shared + C::STEP_NOTES + 16 * (step % NOTES); }
-  DEVICE void await_chain(const Pipeline& pipe) const { mbarrier_wait(shared + C::BARRIERS + CHAIN_FULL + 8 * pipe.chain_slot(), pipe.chain_phase()); }
-  // The halves of a chain's note are read where they are needed: registers are scarcer than shared-memory loads.
+  DEVICE u32 chain_at(u32 slot) const { return shared + C::CHAIN_NOTES + (u32)sizeof(ChainRecord) * slot; }
+  DEVICE u32 step_at(u32 step) const { return shared + C::STEP_NOTES + (u32)sizeof(StepNote) * (step % NOTES); }
+  DEVICE void await_chain(const Pipeline& pipe) const { Barriers<C>{shared}.chain_full(pipe.chain_slot()).wait(pipe.chain_phase()); }
+  // The parts of a chain's note are read where they are needed: registers are scarcer than shared-memory loads.
   DEVICE ChainNote chain(const Pipeline& pipe) const {
     const int4 v = load_shared_i32x4(chain_at(pipe.chain_slot()));
     return {v.x, v.y, v.z, v.w};
   }
-  DEVICE int q_shift(const Pipeline& pipe) const { return load_shared_i32(chain_at(pipe.chain_slot()) + 16); }
-  DEVICE int q_plane(const Pipeline& pipe) const { return load_shared_i32(chain_at(pipe.chain_slot()) + 20); }
-  DEVICE int keys(const Pipeline& pipe) const { return load_shared_i32(chain_at(pipe.chain_slot()) + 24); }
-  template <MaskKind MASK> DEVICE int mask_from(const Pipeline& pipe) const {  // band_top or kv_row
-    return load_shared_i32(chain_at(pipe.chain_slot()) + (is_band(MASK) ? 28 : 4));
+  DEVICE int q_shift(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_shift)); }
+  DEVICE int q_plane(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_plane)); }
+  DEVICE int keys(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, keys)); }
+  template <MaskKind MASK> DEVICE int mask_from(const Pipeline& pipe) const {
+    return word(pipe, is_band(MASK) ? OFFSET_OF(ChainRecord, band_top) : OFFSET_OF(ChainRecord, kv_row));
   }
   DEVICE StepNote step(u32 step) const {
     const int4 v = load_shared_i32x4(step_at(step));
     return {v.x, v.y, v.z, v.w};
   }
+
+ private:
+  DEVICE int word(const Pipeline& pipe, u32 offset) const { return load_shared_i32(chain_at(pipe.chain_slot()) + offset); }
 };
+static_assert(OFFSET_OF(ChainRecord, kv_head) == 0 && OFFSET_OF(ChainRecord, steps) == 12, "a note is read as four words");

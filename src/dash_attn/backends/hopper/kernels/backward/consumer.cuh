@@ -3,6 +3,7 @@
 // waits for the other's half of dS.
 #pragma once
 #include "backward/config.cuh"
+#include "backward/elementwise.cuh"
 #include "common/wgmma.cuh"
 
 template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
@@ -15,6 +16,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 
   const BackwardParams& p;
   Notes<C> notes;
+  Barriers<C> bars;
   u32 shared;
   int wg, warp, lane;     // warp inside the warpgroup
   float dk[D / 2], dv[D / 2];
@@ -22,7 +24,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   u32 probability[PAIRS], ds[PAIRS];
 
   DEVICE Consumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
-      : p(params), notes{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
+      : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
         lane(lane_of_warp) {}
 
   DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map) {
@@ -36,31 +38,31 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
       for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0.f;
       if (steps > 0) {
         walk_chain(steps, pipe, kv_loads & 1);
-        arrive(KV_EMPTY);
+        arrive(bars.kv_empty());
         kv_loads++;
       }
       store_tile(dv, 1.f, dv_map, notes.chain(pipe));
       store_tile(dk, p.scale, dk_map, notes.chain(pipe));
-      arrive(CHAIN_EMPTY + 8 * pipe.chain_slot());
+      arrive(bars.chain_empty(pipe.chain_slot()));
       pipe.finish_chain(steps);
     }
     if (warp == 0 && lane == 0) bulk_wait();
   }
 
  private:
-  DEVICE void arrive(int barrier) {
+  DEVICE void arrive(Barrier barrier) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared + C::BARRIERS + barrier);
+    if (lane == 0) barrier.arrive();
   }
   // What this warp has stored may be read by wgmma and TMA. The fence waits until the stores have landed, so it comes a while
   // after them, behind the next products.
-  DEVICE void publish(int barrier) {
+  DEVICE void publish(Barrier barrier) {
     fence_async_shared();
     arrive(barrier);
   }
 
   DEVICE void walk_chain(int steps, const Pipeline& pipe, u32 kv_phase) {
-    mbarrier_wait(shared + C::BARRIERS + K_FULL, kv_phase);
+    bars.k_full().wait(kv_phase);
     step<0, true, true>(0, pipe, kv_phase);
     int j = 1;
     // Two steps a trip: dK of the first may still run when S of the second is issued, but not over the back edge (ptxas).
@@ -80,26 +82,26 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   template <int STAGE, bool FIRST, bool CLOSE> DEVICE void step(int j, const Pipeline& pipe, u32 kv_phase) {
     constexpr int OTHER = STAGE ^ 1;
     const u32 phase = pipe.template phase<STAGE>(j);
-    mbarrier_wait(shared + C::BARRIERS + Q_FULL + 8 * STAGE, phase);
+    bars.q_full(STAGE).wait(phase);
     int rows;
     if constexpr (READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
     float2 lse[EARLY_LSE];
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE, STAGE, g);
     multiply_s<STAGE>();
-    if (!FIRST && j > 1) publish(DQ_FULL + 8 * STAGE);  // put there by the step before: its stores have landed by now
+    if (!FIRST && j > 1) publish(bars.dq_full(STAGE));  // put there by the step before: its stores have landed by now
     if constexpr (!FIRST) {
       wgmma_wait<1>();  // dK of the step before
-      arrive(Q_EMPTY + 8 * OTHER);
+      arrive(bars.q_empty(OTHER));
     } else {
-      mbarrier_wait(shared + C::BARRIERS + V_FULL, kv_phase);
+      bars.v_full().wait(kv_phase);
     }
-    mbarrier_wait(shared + C::BARRIERS + DO_FULL + 8 * STAGE, phase);
+    bars.do_full(STAGE).wait(phase);
     multiply_dp<STAGE>();
     wgmma_wait<1>();  // S
     pin(s);
     if constexpr (!READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
-    if constexpr (SOFTCAP) cap_scores();
+    if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
     mask_partial(rows, pipe);
     exponentiate<STAGE>(lse);
     multiply_dv<STAGE>();
@@ -112,16 +114,16 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     if constexpr (FIRST) await_stored();
     put_ds<STAGE>(phase);
     if constexpr (!FIRST) {
-      mbarrier_wait(shared + C::BARRIERS + DS_FULL + 8 * OTHER, pipe.template phase<OTHER>(j - 1));
+      bars.ds_full(OTHER).wait(pipe.template phase<OTHER>(j - 1));
       multiply_dq<OTHER>();
     }
     multiply_dk<STAGE>();
-    publish(DS_FULL + 8 * STAGE);
+    publish(bars.ds_full(STAGE));
     wgmma_wait<1>();  // dV, and dQ of the step before
-    arrive(DO_EMPTY + 8 * STAGE);
+    arrive(bars.do_empty(STAGE));
     if constexpr (!FIRST) {
       pin(dq);
-      arrive(DS_EMPTY + 8 * OTHER);
+      arrive(bars.ds_empty(OTHER));
       put_dq<OTHER>(pipe.template phase<OTHER>(j - 1));
     }
     if constexpr (CLOSE) wgmma_wait<0>();
@@ -130,34 +132,34 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   // dQ of the last step.
   template <int STAGE> DEVICE void finish(int j, const Pipeline& pipe) {
     const u32 phase = pipe.template phase<STAGE>(j);
-    arrive(Q_EMPTY + 8 * STAGE);
-    if (j > 0) publish(DQ_FULL + 8 * (STAGE ^ 1));
-    mbarrier_wait(shared + C::BARRIERS + DS_FULL + 8 * STAGE, phase);
+    arrive(bars.q_empty(STAGE));
+    if (j > 0) publish(bars.dq_full(STAGE ^ 1));
+    bars.ds_full(STAGE).wait(phase);
     multiply_dq<STAGE>();
     wgmma_wait<0>();
     pin(dq);
-    arrive(DS_EMPTY + 8 * STAGE);
+    arrive(bars.ds_empty(STAGE));
     put_dq<STAGE>(phase);
-    publish(DQ_FULL + 8 * STAGE);
+    publish(bars.dq_full(STAGE));
   }
 
   // ---- the five products
   template <int STAGE> DEVICE void multiply_s() {  // S^T = K Q^T
-    const u32 b = opaque(shared >> 4), a = b + wg * 512;
+    const u32 b = opaque(shared >> 4), a = b + wg * (HALF_PANEL / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * 32)),
-                           descriptor(b + descriptor_low(C::Q + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * 32)));
+      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
+                           descriptor(b + descriptor_low(C::Q + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dp() {  // dP^T = V dO^T
-    const u32 b = opaque(shared >> 4), a = b + wg * 512;
+    const u32 b = opaque(shared >> 4), a = b + wg * (HALF_PANEL / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-      wgmma_ss<Half, 0, 0>(k > 0, dp, descriptor(a + descriptor_low(C::V + (k / 4) * C::KV_PANEL + (k % 4) * 32)),
-                           descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * 32)));
+      wgmma_ss<Half, 0, 0>(k > 0, dp, descriptor(a + descriptor_low(C::V + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
+                           descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dv() {  // dV += P^T dO
@@ -165,7 +167,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(dv, probability + 4 * k, descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + k * 2048, C::Q_PANEL)));
+      wgmma_rs<Half, 1>(dv, probability + 4 * k, descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dk() {  // dK += dS^T Q
@@ -173,17 +175,17 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(dk, ds + 4 * k, descriptor(b + descriptor_low(C::Q + STAGE * C::Q_BYTES + k * 2048, C::Q_PANEL)));
+      wgmma_rs<Half, 1>(dk, ds + 4 * k, descriptor(b + descriptor_low(C::Q + STAGE * C::Q_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dq() {  // dQ = dS K, or its transpose
     const u32 b = opaque(shared >> 4);
-    const u32 at_ds = b + (C::DQ_TRANSPOSED ? wg * (Q_ROWS * 4) : 0), at_k = b + (C::DQ_TRANSPOSED ? 0 : wg * (C::KV_PANEL / 16));
+    const u32 at_ds = b + (C::DQ_TRANSPOSED ? wg * (Q_ROWS / 2 * PANEL_ROW / DESCRIPTOR_UNIT) : 0), at_k = b + (C::DQ_TRANSPOSED ? 0 : wg * (C::KV_PANEL / DESCRIPTOR_UNIT));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KV_ROWS / 16; k++) {
-      const u64 d_ds = descriptor(at_ds + descriptor_low(C::DS + STAGE * C::DS_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * 32));
-      const u64 d_k = descriptor(at_k + descriptor_low(C::K + k * 2048));
+      const u64 d_ds = descriptor(at_ds + descriptor_low(C::DS + STAGE * C::DS_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS));
+      const u64 d_k = descriptor(at_k + descriptor_low(C::K + k * SIXTEEN_ROWS));
       if constexpr (C::DQ_TRANSPOSED)
         wgmma_ss<Half, 1, 0>(k > 0, dq, d_k, d_ds);
       else
@@ -192,13 +194,9 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_commit();
   }
 
-  // ---- element-wise work. Register 4 g + e of a score tile is key row + 8 (e / 2), query column 8 g + 2 (lane % 4) + e % 2.
+  // ---- element-wise work (backward/elementwise.cuh)
   DEVICE float2 row_pair(int rows, int stage, int g) { return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32); }
 
-  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies with it
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
-  }
   DEVICE void mask_partial(int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;
@@ -208,50 +206,40 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     const int query = note.q_row() + 2 * (lane & 3);
     mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
-  template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE]) {  // P = exp2(S scale - LSE)
-    const float scale = p.scale_log2;
+  template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE]) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       const float2 lse = g < EARLY_LSE ? early[g < EARLY_LSE ? g : 0] : row_pair(C::LSE, STAGE, g);
-      float x[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float capped = s[4 * g + e];
-        x[e] = exp2_approx(fmaf(capped, scale, (e & 1) ? -lse.y : -lse.x));
-        s[4 * g + e] = SOFTCAP ? x[e] * fmaf(-capped, capped, 1.f) : x[e];  // what dS needs: times the slope of the cap
-      }
-      probability[2 * g] = pack<Half>(x[0], x[1]);
-      probability[2 * g + 1] = pack<Half>(x[2], x[3]);
+      exponentiate_group<Half, SOFTCAP>(s + 4 * g, lse, p.scale_log2, probability + 2 * g);
     }
   }
-  template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {  // dS = P (dP - delta), times the slope of the cap
+  template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-      const float2 d = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, STAGE, g);
-      ds[2 * g] = pack<Half>(s[4 * g] * (dp[4 * g] - d.x), s[4 * g + 1] * (dp[4 * g + 1] - d.y));
-      ds[2 * g + 1] = pack<Half>(s[4 * g + 2] * (dp[4 * g + 2] - d.x), s[4 * g + 3] * (dp[4 * g + 3] - d.y));
+      const float2 delta = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, STAGE, g);
+      differentiate_group<Half>(s + 4 * g, dp + 4 * g, delta, ds + 2 * g);
     }
   }
 
   // ---- what leaves the registers
   template <int STAGE> DEVICE void put_ds(u32 phase) {  // [query][key], one panel of 64 keys per warpgroup
-    mbarrier_wait(shared + C::BARRIERS + DS_EMPTY + 8 * STAGE, phase ^ 1);
+    bars.ds_empty(STAGE).wait(phase ^ 1);
     const int chunk = (2 * warp + ((lane >> 3) & 1)) ^ (lane & 7);
-    const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * 128 + chunk * 16;
+    const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * PANEL_ROW + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < Q_ROWS / 16; k++) stmatrix_transposed(at + k * 2048, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    for (int k = 0; k < Q_ROWS / 16; k++) stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
   }
   template <int STAGE> DEVICE void put_dq(u32 phase) {  // fragment order: the postprocess kernel unscrambles
-    mbarrier_wait(shared + C::BARRIERS + DQ_EMPTY + 8 * STAGE, phase ^ 1);
+    bars.dq_empty(STAGE).wait(phase ^ 1);
     const u32 at = shared + C::DQ + STAGE * C::DQ_BYTES + wg * (C::DQ_BYTES / 2) + (warp * 32 + lane) * 16;
 #pragma unroll
-    for (int i = 0; i < C::DQ_REGISTERS / 4; i++) store_shared_f32x4(at + i * 2048, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int i = 0; i < C::DQ_REGISTERS / 4; i++) store_shared_f32x4(at + i * (WARPGROUP * 16), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
   // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with dS.
   DEVICE void await_stored() {
     if (warp == 0 && lane == 0) bulk_wait_read();
-    named_barrier_sync<1>(2 * WARPGROUP);
+    named_barrier_sync<BOTH>(2 * WARPGROUP);
   }
   // A finished 64 x D half of dK or dV, through this warpgroup's part of the dS buffers.
   DEVICE void store_tile(float (&tile)[D / 2], float factor, const TensorMap* map, const ChainNote& chain) {
@@ -262,13 +250,13 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(tile[8 * g + 2 * i] * factor, tile[8 * g + 2 * i + 1] * factor);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(shared + C::OUT + wg * (C::KV_BYTES / 2) + (g / 4) * 8192 + row * 128 + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(shared + C::OUT + wg * (C::KV_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
     }
     fence_async_shared();
-    wg == 0 ? named_barrier_sync<2>(WARPGROUP) : named_barrier_sync<3>(WARPGROUP);
+    wg == 0 ? named_barrier_sync<FIRST_HALF>(WARPGROUP) : named_barrier_sync<SECOND_HALF>(WARPGROUP);
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * 8192, i * 64, chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * HALF_PANEL, i * 64, chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }
   }

@@ -10,6 +10,7 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
   using C = BackwardConfig<D>;
   const BackwardParams& p;
   Notes<C> notes;
+  Barriers<C> bars;
   u32 shared;
 
   DEVICE void run() {
@@ -22,7 +23,7 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
       if (steps < 0) break;
 #pragma unroll 1
       for (u32 number = pipe.steps + W; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
-      mbarrier_arrive(shared + C::BARRIERS + CHAIN_EMPTY + 8 * pipe.chain_slot());
+      bars.chain_empty(pipe.chain_slot()).arrive();
       pipe.finish_chain(steps);
     }
     bulk_wait();
@@ -31,15 +32,15 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
 
  private:
   DEVICE void drain_step(u32 number, u32 use) {
-    mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, C::DQ_PIECES == 2 ? 0 : use & 1);
+    bars.dq_full(W).wait(C::DQ_PIECES == 2 ? 0 : use & 1);
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
-    mbarrier_arrive(shared + C::BARRIERS + NOTE_EMPTY + 8 * (number % NOTES));
+    bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
     const u32 turn = RECORD ? cycles() : 0;
     add_piece(note, 0);
     if constexpr (C::DQ_PIECES == 2) {
-      mbarrier_wait(shared + C::BARRIERS + DQ_FULL + 8 * W, 1);
+      bars.dq_full(W).wait(1);
       add_piece(note, 1);
     }
     if (ORDERED) {
@@ -60,15 +61,11 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
       bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
     bulk_commit();
     bulk_wait_read();
-    mbarrier_arrive(shared + C::BARRIERS + DQ_EMPTY + 8 * W);
+    bars.dq_empty(W).arrive();
   }
 
-  // A validated plan cannot hang. If it does anyway, stop with the task's name.
   DEVICE void await_rank(const StepNote& note) {
-    const int* semaphore = p.semaphores + note.dq_tile;
-#pragma unroll 1
-    for (u32 polls = 0; load_acquire(semaphore) != note.rank; polls++)
-      if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, note.dq_tile, note.rank);  // a corrupted table, a broken driver
+    await_semaphore<false>(p, note.dq_tile, note.rank);
     fence_async_global();
   }
 

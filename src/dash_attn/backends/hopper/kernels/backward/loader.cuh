@@ -7,6 +7,7 @@ template <int D, MaskKind MASK> struct Loader {
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Notes<C> notes;
+  Barriers<C> bars;
   u32 shared;
 
   DEVICE void run() {
@@ -17,8 +18,8 @@ template <int D, MaskKind MASK> struct Loader {
       const int steps = notes.chain(pipe).steps;
       if (steps < 0) return;
       if (steps > 0) {
-        mbarrier_wait(shared + C::BARRIERS + KV_EMPTY, phases >> 2 & 1 ^ 1);
-        load_kv(C::K, k_map, K_FULL, pipe);
+        bars.kv_empty().wait(phases >> 2 & 1 ^ 1);
+        load_kv(C::K, k_map, bars.k_full(), pipe);
 #pragma unroll 1
         for (int j = 0; j < steps; j++) {
           load_step(j, phases >> (j & 1) & 1, pipe);
@@ -26,43 +27,50 @@ template <int D, MaskKind MASK> struct Loader {
         }
         phases ^= 4;
       }
-      mbarrier_arrive(shared + C::BARRIERS + CHAIN_LOADED);
-      mbarrier_arrive(shared + C::BARRIERS + CHAIN_EMPTY + 8 * pipe.chain_slot());
+      bars.chain_loaded().arrive();
+      bars.chain_empty(pipe.chain_slot()).arrive();
       pipe.finish_chain(steps);
     }
   }
 
  private:
-  DEVICE void load_kv(int at, const TensorMap* map, int full, const Pipeline& pipe) {
+  static constexpr bool PACKED = MASK == MaskKind::Packed;
+
+  DEVICE void load_kv(int at, const TensorMap* map, Barrier full, const Pipeline& pipe) {
     const ChainNote chain = notes.chain(pipe);
-    mbarrier_arrive_expect(shared + C::BARRIERS + full, C::KV_BYTES);
+    full.arrive_expect(C::KV_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load<MASK == MaskKind::Packed>(shared + at + i * C::KV_PANEL, map, shared + C::BARRIERS + full, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+      tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
   }
 
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
     const u32 s = j & 1, number = pipe.steps + j;
-    mbarrier_wait(shared + C::BARRIERS + NOTE_FULL + 8 * (number % NOTES), (number / NOTES) & 1);
+    bars.note_full(number).wait((number / NOTES) & 1);
     const StepNote note = notes.step(number);
-    load_rows(C::Q, C::LSE, q_map, p.lse, Q_FULL, s, phase, note, pipe);
-    if (j == 0) load_kv(C::V, v_map, V_FULL, pipe);  // behind the first Q: S needs no V
+    load_rows({C::Q, C::LSE, q_map, p.lse, bars.q_full(0), bars.q_empty(0)}, s, phase, note, pipe);
+    if (j == 0) load_kv(C::V, v_map, bars.v_full(), pipe);  // behind the first Q: S needs no V
+    const Rows grad_out{C::DO, C::DELTA, do_map, p.delta, bars.do_full(0), bars.do_empty(0)};
     if constexpr (C::DO_STAGES == 2)
-      load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, s, phase, note, pipe);
+      load_rows(grad_out, s, phase, note, pipe);
     else
-      load_rows(C::DO, C::DELTA, do_map, p.delta, DO_FULL, 0, number & 1, note, pipe);
+      load_rows(grad_out, 0, number & 1, note, pipe);
   }
 
-  // A tile of Q or dO and the row statistics that go with it. What the load needs is read before the wait: behind it, every
-  // cycle is one that the tile comes later.
-  DEVICE void load_rows(int at, int statistics_at, const TensorMap* map, const float* statistics, int full, u32 s, u32 phase,
-                        const StepNote& note, const Pipeline& pipe) {
-    constexpr int EMPTY_BEHIND_FULL = Q_EMPTY - Q_FULL;
-    static_assert(EMPTY_BEHIND_FULL == DO_EMPTY - DO_FULL, "barriers of Q and dO are laid out alike");
-    const int plane = notes.q_plane(pipe), row = note.q_row() + (MASK == MaskKind::Packed ? notes.q_shift(pipe) : 0);
-    mbarrier_wait(shared + C::BARRIERS + full + EMPTY_BEHIND_FULL + 8 * s, phase ^ 1);
-    mbarrier_arrive_expect(shared + C::BARRIERS + full + 8 * s, C::Q_BYTES + C::ROW_BYTES);
+  // A tile of Q or dO and the row statistics that go with it. Barriers are those of the first stage.
+  struct Rows {
+    int at, statistics_at;
+    const TensorMap* map;
+    const float* statistics;
+    Barrier full, empty;
+  };
+  // By value: by reference the compiler reads parameters at other places. What the load needs is read before the wait: behind
+  // it, every cycle is one that the tile comes later.
+  DEVICE void load_rows(const Rows rows, u32 s, u32 phase, const StepNote& note, const Pipeline& pipe) {
+    const int plane = notes.q_plane(pipe), row = note.q_row() + (PACKED ? notes.q_shift(pipe) : 0);
+    rows.empty[s].wait(phase ^ 1);
+    rows.full[s].arrive_expect(C::Q_BYTES + C::ROW_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load<MASK == MaskKind::Packed>(shared + at + s * C::Q_BYTES + i * C::Q_PANEL, map, shared + C::BARRIERS + full + 8 * s, i * 64, note.q_head, row, plane);
-    bulk_load(shared + statistics_at + s * C::ROW_BYTES, statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES, shared + C::BARRIERS + full + 8 * s);
+      tma_load<PACKED>(shared + rows.at + s * C::Q_BYTES + i * C::Q_PANEL, rows.map, rows.full[s].address, i * 64, note.q_head, row, plane);
+    bulk_load(shared + rows.statistics_at + s * C::ROW_BYTES, rows.statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES, rows.full[s].address);
   }
 };

@@ -6,6 +6,7 @@ template <int D, MaskKind MASK> struct Planner {
   using C = BackwardConfig<D>;
   const BackwardParams& p;
   Notes<C> notes;
+  Barriers<C> bars;
   u32 shared;
 
   DEVICE void run() {
@@ -14,16 +15,17 @@ template <int D, MaskKind MASK> struct Planner {
       const u32 chains = counts.chains();
       if (chains > 0) await_turn(chains - 1);
       const int ticket = atomicAdd(p.next_ticket, 1);
-      const u32 slot = chains & 1, full = shared + C::BARRIERS + CHAIN_FULL + 8 * slot;
-      mbarrier_wait(shared + C::BARRIERS + CHAIN_EMPTY + 8 * slot, ((chains >> 1) & 1) ^ 1);
+      const u32 slot = chains & 1;
+      const Barrier full = bars.chain_full(slot);
+      bars.chain_empty(slot).wait(((chains >> 1) & 1) ^ 1);
       if (ticket >= p.next_ticket[1]) {
         store_shared_i32x4(notes.chain_at(slot), make_int4(0, 0, 0, -1));
-        mbarrier_arrive(full);
+        full.arrive();
         return;
       }
-      mbarrier_arrive_expect(full, sizeof(Ticket));
-      bulk_load(notes.chain_at(slot), p.tickets + ticket, sizeof(Ticket), full);
-      mbarrier_wait(full, (chains >> 1) & 1);
+      full.arrive_expect(sizeof(ChainRecord));
+      bulk_load(notes.chain_at(slot), p.tickets + ticket, sizeof(ChainRecord), full.address);
+      full.wait((chains >> 1) & 1);
       // The whole walk for one query head of the group after the other: chains that follow each other share Q tiles in the cache.
 #pragma unroll 1
       for (int m = 0; m < p.group; m++) counts = walk(notes.chain_at(slot), m, counts);
@@ -40,15 +42,22 @@ template <int D, MaskKind MASK> struct Planner {
     DEVICE void add_chain() { bits += 2 * NOTES; }
     DEVICE void add_step() { bits = chains() * (2 * NOTES) + (bits + 1) % (2 * NOTES); }
   };
-  enum : u32 { KV_HEAD = 0, FIRST_RUN = 32, FIRST_DQ_TILE = 36, GANG_END = 40, WALK = 44 };  // of struct Ticket
+  // Where the members of a chain's record are in its note.
+  enum : u32 {
+    KV_HEAD = OFFSET_OF(ChainRecord, kv_head),
+    FIRST_RUN = OFFSET_OF(ChainRecord, first_run),
+    FIRST_DQ_TILE = OFFSET_OF(ChainRecord, first_dq_tile),
+    GANG_END = OFFSET_OF(ChainRecord, gang_end),
+    WALK = OFFSET_OF(ChainRecord, walk),
+  };
 
   // The next ticket is taken when the loader is through with the chain before, so that its tiles can follow at once. But a
   // chain of the gang this CTA still works for may only be taken by a CTA that is free to run it, else the gang could wait
   // for a chain that nobody runs. Tickets only grow: once they are past the gang, the next one is of another gang.
   DEVICE void await_turn(u32 chain) {
-    mbarrier_wait(shared + C::BARRIERS + CHAIN_LOADED, chain & 1);
+    bars.chain_loaded().wait(chain & 1);
     if (load_acquire(p.next_ticket) < load_shared_i32(notes.chain_at(chain & 1) + GANG_END))
-      mbarrier_wait(shared + C::BARRIERS + CHAIN_EMPTY + 8 * (chain & 1), (chain >> 1) & 1);
+      bars.chain_empty(chain & 1).wait((chain >> 1) & 1);
   }
 
   // What belongs to the chain is read anew for every step: registers are scarcer than shared-memory loads.
@@ -61,13 +70,13 @@ template <int D, MaskKind MASK> struct Planner {
         step = PackedWalk<C::Q_ROWS, C::KV_ROWS>::step(p.chains[load_shared_i32(chain + FIRST_RUN)], i);
       else
         step = table_walk.next(p.runs, p.entries);
-      const u32 number = counts.steps(), ring = 8 * (number % NOTES);
-      mbarrier_wait(shared + C::BARRIERS + NOTE_EMPTY + ring, ((number / NOTES) & 1) ^ 1);
+      const u32 number = counts.steps();
+      bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
       const int member = load_shared_i32(chain + WALK) & 1 ? p.group - 1 - m : m;
       store_shared_i32x4(notes.step_at(number), make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial),
                                                           load_shared_i32(chain + KV_HEAD) * p.group + member,
                                                           load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
-      mbarrier_arrive(shared + C::BARRIERS + NOTE_FULL + ring);
+      bars.note_full(number).arrive();
     }
     return counts;
   }

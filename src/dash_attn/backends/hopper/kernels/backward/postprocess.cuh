@@ -3,20 +3,6 @@
 #include "backward/config.cuh"
 #include "common/tile_place.cuh"
 
-struct PostprocessParams {
-  const float* dq_accumulator;
-  const int* q_ranks;     // [head_tiles] ranks of each dQ tile of a head; null: unordered
-  const int* semaphores;  // ranks of a tile that have landed
-  void* dq;               // (batch, q_len, q_heads, dim) or packed (tokens, q_heads, dim)
-  i64 strides[3];         // elements: batch, row, head
-  int dim;
-  float scale;
-  int* report;            // as in BackwardParams
-  u32 most_polls;
-  int call;
-  TilePlaces tiles;
-};
-
 // Row and column of element e of float4 `i` of an accumulator tile.
 template <int D> DEVICE int2 place_in_tile(int i, int e) {
   using C = BackwardConfig<D>;
@@ -41,11 +27,7 @@ DEVICE bool await_sum(const PostprocessParams& p, int tile) {
     return true;
   }
   const int ranks = p.q_ranks[tile % p.tiles.head_tiles];
-  if (threadIdx.x == 0)
-    for (u32 polls = 0; load_acquire(p.semaphores + tile) != ranks; polls++) {
-      if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, tile, ranks);
-      __nanosleep(200);
-    }
+  if (threadIdx.x == 0) await_semaphore<true>(p, tile, ranks);
   __syncthreads();
   return ranks > 0;
 }
@@ -67,7 +49,7 @@ template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(2
   }
   __syncthreads();
   constexpr int CHUNKS = C::WIDTH / 8;  // of 16 bytes
-  const TilePlace place = p.tiles.locate<C::Q_ROWS, PACKED>(blockIdx.x);
+  const TilePlace place = locate<C::Q_ROWS, PACKED>(p.tiles, blockIdx.x);
   const int chunk = threadIdx.x % CHUNKS;
   for (int row = threadIdx.x / CHUNKS; row < (chunk * 8 < p.dim ? min(C::Q_ROWS, place.rows) : 0); row += 256 / CHUNKS)
     *(uint4*)((unsigned short*)p.dq + place.offset(p.strides, row) + chunk * 8) = *(const uint4*)&rows[row * PITCH + chunk * 8];

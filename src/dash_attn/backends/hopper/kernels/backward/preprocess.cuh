@@ -5,28 +5,13 @@
 #include "common/ptx.cuh"
 #include "common/tile_place.cuh"
 
-struct PreprocessParams {
-  const void *out, *grad_out;           // (batch, q_len, q_heads, v_dim) or packed (tokens, q_heads, v_dim), last dimension contiguous
-  i64 out_strides[3], grad_strides[3];  // elements: batch, row, head
-  const float *lse, *grad_lse;          // [batch][q_heads][q_len] or packed [q_heads][tokens], natural log; no gradient: null
-  float *lse_log2, *delta;              // [dQ tile][Q_ROWS]
-  float* dq_to_zero;                    // the dQ accumulator in unordered mode, else null
-  int* semaphores;
-  int* next_ticket;                     // [2] the next and how many there are
-  Ticket* tickets;
-  int v_dim, kv_rows, tile_columns;     // tile_columns: of the dQ accumulator
-  TilePlaces tiles;
-  MaskParams mask;
-  PlanTables plan;
-};
-
 // LANES threads sum a row, 16 bytes a lane.
 template <typename Half, int LANES, int Q_ROWS, bool PACKED>
 __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant__ PreprocessParams p) {
   allow_next_kernel();
   const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x, threads = (i64)gridDim.x * 256;
   if (thread == 0) p.next_ticket[0] = 0;
-  if (thread < p.tiles.tiles()) p.semaphores[thread] = 0;
+  if (thread < tile_count(p.tiles)) p.semaphores[thread] = 0;
   if constexpr (!PACKED) {
     if (thread == 0) p.next_ticket[1] = p.plan.tickets;
     for (i64 t = thread; t < p.plan.tickets; t += threads) {
@@ -36,13 +21,13 @@ __global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant
     }
   }
   if (p.dq_to_zero != nullptr) {
-    const i64 quads = (i64)p.tiles.tiles() * (Q_ROWS / 4) * p.tile_columns;
+    const i64 quads = (i64)tile_count(p.tiles) * (Q_ROWS / 4) * p.tile_columns;
     for (i64 i = thread; i < quads; i += threads) ((float4*)p.dq_to_zero)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   const i64 row = thread / LANES;  // of all tiles
   const int lane = (int)(thread % LANES);
-  if (row >= (i64)p.tiles.tiles() * Q_ROWS) return;
-  const TilePlace place = p.tiles.locate<Q_ROWS, PACKED>((int)(row / Q_ROWS));
+  if (row >= (i64)tile_count(p.tiles) * Q_ROWS) return;
+  const TilePlace place = locate<Q_ROWS, PACKED>(p.tiles, (int)(row / Q_ROWS));
   const int within = (int)(row % Q_ROWS);
   const bool exists = within < place.rows;
   float sum = 0.f;

@@ -4,13 +4,6 @@
 #include "common/ptx.cuh"
 #include "common/tile_place.cuh"
 
-struct SinkGradientParams {
-  const float *sinks, *lse_log2, *delta;
-  float* gradient;  // [q_heads]
-  int sequences;
-  TilePlaces tiles;
-};
-
 template <int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256) sink_gradient(const __grid_constant__ SinkGradientParams p) {
   __shared__ float sums[256];
   const int head = blockIdx.x;

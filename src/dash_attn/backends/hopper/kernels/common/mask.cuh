@@ -1,20 +1,12 @@
 // Which elements of a partial tile attend.
 #pragma once
-#include "common/types.cuh"
+#include "common/shared_with_python.cuh"
 
-enum class MaskKind { Band, Rows, Blocks, Packed };  // Packed: a band in each of many sequences that lie end to end
+// MaskKind::Packed is a band in each of many sequences that lie end to end.
 DEVICE constexpr bool is_band(MaskKind kind) { return kind == MaskKind::Band || kind == MaskKind::Packed; }
 
-struct MaskParams {
-  int q_len, kv_len;  // of every sequence, in a batch of equal lengths
-  int band_right;     // Band: key - query <= band_top, which is band_right and the offset that aligns the last query with the last key ...
-  u32 band_width;     // ... and band_top - (key - query) <= band_width
-  const int2* rows;   // Rows: first kept key and end of the kept keys of each query
-  const unsigned char* blocks;  // Blocks: one byte per block of block_q x block_kv
-  int block_q, block_kv, block_columns;
 
-  DEVICE int band_top(int queries, int keys) const { return keys - queries + band_right; }
-};
+DEVICE int band_top(const MaskParams& mask, int queries, int keys) { return keys - queries + mask.band_right; }
 
 // The keys one thread looks at are fixed, so what depends on the key alone is prepared once.
 template <MaskKind KIND> struct KeyMask {

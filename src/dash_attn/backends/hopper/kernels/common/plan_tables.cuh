@@ -1,36 +1,11 @@
-// The lowered plan (dash_attn/plan.py): which chain a ticket starts, and how a chain walks.
+// The lowered plan (scheduling/plan.py): which chain a ticket starts, and how a chain walks.
 // The preprocess kernel expands tickets; the planner of the backward kernel, short of registers, only reads the result.
 #pragma once
 #include "common/sequence.cuh"
 
-struct Run;   // a stretch of a walk
-struct Step;  // one entry of an irregular walk
-
-struct PlanTables {
-  const int* starts;       // [kinds][kv_tiles] start order of a head's KV tiles
-  const int* chain_runs;   // [kinds * kv_tiles + 1] first run of each chain
-  const int* chain_steps;  // [kinds * kv_tiles] Q tiles each chain visits
-  const Run* runs;
-  const Step* entries;
-  const int* segments;     // [segment_count + 1] first start position of each segment
-  int kinds, kv_tiles, lanes, tickets, has_gangs;
-  int rounds;              // heads are dealt to them evenly
-  int instances[2];        // heads of each kind over the whole batch
-  int heads_per_sequence[2], first_head[2], last_member_first[2];  // per kind
-};
-
 struct Chain {
   int sequence, kv_head, kv_tile, table;  // table: row of chain_runs and chain_steps
   int group_end;                          // ticket behind the last chain of the heads that start side by side with this one
-};
-
-// What a ticket stands for. The first eight words are the chain's note to all roles (ChainNote in backward/config.cuh).
-struct alignas(16) Ticket {
-  int kv_head, kv_row, kv_plane, steps;  // steps: of all query heads of the group
-  int q_shift, q_plane, keys, band_top;
-  int first_run, first_dq_tile;
-  int gang_end;           // ticket behind the last chain that may wait for this one in a circle; 0 without gangs
-  int walk;               // steps of one query head, times two; plus 1 if the last query head of the group is walked first
 };
 
 // Heads of one kind, dealt to rounds or turns: as many to each as to any other, or one more to the first ones.
@@ -84,23 +59,32 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   return chain;
 }
 
-// head_tiles: dQ tiles between a query head and the next.
-DEVICE Ticket expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group, int head_tiles) {
-  const int first_key = chain.kv_tile * kv_rows, steps = plan.chain_steps[chain.table];
-  return {chain.kv_head, first_key + sequence.kv_shift, sequence.kv_plane, group * steps,
-          sequence.q_shift, sequence.q_plane, sequence.kv_len - first_key, sequence.band_top - first_key,
-          plan.chain_runs[chain.table], sequence.first_tile + chain.kv_head * group * head_tiles,
-          plan.has_gangs ? chain.group_end : 0, 2 * steps + plan.last_member_first[chain.table / plan.kv_tiles]};
+// What a chain of any plan has in common: its rows, its dQ tiles. head_tiles: dQ tiles between a query head and the next.
+DEVICE ChainRecord chain_in(const Sequence& sequence, int kv_head, int first_key, int group, int head_tiles) {
+  ChainRecord chain;
+  chain.kv_head = kv_head;
+  chain.kv_row = first_key + sequence.kv_shift;
+  chain.kv_plane = sequence.kv_plane;
+  chain.q_shift = sequence.q_shift;
+  chain.q_plane = sequence.q_plane;
+  chain.keys = sequence.kv_len - first_key;
+  chain.band_top = sequence.band_top - first_key;
+  chain.first_dq_tile = sequence.first_tile + kv_head * group * head_tiles;
+  return chain;
+}
+// ... and how it walks: `steps` of one query head.
+DEVICE void set_walk(ChainRecord& chain, int first_run, int steps, int group, int last_member_first) {
+  chain.steps = group * steps;
+  chain.first_run = first_run;
+  chain.walk = 2 * steps + last_member_first;
 }
 
-struct Step {
-  int q_tile, rank, partial;
-};
-
-// A row of the run table (RUN_FIELDS in plan.py).
-struct Run {
-  int q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries;
-};
+DEVICE ChainRecord expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group, int head_tiles) {
+  ChainRecord record = chain_in(sequence, chain.kv_head, chain.kv_tile * kv_rows, group, head_tiles);
+  set_walk(record, plan.chain_runs[chain.table], plan.chain_steps[chain.table], group, plan.last_member_first[chain.table / plan.kv_tiles]);
+  record.gang_end = plan.has_gangs ? chain.group_end : 0;
+  return record;
+}
 
 // One load after the other: the compiler would fetch whole rows at once, for which the planner has no registers.
 DEVICE int read(const int& field) {

@@ -1,6 +1,6 @@
 // One small wrapper per PTX instruction, named after it.
 #pragma once
-#include "common/types.cuh"
+#include "common/shared_with_python.cuh"
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -21,9 +21,18 @@ DEVICE void mbarrier_wait(u32 bar, u32 phase) {
       : "memory");
 }
 
+// A barrier in shared memory, by its address; [i] is the i-th of an array of them.
+struct Barrier {
+  u32 address;
+  DEVICE Barrier operator[](u32 i) const { return {address + 8 * i}; }
+  DEVICE void init(u32 count) const { mbarrier_init(address, count); }
+  DEVICE void wait(u32 phase) const { mbarrier_wait(address, phase); }
+  DEVICE void arrive() const { mbarrier_arrive(address); }
+  DEVICE void arrive_expect(u32 bytes) const { mbarrier_arrive_expect(address, bytes); }
+};
+
 // ---- bulk copies (TMA)
 // Maps of packed sequences have a fifth axis, whose coordinate is always RAGGED (common/sequence.cuh).
-constexpr int RAGGED = 1 << 30;
 template <bool PACKED> DEVICE void tma_load(u32 shared, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3) {
   if constexpr (PACKED)
     asm volatile(
@@ -76,7 +85,6 @@ DEVICE int load_acquire(const int* p) {
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 // ---- the last word of a kernel that cannot go on: written to host memory, read by trouble.py
-enum class Trouble : int { None, Hang, BadLengths };
 DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x, int y) {
   report[1] = call;
   report[2] = x;
@@ -85,6 +93,15 @@ DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x,
   report[0] = (int)what;
   __threadfence_system();
   __trap();
+}
+
+// Waits until a semaphore has a value. A validated plan cannot hang; if it does anyway (a corrupted table, a broken driver), the
+// kernel stops with the task's name.
+template <bool SLEEP, typename Params> DEVICE void await_semaphore(const Params& p, int tile, int value) {
+  for (u32 polls = 0; load_acquire(p.semaphores + tile) != value; polls++) {
+    if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, tile, value);
+    if constexpr (SLEEP) __nanosleep(200);
+  }
 }
 
 // ---- kernels that overlap: the next one in the stream may start, and what it then waits for

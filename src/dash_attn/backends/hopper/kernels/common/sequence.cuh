@@ -9,13 +9,6 @@
 #pragma once
 #include "common/mask.cuh"
 
-struct alignas(16) Sequence {
-  int q_len, kv_len;
-  int q_shift, q_plane, kv_shift, kv_plane;
-  int first_tile;  // first dQ tile of the first query head
-  int band_top;    // of MaskKind::Band: key - query <= band_top
-};
-
 DEVICE Sequence sequence_of_batch(const MaskParams& mask, int sequence, int first_tile) {
-  return {mask.q_len, mask.kv_len, 0, sequence, 0, sequence, first_tile, mask.band_top(mask.q_len, mask.kv_len)};
+  return {mask.q_len, mask.kv_len, 0, sequence, 0, sequence, first_tile, band_top(mask, mask.q_len, mask.kv_len)};
 }

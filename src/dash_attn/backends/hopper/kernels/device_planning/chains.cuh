@@ -50,7 +50,7 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
   mine.kv_shift = RAGGED - mine.kv_len;
   mine.kv_plane = p.cu_k[s + 1];
   mine.first_tile = first_tile;
-  mine.band_top = p.mask.band_top(mine.q_len, mine.kv_len);
+  mine.band_top = band_top(p.mask, mine.q_len, mine.kv_len);
   p.sequences[s] = mine;
   p.parts[s] = {first_tile, first_chain, first_ticket};
   if constexpr (TICKETS_ARE_CHAINS) {
@@ -126,11 +126,11 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
   DEVICE Place in_ring(PackedChain& chain) const {
     const int q_tiles = order.q_tiles, kv_tiles = order.kv_tiles;
-    const int largest = min(max(1, min(64, q_tiles / 2)), kv_tiles), blocks = (kv_tiles + largest - 1) / largest;
+    const int largest = min(max(1, min(LARGEST_BLOCK, q_tiles / 2)), kv_tiles), blocks = (kv_tiles + largest - 1) / largest;
     const int block = kv_tile * blocks / kv_tiles, first = (block * kv_tiles + blocks - 1) / blocks, widest = (kv_tiles + blocks - 1) / blocks;
     chain.ring = q_tiles;
     chain.place = kv_tile - first;
-    chain.spacing = max(1, min(q_tiles / widest, 2));
+    chain.spacing = max(1, min(q_tiles / widest, HAND_OVER));
     chain.members = ((block + 1) * kv_tiles + blocks - 1) / blocks - first;
     chain.rank_first = first;
     chain.q_first = chain.place * chain.spacing % q_tiles;
@@ -154,10 +154,11 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
 
   // Segments one after the other; in a segment heads in the order of their turns, those side by side position by position.
   DEVICE void write_ticket(int head, const Place& place, const Lane& lane, int at, int steps) const {
-    const int segment = place.first * p.heads + lane.before * place.size, first_key = kv_tile * KV_ROWS;
-    p.tickets[parts.first_ticket + shuffled(segment + place.position * lane.width + lane.place)] = {
-        head, first_key + s.kv_shift, s.kv_plane, p.group * steps, s.q_shift, s.q_plane, s.kv_len - first_key, s.band_top - first_key,
-        at, s.first_tile + head * p.group * p.head_tiles, place.gang > 1 ? parts.first_ticket + segment + lane.width * place.size : 0, 2 * steps + kind};
+    const int segment = place.first * p.heads + lane.before * place.size;
+    ChainRecord record = chain_in(s, head, kv_tile * KV_ROWS, p.group, p.head_tiles);
+    set_walk(record, at, steps, p.group, kind);
+    record.gang_end = place.gang > 1 ? parts.first_ticket + segment + lane.width * place.size : 0;
+    p.tickets[parts.first_ticket + shuffled(segment + place.position * lane.width + lane.place)] = record;
   }
   // The chains that end a sequence walk down and should start one by one; those that begin the next walk up and need not: they
   // are shuffled together, in proportion. `ticket` counts from the first one of this sequence.

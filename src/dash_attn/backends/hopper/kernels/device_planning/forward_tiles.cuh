@@ -3,15 +3,6 @@
 #include "forward/config.cuh"
 #include "device_planning/chains.cuh"
 
-struct PackedTilesParams {
-  int count, tile_room;  // tile_room: entries of tiles
-  MaskParams mask;
-  const Sequence* sequences;
-  const SequenceParts* parts;
-  PackedTile* tiles;
-  int* next_ticket;  // reset here
-};
-
 // A thread a Q tile. Sequences come in the order of their first tickets (longest first), Q tiles of a sequence from the last.
 template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed_tiles(const __grid_constant__ PackedTilesParams p) {
   const int thread = blockIdx.x * 256 + threadIdx.x;

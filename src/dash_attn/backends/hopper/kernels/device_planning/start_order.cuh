@@ -2,31 +2,9 @@
 #pragma once
 #include "device_planning/walk.cuh"
 
-// Where the parts of a sequence begin in the tables of all sequences.
-struct alignas(16) SequenceParts {
-  int first_tile, first_chain, first_ticket;
-  int shuffled_before, shuffled_behind;  // chains of the neighbours in start order that are shuffled with this one's
-};
-
-struct PackedParams {
-  const int *cu_q, *cu_k;      // [count + 1] where sequences start and end
-  int count, q_tokens, k_tokens, q_longest, k_longest;
-  int heads, group, head_offset, head_tiles, chain_rows, workers;  // chain_rows: room for chains of one kind
-  MaskParams mask;
-  Sequence* sequences;         // [count]
-  SequenceParts* parts;        // [count]
-  int2* tile_places;           // [head_tiles]
-  int* q_ranks;                // [head_tiles] KV tiles each of them meets
-  PackedChain* chains;         // [2][chain_rows]
-  Ticket* tickets;
-  int* ticket_count;
-  int* report;                 // host memory: what is wrong with cu_seqlens, in which call
-  int call;
-};
-
 DEVICE int tiles_of(int length, int rows) { return (length + rows - 1) / rows; }
 
-// How the heads of a sequence start: as in dash_attn/schedule.py for a batch of one, but in no rounds. In a circle (one kind of head,
+// How the heads of a sequence start: as in scheduling/schedule.py for a batch of one, but in no rounds. In a circle (one kind of head,
 // gangs), or class by class, heads that walk up and heads that walk down in turns.
 template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
   int q_tiles, kv_tiles, classes, turns;
@@ -34,12 +12,12 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
   bool ring;
 
   DEVICE SequenceOrder(const PackedParams& p, int q_len, int kv_len) : q_tiles(max(1, tiles_of(q_len, Q_ROWS))), kv_tiles(tiles_of(kv_len, KV_ROWS)) {
-    const int top = p.mask.band_top(q_len, kv_len), low_row = top - (int)p.mask.band_width;  // low_row: first key of query 0, before clipping
+    const int top = band_top(p.mask, q_len, kv_len), low_row = top - (int)p.mask.band_width;  // low_row: first key of query 0, before clipping
     const bool keeps_all = min(Q_ROWS, q_len) + top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, kv_len);
     ring = keeps_all && kv_tiles > FEW_KV_TILES;
     classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
     const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && classes == 1 && widest >= MANY_KV_TILES ? 2 : 1;
-    const int enough = (9 * fillings * p.workers + 10 * widest - 1) / (10 * widest), heads = (p.heads + 1) / 2;
+    const int enough = (FILLED_WORKERS * fillings * p.workers + FILLED_OF * widest - 1) / (FILLED_OF * widest), heads = (p.heads + 1) / 2;
     const int walk_up = (p.heads + 1 - p.head_offset % 2) / 2;
     turns = tiles_of(max(walk_up, p.heads - walk_up), tiles_of(heads, max(1, heads / enough)));
     up = Dealt::to(turns, walk_up), down = Dealt::to(turns, p.heads - walk_up);

@@ -1,23 +1,12 @@
 // Packed sequences: the walk of a chain, computed from the lengths of its sequence instead of read from a table, because the
-// lengths are known on the device only. The orders are those of dash_attn/generators/auto.py: where a sequence keeps every tile,
+// lengths are known on the device only. The orders are those of scheduling/generators/auto.py: where a sequence keeps every tile,
 // `shift_blocks` if it has more than a few KV tiles; else `alternating`. Tests compare bits and tickets with those of the same
 // sequence alone.
 #pragma once
 #include "common/plan_tables.cuh"
 
-struct alignas(16) PackedChain {
-  int q_first, q_stride, ring;           // Q tile of the first step, then q_stride further; modulo `ring` if that is not 0
-  int full_first, full_end;              // Q tiles all of whose elements attend
-  int kv_tile, kv_tiles, classes;
-  int high, low;                         // band: last key that Q tile 0 attends, and first key (may be negative)
-  int place, spacing, members, rank_first;  // ring: place among the members of its block, 1 or 2 tiles apart; ranks of the blocks before
-};
-
-// As in generators/auto.py, generators/alternating.py and schedule.py.
-constexpr int FEW_KV_TILES = 16, ONE_CLASS = 8, LARGE_GROUP = 4, MANY_KV_TILES = 64;
-
 // Classes of `alternating`: KV tiles a hand-over needs between neighbours.
-DEVICE constexpr int chain_classes(int q_rows, int kv_rows) { return (2 * q_rows + kv_rows - 1) / kv_rows; }
+DEVICE constexpr int chain_classes(int q_rows, int kv_rows) { return (HAND_OVER * q_rows + kv_rows - 1) / kv_rows; }
 
 template <int Q_ROWS, int KV_ROWS> struct PackedWalk {
   static constexpr int CLASSES = chain_classes(Q_ROWS, KV_ROWS);

@@ -10,31 +10,18 @@ __global__ void __launch_bounds__(ForwardConfig<D, CONSUMERS>::THREADS, 1)
                       const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
                       const __grid_constant__ ForwardParams p) {
   using C = ForwardConfig<D, CONSUMERS>;
-  using namespace forward_barrier;
   extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 shared = shared_address(memory), bar = shared + C::BARRIERS;
+  const u32 shared = shared_address(memory);
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < C::STAGES; s++) {
-      mbarrier_init(bar + TILE_FULL + 8 * s, 1);
-      mbarrier_init(bar + TILE_EMPTY + 8 * s, 4 * CONSUMERS);
-      mbarrier_init(bar + Q_FULL + 8 * s, 1);
-      mbarrier_init(bar + Q_EMPTY + 8 * s, 4 * CONSUMERS);
-      mbarrier_init(bar + K_FULL + 8 * s, 1);
-      mbarrier_init(bar + K_EMPTY + 8 * s, 4 * CONSUMERS);
-      mbarrier_init(bar + V_FULL + 8 * s, 1);
-      mbarrier_init(bar + V_EMPTY + 8 * s, 4 * CONSUMERS);
-    }
-    mbarrier_init_fence();
-    fence_async_all();
-  }
+  const ForwardBarrierHandles bars{shared + C::BARRIERS};
+  if (threadIdx.x == 0) bars.init(4 * CONSUMERS);
   __syncthreads();
   if (warp < 4) {
     registers_decrease<C::LOADER_REGISTERS>();
-    if (warp == 0 && lane == 0) ForwardLoader<D, CONSUMERS, MASK>{p, &q_map, &k_map, &v_map, shared, bar}.run();
+    if (warp == 0 && lane == 0) ForwardLoader<D, CONSUMERS, MASK>{p, &q_map, &k_map, &v_map, shared, bars}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
-    ForwardConsumer<Half, D, CONSUMERS, SOFTCAP, MASK>(p, shared, bar, warp, lane).run(&out_map);
+    ForwardConsumer<Half, D, CONSUMERS, SOFTCAP, MASK>(p, shared, bars, warp, lane).run(&out_map);
   }
 }

@@ -3,56 +3,6 @@
 #include "common/ptx.cuh"
 #include "common/sequence.cuh"
 
-// Which KV tiles each Q tile visits, and in which order Q tiles are taken.
-struct VisitTables {
-  const int* q_order;     // Q tiles that visit anything, longest first
-  const int* first_runs;  // [q_tiles + 1]
-  const int2* runs;       // first KV tile, 2 * length + partial; KV tiles go downward
-  const int* visits;      // [q_tiles] KV tiles each Q tile visits
-};
-
-// Packed sequences: what a Q tile visits, computed from its sequence. One entry per Q tile, longest first.
-struct alignas(16) PackedTile {
-  int sequence, q_tile, visits, kv_first;  // kv_first: KV tile of the first visit; KV tiles go downward
-  int full_first, full_end;                // KV tiles all of whose elements attend
-};
-
-struct ForwardParams {
-  float* lse;         // [batch][q_heads][q_len] or packed [q_heads][tokens], natural log
-  const float* sinks; // [q_heads] a logit that joins every row's softmax, or null
-  u32* next_ticket;   // packed: ... and, behind it, how many there are
-  u32 last_ticket;    // the one that some CTA takes last; after it the next is 0 again, as the following launch needs it
-  int batch, q_heads, group, places;  // places: Q tiles a head takes
-  int tokens;                         // packed queries
-  int heads_side_by_side, last_heads;  // heads whose K and V fit the L2 cache together; heads that end side by side
-  float scale_log2, cap_scale;        // with softcap: cap * log2(e) and 2 log2(e) scale / cap
-  MaskParams mask;
-  VisitTables visits;
-  const Sequence* sequences;  // packed only
-  const PackedTile* tiles;    // packed only
-};
-
-template <int D_, int CONSUMERS_> struct ForwardConfig {
-  static constexpr int D = D_, CONSUMERS = CONSUMERS_;  // consumers: warpgroups of 64 queries
-  static constexpr int KV_ROWS = D <= 128 ? 128 : D == 192 ? 112 : 80, Q_ROWS = 64 * CONSUMERS, THREADS = WARPGROUP * (CONSUMERS + 1);
-  static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : D > 128 ? 232 : 224;
-  static constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : D > 128 ? 40 : 56;
-  static constexpr int PANELS = (D + 63) / 64, PANEL = 64 * 128;  // 64 rows of 64 columns, 128-byte swizzle; the last may be zeros in part
-  static constexpr int STAGES = 2, Q_STAGES = D <= 128 ? 2 : 1;
-  static constexpr int SCORES = KV_ROWS / 2, OUTPUTS = D / 2;  // registers of S and O
-  static constexpr int HALF_BYTES = PANELS * PANEL;            // the queries of one warpgroup
-  static constexpr int Q_BYTES = CONSUMERS * HALF_BYTES, KV_BYTES = KV_ROWS * PANELS * 128, KV_PANEL = KV_ROWS * 128;
-  static constexpr int Q = 0, K = Q + Q_STAGES * Q_BYTES, V = K + STAGES * KV_BYTES, BEHIND_V = V + STAGES * KV_BYTES;
-  static constexpr bool OUT_OVER_Q = Q_STAGES == 1;  // wide heads: the output leaves through the memory of its queries
-  static constexpr int OUT = OUT_OVER_Q ? Q : BEHIND_V, TILE_NOTES = OUT_OVER_Q ? BEHIND_V : OUT + Q_BYTES;
-  static constexpr int VISIT_NOTES = TILE_NOTES + 2 * 32, BARRIERS = VISIT_NOTES + 16, SHARED_BYTES = BARRIERS + 128;
-  static_assert(SHARED_BYTES <= 232448, "shared memory of one SM");
-};
-
-namespace forward_barrier {
-enum : int { TILE_FULL = 0, TILE_EMPTY = 16, Q_FULL = 32, Q_EMPTY = 48, K_FULL = 64, K_EMPTY = 80, V_FULL = 96, V_EMPTY = 112 };  // [2] each
-}
-
 // What the loader tells the consumers about a tile. Row r of its sequence is at TMA coordinates (r + q_shift, q_plane).
 struct TileNote {
   int visits, q_head, query, q_shift;  // visits: KV tiles, -1 if no more tiles come; query: first row of the tile
@@ -66,6 +16,85 @@ struct VisitNote {
   DEVICE int kv_tile() const { return word >> 1; }
   DEVICE bool partial() const { return word & 1; }
 };
+
+// Two of each, one per stage. FULL: written, may be read. EMPTY: read, may be overwritten.
+struct ForwardBarriers {
+  u64 tile_full[2], tile_empty[2], q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
+};
+
+template <int D_, int CONSUMERS_> struct ForwardConfig {
+  static constexpr int D = D_, CONSUMERS = CONSUMERS_;  // consumers: warpgroups of 64 queries
+  static constexpr int KV_ROWS = forward_kv_rows(D), Q_ROWS = 64 * CONSUMERS, THREADS = WARPGROUP * (CONSUMERS + 1);
+  static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : D > 128 ? 232 : 224;
+  static constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : D > 128 ? 40 : 56;
+  static constexpr int PANELS = (D + 63) / 64, PANEL = HALF_PANEL;  // 64 rows of 64 columns; the last may be zeros in part
+  static constexpr int STAGES = 2, Q_STAGES = D <= 128 ? 2 : 1;
+  static constexpr int SCORES = KV_ROWS / 2, OUTPUTS = D / 2;  // registers of S and O
+  static constexpr int HALF_BYTES = PANELS * PANEL;            // the queries of one warpgroup
+  static constexpr int Q_BYTES = CONSUMERS * HALF_BYTES, KV_BYTES = KV_ROWS * PANELS * PANEL_ROW, KV_PANEL = KV_ROWS * PANEL_ROW;
+  static constexpr bool OUT_OVER_Q = Q_STAGES == 1;  // wide heads: the output leaves through the memory of its queries
+
+  // The shared memory of a CTA.
+  struct Tiles {
+    unsigned char q[Q_STAGES][Q_BYTES], k[STAGES][KV_BYTES], v[STAGES][KV_BYTES];
+  };
+  struct TilesAndOutput {
+    Tiles tiles;
+    unsigned char out[Q_BYTES];
+  };
+  template <typename AllTiles> struct Storage {
+    AllTiles tiles;
+    TileNote tile_notes[2];
+    VisitNote visit_notes[4];  // two are used; barriers are aligned behind them
+    ForwardBarriers barriers;
+  };
+  template <typename AllTiles> struct Offsets {
+    static constexpr int TILE_NOTES = OFFSET_OF(Storage<AllTiles>, tile_notes);
+    static constexpr int VISIT_NOTES = OFFSET_OF(Storage<AllTiles>, visit_notes);
+    static constexpr int BARRIERS = OFFSET_OF(Storage<AllTiles>, barriers), SHARED_BYTES = sizeof(Storage<AllTiles>);
+  };
+  using Behind = typename Choice<OUT_OVER_Q, Offsets<Tiles>, Offsets<TilesAndOutput>>::type;
+  static constexpr int Q = OFFSET_OF(Tiles, q), K = OFFSET_OF(Tiles, k), V = OFFSET_OF(Tiles, v);
+  static constexpr int OUT = OUT_OVER_Q ? Q : (int)OFFSET_OF(TilesAndOutput, out);
+  static constexpr int TILE_NOTES = Behind::TILE_NOTES, VISIT_NOTES = Behind::VISIT_NOTES, BARRIERS = Behind::BARRIERS;
+  static constexpr int SHARED_BYTES = Behind::SHARED_BYTES;
+  static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
+};
+
+// Handles of the barriers, by the address of the first.
+struct ForwardBarrierHandles {
+  u32 first;
+
+  DEVICE Barrier tile_full(u32 slot) const { return at(OFFSET_OF(ForwardBarriers, tile_full))[slot]; }
+  DEVICE Barrier tile_empty(u32 slot) const { return at(OFFSET_OF(ForwardBarriers, tile_empty))[slot]; }
+  DEVICE Barrier q_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, q_full))[stage]; }
+  DEVICE Barrier q_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, q_empty))[stage]; }
+  DEVICE Barrier k_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, k_full))[stage]; }
+  DEVICE Barrier k_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, k_empty))[stage]; }
+  DEVICE Barrier v_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_full))[stage]; }
+  DEVICE Barrier v_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_empty))[stage]; }
+
+  DEVICE void init(int consumer_warps) const {
+    for (int s = 0; s < 2; s++) {
+      tile_full(s).init(1);
+      tile_empty(s).init(consumer_warps);
+      q_full(s).init(1);
+      q_empty(s).init(consumer_warps);
+      k_full(s).init(1);
+      k_empty(s).init(consumer_warps);
+      v_full(s).init(1);
+      v_empty(s).init(consumer_warps);
+    }
+    mbarrier_init_fence();
+    fence_async_all();
+  }
+
+ private:
+  DEVICE Barrier at(u32 offset) const { return {first + offset}; }
+};
+
+// Barriers of warps (bar.sync has 16): a warpgroup's turn on the tensor cores, and its own threads. One per warpgroup each.
+enum NamedBarrier : int { TURN = 1, OWN_THREADS = 4 };
 
 // Walks the KV tiles of a Q tile downward, by the tables.
 struct TableVisits {

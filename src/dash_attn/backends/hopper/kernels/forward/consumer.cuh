@@ -13,7 +13,7 @@ template <MaskKind KIND> struct QueryMask {
     first = 0;
     end = exists ? kv_len : 0;
     if constexpr (is_band(KIND)) {
-      const int top = mask.band_top(q_len, kv_len);
+      const int top = band_top(mask, q_len, kv_len);
       first = query + top - (int)mask.band_width;
       end = min(end, query + top + 1);
     } else if (KIND == MaskKind::Rows && exists) {
@@ -35,23 +35,23 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
   const ForwardParams& p;
-  u32 shared, base, bar;
+  u32 shared, base;
+  ForwardBarrierHandles bars;
   int wg, warp, lane;
   float s[C::SCORES], out[C::OUTPUTS];
   u32 probability[C::SCORES / 2];
   float row_max[2], row_sum[2];  // rows lane / 4 and lane / 4 + 8 of the warp; the sum over this thread's columns only
 
-  DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, u32 barriers, int warp_of_block, int lane_of_warp)
-      : p(params), shared(shared_base), base(shared_base >> 4), bar(barriers), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
+  DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, ForwardBarrierHandles barriers, int warp_of_block, int lane_of_warp)
+      : p(params), shared(shared_base), base(shared_base >> 4), bars(barriers), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
         lane(lane_of_warp) {}
 
   DEVICE void run(const TensorMap* out_map) {
-    using namespace forward_barrier;
     u32 loads = 0;
     if (wg == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
     for (u32 tiles = 0;; tiles++) {
       const u32 slot = tiles & 1, phase = (tiles >> 1) & 1;
-      mbarrier_wait(bar + TILE_FULL + 8 * slot, phase);
+      bars.tile_full(slot).wait(phase);
       const TileNote tile = note_of_tile(slot);
       if (tile.visits < 0) break;
 #pragma unroll
@@ -59,56 +59,55 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       row_max[0] = row_max[1] = MINUS_INFINITY;
       row_sum[0] = row_sum[1] = 0.f;
       const u32 q_stage = C::Q_STAGES == 2 ? slot : 0;
-      mbarrier_wait(bar + Q_FULL + 8 * q_stage, C::Q_STAGES == 2 ? phase : tiles & 1);
+      bars.q_full(q_stage).wait(C::Q_STAGES == 2 ? phase : tiles & 1);
       if (tile.visits > 0)
         visit(tile, q_stage, loads);
       else if (!C::OUT_OVER_Q)
-        arrive(Q_EMPTY + 8 * q_stage);
+        arrive(bars.q_empty(q_stage));
       loads += tile.visits;
       finish(slot, out_map);
-      arrive(TILE_EMPTY + 8 * slot);
+      arrive(bars.tile_empty(slot));
     }
     if (warp == 0 && lane == 0) bulk_wait();
   }
 
  private:
-  DEVICE void arrive(int barrier) {
+  DEVICE void arrive(Barrier barrier) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bar + barrier);
+    if (lane == 0) barrier.arrive();
   }
   DEVICE void await_turn() {
     if constexpr (!TAKE_TURNS) return;
-    if (wg == 0) named_barrier_sync<1>(2 * WARPGROUP);
-    if (wg == 1) named_barrier_sync<2>(2 * WARPGROUP);
-    if (wg == 2) named_barrier_sync<3>(2 * WARPGROUP);
+    if (wg == 0) named_barrier_sync<TURN>(2 * WARPGROUP);
+    if (wg == 1) named_barrier_sync<TURN + 1>(2 * WARPGROUP);
+    if (wg == 2) named_barrier_sync<TURN + 2>(2 * WARPGROUP);
   }
   DEVICE void pass_turn() {
     if constexpr (!TAKE_TURNS) return;
     const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;
-    if (next == 0) named_barrier_arrive<1>(2 * WARPGROUP);
-    if (next == 1) named_barrier_arrive<2>(2 * WARPGROUP);
-    if (next == 2) named_barrier_arrive<3>(2 * WARPGROUP);
+    if (next == 0) named_barrier_arrive<TURN>(2 * WARPGROUP);
+    if (next == 1) named_barrier_arrive<TURN + 1>(2 * WARPGROUP);
+    if (next == 2) named_barrier_arrive<TURN + 2>(2 * WARPGROUP);
   }
   // Read anew where it is needed: registers are scarcer than shared-memory loads.
   DEVICE TileNote note_of_tile(u32 slot) {
-    const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + 32 * slot), b = load_shared_i32x4(shared + C::TILE_NOTES + 32 * slot + 16);
+    const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot), b = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot + 16);
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   }
   DEVICE int query_of(const TileNote& tile) { return tile.query + wg * 64 + warp * 16 + (lane >> 2); }
 
   DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load) {
-    using namespace forward_barrier;
     const int query = query_of(tile);
     const QueryMask<MASK> low(p.mask, query, tile.q_len, tile.kv_len), high(p.mask, query + 8, tile.q_len, tile.kv_len);
 
-    mbarrier_wait(bar + K_FULL + 8 * (load & 1), (load >> 1) & 1);
+    bars.k_full(load & 1).wait((load >> 1) & 1);
     VisitNote note = note_of(load & 1);
     await_turn();
     multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
     pin(s);
-    arrive(K_EMPTY + 8 * (load & 1));
+    arrive(bars.k_empty(load & 1));
     if constexpr (SOFTCAP) cap_scores();
     if (note.partial()) mask_scores(low, high, query, note.kv_tile());
     float rescale[2];
@@ -117,51 +116,51 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
 #pragma unroll 1
     for (int j = 1; j < tile.visits; j++, load++) {
       const u32 now = load & 1, next = now ^ 1;
-      mbarrier_wait(bar + K_FULL + 8 * next, ((load + 1) >> 1) & 1);
+      bars.k_full(next).wait(((load + 1) >> 1) & 1);
       note = note_of(next);
       await_turn();
       multiply_s(q_stage, next);
-      mbarrier_wait(bar + V_FULL + 8 * now, (load >> 1) & 1);
+      bars.v_full(now).wait((load >> 1) & 1);
       multiply_out(now);
       pass_turn();
       wgmma_wait<1>();  // S
       pin(s);
-      arrive(K_EMPTY + 8 * next);
+      arrive(bars.k_empty(next));
       if constexpr (SOFTCAP) cap_scores();
       if (note.partial()) mask_scores(low, high, query, note.kv_tile());
       softmax(rescale);
       wgmma_wait<0>();  // O
       pin(out);
-      arrive(V_EMPTY + 8 * now);
+      arrive(bars.v_empty(now));
 #pragma unroll
       for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
       pack_probabilities();
     }
-    if constexpr (!C::OUT_OVER_Q) arrive(Q_EMPTY + 8 * q_stage);
-    mbarrier_wait(bar + V_FULL + 8 * (load & 1), (load >> 1) & 1);
+    if constexpr (!C::OUT_OVER_Q) arrive(bars.q_empty(q_stage));
+    bars.v_full(load & 1).wait((load >> 1) & 1);
     multiply_out(load & 1);
     wgmma_wait<0>();
     pin(out);
-    arrive(V_EMPTY + 8 * (load & 1));
+    arrive(bars.v_empty(load & 1));
   }
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
 
   DEVICE void multiply_s(u32 q_stage, u32 stage) {  // S = Q K^T
-    const u32 a = opaque(base) + q_stage * (C::Q_BYTES / 16) + wg * (C::HALF_BYTES / 16), b = opaque(base) + stage * (C::KV_BYTES / 16);
+    const u32 a = opaque(base) + q_stage * (C::Q_BYTES / DESCRIPTOR_UNIT) + wg * (C::HALF_BYTES / DESCRIPTOR_UNIT), b = opaque(base) + stage * (C::KV_BYTES / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::Q + (k / 4) * C::PANEL + (k % 4) * 32)),
-                           descriptor(b + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * 32)));
+      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::Q + (k / 4) * C::PANEL + (k % 4) * SIXTEEN_COLUMNS)),
+                           descriptor(b + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
   DEVICE void multiply_out(u32 stage) {  // O += P V
-    const u32 b = opaque(base) + stage * (C::KV_BYTES / 16);
+    const u32 b = opaque(base) + stage * (C::KV_BYTES / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(out, probability + 4 * k, descriptor(b + descriptor_low(C::V + k * 2048, C::KV_PANEL)));
+      wgmma_rs<Half, 1>(out, probability + 4 * k, descriptor(b + descriptor_low(C::V + k * SIXTEEN_ROWS, C::KV_PANEL)));
     wgmma_commit();
   }
 
@@ -248,7 +247,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(out[8 * g + 2 * i] * factor[i & 1], out[8 * g + 2 * i + 1] * factor[i & 1]);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(half + (g / 4) * C::PANEL + row * 128 + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
     }
     fence_async_shared();
     warpgroup_sync();
@@ -258,11 +257,11 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       bulk_commit();
       if constexpr (C::OUT_OVER_Q) bulk_wait_read();
     }
-    if constexpr (C::OUT_OVER_Q) arrive(forward_barrier::Q_EMPTY);
+    if constexpr (C::OUT_OVER_Q) arrive(bars.q_empty(0));
   }
   DEVICE void warpgroup_sync() {
-    if (wg == 0) named_barrier_sync<4>(WARPGROUP);
-    if (wg == 1) named_barrier_sync<5>(WARPGROUP);
-    if (wg == 2) named_barrier_sync<6>(WARPGROUP);
+    if (wg == 0) named_barrier_sync<OWN_THREADS>(WARPGROUP);
+    if (wg == 1) named_barrier_sync<OWN_THREADS + 1>(WARPGROUP);
+    if (wg == 2) named_barrier_sync<OWN_THREADS + 2>(WARPGROUP);
   }
 };

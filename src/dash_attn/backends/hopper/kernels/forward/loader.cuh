@@ -7,10 +7,10 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
   static constexpr bool PACKED = MASK == MaskKind::Packed;
   const ForwardParams& p;
   const TensorMap *q_map, *k_map, *v_map;
-  u32 shared, bar;
+  u32 shared;
+  ForwardBarrierHandles bars;
 
   DEVICE void run() {
-    using namespace forward_barrier;
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
     for (u32 tiles = 0;; tiles++) {
@@ -60,49 +60,47 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
   }
 
   DEVICE void announce(const TileNote& tile, u32 tiles) {
-    using namespace forward_barrier;
-    const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + 32 * slot;
-    mbarrier_wait(bar + TILE_EMPTY + 8 * slot, ((tiles >> 1) & 1) ^ 1);
+    const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot;
+    bars.tile_empty(slot).wait(((tiles >> 1) & 1) ^ 1);
     store_shared_i32x4(at, make_int4(tile.visits, tile.q_head, tile.query, tile.q_shift));
     store_shared_i32x4(at + 16, make_int4(tile.q_plane, tile.q_len, tile.kv_len, tile.lse_at));
-    mbarrier_arrive(bar + TILE_FULL + 8 * slot);
+    bars.tile_full(slot).arrive();
   }
 
   DEVICE void load_q(u32 number, const TileNote& tile) {
     const u32 s = C::Q_STAGES == 2 ? number & 1 : 0, phase = (C::Q_STAGES == 2 ? number >> 1 : number) & 1;
-    const u32 full = bar + forward_barrier::Q_FULL + 8 * s;
-    mbarrier_wait(bar + forward_barrier::Q_EMPTY + 8 * s, phase ^ 1);
-    mbarrier_arrive_expect(full, C::Q_BYTES);
+    const Barrier full = bars.q_full(s);
+    bars.q_empty(s).wait(phase ^ 1);
+    full.arrive_expect(C::Q_BYTES);
     for (int half = 0; half < CONSUMERS; half++)
       for (int i = 0; i < C::PANELS; i++)
-        tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full, i * 64, tile.q_head,
+        tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full.address, i * 64, tile.q_head,
                  tile.query + tile.q_shift + half * 64, tile.q_plane);
   }
 
   // Loads what a tile visits and takes the ticket of the next one meanwhile.
   template <typename Visits> DEVICE int2 load_visits(Visits visits, const TileNote& tile, int kv_shift, int kv_plane, u32& loads) {
-    using namespace forward_barrier;
     const int kv_head = tile.q_head / p.group;
     int2 next;
 #pragma unroll 1
     for (int j = 0; j < tile.visits; j++, loads++) {
       visits.next();
       const int row = visits.kv_tile * C::KV_ROWS + kv_shift;
-      await_empty(K_EMPTY, loads);
+      await_empty(bars.k_empty(loads & 1), loads);
       store_shared_i32(shared + C::VISIT_NOTES + 4 * (loads & 1), VisitNote::pack(visits.kv_tile, visits.partial).word);
-      load_kv(C::K, k_map, K_FULL, loads, kv_head, row, kv_plane);
-      await_empty(V_EMPTY, loads);
-      load_kv(C::V, v_map, V_FULL, loads, kv_head, row, kv_plane);
+      load_kv(C::K, k_map, bars.k_full(loads & 1), loads, kv_head, row, kv_plane);
+      await_empty(bars.v_empty(loads & 1), loads);
+      load_kv(C::V, v_map, bars.v_full(loads & 1), loads, kv_head, row, kv_plane);
       if (j == 1) next = take_ticket();  // both stages are on their way: its latency hides behind them
     }
     if (tile.visits < 2) next = take_ticket();
     return next;
   }
-  DEVICE void await_empty(int empty, u32 number) { mbarrier_wait(bar + empty + 8 * (number & 1), ((number >> 1) & 1) ^ 1); }
-  DEVICE void load_kv(int at, const TensorMap* map, int full, u32 number, int kv_head, int row, int plane) {
+  DEVICE void await_empty(Barrier empty, u32 number) { empty.wait(((number >> 1) & 1) ^ 1); }
+  DEVICE void load_kv(int at, const TensorMap* map, Barrier full, u32 number, int kv_head, int row, int plane) {
     const u32 s = number & 1;
-    mbarrier_arrive_expect(bar + full + 8 * s, C::KV_BYTES);
+    full.arrive_expect(C::KV_BYTES);
     for (int i = 0; i < C::PANELS; i++)
-      tma_load<PACKED>(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, bar + full + 8 * s, i * 64, kv_head, row, plane);
+      tma_load<PACKED>(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, full.address, i * 64, kv_head, row, plane);
   }
 };

@@ -1,0 +1,88 @@
+"""Writes common/shared_with_python.cuh: the constants, enumerations and structures that Python and the kernels share.
+
+Python decides; the kernels read this header, and static assertions compare how the compiler lays structures out.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ....scheduling.generators._walks import HAND_OVER
+from ....scheduling.generators.alternating import LARGE_GROUP, ONE_CLASS
+from ....scheduling.generators.auto import FEW_KV_TILES
+from ....scheduling.generators.shift import LARGEST_BLOCK
+from ....scheduling.schedule import FILLED, MANY_KV_TILES
+from ..tiles import KERNEL_DIMS, backward_tiles, forward_tiles
+from .parameters import BAD_LENGTHS, HANG, RAGGED, STRUCTURES, Structure
+
+NAME = "common/shared_with_python.cuh"
+MASK_KINDS = ("Band", "Rows", "Blocks", "Packed")
+
+
+@cache
+def shared_header() -> str:
+    """The text of the header."""
+    parts = [
+        "// Written by backends/hopper/device/shared_header.py: what Python and the kernels share.",
+        '#pragma once\n#include "common/types.cuh"',
+        _constants(),
+        _enumerations(),
+        _tiles(),
+        "\n".join(f"struct {name};" for name in STRUCTURES),
+        *(_structure(name, structure) for name, structure in STRUCTURES.items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _constants() -> str:
+    """Of the orders and placements that the device plans itself, for packed sequences."""
+    found = {
+        "FEW_KV_TILES": FEW_KV_TILES,
+        "ONE_CLASS": ONE_CLASS,
+        "LARGE_GROUP": LARGE_GROUP,
+        "LARGEST_BLOCK": LARGEST_BLOCK,
+        "HAND_OVER": HAND_OVER,
+        "MANY_KV_TILES": MANY_KV_TILES,
+        "FILLED_WORKERS": FILLED[0],
+        "FILLED_OF": FILLED[1],
+        "RAGGED": RAGGED,
+    }
+    return "\n".join(f"constexpr int {name} = {value};" for name, value in found.items())
+
+
+def _enumerations() -> str:
+    kinds = ", ".join(MASK_KINDS)
+    return f"enum class MaskKind {{ {kinds} }};\nenum class Trouble : int {{ None, Hang = {HANG}, BadLengths = {BAD_LENGTHS} }};"
+
+
+def _tiles() -> str:
+    """Rows and shared memory, by head dim."""
+    backward = {dim: backward_tiles(dim) for dim in KERNEL_DIMS}
+    forward = {dim: forward_tiles(dim, 2) for dim in KERNEL_DIMS}
+    lines = [
+        _by_dim("backward_q_rows", {dim: tiles.q_rows for dim, tiles in backward.items()}),
+        _by_dim("backward_kv_rows", {dim: tiles.kv_rows for dim, tiles in backward.items()}),
+        _by_dim("backward_shared_bytes", {dim: tiles.shared_bytes for dim, tiles in backward.items()}),
+        _by_dim("forward_kv_rows", {dim: tiles.kv_rows for dim, tiles in forward.items()}),
+    ]
+    return "\n".join(lines)
+
+
+def _by_dim(name: str, values: dict[int, int]) -> str:
+    choices = "".join(f"dim == {dim} ? {value} : " for dim, value in values.items())
+    return f"__host__ __device__ constexpr int {name}(int dim) {{ return {choices}0; }}"
+
+
+def _structure(name: str, structure: type[Structure]) -> str:
+    aligned = f"alignas({structure._alignment_}) " if structure._alignment_ > 1 else ""
+    lines = [f"struct {aligned}{name} {{"]
+    for c_type, names, note in structure._members_:
+        star, base = ("*", c_type[:-1]) if c_type.endswith("*") else ("", c_type)
+        member = f"  {base} {', '.join(star + name.strip() for name in names.split(','))};"
+        lines.append(f"{member}  // {note}" if note else member)
+    lines.append("};")
+    lines.append(f'static_assert(sizeof({name}) == {structure.bytes()}, "Python counts other bytes in {name}");')
+    for field, *_ in structure._fields_:
+        offset = getattr(structure, field).offset
+        lines.append(f'static_assert(OFFSET_OF({name}, {field}) == {offset}, "Python has {name}.{field} elsewhere");')
+    return "\n".join(lines)
