@@ -1,4 +1,4 @@
-"""Compares this tree with other checkouts: python benchmarks/compare.py OTHER/src [ANOTHER/src ...] [--forward] [--rounds 3]
+"""Compares this tree with other checkouts: python benchmarks/compare.py OTHER/src [ANOTHER/src ...] [--forward] [--rounds 5]
 
 Every round runs each tree once in a process of its own, in turn, and prints their speed relative to cuDNN's in the same process.
 A change of a kernel is judged by this, not by figures of another day: clocks differ by 10 % between machines and minutes.
@@ -70,14 +70,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compares this tree with other checkouts, relative to cuDNN in the same process.")
     parser.add_argument("others", nargs="+", type=Path, metavar="OTHER/src")
     parser.add_argument("--forward", action="store_true", help="the forward instead of the backward")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="processes per tree; the table has their median and spread")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     arguments = parser.parse_args()
     trees = [*arguments.others, HERE]
     rounds = [[measure(tree, arguments.forward) for tree in trees] for _ in range(arguments.rounds)]
+    rows = []
     for number, (dim, length, causal) in enumerate(SHAPES):
-        *others, here = (median(of_tree[number] for of_tree in column) for column in zip(*rounds, strict=True))
+        found = [[of_tree[number] for of_tree in column] for column in zip(*rounds, strict=True)]
+        *others, here = map(median, found)
         shown = ", ".join(f"{other:.3f} ({here / other - 1:+.1%})" for other in others)
-        print(f"head dim {dim}, {length}, {'causal' if causal else 'full'}: {here:.3f}, others {shown}")
+        spread = f"{min(found[-1]):.3f} to {max(found[-1]):.3f}"
+        print(f"head dim {dim}, {length}, {'causal' if causal else 'full'}: {here:.3f} ({spread}), others {shown}")
+        rows.append({"head_dim": dim, "seqlen": length, "causal": causal, "here": found[-1], "others": found[:-1]})
+    if arguments.json:
+        direction = "forward" if arguments.forward else "backward"
+        arguments.json.write_text(json.dumps({"relative_to": "cuDNN", "pass": direction, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

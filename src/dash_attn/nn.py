@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .attention.autocast import under_autocast
 from .attention.functions import flash_attn_func
+from .attention.schedule_argument import options_in_words, with_schedule_as_text
 from .masks import is_whole
 
 MORE_RESULTS = ("return_lse", "return_attn_probs")  # arguments of flash_attn_func that the output projection has no use for
@@ -38,7 +39,7 @@ class SelfAttention(nn.Module):
         _check_sizes(embed_dim, num_heads, num_kv_heads)
         _check_options(options)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.options = {"causal": causal, "window_size": window_size, "softcap": softcap, **options}
+        self.options = {"causal": causal, "window_size": window_size, "softcap": softcap, **with_schedule_as_text(options)}
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.out = nn.Linear(embed_dim, embed_dim, bias=bias)
 
@@ -55,8 +56,7 @@ class SelfAttention(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        chosen = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {chosen}"
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {options_in_words(self.options)}"
 
 
 def _check_options(options: dict[str, Any]) -> None:

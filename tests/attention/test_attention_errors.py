@@ -9,7 +9,7 @@ import torch
 
 from dash_attn import Causal, Documents, Full, Prefix, ScheduleError, TileMap, Window, flash_attn_func
 from dash_attn.backends import import_backend, resolve
-from dash_attn.call.options import BACKENDS, AttentionOptions, options_for
+from dash_attn.call.options import BACKENDS, AttentionOptions, Choices, options_for
 from dense import random_inputs
 
 
@@ -129,12 +129,12 @@ def test_options_are_values() -> None:
 
 
 def test_options_of_repeated_calls_are_kept_but_types_are_told_apart() -> None:
-    arguments = (None, True, (3, -1), 0.5, 0.0, "auto", "ordered", "auto", 0)
-    assert options_for(*arguments) is options_for(*arguments)
-    assert options_for(*arguments).mask == Window(3, 0)
-    assert options_for(Documents((1, 2)), False, (-1, -1), 0.5) == AttentionOptions(Documents((1, 2)), 0.5)
+    choices = Choices(causal=True, window_size=(3, -1), softmax_scale=0.5)
+    assert options_for(choices, 64) is options_for(Choices(causal=True, window_size=[3, -1], softmax_scale=0.5), 16)
+    assert options_for(choices, 64).mask == Window(3, 0)
+    assert options_for(Choices(mask=Documents((1, 2))), 16) == AttentionOptions(Documents((1, 2)), 0.25)
     for wrong in (3.0, True):  # equal or comparable to a kept value, and still wrong
         with pytest.raises(ValueError, match="window_size must be"):
-            options_for(None, True, (wrong, -1), *arguments[3:])
+            options_for(choices._replace(window_size=(wrong, -1)), 64)
     with pytest.raises(ValueError, match="head_offset must be a whole number"):
-        options_for(*arguments[:-1], False)
+        options_for(choices._replace(head_offset=False), 64)

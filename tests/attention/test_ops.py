@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.attention.mask_arguments import decode_mask, encode_mask
-from dash_attn.attention.torch_ops import VERSION
+from dash_attn.attention.torch_ops import VERSION, Arguments
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from dash_attn.nn import SelfAttention
 from dense import random_inputs, same_bits
@@ -70,6 +70,13 @@ def test_codes_that_are_no_mask() -> None:
         decode_mask("tiles:ff", [3, 7, 50, 22])
     with pytest.raises(TypeError, match="mask must be a dash_attn mask"):
         encode_mask("causal")  # type: ignore[arg-type]
+
+
+def test_arguments_are_those_of_the_schema() -> None:
+    """They are read by name, but an operator passes them by position."""
+    for operator, tensors in ((torch.ops.dash_attn.attention, 4), (torch.ops.dash_attn.attention_backward, 8)):
+        names = [argument.name for argument in operator.default._schema.arguments]
+        assert tuple(names[tensors:]) == Arguments._fields
 
 
 CHOICES = (0.25, 0.0, "auto", "ordered", "auto", 0, VERSION)

@@ -16,7 +16,7 @@ from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.validate import TooFewWorkers
 
-backward = import_module("dash_attn.backends.hopper.calls.backward")
+setup = import_module("dash_attn.backends.hopper.calls.backward_setup")
 layout = import_module("dash_attn.backends.hopper.calls.layout")
 packed = import_module("dash_attn.backends.hopper.calls.packed")
 shapes = import_module("dash_attn.backends.hopper.tiles")
@@ -162,17 +162,20 @@ def test_a_causal_sequence_has_no_gang(tiles: tuple[int, int]) -> None:
 def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
     full = AttentionOptions(Full(), 0.1)
-    assert backward.backward_plan(q, q, q, full).gang == 32
-    monkeypatch.setattr(backward, "sm_count", lambda index: 16)
+    assert setup.dense_setup(q, q, q, full).gang == 32
+    monkeypatch.setattr(setup, "sm_count", lambda index: 16)
     with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 32 workers at once \(SMs of a GPU.*there are 16\."):
-        backward.backward_plan(q, q, q, full)
+        setup.dense_setup(q, q, q, full)
     for runs_there in (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1)):
-        assert backward.backward_plan(q, q, q, runs_there).workers == 16
+        assert setup.dense_setup(q, q, q, runs_there).plan.workers == 16
 
 
-def test_documents_say_how_many_sms_they_need() -> None:
+def test_documents_say_how_many_sms_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 6000, 1, 128, dtype=torch.bfloat16, device="meta")
     full = explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
     assert (full.gang, full.guarantees[2]) == (32, "worker-count-invariant (32 workers or more)")  # room for 4096 tokens
     causal = explain(q, q, q, mask=Documents((3000, 3000)), backend="hopper")
     assert (causal.gang, causal.guarantees[2]) == (1, "worker-count-invariant")
+    monkeypatch.setattr(setup, "sm_count", lambda index: 16)
+    with pytest.raises(support.Unsupported, match="need 32 SMs at once"):  # as the call would
+        explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")

@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Window
+from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, Window, generate
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling.order import Order
 
-CALLS = ("forward", "backward", "documents", "groups", "layout", "packed", "tables")
-forward, backward, documents, groups, layout, packed, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS)
+CALLS = ("forward", "backward", "backward_setup", "documents", "explain", "groups", "kernel_names", "layout", "packed", "tables")
+forward, backward, setup, documents, explain, groups, kernel_names, layout, packed, tables = (
+    import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS
+)
 trouble = import_module("dash_attn.backends.hopper.device.trouble")
 
 
@@ -26,15 +29,23 @@ class Driver:
     """Notes which kernels would have run, and with how many blocks."""
 
     launched: list[tuple[str, int]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
 
     def load(self, device: int, header: str, name: str, threads: int, shared_bytes: int) -> Any:
-        return Kernel(self, name.split("<")[0])
+        self.loaded.append(name)
+        return Kernel(self, name.split("<")[0], Compiled(name))
+
+
+@dataclass
+class Compiled:
+    sha256: str
 
 
 @dataclass
 class Kernel:
     driver: Driver
     name: str
+    kernel: Compiled
 
     def prepare(self, grid: int, addresses: list[int], cooperative: bool = False, early: bool = False) -> Launch:
         assert grid > 0
@@ -71,8 +82,8 @@ class NothingToReset:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    for module in (forward, backward, packed):
-        monkeypatch.setattr(module, "load_kernel", driver.load)
+    monkeypatch.setattr(kernel_names, "load_kernel", driver.load)
+    for module in (forward, setup, packed):
         monkeypatch.setattr(module, "sm_count", lambda index: 132)
     for module in (forward, backward):
         monkeypatch.setattr(module, "TensorMap", Map)
@@ -215,7 +226,7 @@ def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:
     sizes = []
     for length in (4096, 8192, 16384):
         q = made(length, 4, 128, 1)
-        sizes.append(backward.workspace_of(layout.Layout.of((q, q, q), AttentionOptions(Causal(), 1.0))).bytes)
+        sizes.append(setup.dense_setup(q, q, q, AttentionOptions(Causal(), 1.0)).workspace.bytes)
     assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=1e-3)
 
 
@@ -228,6 +239,41 @@ def test_what_tma_cannot_read_is_copied(driver: Driver) -> None:
     assert out.shape == (2, 300, 4, 64)
 
 
+@pytest.mark.parametrize("mask", [Full(), Causal(), Documents((200, 100)), Documents((100, 200), causal=False)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (32, 2)], ids=str)
+def test_explain_tells_of_the_call_that_runs(driver: Driver, mask: Mask, heads: tuple[int, int]) -> None:
+    """The same kernels by name, the same workspace, gang and workers: both are asked of one setup."""
+    q, k = made(300, heads[0], 64), made(300, heads[1], 64)
+    options = AttentionOptions(mask, 1.0)
+    told = explain.explain(q, k, k, options, predict_time=False)
+    driver.loaded.clear()
+    out, lse = documents.forward(q, k, k, options)
+    documents.backward(q, q, k, k, out, lse, options)
+    assert set(told.kernels.values()) <= set(driver.loaded)
+    call = next(reversed(backward._calls._kept.values.values()))
+    copies = groups.bytes_of_copies(k, k, groups.parts_between(q, k))
+    assert (told.workspace_bytes, told.gang) == (call.workspace.bytes + copies, call.setup.gang)
+    assert told.backward_tiles == (call.setup.tiles.q_rows, call.setup.tiles.kv_rows)
+    ahead = next(reversed(forward._calls._kept.values.values()))
+    assert told.forward_tiles == (ahead.setup.q_rows, ahead.setup.kv_rows)
+    assert isinstance(call, backward.PackedBackward if isinstance(mask, Documents) else backward.DenseBackward)
+
+
+@pytest.mark.parametrize("mask", [Causal(), Documents((200, 100))], ids=str)
+def test_explain_of_meta_tensors_loads_and_uploads_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
+    monkeypatch.setattr(tables, "upload", None)
+    q = made(300, 4, 64).to("meta")
+    assert explain.explain(q, q, q, AttentionOptions(mask, 1.0)).kernels == {}
+    assert not driver.loaded
+
+
+def test_a_plan_that_does_not_serve_the_mask_compiles_nothing(driver: Driver) -> None:
+    q, lse = made(300, 2, 64), torch.zeros(2, 2, 300)
+    with pytest.raises(ValueError, match="shift serves full masks only"):
+        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule="shift"))
+    assert not driver.loaded
+
+
 @pytest.mark.parametrize(("mask", "heads", "said"), [(Documents((100, 200)), 2, "packed sequences"), (Causal(), 16, "up to 8 query heads")])
 def test_what_is_not_what_runs_is_not_recorded(mask: Mask, heads: int, said: str) -> None:
     record = import_module("dash_attn.backends.hopper.calls.recorder")
@@ -235,3 +281,42 @@ def test_what_is_not_what_runs_is_not_recorded(mask: Mask, heads: int, said: str
     with pytest.raises(ValueError, match=said):
         record.check_recordable(q, k, AttentionOptions(mask, 1.0))
     record.check_recordable(q[:, :, :8], k, AttentionOptions(mask, 1.0, schedule="weave"))
+
+
+def saved(name: str, q_rows: int = 128, workers: int = 16) -> Schedule:
+    """For one sequence of one head, and tiles of head dim 64 unless told."""
+    return generate(name, Problem(Causal(), 300, 300, q_rows, 128), workers)
+
+
+@pytest.mark.parametrize("name", ["weave", "alternating"])
+def test_a_given_schedule_runs_on_the_tables_of_its_name(driver: Driver, name: str) -> None:
+    q, k = made(300, 16, 64), made(300, 1, 64)  # a group that is split in two
+    lse, found = torch.zeros(2, 16, 300), []
+    for schedule in (name, saved(name).to_json()):
+        backward.backward(q, q, k, k, q, lse, AttentionOptions(Causal(), 1.0, schedule=schedule))
+        call = next(reversed(backward._calls._kept.values.values()))
+        found.append((call.tables.tables.memory, call.workers, driver.launched[-3:]))
+    (named, *rest), (given, *same) = found
+    assert torch.equal(named, given)
+    assert rest == same
+
+
+def test_what_the_tables_cannot_hold_is_refused(driver: Driver) -> None:
+    q, lse = made(300, 3, 64), torch.zeros(2, 3, 300)
+    one = saved("ascending")
+    three = Schedule.build(one.problem, Order("three", one.order.kinds * 3), one.placement.starts * 3, 16)
+    with pytest.raises(ValueError, match="at most 2 kinds of head; got one of 3"):
+        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule=three.to_json()))
+    with pytest.raises(ValueError, match=r"for tile_q 64; the call has tile_q 128\."):
+        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule=saved("ascending", q_rows=64).to_json()))
+    assert not driver.launched
+
+
+def test_the_forward_refuses_a_schedule_that_the_backward_could_not_walk(driver: Driver) -> None:
+    q = made(300, 2, 64)
+    misfit, fitting = (AttentionOptions(Causal(), 1.0, schedule=saved("weave", rows).to_json()) for rows in (64, 128))
+    with pytest.raises(ValueError, match=r"for tile_q 64; the call has tile_q 128\."):
+        documents.forward(q, q, q, misfit)
+    assert not driver.launched
+    documents.forward(q, q, q, fitting)
+    assert [name for name, _ in driver.launched] == ["attention_forward"]

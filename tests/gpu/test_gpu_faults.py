@@ -27,12 +27,12 @@ from dash_attn.scheduling.plan import RUN_FIELDS
 from dense import run_ours
 from gpu_helpers import gpu_inputs, hopper
 
-launch = hopper("calls.backward")
-launch.MOST_POLLS = 100_000
-healthy_plan = launch.backward_plan
+hopper("calls.backward").MOST_POLLS = 100_000
+setup = hopper("calls.backward_setup")
+healthy_plan = setup.plan_for
 
-def every_rank_one_too_high(q, k, v, options):
-    plan = healthy_plan(q, k, v, options)
+def every_rank_one_too_high(problem, schedule, workers):
+    plan = healthy_plan(problem, schedule, workers)
     runs, entries = plan.runs.copy(), plan.entries.copy()
     runs[:, RUN_FIELDS.index("rank_add")] += runs[:, RUN_FIELDS.index("rank_div")]
     entries[:, 1] += 1
@@ -40,7 +40,7 @@ def every_rank_one_too_high(q, k, v, options):
 
 inputs = gpu_inputs(512, 512, (1, 1))
 if "healthy" not in sys.argv:
-    launch.backward_plan = every_rank_one_too_high
+    setup.plan_for = every_rank_one_too_high
 run_ours(inputs, Causal())
 torch.cuda.synchronize()
 print("finished")

@@ -88,9 +88,9 @@ def test_number_of_workers(mask: Mask) -> None:
     expected = run_ours(inputs, mask)
     orders = set()
     for workers in (132, 100, 66):
-        changes = {(module, "sm_count"): lambda _, n=workers: n for module in ("calls.forward", "calls.backward")}
+        changes = {(module, "sm_count"): lambda _, n=workers: n for module in ("calls.forward", "calls.backward_setup", "calls.packed")}
         with patched_backend(changes):
-            plan = hopper("calls.backward").backward_plan(*inputs[:3], AttentionOptions(mask, 128**-0.5))
+            plan = hopper("calls.explain").backward_plan(*inputs[:3], AttentionOptions(mask, 128**-0.5))
             assert plan.workers == workers, "the control: the placement did change"
             orders.add(plan.order_hash)
             assert_same_bits(run_ours(inputs, mask), expected, f"{workers} workers")

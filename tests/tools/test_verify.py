@@ -450,3 +450,19 @@ def test_device_is_the_cpu_unless_there_is_a_hopper_gpu(monkeypatch: pytest.Monk
 def test_the_default_matrix_passes_on_the_gpu(case: Case) -> None:
     found = statuses(CaseTest(case, "cuda", 5))
     assert [outcome for outcome in found.values() if outcome.status != "pass"] == []
+
+
+def test_a_saved_schedule_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From `plan --save` to a certificate, and again from the certificate."""
+    saved, certificate = tmp_path / "weave.json", tmp_path / "certificate.json"
+    assert main(["plan", "--seqlen", "512", "--schedule", "weave", "--save", str(saved)]) == 0
+    shape = ["--seqlen", "512", "--heads", "1", "--batch", "1", "--device", "cpu", "--runs", "2", "--no-fresh"]
+    assert main(["verify", *shape, "--schedule", str(saved), "--output", str(certificate)]) == 0
+    assert "weave (given)" in capsys.readouterr().out
+    explained = json.loads(certificate.read_text())["cases"][0]["explain"]
+    assert (explained["schedule"], explained["guarantees"][1]) == ("weave (given)", "batch-invariant")
+    assert main(["verify", "--against", str(certificate), "--device", "cpu", "--runs", "2", "--no-fresh"]) == 0
+    assert main(["verify", *shape, "--mask", "full", "--schedule", str(saved)]) == 2
+    assert "it is for mask causal; the call has mask full" in capsys.readouterr().err
+    assert main(["verify", *shape, "--schedule", str(tmp_path / "none.json")]) == 2
+    assert "--schedule: cannot read" in capsys.readouterr().err

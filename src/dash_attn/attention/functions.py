@@ -2,20 +2,93 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
 from ..backends import import_backend, resolve_to_explain
 from ..call.explanation import Explanation
-from ..call.options import choose_mask, options_for, refuse_unsupported
+from ..call.options import AttentionOptions, Choices, options_for, refuse_unsupported
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import Mask
+from ..scheduling.schedule import Schedule
 from .autograd import Attention
+from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
 from .torch_ops import is_traced, traced_attention
 from .transforms import refuse_transforms
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **own: Unpack[OwnKeywords],
+) -> Tensor: ...
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[True],
+    **own: Unpack[OwnKeywords],
+) -> OutAndLse: ...
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> OutLseNone: ...
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+    *,
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> AnyResults: ...
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -31,12 +104,12 @@ def flash_attn_func(
     *,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: str | Schedule = "auto",
     accumulation: str = "ordered",
     backend: str = "auto",
     return_lse: bool = False,
     head_offset: int = 0,
-) -> Any:
+) -> AnyResults:
     """Attention whose gradients are bitwise reproducible.
 
     q is (batch, q_len, q_heads, dim), k and v are (batch, kv_len, kv_heads, dim); q_heads is a multiple of kv_heads.
@@ -47,7 +120,9 @@ def flash_attn_func(
         is aligned with the last key.
     sinks: one learnable logit a query head, (q_heads,). Each row's softmax sums exp(sink) too, neither scaled nor capped;
         the sink has no value, so it only takes weight from the keys.
-    schedule: the order in which dQ is summed, "auto" or a name in dash_attn.GENERATORS.
+    schedule: the order in which dQ is summed: "auto", a name in dash_attn.GENERATORS, or a Schedule (or its JSON text) of your
+        own. Its mask, lengths and tile sizes must be those of the call (explain tells the tile sizes); batch, heads and workers
+        may differ. In programs that are traced, give the JSON text.
     accumulation: "ordered", or "unordered" for sums in order of arrival. `deterministic=False` is still ordered.
     backend: "auto" (by the device of the tensors), "cpu" or "hopper". An explicit one never falls back.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
@@ -59,16 +134,22 @@ def flash_attn_func(
     refuse_transforms()
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    choices = (softcap, schedule, accumulation, backend, head_offset)
+    choices = Choices(
+        mask=mask,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        schedule=schedule,
+        accumulation=accumulation,
+        backend=backend,
+        head_offset=head_offset,
+    )
     if is_traced(q, k, v, sinks):
         check_strided(q=q, k=k, v=v)
-        out, lse = traced_attention(q, k, v, sinks, None, choose_mask(mask, causal, window_size), softmax_scale, *choices)
+        out, lse = traced_attention(q, k, v, sinks, None, choices)
     else:
-        check_tensors(q, k, v)
-        check_sinks(sinks, q)
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        options = options_for(mask, causal, window_size, scale, *choices)
-        options.mask.check(q.shape[1], k.shape[1])
+        options = _options_of(q, k, v, sinks, choices)
         out, lse = Attention.apply(q, k, v, sinks, options, None)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
@@ -90,7 +171,7 @@ def explain(
     *,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: str | Schedule = "auto",
     accumulation: str = "ordered",
     backend: str = "auto",
     return_lse: bool = False,
@@ -106,11 +187,27 @@ def explain(
     """
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse, predict_time=predict_time)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    check_tensors(q, k, v)
-    check_sinks(sinks, q)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = options_for(mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset)
-    options.mask.check(q.shape[1], k.shape[1])
+    choices = Choices(
+        mask=mask,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        schedule=schedule,
+        accumulation=accumulation,
+        backend=backend,
+        head_offset=head_offset,
+    )
+    options = _options_of(q, k, v, sinks, choices)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
     return import_backend(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)
+
+
+def _options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> AttentionOptions:
+    """The options of a call of these tensors; everything is checked that can be without a plan."""
+    check_tensors(q, k, v)
+    check_sinks(sinks, q)
+    options = options_for(choices, q.shape[-1])
+    options.mask.check(q.shape[1], k.shape[1])
+    return options

@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
 from .functions import flash_attn_func
+from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **own: Unpack[OwnKeywords],
+) -> Tensor: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[True],
+    **own: Unpack[OwnKeywords],
+) -> OutAndLse: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> OutLseNone: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+    *,
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> AnyResults: ...
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -20,7 +84,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **options: Any,
-) -> Any:
+) -> AnyResults:
     """Self-attention of qkv (batch, length, 3, heads, dim); its gradient has the same layout.
 
     options: the keyword-only arguments of flash_attn_func (mask, schedule, ...). Results are those of flash_attn_func.
@@ -30,6 +94,70 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *shared, **options)
 
 
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **own: Unpack[OwnKeywords],
+) -> Tensor: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    *,
+    return_lse: Literal[True],
+    **own: Unpack[OwnKeywords],
+) -> OutAndLse: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> OutLseNone: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+    *,
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> AnyResults: ...
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -42,7 +170,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **options: Any,
-) -> Any:
+) -> AnyResults:
     """Attention of q (batch, q_len, q_heads, dim) to kv (batch, kv_len, 2, kv_heads, dim).
 
     options: the keyword-only arguments of flash_attn_func (mask, schedule, ...). Results are those of flash_attn_func.

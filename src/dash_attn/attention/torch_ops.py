@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
+from ..call.given_schedule import text_of
 from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions
+from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule
 from ..call.tensor_checks import check_sinks, check_tensors
-from ..masks import Mask
+from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
 from .mask_arguments import decode_mask, encode_mask
 
@@ -42,18 +43,61 @@ def is_traced(*tensors: Tensor | None) -> bool:
     return any(type(tensor) not in PLAIN and isinstance(tensor, Tensor) for tensor in tensors)
 
 
+class Arguments(NamedTuple):
+    """What the operators take beside tensors that have a gradient, in the order of their schema: every choice of a call."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    mask: str
+    mask_sizes: Sequence[int]
+    scale: float | None  # None: by the head dim
+    softcap: float
+    schedule: str
+    accumulation: str
+    backend: str
+    head_offset: int
+    version: int
+
+
 def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Any, ...] | None, mask: Mask, *choices: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices
 ) -> tuple[Tensor, Tensor]:
-    """The operator. packed: SequenceOffsets' fields; choices: AttentionOptions' after the mask, a scale of None for the usual one."""
-    name, sizes = encode_mask(mask)
-    out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *(packed or (None, None, 0, 0)), name, sizes, *choices, VERSION)
+    """The operator. packed: SequenceOffsets' fields."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
+    name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
+    arguments = Arguments(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        mask=name,
+        mask_sizes=sizes,
+        scale=choices.softmax_scale,
+        softcap=choices.softcap,
+        schedule=_schedule_text(choices.schedule),
+        accumulation=choices.accumulation,
+        backend=choices.backend,
+        head_offset=choices.head_offset,
+        version=VERSION,
+    )
+    out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *arguments)
     return out, lse
+
+
+def _schedule_text(schedule: str | Schedule) -> str:
+    """The operators take text. A program that is compiled would keep that of the first Schedule object it sees."""
+    if isinstance(schedule, Schedule) and torch.compiler.is_compiling():
+        raise TypeError(
+            "a compiled or exported program takes a schedule as JSON text: pass schedule.to_json(), made outside of the program"
+        )
+    return text_of(schedule)
 
 
 @torch.library.custom_op("dash_attn::attention", mutates_args=(), schema=FORWARD)
 def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    offsets, options = _read(q, k, v, sinks, *rest)
+    offsets, options = _read(q, k, v, sinks, Arguments(*rest))
     assert options is not None, "a program that runs has no symbols"
     return attention_forward(q, k, v, options, offsets, sinks)
 
@@ -63,7 +107,7 @@ def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    offsets, options = _read(q, k, v, sinks, *rest)
+    offsets, options = _read(q, k, v, sinks, Arguments(*rest))
     assert options is not None, "a program that runs has no symbols"
     dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
@@ -71,7 +115,7 @@ def backward(
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    _read(q, k, v, sinks, *rest)
+    _read(q, k, v, sinks, Arguments(*rest))
     *batch, length, heads, _ = q.shape
     lse = q.new_empty((*batch, heads, length), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return q.new_empty((*batch, length, heads, v.shape[-1])), lse
@@ -86,46 +130,60 @@ def _(
 
 
 def _read(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    mask: str,
-    mask_sizes: Sequence[int],
-    scale: float | None,
-    *choices_and_version: Any,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
 ) -> tuple[SequenceOffsets | None, AttentionOptions | None]:
     """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
-    *choices, version = choices_and_version
-    if version != VERSION:
+    if arguments.version != VERSION:
         raise RuntimeError(
-            f"this program was traced with version {version} of dash_attn's operators, and here they have version {VERSION}:"
+            f"this program was traced with version {arguments.version} of dash_attn's operators, and here they have version {VERSION}:"
             " compile or export it again"
         )
-    check_tensors(q, k, v, ndim=4 if cu_seqlens_q is None else 3)
+    check_tensors(q, k, v, ndim=4 if arguments.cu_seqlens_q is None else 3)
     check_sinks(sinks, q)
-    offsets = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        longest = (0 if isinstance(length, SymInt) else length for length in (max_seqlen_q, max_seqlen_k))
-        offsets = SequenceOffsets(cu_seqlens_q, cu_seqlens_k, *longest)
+    offsets = _offsets(arguments)
+    if offsets is not None:
         offsets.check_device(q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if any(isinstance(number, (SymInt, SymFloat)) for number in (*mask_sizes, scale, *choices)):
+    scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
+    numbers = (*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset)
+    if any(isinstance(number, (SymInt, SymFloat)) for number in numbers):
         return offsets, None
-    options = _options(mask, tuple(mask_sizes), scale, *choices)
+    options = _options(
+        arguments.mask,
+        tuple(arguments.mask_sizes),
+        scale,
+        arguments.softcap,
+        arguments.schedule,
+        arguments.accumulation,
+        arguments.backend,
+        arguments.head_offset,
+    )
     resolve(options.backend, q.device)
     if offsets is None:
         options.mask.check(q.shape[1], k.shape[1])
+    else:
+        refuse_given_schedule(options)
     return offsets, options
 
 
+def _offsets(arguments: Arguments) -> SequenceOffsets | None:
+    if arguments.cu_seqlens_q is None or arguments.cu_seqlens_k is None:
+        return None
+    longest = (0 if isinstance(length, SymInt) else length for length in (arguments.max_seqlen_q, arguments.max_seqlen_k))
+    return SequenceOffsets(arguments.cu_seqlens_q, arguments.cu_seqlens_k, *longest)
+
+
 @lru_cache(maxsize=1024, typed=True)
-def _options(mask: str, mask_sizes: tuple[int, ...], *choices: Any) -> AttentionOptions:
-    return AttentionOptions(decode_mask(mask, mask_sizes), *choices)
+def _options(
+    mask: str,
+    mask_sizes: tuple[int, ...],
+    scale: float,
+    softcap: float,
+    schedule: str,
+    accumulation: str,
+    backend: str,
+    head_offset: int,
+) -> AttentionOptions:
+    return AttentionOptions(decode_mask(mask, mask_sizes), scale, softcap, schedule, accumulation, backend, head_offset)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -2,19 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
 from ..call.offsets import SequenceOffsets
-from ..call.options import choose_mask, options_for, refuse_unsupported
+from ..call.options import Choices, options_for, refuse_given_schedule, refuse_unsupported
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import Mask
+from ..scheduling.schedule import Schedule
 from .autograd import Attention
+from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
 from .torch_ops import is_traced, traced_attention
 from .transforms import refuse_transforms
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    block_table: None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **own: Unpack[OwnKeywords],
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    block_table: None = ...,
+    *,
+    return_lse: Literal[True],
+    **own: Unpack[OwnKeywords],
+) -> OutAndLse: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> OutLseNone: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+    block_table: None = ...,
+    *,
+    return_lse: bool = ...,
+    **own: Unpack[OwnKeywords],
+) -> AnyResults: ...
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -35,17 +127,18 @@ def flash_attn_varlen_func(
     *,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: str | Schedule = "auto",
     accumulation: str = "ordered",
     backend: str = "auto",
     return_lse: bool = False,
     head_offset: int = 0,
-) -> Any:
+) -> AnyResults:
     """Attention of packed sequences. A sequence's bits are those of flash_attn_func on it alone.
 
     q is (q tokens, q_heads, dim), k and v are (KV tokens, kv_heads, dim). Sequence i has the query tokens
     cu_seqlens_q[i] to cu_seqlens_q[i + 1], and the key tokens alike; either may be none. The mask applies to each
-    sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func.
+    sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func; a schedule is
+    "auto" or, on the CPU, a name: each sequence is planned by its own lengths, so a Schedule fits none of them and raises.
 
     On the GPU the values of cu_seqlens are not read on the host, so the call does not wait for the GPU: they must
     start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
@@ -59,18 +152,29 @@ def flash_attn_varlen_func(
     refuse_transforms()
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
-    choices = (softcap, schedule, accumulation, backend, head_offset)
+    choices = Choices(
+        mask=mask,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        schedule=schedule,
+        accumulation=accumulation,
+        backend=backend,
+        head_offset=head_offset,
+    )
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
         check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        out, lse = traced_attention(q, k, v, sinks, packed, choose_mask(mask, causal, window_size), softmax_scale, *choices)
+        out, lse = traced_attention(q, k, v, sinks, packed, choices)
     else:
         check_tensors(q, k, v, ndim=3)
         check_sinks(sinks, q)
         offsets = SequenceOffsets(*packed)
         offsets.check_device(q.device)
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out, lse = Attention.apply(q, k, v, sinks, options_for(mask, causal, window_size, scale, *choices), offsets)  # type: ignore[no-untyped-call]
+        options = options_for(choices, q.shape[-1])
+        refuse_given_schedule(options)
+        out, lse = Attention.apply(q, k, v, sinks, options, offsets)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

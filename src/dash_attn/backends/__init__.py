@@ -35,7 +35,7 @@ class Backend(Protocol):
         offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Output and LSE."""
+        """Output and LSE. Raises where a schedule that was given does not fit, which a backward would find too late."""
 
     def backward(
         self,

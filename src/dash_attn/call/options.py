@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..masks import Causal, Full, Mask, Window, check_mask, is_whole
 from ..scheduling.generators import GENERATORS
+from ..scheduling.schedule import Schedule
+from .given_schedule import in_words, is_given, read_given, text_of
 from .tensor_checks import check_flags
 
 SCHEDULES = ("auto", *GENERATORS)
@@ -19,7 +21,9 @@ BACKENDS = ("auto", "cpu", "hopper")
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """`softcap=0` means none. `head_offset` is the index of the first KV head in the unsharded model."""
+    """`softcap=0` means none. `schedule` is a name or the JSON text of a schedule. `head_offset` is the index of the first KV head in
+    the unsharded model.
+    """
 
     mask: Mask
     scale: float
@@ -35,7 +39,8 @@ class AttentionOptions:
             raise ValueError(f"softmax_scale must be a finite number other than 0; got {self.scale!r}")
         if not is_finite(self.softcap) or self.softcap < 0:
             raise ValueError(f"softcap must be a finite number > 0, or 0 for none; got {self.softcap!r}")
-        for name, allowed in (("schedule", SCHEDULES), ("accumulation", ACCUMULATIONS), ("backend", BACKENDS)):
+        _check_schedule(self.schedule)
+        for name, allowed in (("accumulation", ACCUMULATIONS), ("backend", BACKENDS)):
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(allowed)}")
         if not is_whole(self.head_offset) or not 0 <= self.head_offset < 2**31:
@@ -54,6 +59,25 @@ class AttentionOptions:
     @property
     def ordered(self) -> bool:
         return self.accumulation == "ordered"
+
+    @cached_property
+    def gives_schedule(self) -> bool:
+        """Whether the schedule is the caller's own, not one that we name."""
+        return is_given(self.schedule)
+
+
+class Choices(NamedTuple):
+    """The choices of a call as they were given, FlashAttention's and ours. `options_for` checks them."""
+
+    mask: Mask | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None  # None: by the head dim
+    softcap: float = 0.0
+    schedule: str | Schedule = "auto"
+    accumulation: str = "ordered"
+    backend: str = "auto"
+    head_offset: int = 0
 
 
 def is_zero(value: Any) -> bool:
@@ -81,6 +105,16 @@ def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool,
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
 
 
+def refuse_given_schedule(options: AttentionOptions) -> None:
+    """For packed sequences: one schedule is for sequences of one length."""
+    if options.gives_schedule:
+        raise ValueError(
+            "packed sequences are planned one by one, each by its own lengths (on a GPU by the device), so a Schedule cannot serve"
+            f" them: schedule must be 'auto', or a name on the CPU; got the schedule {in_words(options.schedule)}."
+            " flash_attn_func takes one, for sequences of one length"
+        )
+
+
 def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
     """One mask from FlashAttention's two arguments or ours. A causal window ends at the query itself."""
     check_flags(causal=causal)
@@ -96,16 +130,40 @@ def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -
     return Causal() if window.is_causal else window
 
 
-def options_for(mask: Mask | None, causal: bool, window_size: tuple[int, int], *rest: Any) -> AttentionOptions:
-    """The options of a call; rest: AttentionOptions' fields after the mask. Training repeats the same few, so they are kept."""
+def options_for(choices: Choices, head_dim: int) -> AttentionOptions:
+    """The options of a call, checked. Training repeats the same few, so they are kept."""
+    mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset = choices
+    if scale is None:
+        scale = head_dim**-0.5
+    if not isinstance(schedule, str):
+        schedule = text_of(schedule)
     if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
         try:
-            return _kept(mask, causal, window_size[0], window_size[1], *rest)
+            return _kept(mask, causal, window_size[0], window_size[1], scale, softcap, schedule, accumulation, backend, head_offset)
         except TypeError:  # something has no hash, or is of a wrong type: below it is said what
             pass
-    return AttentionOptions(choose_mask(mask, causal, window_size), *rest)
+    return AttentionOptions(choose_mask(mask, causal, window_size), scale, softcap, schedule, accumulation, backend, head_offset)
 
 
 @lru_cache(maxsize=1024, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
-def _kept(mask: Mask | None, causal: bool, left: int, right: int, *rest: Any) -> AttentionOptions:
-    return AttentionOptions(choose_mask(mask, causal, (left, right)), *rest)
+def _kept(
+    mask: Mask | None,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    schedule: str,
+    accumulation: str,
+    backend: str,
+    head_offset: int,
+) -> AttentionOptions:
+    return AttentionOptions(choose_mask(mask, causal, (left, right)), scale, softcap, schedule, accumulation, backend, head_offset)
+
+
+def _check_schedule(schedule: Any) -> None:
+    if isinstance(schedule, str) and is_given(schedule):
+        read_given(schedule)
+    elif not isinstance(schedule, str) or schedule not in SCHEDULES:
+        allowed = ", ".join(SCHEDULES)
+        raise ValueError(f"unknown schedule {schedule!r}; choose from {allowed}, or give a Schedule or its JSON text")

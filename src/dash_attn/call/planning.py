@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..scheduling.generators import generate
 from ..scheduling.plan import ORDER_DIGITS, Plan, lower
 from ..scheduling.problem import Problem
 from ..simulation.simulate import Machine, simulate
 from .explanation import Explanation
+from .given_schedule import schedule_for
 from .options import AttentionOptions
 
 DEFAULT_WORKERS = 132  # the SMs of an H100 or H200; the order of `auto` never depends on it
@@ -31,8 +31,8 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions, tile
 
 @lru_cache(maxsize=64)
 def plan_for(problem: Problem, schedule: str = "auto", workers: int = DEFAULT_WORKERS) -> Plan:
-    """The lowered schedule. Raises ScheduleError where that schedule does not serve the problem."""
-    return lower(generate(schedule, problem, workers))
+    """The lowered schedule, by name or as given (JSON text). Raises ScheduleError where it does not serve the problem."""
+    return lower(schedule_for(problem, schedule, workers))
 
 
 def explanation_of(plan: Plan, backend: str, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, **rest: Any) -> Explanation:
@@ -95,4 +95,4 @@ def predict(plan: Plan, options: AttentionOptions, machine: Machine | None, name
 
 @lru_cache(maxsize=256)
 def _makespan(problem: Problem, schedule: str, workers: int, machine: Machine) -> float:
-    return simulate(generate(schedule, problem, workers), machine).makespan
+    return simulate(schedule_for(problem, schedule, workers), machine).makespan

@@ -52,7 +52,9 @@ def _add_shape(group: Any) -> None:
         group.add_argument(f"--{name}", type=int, metavar="N")
     group.add_argument("--mask", help=f"{MASK_FORMS}; lengths in tokens")
     group.add_argument("--dtype", help="fp64, fp32, bf16 or fp16 (GPU: bf16, fp16)")
-    group.add_argument("--schedule", metavar="NAME", help="auto, or a name that `dash-attn plan` lists")
+    group.add_argument(
+        "--schedule", metavar="NAME|FILE", help="auto, a name that `dash-attn plan` lists, or a .json file that `plan --save` wrote"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,5 +103,17 @@ def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificat
         base = default_case(device)
         if "heads" in given and "kv_heads" not in given:
             given["kv_heads"] = given["heads"]  # no grouping unless it is asked for
+        if "schedule" in given:
+            given["schedule"] = _read_schedule(given["schedule"])
         return (replace(base, **given),)
     return cases_of(theirs) if theirs else default_cases(device)
+
+
+def _read_schedule(name: str) -> str:
+    """A name as it is; of a file its text."""
+    if not name.endswith(".json"):
+        return name
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--schedule: cannot read {name}: {error.strerror}") from None

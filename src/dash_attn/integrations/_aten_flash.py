@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.autograd import attention_backward, attention_forward
 from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, options_for, refuse_unsupported
+from ..call.options import AttentionOptions, Choices, options_for, refuse_unsupported
 from ..call.tensor_checks import check_tensors
 
 
@@ -150,7 +150,7 @@ def _options(
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(f"PyTorch's flash attention has one head dim; got {query.shape[-1]} and {value.shape[-1]}")
     left, right = (-1 if width is None else width for width in window)
-    return options_for(None, is_causal, (left, right), query.shape[-1] ** -0.5 if scale is None else scale)
+    return options_for(Choices(causal=is_causal, window_size=(left, right), softmax_scale=scale), query.shape[-1])
 
 
 def _offsets(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> SequenceOffsets | None:

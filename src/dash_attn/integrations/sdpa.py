@@ -17,6 +17,7 @@ from torch.overrides import get_overridable_functions
 
 from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
+from ..attention.schedule_argument import with_schedule_as_text
 from ..call.options import is_finite, is_zero
 from ..call.tensor_checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
@@ -37,7 +38,7 @@ def replace_sdpa(**options: Any) -> Iterator[None]:
     _check_options(options)
     get_overridable_functions()  # PyTorch makes this list once: made inside the block, it would have our function in it for good
     before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _with(options)
+    functional.scaled_dot_product_attention = _with(with_schedule_as_text(options))
     try:
         yield
     finally:

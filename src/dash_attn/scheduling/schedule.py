@@ -176,6 +176,11 @@ class Schedule:
         return self.order.kinds[self.order.kind_of(self.problem, head)]
 
     def to_json(self) -> str:
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
+        """Kept: a call that is given a schedule looks itself up by this text."""
         placement = {
             "workers": self.workers,
             "lanes": self.placement.lanes,
@@ -200,7 +205,7 @@ class Schedule:
             _read_placement(value["placement"]),
         )
         _check_size(problem, order)
-        return cls(problem, replace(order, guarantees=_proven_guarantees(problem, order, placement.workers)), placement)
+        return cls(problem, replace(order, guarantees=proven_guarantees(problem, order, placement.workers)), placement)
 
 
 def _read_placement(value: Any) -> Placement:
@@ -220,7 +225,7 @@ def _check_size(problem: Problem, order: Order) -> None:
         raise ScheduleError(f"a schedule is read for at most {MOST_TILES} tiles; got {problem.q_tiles} x {problem.kv_tiles}")
 
 
-def _proven_guarantees(problem: Problem, order: Order, workers: int) -> tuple[str, ...]:
+def proven_guarantees(problem: Problem, order: Order, workers: int) -> tuple[str, ...]:
     """Generators prove theirs: an order that is a function of the problem can depend on nothing else."""
     try:
         generated = GENERATED_BY[order.name](problem, workers).order if order.name in GENERATED_BY else None

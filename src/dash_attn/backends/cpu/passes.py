@@ -34,6 +34,8 @@ def forward(
     if offsets is None:
         if runs_packed(options):
             return forward_of_documents(forward, (q, k, v), options, _offsets_of(q, options), sinks)
+        if options.gives_schedule:
+            backward_plan(q, k, v, options)
         return _forward(q, k, v, options, sinks)
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], len(q), dtype=arithmetic(q.dtype))
     for rows, columns in offsets.sequences(len(q), len(k)):

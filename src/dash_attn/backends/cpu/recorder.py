@@ -6,10 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from ...call.documents import runs_packed
+from ...call.given_schedule import schedule_for
 from ...call.options import AttentionOptions
 from ...call.planning import problem_of
 from ...execution.interleaving import TaskTime, interleaving
-from ...scheduling.generators import generate
 from ...scheduling.schedule import Schedule
 from ...viewing.recorded import Noted, RecordError, times_from
 from ...viewing.task_times import TaskTimes, task_table
@@ -26,7 +26,7 @@ def record_backward(
     record: list[TaskTime] = []
     with interleaving(None, threads=True, workers=workers, record=record):
         backward(dout, q, k, v, out, lse, options)
-    return read_record(generate(options.schedule, problem_of(q, k, options, TILE_Q, TILE_KV), workers), record)
+    return read_record(schedule_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, workers), record)
 
 
 def read_record(schedule: Schedule, record: list[TaskTime]) -> TaskTimes:

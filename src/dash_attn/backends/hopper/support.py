@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...masks import Causal, Full, Mask, Window
@@ -14,6 +15,7 @@ from .device.driver import ANY_DEVICE
 from .tiles import KERNEL_DIMS
 
 LARGEST_DIM = KERNEL_DIMS[-1]
+MOST_KINDS = 2  # of head in a schedule: Pair in device/parameters.py
 MOST_ROWS = 2**31  # LSE is indexed with 32 bits
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -60,8 +62,14 @@ def _check_packed(options: AttentionOptions) -> None:
         )
     if options.schedule != "auto":
         raise Unsupported(
-            f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {options.schedule}"
+            f"packed sequences on backend 'hopper' are planned on the device: schedule must be 'auto'; got {in_words(options.schedule)}"
         )
+
+
+def check_kinds(kinds: int) -> None:
+    """The kernels' tables have room for two."""
+    if kinds > MOST_KINDS:
+        raise Unsupported(f"backend 'hopper' takes schedules of at most {MOST_KINDS} kinds of head; got one of {kinds}")
 
 
 def check_gang(gang: int, workers: int) -> None:

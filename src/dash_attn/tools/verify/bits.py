@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...attention.functions import flash_attn_func
 from ...masks import Mask
+from ...scheduling.schedule import Schedule
 from .cases import Inputs
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -32,7 +33,7 @@ class Results(NamedTuple):
         return Results(*(x[index : index + 1] for x in self))
 
 
-def attend(inputs: Inputs, mask: Mask, schedule: str = "auto", accumulation: str = "ordered") -> Results:
+def attend(inputs: Inputs, mask: Mask, schedule: str | Schedule = "auto", accumulation: str = "ordered") -> Results:
     """Forward and backward, with every new tensor filled with NaN before a kernel sees it."""
     *tensors, dout = inputs
     q, k, v = (x.detach().requires_grad_() for x in tensors)

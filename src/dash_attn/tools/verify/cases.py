@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...call.given_schedule import in_words, is_given, read_given
 from ...call.options import SCHEDULES
 from ...masks import Mask, parse_mask
 
@@ -22,7 +23,10 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One call of flash_attn_func. Three KV tiles (128 keys each) in a row are the least at which the order of a sum can show."""
+    """One call of flash_attn_func. Three KV tiles (128 keys each) in a row are the least at which the order of a sum can show.
+
+    `schedule` is a name, or the JSON text of a schedule, which then stands in the certificate.
+    """
 
     seqlen: int = 512
     heads: int = 4
@@ -42,8 +46,7 @@ class Case:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}")
+        _check_schedule(self.schedule)
         if self.batch * self.seqlen * self.heads * self.head_dim > MOST_ELEMENTS:
             raise ValueError(f"batch x seqlen x heads x head_dim must be at most {MOST_ELEMENTS}; got {self}")
         if not isinstance(self.mask, str):
@@ -54,10 +57,17 @@ class Case:
         return parse_mask(self.mask)
 
     def __str__(self) -> str:
-        schedule = "" if self.schedule == "auto" else f", {self.schedule}"
+        schedule = "" if self.schedule == "auto" else f", {in_words(self.schedule)}"
         return (
             f"{self.mask} {self.seqlen}, {self.heads}/{self.kv_heads} heads x {self.head_dim}, batch {self.batch}, {self.dtype}{schedule}"
         )
+
+
+def _check_schedule(schedule: str) -> None:
+    if isinstance(schedule, str) and is_given(schedule):
+        read_given(schedule)
+    elif schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or the JSON text of a schedule; got {schedule!r}")
 
 
 def default_case(device: str) -> Case:

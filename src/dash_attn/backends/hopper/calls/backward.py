@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from ctypes import addressof
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +11,22 @@ from torch import Tensor
 
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
-from ....call.planning import plan_for, problem_of
-from ....scheduling.plan import Plan
-from ..device.driver import LoadedKernel, current_stream, flag, load_kernel, on_device
+from ..device.driver import current_stream, on_device
 from ..device.parameters import BackwardParams, PostprocessParams, PreprocessParams, SinkGradientParams, Strides, TilePlaces
 from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
-from ..device.workspace import Workspace
-from ..support import sm_count
-from ..tiles import HELPER_THREADS, THREADS, backward_tiles, helper_blocks
+from ..tiles import helper_blocks
+from .backward_setup import TICKET_BYTES, DenseBackwardSetup, PackedBackwardSetup
 from .groups import add_in_order, split
-from .layout import CallCache, Layout, empty_contiguous, kernel_scales
-from .packed import PackedPlanner, packed_sizes
+from .kernel_names import threads_per_row
+from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales
+from .packed import PackedPlanner
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
+
+__all__ = ["TICKET_BYTES", "BackwardCall", "DenseBackward", "PackedBackward", "backward", "threads_per_row"]
 
 # Far below every score, but with softcap its square must still be a number: the slope of the cap is 1 - score^2.
 MASKED_SCORE, MASKED_CAPPED_SCORE = -1e30, -1e18
-TICKET_BYTES = 48  # struct Ticket of common/plan_tables.cuh
 
 
 def backward(
@@ -50,89 +48,22 @@ def backward(
     return dq, add_in_order(dk, k.shape), add_in_order(dv, v.shape), dsinks
 
 
-def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
-    """The plan a backward of these (batched) tensors walks."""
-    layout = Layout.of((q, k, v), options)
-    tiles = backward_tiles(layout.dim)
-    return plan_for(problem_of(q, k, options, tiles.q_rows, tiles.kv_rows), options.schedule, sm_count(layout.device))
-
-
-@dataclass(frozen=True)
-class BackwardKernels:
-    """The kernels of one variant."""
-
-    preprocess: LoadedKernel
-    attention: LoadedKernel
-    postprocess: LoadedKernel
-
-
-def backward_kernels(
-    device: int, dtype: str, dim: int, ordered: bool, softcap: bool, mask_kind: str, record: bool = False
-) -> BackwardKernels:
-    tiles = backward_tiles(dim)
-    flags = f"{flag(ordered)}, {flag(softcap)}"
-    packed = flag(mask_kind == "Packed")
-    attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{mask_kind}{', true' if record else ''}>"
-    preprocess = f"backward_preprocess<{dtype}, {threads_per_row(dim)}, {tiles.q_rows}, {packed}>"
-    return BackwardKernels(
-        load_kernel(device, "backward/preprocess.cuh", preprocess, HELPER_THREADS, 0),
-        load_kernel(device, "backward/attention.cuh", attention, THREADS, tiles.shared_bytes),
-        load_kernel(device, "backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>", HELPER_THREADS, 0),
-    )
-
-
-def threads_per_row(dim: int) -> int:
-    """Threads that sum a row in the preprocess, 8 elements each: a power of two."""
-    return 8 if dim == 64 else 16 if dim <= 128 else 32
-
-
-def workspace_of(layout: Layout) -> Workspace:
-    """Row statistics, dQ in float32, semaphores and tickets: linear in tokens."""
-    tiles = backward_tiles(layout.dim)
-    head_tiles = layout.tiles_of_queries(tiles.q_rows)
-    dq_tiles = layout.batch * layout.q_heads * head_tiles
-    rows = dq_tiles * tiles.q_rows
-    chains = layout.batch * layout.tiles_of_keys(tiles.kv_rows)
-    packed = packed_sizes(layout, head_tiles, chains) if layout.packed else {}
-    return Workspace(
-        lse=4 * rows,
-        delta=4 * rows,
-        dq=4 * rows * tiles.columns,
-        semaphores=4 * dq_tiles,
-        next_ticket=8,
-        tickets=TICKET_BYTES * chains * layout.kv_heads,
-        **packed,
-    )
-
-
 class BackwardCall:
-    """Everything about a call that does not change with the addresses of its tensors."""
+    """Everything about a call that does not change with the addresses of its tensors: what dense and packed calls share."""
 
+    holds_tables: bool
     records = False  # by a kernel that notes when every task ran
 
-    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        q, k, v = tensors[:3]
-        self.layout, self.device = layout, q.device
-        self.tiles = backward_tiles(layout.dim)
-        self.ordered = options.ordered
-        self.workspace = workspace_of(layout)
-        self.head_tiles = layout.tiles_of_queries(self.tiles.q_rows)
-        self.dq_tiles = layout.batch * layout.q_heads * self.head_tiles
-        self.mask: MaskOnDevice = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
-        kind = "Packed" if layout.packed else self.mask.kind
-        flags = (self.ordered, bool(options.softcap))
-        self.kernels = backward_kernels(layout.device, layout.dtype, layout.dim, *flags, kind, self.records)
-        workers = sm_count(layout.device)
-        self.packed = PackedPlanner(layout, self.mask, self.head_tiles, options) if layout.packed else None
-        self.plan = None if layout.packed else backward_plan(q, k, v, options)
-        chains = layout.batch * layout.kv_heads * layout.tiles_of_keys(self.tiles.kv_rows)
-        self.workers = min(workers if self.plan is None else self.plan.workers, chains)
-        self.holds_tables = not layout.packed
+    def __init__(self, setup: DenseBackwardSetup | PackedBackwardSetup, tensors: tuple[Tensor, ...]) -> None:
+        self.setup, self.layout, self.device = setup, setup.layout, tensors[0].device
+        self.workspace, self.ordered, self.workers = setup.workspace, setup.options.ordered, setup.workers
+        self.mask: MaskOnDevice = mask_on_device(setup.options.mask, self.layout.q_len, self.layout.kv_len, self.device)
         self.lock = threading.Lock()
-        self._prepare(tensors, options)
+        self._fill_parameters(tensors)
+        self._prepare_launches()
 
-    def _prepare(self, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        layout, tiles = self.layout, self.tiles
+    def _fill_parameters(self, tensors: tuple[Tensor, ...]) -> None:
+        layout, options, tiles, head_tiles = self.layout, self.setup.options, self.setup.tiles, self.setup.head_tiles
         q, k, v, dout, out = tensors
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         boxes = [(q, tiles.q_rows), (k, tiles.kv_rows), (v, tiles.kv_rows), (dout, tiles.q_rows), (dk, 64), (dv, 64)]
@@ -143,7 +74,7 @@ class BackwardCall:
             group=layout.group,
             q_len=layout.q_len,
             tokens=layout.q_len,
-            head_tiles=self.head_tiles,
+            head_tiles=head_tiles,
         )
         self.before = PreprocessParams(
             out_strides=row_strides(out),
@@ -156,9 +87,9 @@ class BackwardCall:
         )
         self.main = BackwardParams(
             most_polls=MOST_POLLS,
-            call=register_call(layout.q_heads, self.head_tiles),
+            call=register_call(layout.q_heads, head_tiles),
             group=layout.group,
-            head_tiles=self.head_tiles,
+            head_tiles=head_tiles,
             scale=options.scale,
             masked_score=MASKED_CAPPED_SCORE if options.softcap else MASKED_SCORE,
             mask=self.mask.params,
@@ -174,22 +105,18 @@ class BackwardCall:
             call=self.main.call,
             tiles=places,
         )
-        if self.plan is not None:
-            self.tables = plan_on_device(self.plan, self.device)
-            self.before.plan = self.tables.params
-            self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
-            self.after.q_ranks = self.tables.tables["q_ranks"] if self.ordered else None
-        name = f"sink_gradient<{tiles.q_rows}, {flag(layout.packed)}>"
-        sink_kernel = load_kernel(layout.device, "backward/sink_gradient.cuh", name, HELPER_THREADS, 0)
         self.sink = SinkGradientParams(sequences=layout.count, tiles=places)
-        kernels, arguments = self.kernels, [*(m.address for m in self.maps), addressof(self.main)]
-        threads_before = self.dq_tiles * tiles.q_rows * threads_per_row(layout.dim)
-        self.preprocess = kernels.preprocess.prepare(helper_blocks(threads_before), [addressof(self.before)])
-        # Gangs wait for each other: all their CTAs must be resident, also when other work shares the GPU.
-        gangs = self.plan is None or self.plan.gang > 1
-        self.attention = kernels.attention.prepare(self.workers, arguments, cooperative=gangs, early=not gangs)
-        self.postprocess = kernels.postprocess.prepare(self.dq_tiles, [addressof(self.after)], early=True)
-        self.sink_gradient = sink_kernel.prepare(layout.q_heads, [addressof(self.sink)])
+
+    def _prepare_launches(self) -> None:
+        setup, device = self.setup, self.layout.device
+        kernels = setup.kernels(self.records)
+        threads_before = setup.dq_tiles * setup.tiles.q_rows * threads_per_row(self.layout.dim)
+        self.preprocess = kernels.preprocess.load(device).prepare(helper_blocks(threads_before), [addressof(self.before)])
+        arguments = [*(m.address for m in self.maps), addressof(self.main)]
+        attention = kernels.attention.load(device)
+        self.attention = attention.prepare(self.workers, arguments, cooperative=setup.cooperative, early=not setup.cooperative)
+        self.postprocess = kernels.postprocess.load(device).prepare(setup.dq_tiles, [addressof(self.after)], early=True)
+        self.sink_gradient = kernels.sink_gradient.load(device).prepare(self.layout.q_heads, [addressof(self.sink)])
 
     def run(
         self, tensors: tuple[Tensor, ...], lse: Tensor, offsets: SequenceOffsets | None, sinks: Tensor | None, dlse: Tensor | None = None
@@ -210,9 +137,7 @@ class BackwardCall:
                     tensor_map.point_to(tensor.data_ptr())
                 self._point(at, out, dout, lse, dq)
                 self.before.grad_lse = None if dlse is None else dlse.data_ptr()
-                if self.packed is not None and offsets is not None:
-                    self.packed.launch(offsets, at, stream)
-                    self._point_to_sequences(at)
+                self._plan_on_device(offsets, at, stream)
                 self.preprocess.on(stream)
                 self.attention.on(stream)
                 self.postprocess.on(stream)
@@ -232,11 +157,8 @@ class BackwardCall:
         before.dq_to_zero = None if self.ordered else at["dq"]
         after.dq = dq.data_ptr()
 
-    def _point_to_sequences(self, at: dict[str, int]) -> None:
-        for params in (self.before, self.after, self.sink):
-            params.tiles.sequences, params.tiles.tile_places = at["sequences"], at["tile_places"]
-        self.main.chains = at["chains"]
-        self.after.q_ranks = at["q_ranks"] if self.ordered else None
+    def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
+        """Before the first pass: launch what plans on the device."""
 
     def _sink_gradient(self, sinks: Tensor, at: dict[str, int], stream: Any) -> Tensor:
         logits = sinks.detach().float().contiguous()
@@ -247,9 +169,48 @@ class BackwardCall:
         return gradient.to(sinks.dtype)
 
 
+class DenseBackward(BackwardCall):
+    """Sequences of one length: the plan was made on the host and is on the device already."""
+
+    holds_tables = True
+
+    def __init__(self, layout: DenseLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        setup = DenseBackwardSetup(layout, options)
+        super().__init__(setup, tensors)
+        self.plan = setup.plan
+        self.tables = plan_on_device(setup.plan, self.device)
+        self.before.plan = self.tables.params
+        self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
+        self.after.q_ranks = self.tables.tables["q_ranks"] if self.ordered else None
+
+
+class PackedBackward(BackwardCall):
+    """Packed sequences: two kernels plan on the device, before the others."""
+
+    holds_tables = False
+
+    def __init__(self, layout: PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        setup = PackedBackwardSetup(layout, options)
+        mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, tensors[0].device)
+        self.planner = PackedPlanner(layout, mask, setup.head_tiles, options)
+        super().__init__(setup, tensors)
+
+    def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
+        assert offsets is not None
+        self.planner.launch(offsets, at, stream)
+        for params in (self.before, self.after, self.sink):
+            params.tiles.sequences, params.tiles.tile_places = at["sequences"], at["tile_places"]
+        self.main.chains = at["chains"]
+        self.after.q_ranks = at["q_ranks"] if self.ordered else None
+
+
 def row_strides(tensor: Tensor) -> Any:
     """Strides of batch, row and head; packed tokens are one batch."""
     return Strides(*tensor.stride()[:3]) if tensor.ndim == 4 else Strides(0, *tensor.stride()[:2])
 
 
-_calls = CallCache(BackwardCall)
+def prepare(layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> DenseBackward | PackedBackward:
+    return PackedBackward(layout, tensors, options) if isinstance(layout, PackedLayout) else DenseBackward(layout, tensors, options)
+
+
+_calls = CallCache(prepare)

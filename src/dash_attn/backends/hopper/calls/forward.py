@@ -11,25 +11,21 @@ from torch import Tensor
 
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
-from ....call.planning import problem_of
-from ....scheduling.problem import Problem
-from ..device.driver import LoadedKernel, check, cuda_driver, current_stream, flag, load_kernel, on_device
+from ..device.driver import check, cuda_driver, current_stream, on_device
 from ..device.parameters import ForwardParams
 from ..device.stream_counters import prepare_counters, shared_counter
 from ..device.tensor_map import TensorMap
 from ..device.trouble import raise_if_troubled
 from ..device.workspace import Workspace
 from ..support import sm_count
-from ..tiles import KERNEL_DIMS, forward_tiles, kernel_dim
-from .layout import CallCache, Layout, cut, empty_contiguous, kernel_scales
+from .backward_setup import dense_setup
+from .forward_setup import CONSUMER_CHOICES, CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
+from .layout import CallCache, DenseLayout, PackedLayout, cut, empty_contiguous, kernel_scales
 from .packed import PackedTiler
 from .tables import mask_on_device, visits_on_device
 
-CONSUMER_ROWS = 64  # queries of a consumer warpgroup
-# Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
-# Consumers: time per element, relative.
-CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
-LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
+__all__ = ["CONSUMER_CHOICES", "DenseForward", "ForwardCall", "PackedForward", "forward"]
+
 CACHED_BYTES = 8 * 2**20  # K and V that stay in the L2 cache beside Q and the output
 LAST_ROUNDS = 4  # Q tiles an SM gets of the last heads: enough to end together, the shortest last
 
@@ -42,29 +38,16 @@ def forward(
     return call.run(tensors, offsets, sinks)
 
 
-def forward_kernel(device: int, dtype: str, dim: int, consumers: int, softcap: bool, mask_kind: str) -> LoadedKernel:
-    name = f"attention_forward<{dtype}, {dim}, {consumers}, {flag(softcap)}, MaskKind::{mask_kind}>"
-    return load_kernel(device, "forward/attention.cuh", name, 128 * (consumers + 1), forward_tiles(dim, consumers).shared_bytes)
-
-
-def forward_problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Problem:
-    """The tiling that visits least, by a fixed rule: like everything that decides bits, a function of one sequence alone."""
-    dim = kernel_dim(q.shape[-1], v.shape[-1])
-    costs = CONSUMER_CHOICES[dim]
-    problems = {problem_of(q, k, options, CONSUMER_ROWS * c, forward_tiles(dim, c).kv_rows): c * time for c, time in costs.items()}
-    return min(problems, key=lambda problem: problems[problem] * int(problem.kept.sum()))
-
-
-def packed_consumers(layout: Layout) -> int:
-    return 3 if layout.dim == 64 and (layout.q_longest or 0) >= LONG else 2
-
-
 class ForwardCall:
-    """Everything about a call that does not change with the addresses of its tensors."""
+    """Everything about a call that does not change with the addresses of its tensors: what dense and packed calls share."""
 
-    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+    holds_tables: bool
+    some_attend_nothing = False  # rows that no CTA writes
+
+    def __init__(self, setup: DenseForwardSetup | PackedForwardSetup, tensors: tuple[Tensor, ...], workspace: Workspace) -> None:
         q, k, v = tensors
-        self.layout, self.device = layout, q.device
+        layout, options = setup.layout, setup.options
+        self.setup, self.layout, self.device, self.workspace = setup, layout, q.device, workspace
         self.mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
         self.params = ForwardParams(
             batch=layout.batch,
@@ -74,54 +57,27 @@ class ForwardCall:
             mask=self.mask.params,
             **kernel_scales(options),
         )
-        self.tiler: PackedTiler | None = None
-        consumers, places = self._place_packed() if layout.packed else self._place(q, k, v, options)
-        kind = "Packed" if layout.packed else self.mask.kind
-        kernel = forward_kernel(layout.device, layout.dtype, layout.dim, consumers, bool(options.softcap), kind)
-        self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, places)
-        tickets = layout.batch * layout.q_heads * places
-        grid = max(1, min(sm_count(layout.device), tickets))
-        # Each CTA takes one ticket too many, by which it knows that there are no more. Packed: their number is not known here.
-        self.params.last_ticket = 2**32 - 1 if layout.packed else tickets + grid - 1
         self.out_shape = (*q.shape[:-1], v.shape[-1])
         self.out_like_q = self.out_shape == tuple(q.shape)
-        self.lse_shape = (layout.q_heads, layout.q_len) if layout.packed else (layout.batch, layout.q_heads, layout.q_len)
-        kv_rows = forward_tiles(layout.dim, consumers).kv_rows
+        self.lse_shape = layout.lse_shape
         out = q.new_empty(self.out_shape)
-        boxes = ((q, CONSUMER_ROWS), (k, kv_rows), (v, kv_rows), (out, CONSUMER_ROWS))
+        boxes = ((q, CONSUMER_ROWS), (k, setup.kv_rows), (v, setup.kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
-        self.launch = kernel.prepare(grid, [*(m.address for m in self.maps), addressof(self.params)])
-        self.holds_tables = not layout.packed
+        self._kernel = setup.kernel().load(layout.device)
         self.lock = threading.Lock()
 
+    def _prepare_launch(self, tickets: int) -> int:
+        """With a CTA for each ticket, if there are as many SMs. Returns the number of CTAs."""
+        grid = max(1, min(sm_count(self.layout.device), tickets))
+        self.launch = self._kernel.prepare(grid, [*(m.address for m in self.maps), addressof(self.params)])
+        return grid
+
     def _heads_side_by_side(self, k: Tensor, v: Tensor, places: int) -> tuple[int, int]:
-        """Of all heads, and of the last ones. Where all Q tiles take the same time, one head after the other ends together, too."""
-        if self.even:
-            return 1, 1
+        """Of all heads, and of the last ones."""
         layout = self.layout
-        longest = layout.k_longest if layout.packed else layout.kv_len
-        bytes_per_head = (longest or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
+        bytes_per_head = layout.longest_keys * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
         heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
-
-    def _place(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[int, int]:
-        """Consumers, and Q tiles of a head that visit anything."""
-        problem = forward_problem(q, k, v, options)
-        self.visits = visits_on_device(problem, self.device)
-        self.params.places, self.params.visits = self.visits.places, self.visits.params
-        self.some_attend_nothing = self.visits.places < problem.q_tiles
-        self.even = bool(problem.kept.all())
-        self.workspace = Workspace(next_ticket=8)
-        prepare_counters(self.layout.device)
-        return problem.tile_q // CONSUMER_ROWS, self.visits.places
-
-    def _place_packed(self) -> tuple[int, int]:
-        layout = self.layout
-        consumers = packed_consumers(layout)
-        self.tiler = PackedTiler(layout, self.mask, CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows)
-        self.workspace = Workspace(next_ticket=8, **self.tiler.sizes(layout))
-        self.some_attend_nothing = self.even = False  # tiles without visits are written, too
-        return consumers, self.tiler.room
 
     def run(self, tensors: tuple[Tensor, ...], offsets: SequenceOffsets | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         raise_if_troubled()
@@ -142,17 +98,43 @@ class ForwardCall:
                 params = self.params
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
                 params.next_ticket = at["next_ticket"]
-                if self.tiler is not None and offsets is not None:
-                    self.tiler.launch(offsets, at, stream)
-                    params.sequences, params.tiles = at["sequences"], at["tiles"]
+                self._plan_on_device(offsets, at, stream)
                 self.launch.on(stream)
         del memory  # stream order keeps it alive long enough
         return cut(out, self.layout.v_dim), lse
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
         """Memory to keep until the launches are done, and the address of every part of it."""
-        if self.tiler is not None:  # it resets them
-            return self.workspace.allocate(self.device)
+        raise NotImplementedError
+
+    def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
+        """Before the pass: launch what plans on the device."""
+
+
+class DenseForward(ForwardCall):
+    """Sequences of one length: which tiles a Q tile visits stands in a table on the device."""
+
+    holds_tables = True
+
+    def __init__(self, layout: DenseLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        if options.gives_schedule:
+            dense_setup(tensors[0], tensors[1], tensors[2], options)  # of the backward, which must be able to follow
+        setup = DenseForwardSetup(layout, options)
+        super().__init__(setup, tensors, Workspace(next_ticket=8))
+        self.visits = visits_on_device(setup.problem, self.device)
+        places = self.params.places = self.visits.places  # Q tiles of a head that visit anything
+        self.params.visits = self.visits.params
+        self.some_attend_nothing = places < setup.problem.q_tiles
+        # Where all Q tiles take the same time, one head after the other ends together, too.
+        even = bool(setup.problem.kept.all())
+        side_by_side = (1, 1) if even else self._heads_side_by_side(tensors[1], tensors[2], places)
+        self.params.heads_side_by_side, self.params.last_heads = side_by_side
+        tickets = layout.batch * layout.q_heads * places
+        # Each CTA takes one ticket too many, by which it knows that there are no more.
+        self.params.last_ticket = tickets + self._prepare_launch(tickets) - 1
+        prepare_counters(layout.device)
+
+    def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
         counter = shared_counter(self.layout.device, int(stream))
         if counter is not None:
             return None, {"next_ticket": counter}
@@ -161,4 +143,32 @@ class ForwardCall:
         return memory, at
 
 
-_calls = CallCache(ForwardCall)
+class PackedForward(ForwardCall):
+    """Packed sequences: two kernels lay out their tiles on the device, first. Tiles without visits are written, too."""
+
+    holds_tables = False
+
+    def __init__(self, layout: PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        setup = PackedForwardSetup(layout, options)
+        mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, tensors[0].device)
+        self.tiler = PackedTiler(layout, mask, setup.q_rows, setup.kv_rows)
+        super().__init__(setup, tensors, Workspace(next_ticket=8, **self.tiler.sizes(layout)))
+        places = self.tiler.room
+        self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(tensors[1], tensors[2], places)
+        self.params.last_ticket = 2**32 - 1  # their number is not known here
+        self._prepare_launch(layout.q_heads * places)
+
+    def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
+        return self.workspace.allocate(self.device)  # the tiler resets them
+
+    def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
+        assert offsets is not None
+        self.tiler.launch(offsets, at, stream)
+        self.params.sequences, self.params.tiles = at["sequences"], at["tiles"]
+
+
+def prepare(layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> DenseForward | PackedForward:
+    return PackedForward(layout, tensors, options) if isinstance(layout, PackedLayout) else DenseForward(layout, tensors, options)
+
+
+_calls = CallCache(prepare)

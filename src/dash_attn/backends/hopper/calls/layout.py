@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,62 +23,97 @@ MOST_CALLS = 256  # prepared calls kept; the least recently used goes first
 
 @dataclass(frozen=True)
 class Layout:
-    """What kernels and workspaces are chosen by. A packed batch counts as one, its lengths are all tokens."""
+    """What kernels and workspaces are chosen by, as far as dense and packed calls have it in common."""
 
     device: int
     dtype: str
     dim: int  # of the kernel
     q_dim: int  # of the caller's q and k, before padding to a multiple of 8
     v_dim: int
-    batch: int
-    q_len: int
+    q_len: int  # of a packed batch: all tokens
     kv_len: int
     q_heads: int
     kv_heads: int
-    count: int  # sequences
-    q_longest: int | None  # longest sequence of a packed batch
-    k_longest: int | None
 
-    @classmethod
-    def of(cls, tensors: tuple[Tensor, ...], options: AttentionOptions, offsets: SequenceOffsets | None = None) -> Layout:
+    @staticmethod
+    def of(tensors: tuple[Tensor, ...], options: AttentionOptions, offsets: SequenceOffsets | None = None) -> DenseLayout | PackedLayout:
         q, k, v = tensors[:3]
         check_call(q, v, options, offsets is not None)
-        batch = 1 if offsets is not None else q.shape[0]
-        longest = (None, None) if offsets is None else _longest(q, k, offsets)
-        return cls(
-            device=device_index(q.device),
-            dtype=DTYPES[q.dtype],
-            dim=kernel_dim(q.shape[-1], v.shape[-1]),
-            q_dim=q.shape[-1],
-            v_dim=v.shape[-1],
-            batch=batch,
-            q_len=q.shape[-3],
-            kv_len=k.shape[-3],
-            q_heads=q.shape[-2],
-            kv_heads=k.shape[-2],
-            count=batch if offsets is None else len(offsets.cu_seqlens_q) - 1,
-            q_longest=longest[0],
-            k_longest=longest[1],
-        )
-
-    @property
-    def packed(self) -> bool:
-        return self.q_longest is not None
+        shared: dict[str, Any] = {
+            "device": device_index(q.device),
+            "dtype": DTYPES[q.dtype],
+            "dim": kernel_dim(q.shape[-1], v.shape[-1]),
+            "q_dim": q.shape[-1],
+            "v_dim": v.shape[-1],
+            "q_len": q.shape[-3],
+            "kv_len": k.shape[-3],
+            "q_heads": q.shape[-2],
+            "kv_heads": k.shape[-2],
+        }
+        if offsets is None:
+            return DenseLayout(batch=q.shape[0], **shared)
+        q_longest, k_longest = _longest(q, k, offsets)
+        return PackedLayout(count=len(offsets.cu_seqlens_q) - 1, q_longest=q_longest, k_longest=k_longest, **shared)
 
     @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
 
-    def tiles_of_queries(self, rows: int) -> int:
-        """Q tiles of a head of one sequence; of a packed batch, room for those of all."""
-        return _tiles(self.q_len, rows, self.count if self.packed else None)
-
-    def tiles_of_keys(self, rows: int) -> int:
-        return _tiles(self.kv_len, rows, self.count if self.packed else None)
-
     def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
         """The gradients with the caller's head dims."""
         return cut(dq, self.q_dim), cut(dk, self.q_dim), cut(dv, self.v_dim), *rest
+
+
+@dataclass(frozen=True)
+class DenseLayout(Layout):
+    """A batch of sequences of one length."""
+
+    batch: int
+
+    @property
+    def count(self) -> int:
+        """Sequences."""
+        return self.batch
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return self.batch, self.q_heads, self.q_len
+
+    @property
+    def longest_keys(self) -> int:
+        return self.kv_len
+
+    def tiles_of_queries(self, rows: int) -> int:
+        """Q tiles of a head."""
+        return -(-self.q_len // rows)
+
+    def tiles_of_keys(self, rows: int) -> int:
+        return -(-self.kv_len // rows)
+
+
+@dataclass(frozen=True)
+class PackedLayout(Layout):
+    """Sequences laid end to end. They count as a batch of one; every one may end with a partial tile, wherever it ends."""
+
+    count: int  # sequences
+    q_longest: int
+    k_longest: int
+    batch: ClassVar[int] = 1
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return self.q_heads, self.q_len
+
+    @property
+    def longest_keys(self) -> int:
+        return self.k_longest or 1
+
+    def tiles_of_queries(self, rows: int) -> int:
+        """Room for the Q tiles of a head, of all sequences."""
+        return self.q_len // rows + self.count
+
+    def tiles_of_keys(self, rows: int) -> int:
+        return self.kv_len // rows + self.count
 
 
 def empty_contiguous(like: Tensor) -> Tensor:
@@ -97,11 +132,6 @@ def kernel_scales(options: AttentionOptions) -> dict[str, float]:
     return {"scale_log2": (cap or options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * options.scale / cap if cap else 0.0}
 
 
-def _tiles(tokens: int, rows: int, sequences: int | None) -> int:
-    """Whole tiles; every sequence of a packed batch may end with a partial one, wherever they end."""
-    return -(-tokens // rows) if sequences is None else tokens // rows + sequences
-
-
 class PreparedCall(Protocol):
     """What is kept for a layout. `holds_tables`: it owns device memory that launches in flight may still read."""
 
@@ -115,7 +145,7 @@ Call = TypeVar("Call", bound=PreparedCall)
 class CallCache(Generic[Call]):
     """Calls by shapes, strides, dtype, device and options. A call that was made before costs one look-up."""
 
-    def __init__(self, prepare: Callable[[Layout, tuple[Tensor, ...], AttentionOptions], Call]) -> None:
+    def __init__(self, prepare: Callable[[DenseLayout | PackedLayout, tuple[Tensor, ...], AttentionOptions], Call]) -> None:
         self._prepare = prepare
         self._kept: Kept[Call] = Kept(MOST_CALLS)
 
@@ -134,7 +164,9 @@ class CallCache(Generic[Call]):
         call = self._kept.get(key)
         return (self._make(key, layout, tensors, options) if call is None else call), tensors
 
-    def _make(self, key: tuple[Any, ...], layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Call:
+    def _make(
+        self, key: tuple[Any, ...], layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions
+    ) -> Call:
         refuse_capture()
         with on_device(layout.device):
             call = self._prepare(layout, tensors, options)

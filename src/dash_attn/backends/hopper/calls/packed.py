@@ -10,12 +10,13 @@ from ....call.options import AttentionOptions
 from ....masks import Mask
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import largest_block
-from ..device.driver import flag, load_kernel
+from ..device.driver import flag
 from ..device.parameters import PackedParams, PackedTilesParams
 from ..device.trouble import register_call, report_address
-from ..support import check_gang, sm_count
-from ..tiles import HELPER_THREADS, BackwardTiles, backward_tiles, helper_blocks
-from .layout import Layout
+from ..support import sm_count
+from ..tiles import BackwardTiles, backward_tiles, helper_blocks
+from .kernel_names import KernelName
+from .layout import PackedLayout
 from .tables import MaskOnDevice
 
 SEQUENCE_BYTES, PARTS_BYTES, CHAIN_BYTES, TILE_BYTES = (
@@ -29,9 +30,9 @@ SEQUENCE_BYTES, PARTS_BYTES, CHAIN_BYTES, TILE_BYTES = (
 class SequenceLayout:
     """The first of two kernels of either pass: cu_seqlens become sequences, and where the parts of each begin."""
 
-    def __init__(self, layout: Layout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
+    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
         name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
-        kernel = load_kernel(layout.device, "device_planning/chains.cuh", name, HELPER_THREADS, 0)
+        kernel = KernelName("device_planning/chains.cuh", name).load(layout.device)
         self.params = PackedParams(
             count=layout.count,
             q_tokens=layout.q_len,
@@ -55,38 +56,37 @@ class SequenceLayout:
         self._launch.on(stream)
 
 
-def sequence_sizes(layout: Layout) -> dict[str, int]:
+def sequence_sizes(layout: PackedLayout) -> dict[str, int]:
     """Bytes of what SequenceLayout writes."""
     return {"sequences": SEQUENCE_BYTES * layout.count, "parts": PARTS_BYTES * layout.count}
 
 
-def packed_sizes(layout: Layout, head_tiles: int, chains: int) -> dict[str, int]:
+def packed_sizes(layout: PackedLayout, head_tiles: int, chains: int) -> dict[str, int]:
     """Bytes of the backward's tables: linear in tokens and sequences."""
     return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "q_ranks": 4 * head_tiles, "chains": CHAIN_BYTES * 2 * chains}
 
 
-def largest_gang(layout: Layout, tiles: BackwardTiles, mask: Mask) -> int:
+def largest_gang(layout: PackedLayout, tiles: BackwardTiles, mask: Mask) -> int:
     """Most chains that may wait for each other: in_ring of device_planning/chains.cuh, for the longest sequence.
 
     A causal sequence of which every tile is kept has so few Q tiles that its blocks are single chains.
     """
     if mask.is_causal:
         return 1
-    q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-(layout.k_longest or 1) // tiles.kv_rows)
+    q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-layout.longest_keys // tiles.kv_rows)
     return 1 if kv_tiles <= FEW_KV_TILES else min(largest_block(q_tiles), kv_tiles)
 
 
 class PackedPlanner:
     """Sequences, dQ tiles, chains and tickets of the backward."""
 
-    def __init__(self, layout: Layout, mask: MaskOnDevice, head_tiles: int, options: AttentionOptions) -> None:
+    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, head_tiles: int, options: AttentionOptions) -> None:
         tiles = backward_tiles(layout.dim)
-        check_gang(largest_gang(layout, tiles, options.mask), sm_count(layout.device))
         rows = f"{tiles.q_rows}, {tiles.kv_rows}"
         chains = layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
         self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset % 2, chains
-        kernel = load_kernel(layout.device, "device_planning/chains.cuh", f"packed_plan<{rows}>", HELPER_THREADS, 0)
+        kernel = KernelName("device_planning/chains.cuh", f"packed_plan<{rows}>").load(layout.device)
         self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
 
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
@@ -100,15 +100,15 @@ class PackedPlanner:
 class PackedTiler:
     """Sequences and Q tiles of the forward."""
 
-    def __init__(self, layout: Layout, mask: MaskOnDevice, q_rows: int, kv_rows: int) -> None:
+    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, q_rows: int, kv_rows: int) -> None:
         rows = f"{q_rows}, {kv_rows}"
         self.room = layout.tiles_of_queries(q_rows)
         self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
-        kernel = load_kernel(layout.device, "device_planning/forward_tiles.cuh", f"packed_tiles<{rows}>", HELPER_THREADS, 0)
+        kernel = KernelName("device_planning/forward_tiles.cuh", f"packed_tiles<{rows}>").load(layout.device)
         self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
         self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
 
-    def sizes(self, layout: Layout) -> dict[str, int]:
+    def sizes(self, layout: PackedLayout) -> dict[str, int]:
         return {**sequence_sizes(layout), "tiles": TILE_BYTES * self.room}
 
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:

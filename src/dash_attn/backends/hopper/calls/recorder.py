@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....call.documents import runs_packed
+from ....call.given_schedule import schedule_for
 from ....call.options import AttentionOptions
-from ....scheduling.generators import generate
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
 from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
-from .backward import BackwardCall
+from .backward import DenseBackward
 from .groups import LARGEST_GROUP, parts_between
-from .layout import CallCache, Layout
+from .layout import CallCache, DenseLayout, PackedLayout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward/config.cuh)
 MOST_ENTRIES = 2**26  # of 16 bytes: a gigabyte
@@ -29,14 +29,14 @@ UNWRITTEN = -1
 WARM_UP = 5  # runs: while a GPU wakes up, the clocks of its SMs drift apart
 
 
-class RecordingCall(BackwardCall):
+class RecordingCall(DenseBackward):
     """A backward call with the recording kernel and the memory it writes to."""
 
     records = True
 
-    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+    def __init__(self, layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        assert isinstance(layout, DenseLayout)  # record_backward takes no packed sequences, which are planned on the device
         super().__init__(layout, tensors, options)
-        assert self.plan is not None  # record_backward takes no packed sequences, which are planned on the device
         problem = self.plan.problem
         check_size(problem)
         self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
@@ -49,13 +49,12 @@ def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     check_recordable(q, k, options)
     call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
     plan = call.plan
-    assert plan is not None
     with torch.cuda.device(q.device):
         for _ in range(WARM_UP + 1):
             call.record.fill_(UNWRITTEN)
             call.run(tensors, lse, None, None)
         torch.cuda.synchronize()
-    schedule = generate(options.schedule, plan.problem, plan.workers)
+    schedule = schedule_for(plan.problem, options.schedule, plan.workers)
     drains = DRAINS[call.layout.dim <= 128]
     return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy(), drains)
 

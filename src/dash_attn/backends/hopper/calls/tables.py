@@ -100,27 +100,34 @@ class VisitsOnDevice:
         self.places = len(tables.q_order)
 
 
-class MaskOnDevice:
+def mask_kind(mask: Mask) -> str:
     """How a kernel masks the elements of partial tiles: by a band, by row bounds or by blocks."""
+    if isinstance(mask, (Full, Causal, Window)):
+        return "Band"
+    if isinstance(mask, IntervalMask):
+        return "Rows"
+    if isinstance(mask, TileMap):
+        return "Blocks"
+    raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
+
+
+class MaskOnDevice:
+    """What a kernel needs to mask the elements of partial tiles."""
 
     def __init__(self, mask: Mask, q_len: int, kv_len: int, device: torch.device) -> None:
+        self.kind = mask_kind(mask)
         self.params = MaskParams(q_len=q_len, kv_len=kv_len)
         if isinstance(mask, (Full, Causal, Window)):
-            self.kind = "Band"
             self.params.band_right, self.params.band_width = band_of(mask)
-        elif isinstance(mask, IntervalMask):
-            self.kind = "Rows"
-            bounds = np.stack(mask.clipped_bounds(np.arange(q_len), q_len, kv_len), axis=1)
-            self._memory = DeviceTables({"rows": bounds}, device)
-            self.params.rows = self._memory["rows"]
         elif isinstance(mask, TileMap):
-            self.kind = "Blocks"
             self._blocks = upload(mask.blocks.astype(np.uint8), device)
             self.params.blocks = self._blocks.data_ptr()
             self.params.block_q, self.params.block_kv = mask.block_q, mask.block_kv
             self.params.block_columns = mask.blocks.shape[1]
-        else:
-            raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
+        elif isinstance(mask, IntervalMask):
+            bounds = np.stack(mask.clipped_bounds(np.arange(q_len), q_len, kv_len), axis=1)
+            self._memory = DeviceTables({"rows": bounds}, device)
+            self.params.rows = self._memory["rows"]
 
 
 def band_of(mask: Full | Causal | Window) -> tuple[int, int]:

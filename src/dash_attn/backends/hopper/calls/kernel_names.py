@@ -1,0 +1,67 @@
+"""Names of the kernels that calls launch. A name is known without a GPU; loading it compiles what is not compiled yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device.driver import LoadedKernel, flag, load_kernel
+from ..tiles import HELPER_THREADS, THREADS, backward_tiles, forward_tiles
+
+PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
+
+
+@dataclass(frozen=True)
+class KernelName:
+    header: str
+    name: str
+    threads: int = HELPER_THREADS
+    shared_bytes: int = 0
+
+    def load(self, device: int) -> LoadedKernel:
+        return load_kernel(device, self.header, self.name, self.threads, self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What both passes choose kernels by."""
+
+    dtype: str
+    dim: int
+    softcap: bool
+    mask_kind: str
+
+    @property
+    def packed(self) -> str:
+        return flag(self.mask_kind == PACKED)
+
+
+def forward_kernel(variant: Variant, consumers: int) -> KernelName:
+    name = f"attention_forward<{variant.dtype}, {variant.dim}, {consumers}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}>"
+    return KernelName("forward/attention.cuh", name, 128 * (consumers + 1), forward_tiles(variant.dim, consumers).shared_bytes)
+
+
+@dataclass(frozen=True)
+class BackwardKernels:
+    preprocess: KernelName
+    attention: KernelName
+    postprocess: KernelName
+    sink_gradient: KernelName
+
+
+def backward_kernels(variant: Variant, ordered: bool, record: bool = False) -> BackwardKernels:
+    """record: with the attention kernel that notes when every task ran."""
+    dtype, dim, packed, tiles = variant.dtype, variant.dim, variant.packed, backward_tiles(variant.dim)
+    flags = f"{flag(ordered)}, {flag(variant.softcap)}"
+    attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{variant.mask_kind}{', true' if record else ''}>"
+    preprocess = f"backward_preprocess<{dtype}, {threads_per_row(dim)}, {tiles.q_rows}, {packed}>"
+    return BackwardKernels(
+        KernelName("backward/preprocess.cuh", preprocess),
+        KernelName("backward/attention.cuh", attention, THREADS, tiles.shared_bytes),
+        KernelName("backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>"),
+        KernelName("backward/sink_gradient.cuh", f"sink_gradient<{tiles.q_rows}, {packed}>"),
+    )
+
+
+def threads_per_row(dim: int) -> int:
+    """Threads that sum a row in the preprocess, 8 elements each: a power of two."""
+    return 8 if dim == 64 else 16 if dim <= 128 else 32

@@ -1,0 +1,43 @@
+"""A schedule made earlier, for a problem of now: its order on another batch, on other heads or on another machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .problem import Problem
+from .schedule import Placement, Schedule, proven_guarantees
+from .validate import ScheduleError
+
+DECIDE_TILES = ("mask", "q_len", "kv_len", "tile_q", "tile_kv")  # fields of a Problem: which tiles there are, and which are kept
+
+
+def fit(schedule: Schedule, problem: Problem, workers: int) -> Schedule:
+    """The order and the start orders of `schedule` for `problem` on `workers` workers, proven anew.
+
+    Mask, lengths and tile sizes must be those it was made for. Batch, heads, group and head_offset may be others: walks and
+    ranks are those of a kind of head. It promises what the generator it is named after promises, if that gives this very order
+    for this problem, else that every run has the same bits.
+    """
+    _check_tiles(schedule.problem, problem)
+    proven = proven_guarantees(problem, schedule.order, workers)
+    order = replace(schedule.order, name=f"{schedule.name} (given)", guarantees=proven)
+    return Schedule(problem, order, _placement(schedule, workers))
+
+
+def _placement(schedule: Schedule, workers: int) -> Placement:
+    """As it was, but no more heads side by side than leave room for whole gangs."""
+    lanes = schedule.placement.lanes
+    if schedule.gang > 1:
+        lanes = max(1, min(lanes, workers // schedule.gang))
+    return replace(schedule.placement, workers=workers, lanes=lanes)
+
+
+def _check_tiles(made_for: Problem, problem: Problem) -> None:
+    """Raise ScheduleError where the two have not the same tiles, with everything that differs."""
+    differing = [name for name in DECIDE_TILES if getattr(made_for, name) != getattr(problem, name)]
+    if differing:
+        theirs, ours = (", ".join(f"{name} {getattr(which, name)}" for name in differing) for which in (made_for, problem))
+        raise ScheduleError(
+            f"the schedule that was given does not fit this call: it is for {theirs}; the call has {ours}. Mask, lengths and tile"
+            " sizes must be equal (explain(...).backward_tiles tells the tile sizes of a call); batch, heads and workers may differ"
+        )
