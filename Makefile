@@ -3,7 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check pages docs kernels clean
+CHECKED := src tests examples tools docs benchmarks
+KERNELS := $(wildcard src/dash_attn/backends/hopper/kernels/*/*.cuh)
+# 1: `make check` also refuses a kernel that `make format-kernels` would change.
+CHECK_KERNELS ?= 0
+
+.PHONY: demo test test-all check check-kernels format format-kernels pages docs kernels clean
 
 $(VENV)/installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,9 +20,22 @@ demo: $(VENV)/installed
 	$(BIN)/dash-attn demo
 
 check: $(VENV)/installed
-	$(BIN)/ruff check src tests examples tools docs
-	$(BIN)/ruff format --check src tests examples tools docs
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
+ifeq ($(CHECK_KERNELS),1)
+check: check-kernels
+endif
+
+check-kernels: $(VENV)/installed
+	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+format-kernels: $(VENV)/installed
+	$(BIN)/clang-format -i $(KERNELS)
 
 pages: $(VENV)/installed
 	$(BIN)/python tools/write_pages.py

@@ -39,7 +39,7 @@ def measure(path: Path) -> None:
                 continue
             rows.append({"head_dim": dim, "mask": str(mask), "seqlen": seqlen, "schedule": name, "measured_us": round(measured, 1)})
             print(rows[-1], file=sys.stderr, flush=True)
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 def predicted(row: dict[str, Any], workers: int) -> float:
@@ -56,7 +56,7 @@ def compare(path: Path) -> None:
         row |= {"predicted_us": round(makespan, 1), "error": round(makespan / row["measured_us"] - 1, 4)}
     rows = results.pop("rows")
     within = sum(abs(row["error"]) <= 0.1 for row in rows) / len(rows)
-    path.write_text(json.dumps({**results, "within_10_percent": round(within, 3), "rows": rows}, indent=1))
+    path.write_text(json.dumps({**results, "within_10_percent": round(within, 3), "rows": rows}, indent=1) + "\n")
     print(f"{within:.0%} of {len(rows)} schedules within 10 % of the prediction")
 
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: DESIGN.md and CONTRIBUTING.md, which lie beside docs/, become pages of the site.
+"""A hook of mkdocs: DESIGN.md, CONTRIBUTING.md and RELEASING.md, which lie beside docs/, become pages of the site.
 
 Links are written as they lead somewhere in the repository; here they are turned into links between pages.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"design.md": "DESIGN.md", "contributing.md": "CONTRIBUTING.md"}
+PAGES = {"design.md": "DESIGN.md", "contributing.md": "CONTRIBUTING.md", "releasing.md": "RELEASING.md"}
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -221,7 +221,8 @@ class TileMap(Mask):
     def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> NDArray[np.bool_]:
         rows = np.arange(q.start, q.stop) // self.block_q
         columns = np.arange(kv.start, kv.stop) // self.block_kv
-        return self.blocks[np.ix_(rows, columns)]
+        kept: NDArray[np.bool_] = self.blocks[np.ix_(rows, columns)]
+        return kept
 
     def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
         self.check(q_len, kv_len)

@@ -52,7 +52,8 @@ class SelfAttention(nn.Module):
         if rotate is not None:
             q, k = rotate(q, k)
             q, k, v = under_autocast(q, k, v)  # angles in fp32 make q and k fp32 again
-        return self.out(flash_attn_func(q, k, v, **self.options).flatten(-2))
+        out: Tensor = self.out(flash_attn_func(q, k, v, **self.options).flatten(-2))
+        return out
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {options_in_words(self.options)}"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from budget import FLOOR
 from dash_attn import Causal, Mask, Window, flash_attn_func, flash_attn_qkvpacked_func
 from dense import assert_same_bits, dense, largest_error, run_ours, same_bits
 from devices import dim_features, make_inputs, on_each_device, require
 from families import NAMES, assert_same, family, named_gradients
-from gpu_helpers import FLOOR
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from budget import assert_in_budget
-from dash_attn import Causal, Documents, Mask, Prefix, flash_attn_func, flash_attn_varlen_func
-from dense import Results, WithSinks, dense, element_mask, largest_error, same_bits
+from dash_attn import Causal, Documents, Mask, Prefix, flash_attn_varlen_func
+from dense import Results, WithSinks, dense, largest_error, run_dense_with_sinks, run_ours_with_sinks, same_bits
 from devices import Case, on_devices, on_each_device, require
 from gpu_helpers import ragged_map
 from grid import DTYPES, HEADS, MASKS, batch_of, some_for_the_cpu
@@ -36,29 +35,12 @@ def logits(device: str, heads: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.linspace(-3, 8, heads, device=device).to(dtype)
 
 
-def attend(inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask, **options: Any) -> WithSinks:
-    leaves = [x.detach().requires_grad_() for x in (*inputs[:3], sinks)]
-    out, lse = flash_attn_func(*leaves[:3], mask=mask, sinks=leaves[3], return_lse=True, **options)  # type: ignore[call-arg]
-    return WithSinks(out.detach(), lse, *torch.autograd.grad(out, leaves, inputs[3]))
-
-
-def plain_attention(inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask, dtype: torch.dtype) -> WithSinks:
-    """One more column of scores; the softmax sees it, the values do not."""
-    q, k, v, dout = (x.detach().to(dtype) for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks.detach().to(dtype))]
-    group = q.shape[2] // k.shape[2]
-    queries, keys, values = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    scores = queries @ keys.mT * q.shape[-1] ** -0.5
-    with q.device:
-        scores = scores.masked_fill(~element_mask(mask, q.shape[1], k.shape[1]), -torch.inf)
-    column = leaves[3].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    all_scores = torch.cat([column, scores], -1)
-    out = (torch.softmax(all_scores, -1)[..., 1:] @ values).transpose(1, 2)
-    return WithSinks(out.detach(), torch.logsumexp(all_scores, -1).detach(), *torch.autograd.grad(out, leaves, dout))
+def attend(inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask) -> WithSinks:
+    return run_ours_with_sinks(inputs, sinks, mask=mask)
 
 
 def assert_right(ours: WithSinks, inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask) -> None:
-    plain, truth = (plain_attention(inputs, sinks, mask, dtype) for dtype in (inputs[0].dtype, torch.float64))
+    plain, truth = (run_dense_with_sinks(inputs, sinks, mask, dtype) for dtype in (inputs[0].dtype, torch.float64))
     assert_in_budget(*(Results(*results[:5]) for results in (ours, plain, truth)))
     error, allowed = largest_error(ours.dsinks, truth.dsinks), 2 * largest_error(plain.dsinks, truth.dsinks)
     assert error <= allowed + rounding_of_dsinks(inputs, sinks, truth), f"dsinks is off by {error:.3g}; plain PyTorch allows {allowed:.3g}"
@@ -107,7 +89,7 @@ def test_the_budget_sees_a_wrong_gradient(factor: float) -> None:
 def test_the_reference_without_weight_on_the_sink_is_dense_attention() -> None:
     inputs = replace(Case((60, 90), Causal()), dtype=torch.float64).inputs("cpu")
     out, lse = dense(*inputs[:3], Causal())
-    nothing = plain_attention(inputs, torch.full((4,), -1e9), Causal(), torch.float64)
+    nothing = run_dense_with_sinks(inputs, torch.full((4,), -1e9), Causal(), torch.float64)
     torch.testing.assert_close(nothing.out, out)
     torch.testing.assert_close(nothing.lse, lse)
 

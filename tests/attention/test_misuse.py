@@ -1,4 +1,4 @@
-"""Misuse that tests/test_attention_errors.py and tests/test_varlen.py leave out. Every error says what was asked and what is allowed."""
+"""Misuse that test_attention_errors.py and test_varlen.py leave out. Every error says what was asked and what is allowed."""
 
 from __future__ import annotations
 

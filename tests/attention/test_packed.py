@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from budget import assert_within_budget
 from dash_attn import Causal, Mask, Window, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from dense import Results, assert_same_bits, assert_within_budget, random_inputs, run_dense, run_ours
+from dense import Results, assert_same_bits, random_inputs, run_dense, run_ours
 
 
 def run_qkvpacked(inputs: tuple[torch.Tensor, ...], **options: Any) -> Results:

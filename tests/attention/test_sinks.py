@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from budget import assert_within_budget
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.execution.interleaving import interleaving
-from dense import WithSinks, element_mask, largest_error, random_inputs, same_bits
+from dense import WithSinks, random_inputs, run_dense_with_sinks, same_bits
+from dense import run_ours_with_sinks as run_ours
 
 CASES: list[tuple[Mask, int, int]] = [
     (Full(), 200, 200),
@@ -30,39 +32,6 @@ def logits(heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.linspace(-1.5, 3.0, heads, dtype=torch.float64).to(dtype)
 
 
-def run_ours(inputs: tuple[Tensor, ...], sinks: Tensor, **options: Any) -> WithSinks:
-    q, k, v, dout = inputs
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
-    out, lse = flash_attn_func(*leaves[:3], sinks=leaves[3], return_lse=True, **options)
-    return WithSinks(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
-
-
-def run_dense(inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask, dtype: torch.dtype, scale: float = 0.3, cap: float = 0.0) -> WithSinks:
-    """The definition: one more column of scores, whose weight is dropped after the softmax."""
-    q, k, v, dout = (x.detach().to(dtype) for x in inputs)
-    leaves = [*(x.requires_grad_() for x in (q, k, v)), sinks.detach().to(dtype).requires_grad_()]
-    group = q.shape[2] // k.shape[2]
-    keys, values = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    scores = q.transpose(1, 2) @ keys.transpose(-1, -2) * scale
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(~element_mask(mask, q.shape[1], k.shape[1]), -torch.inf)
-    column = leaves[3][None, :, None, None].expand(*scores.shape[:3], 1)
-    extended = torch.cat((scores, column), -1)
-    out = (torch.softmax(extended, -1)[..., :-1] @ values).transpose(1, 2)
-    return WithSinks(out.detach(), torch.logsumexp(extended, -1).detach(), *torch.autograd.grad(out, leaves, dout))
-
-
-def assert_within_budget(ours: WithSinks, plain: WithSinks, truth: WithSinks) -> None:
-    """At most twice the error of plain PyTorch in the same dtype, plus a few roundings of the largest gradient."""
-    eps = torch.finfo(torch.float64 if ours.out.dtype == torch.float64 else torch.float32).eps
-    floor = 16 * eps * max(1.0, *(gradient.abs().max().item() for gradient in truth[2:]))
-    for name, mine, theirs, exact in zip(NAMES, ours, plain, truth, strict=True):
-        assert mine.shape == exact.shape
-        error, budget = largest_error(mine, exact), 2 * largest_error(theirs, exact) + floor
-        assert error <= budget, f"{name} is off by {error:.3g}; plain PyTorch allows {budget:.3g}"
-
-
 def assert_same_bits(actual: WithSinks, expected: WithSinks, what: str = "") -> None:
     for name, a, b in zip(NAMES, actual, expected, strict=True):
         assert same_bits(a, b), f"{what} {name} differs"
@@ -74,13 +43,14 @@ def test_error_is_at_most_twice_plain_pytorch(mask: Mask, q_len: int, kv_len: in
     inputs, sinks = random_inputs(q_len, kv_len, (4, 2), 24, dtype, batch=2), logits(4, dtype)
     ours = run_ours(inputs, sinks, mask=mask, softmax_scale=0.3)
     assert ours.dsinks.dtype == dtype
-    assert_within_budget(ours, run_dense(inputs, sinks, mask, dtype), run_dense(inputs, sinks, mask, torch.float64))
+    plain, truth = (run_dense_with_sinks(inputs, sinks, mask, of, 0.3) for of in (dtype, torch.float64))
+    assert_within_budget(ours, plain, truth)
 
 
 def test_sinks_are_neither_scaled_nor_capped() -> None:
     inputs, sinks = random_inputs(130, 260, (4, 1), 16, torch.float64), logits(4)
     ours = run_ours(inputs, sinks, causal=True, softmax_scale=-0.7, softcap=0.5)
-    truth = run_dense(inputs, sinks, Causal(), torch.float64, scale=-0.7, cap=0.5)
+    truth = run_dense_with_sinks(inputs, sinks, Causal(), torch.float64, scale=-0.7, softcap=0.5)
     assert_within_budget(ours, truth, truth)
 
 

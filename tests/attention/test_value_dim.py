@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from budget import assert_within_budget
 from dash_attn import Causal, Full, Mask, Window, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
-from dense import Results, assert_same_bits, assert_within_budget, random_inputs, run_dense, run_ours
+from dense import Results, assert_same_bits, random_inputs, run_dense, run_ours
 
 DIMS = [(24, 40), (40, 24), (192, 128), (16, 1)]  # of queries and keys, of values
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from budget import assert_within_budget
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.attention.autograd import attention_backward
 from dash_attn.call.options import AttentionOptions
-from dense import Results, assert_same_bits, assert_within_budget, random_inputs, run_dense, run_ours
+from dense import Results, assert_same_bits, random_inputs, run_dense, run_ours
 
 LENGTHS = [(70, 70), (0, 0), (200, 330), (1, 1), (0, 5), (140, 90)]  # (queries, keys) of each sequence
 BOTH = {"heads": (4, 2), "dim": 16}

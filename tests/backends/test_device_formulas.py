@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compilers import needs_gxx
 from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
 from dash_attn.backends.hopper.device.compile import sources
@@ -35,9 +36,7 @@ TILES = [(64, 128), (128, 128), (64, 64)]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
+    compiler = needs_gxx()
     folder = tmp_path_factory.mktemp("device")
     for name in HEADERS:
         source = sources()[name]

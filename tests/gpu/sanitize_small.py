@@ -1,7 +1,7 @@
 """Small runs for NVIDIA's sanitizers, by hand:
 
-    compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize_small.py
-    compute-sanitizer --tool racecheck --racecheck-indirect-barrier-dependency python tests/sanitize_small.py 6
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_small.py
+    compute-sanitizer --tool racecheck --racecheck-indirect-barrier-dependency python tests/gpu/sanitize_small.py 6
 
 A number n runs every n-th only. memcheck is clean. racecheck does not follow mbarriers that are used through PTX; docs/log.md says
 which reports come of that, and how to tell them from others.
@@ -45,7 +45,7 @@ def accurate_runs() -> Iterator[Callable[[], None]]:
 
 
 def other_runs() -> Iterator[Callable[[], None]]:
-    """Other head dims, softcap, sinks and packed sequences: for the sanitizer only, accuracy is tests/test_grid_*.py's."""
+    """Other head dims, softcap, sinks and packed sequences: for the sanitizer only, accuracy is tests/attention/test_grid_*.py's."""
     for dim in (96, 128, 192, 256, 59):
         for options in ({}, {"softcap": 20.0}, {"sinks": torch.zeros(4, device=DEVICE)}):
             yield lambda d=dim, o=options: attend(flash_attn_func, gpu_inputs(200, 200, dim=d, batch=2), **o)

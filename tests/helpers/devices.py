@@ -1,7 +1,7 @@
 """One test for two devices: on the CPU always, on a Hopper GPU under the marker `gpu`. Importing it needs no GPU.
 
 `MISSING` says what a device does not serve yet; tests that need it are skipped there. It is written down, not asked of
-the backend, because support that got lost would then look like a skip; tests/test_capabilities.py keeps it honest.
+the backend, because support that got lost would then look like a skip; tests/attention/test_capabilities.py keeps it honest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dash_attn import Full, Mask
 from dash_attn.execution.interleaving import interleaving
-from gpu_helpers import Inputs
+from inputs import Inputs, make_inputs
 
 # Take a name out when the feature has landed. "value head dim" is 128 of 192, the others are "other value head dims".
 MISSING: dict[str, set[str]] = {
@@ -34,7 +34,7 @@ def require(device: str, *features: str) -> None:
     """Skip the test where a feature has not landed."""
     missing = MISSING[device] & set(features)
     if missing:
-        pytest.skip(f"not on {device} yet: {', '.join(sorted(missing))} (tests/devices.py)")
+        pytest.skip(f"not on {device} yet: {', '.join(sorted(missing))} (tests/helpers/devices.py)")
 
 
 def dim_features(dim: int, v_dim: int = 0) -> set[str]:
@@ -70,23 +70,6 @@ class Case:
 
     def inputs(self, device: str, seed: int = 0) -> Inputs:
         return make_inputs(device, self.lengths, self.heads, (self.dim, self.v_dim), self.dtype, self.batch, seed)
-
-
-def make_inputs(
-    device: str,
-    lengths: tuple[int, int],
-    heads: tuple[int, int] = (4, 2),
-    dims: tuple[int, int] = (128, 0),
-    dtype: torch.dtype = torch.bfloat16,
-    batch: int = 1,
-    seed: int = 0,
-) -> Inputs:
-    """q, k, v and dO with standard normal entries; `dims` are those of q and k, and of v and dO (0: the same)."""
-    source = torch.Generator(device).manual_seed(seed)
-    (q_len, kv_len), (q_heads, kv_heads), dim, v_dim = lengths, heads, dims[0], dims[1] or dims[0]
-    shapes = [(q_len, q_heads, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, v_dim), (q_len, q_heads, v_dim)]
-    q, k, v, dout = (torch.randn((batch, *shape), generator=source, device=device).to(dtype) for shape in shapes)
-    return q, k, v, dout
 
 
 def on_devices(cpu: Iterable[Any], cuda: Iterable[Any]) -> list[Any]:

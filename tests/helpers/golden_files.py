@@ -1,64 +1,100 @@
-"""Golden files: walks, ranks and start orders of every schedule on small problems, as last reviewed."""
+"""Golden files: orders and placements of every schedule, as last reviewed.
+
+They hold whatever `order_hash` names (tiles, head offset, the number of kinds, walks, ranks, last_member_first) and the order
+in which chains start. A refresh has to be asked for: DASH_ATTN_UPDATE_GOLDEN=1.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dash_attn import Problem, Schedule, ScheduleError, generate
+from cases import NAMES
+from dash_attn import Problem, Schedule, ScheduleError, generate, lower
+from golden_problems import SMALL, many
 
 FOLDER = Path(__file__).parents[1] / "golden"
+HASHES = FOLDER / "order_hashes.txt"
 UPDATE = "DASH_ATTN_UPDATE_GOLDEN"
-WORKERS = 6
-
-PROBLEMS = {
-    "full 8x4": Problem.from_tiles("full", 8, 4, heads=2),
-    "full 5x7": Problem.from_tiles("full", 5, 7, heads=2),
-    "causal 8x4": Problem.from_tiles("causal", 8, 4, heads=2),
-    "causal 7x7": Problem.from_tiles("causal", 7, 7, heads=2),
-    "causal 4x9": Problem.from_tiles("causal", 4, 9, heads=2),
-    "window 12x6": Problem.from_tiles("window:2,1", 12, 6, heads=2),
-    "documents 10x10": Problem.from_tiles("documents:3,5,2", 10, 10, heads=2),
-    "prefix 8x8": Problem.from_tiles("prefix:3", 8, 8, heads=2),
-    "random 9x7": Problem.from_tiles(np.random.default_rng(7).random((9, 7)) < 0.5, 9, 7, heads=2),
-    "dense column 40x40": Problem.from_tiles(np.eye(40, dtype=bool) | (np.arange(40) == 3), 40, 40),
-}
+WORKERS = 6  # of the small problems
+MANY_WORKERS = {name: (132, 23) if name == "shift" else (132,) for name in NAMES}  # the order of shift depends on them
 
 
 def actual(name: str) -> dict[str, Any]:
     """What the generator makes today, for the problems it serves."""
-    found = {}
-    for case, problem in PROBLEMS.items():
-        try:
-            found[case] = _summary(generate(name, problem, WORKERS))
-        except ScheduleError:
-            found[case] = "refused"
-    return found
+    return {case: served(name, problem) for case, problem in SMALL.items()}
 
 
 def recorded(name: str) -> dict[str, Any]:
-    path = FOLDER / f"{name}.json"
-    if os.environ.get(UPDATE):
-        path.write_text(_as_text(actual(name)))
-    return json.loads(path.read_text())
+    return json.loads(_file(FOLDER / f"{name}.json", lambda: json.dumps(actual(name), indent=1) + "\n"))
 
 
-def _summary(schedule: Schedule) -> dict[str, Any]:
-    placement = schedule.placement
+def actual_hashes() -> dict[str, str]:
+    """`schedule workers | problem` and what it gives: the order's name, its hash, a hash of the tickets."""
+    return dict(_hashes())
+
+
+def recorded_hashes() -> dict[str, str]:
+    text = _file(HASHES, lambda: "".join(f"{what} | {found}\n" for what, found in _hashes()))
+    return dict(line.rsplit(" | ", 1) for line in text.splitlines())
+
+
+def written_out(schedule: Schedule) -> dict[str, Any]:
+    """A small schedule, in full."""
+    problem, placement = schedule.problem, schedule.placement
     kinds = [
         {
+            "last_member_first": kind.last_member_first,
             "walks": [" ".join(map(str, kind.walk(kv))) for kv in range(kind.kv_tiles)],
             "ranks": [" ".join(map(str, kind.ranks(kv))) for kv in range(kind.kv_tiles)],
             "start": " ".join(map(str, start)),
         }
         for kind, start in zip(schedule.order.kinds, placement.starts, strict=True)
     ]
-    return {"order": schedule.name, "kinds": kinds, "segments": list(placement.segments), "lanes": placement.lanes}
+    return {
+        "order": schedule.order.name,
+        "order_hash": lower(schedule).order_hash,
+        "tiles": f"{problem.tile_q}x{problem.tile_kv}",
+        "head_offset": problem.head_offset,
+        "kinds": kinds,
+        "segments": " ".join(map(str, placement.segments)),
+        "lanes": placement.lanes,
+        "heads_in_round": placement.heads_in_round,
+    }
 
 
-def _as_text(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=1) + "\n"
+def served(name: str, problem: Problem) -> dict[str, Any] | str:
+    try:
+        return written_out(generate(name, problem, WORKERS))
+    except ScheduleError:
+        return "refused"
+
+
+def _hashes() -> Iterator[tuple[str, str]]:
+    for text, problem in many():
+        for name, counts in MANY_WORKERS.items():
+            for workers in counts:
+                yield f"{name} {workers} | {text}", _hash_of(name, problem, workers)
+
+
+def _hash_of(name: str, problem: Problem, workers: int) -> str:
+    try:
+        schedule = generate(name, problem, workers)
+    except ScheduleError:
+        return "refused"
+    tickets = hashlib.sha256(schedule.tickets.astype(np.int64).tobytes()).hexdigest()[:8]
+    return f"{schedule.name} {lower(schedule).order_hash} {tickets}"
+
+
+def _file(path: Path, make: Callable[[], str]) -> str:
+    if os.environ.get(UPDATE) == "1":
+        path.write_text(make())
+    if not path.exists():
+        raise FileNotFoundError(f"{path.name} is not in {FOLDER}; {UPDATE}=1 writes it, to be read before it is committed")
+    return path.read_text()

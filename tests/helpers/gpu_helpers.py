@@ -13,16 +13,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from budget import assert_near
 from dash_attn import GENERATORS, Causal, Full, Mask, Problem, ScheduleError, TileMap, Window, generate
-from dense import NAMES, Results, largest_error, run_dense, run_ours
+from dense import Results, run_ours
+from inputs import Inputs, make_inputs
 
 DEVICE = torch.device("cuda")
 REPEATS = int(os.environ.get("DASH_ATTN_REPEATS", "1000"))
-FLOOR = 1e-4  # of the largest value: far below one rounding to 16 bits
-LSE_BUDGET = 1e-3
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def gpu_inputs(
@@ -34,13 +32,8 @@ def gpu_inputs(
     batch: int = 1,
     seed: int = 0,
 ) -> Inputs:
-    """q, k, v and dO with standard normal entries; `heads` are (query heads, KV heads)."""
-    source = torch.Generator(DEVICE).manual_seed(seed)
-    shapes = [
-        (batch, length, count, dim) for length, count in zip((q_len, kv_len, kv_len, q_len), (*heads, heads[1], heads[0]), strict=True)
-    ]
-    q, k, v, dout = (torch.randn(shape, generator=source, device=DEVICE).to(dtype) for shape in shapes)
-    return q, k, v, dout
+    """On the GPU; `heads` are (query heads, KV heads)."""
+    return make_inputs(DEVICE, (q_len, kv_len), heads, (dim, 0), dtype, batch, seed)
 
 
 def full_size(seqlen: int, heads: tuple[int, int] = (16, 16), dim: int = 128) -> Inputs:
@@ -58,21 +51,8 @@ def ragged_map(q_len: int, kv_len: int, block_q: int = 37, block_kv: int = 53) -
 def assert_accurate(inputs: Inputs, mask: Mask, scale: float | None = None, **options: object) -> Results:
     """Ours against fp64, with at most twice the error that plain PyTorch makes in the same dtype; returns ours."""
     ours = run_ours(inputs, mask, softmax_scale=scale, **options)
-    assert_near_truth(ours, inputs, mask, scale)
+    assert_near(ours, inputs, mask, scale)
     return ours
-
-
-def assert_near_truth(ours: Results, inputs: tuple[Tensor, ...], mask: Mask, scale: float | None = None) -> None:
-    with DEVICE:  # the dense mask is made where the tensors are
-        truth = run_dense(inputs, mask, torch.float64, scale)
-        plain = run_dense(inputs, mask, inputs[0].dtype, scale)
-    gradients = max(gradient.abs().amax().item() for gradient in truth[2:])
-    for name, mine, theirs, exact in zip(NAMES, ours, plain, truth, strict=True):
-        assert mine.shape == exact.shape, f"{name} has shape {tuple(mine.shape)}, expected {tuple(exact.shape)}"
-        size = gradients if name.startswith("d") else exact[exact.isfinite()].abs().amax().item() if exact.isfinite().any() else 0
-        budget = LSE_BUDGET if name == "lse" else 2 * largest_error(theirs, exact) + FLOOR * max(1.0, size)
-        error = largest_error(mine, exact)
-        assert error <= budget, f"{name} is off by {error:.3g}; the budget is {budget:.3g}"
 
 
 def served() -> list[tuple[str, Mask]]:

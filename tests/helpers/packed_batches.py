@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dash_attn import Mask, flash_attn_varlen_func
 from dense import Results
-from devices import make_inputs
-from gpu_helpers import Inputs
+from inputs import Inputs, make_inputs
 
 Lengths = tuple[tuple[int, int], ...]  # (queries, keys) of each sequence
 

@@ -1,4 +1,4 @@
-"""Faults for the hand-over of dQ between SMs, as changes of backward/drain.cuh. tests/test_gpu_faults.py runs them."""
+"""Faults for the hand-over of dQ between SMs, as changes of backward/drain.cuh. tests/gpu/test_gpu_faults.py runs them."""
 
 from __future__ import annotations
 

@@ -11,24 +11,8 @@ from pathlib import Path
 import pytest
 
 import dash_attn
+from rooms import CORE, PACKAGE, ROOMS
 
-PACKAGE = Path(dash_attn.__file__).parent
-CORE = {"masks", "scheduling", "simulation"}
-# Room -> the rooms it may import. DESIGN.md shows the same as a table, and says why.
-ROOMS: dict[str, set[str]] = {
-    "masks": set(),
-    "scheduling": {"masks"},
-    "simulation": {"masks", "scheduling"},
-    "execution": {"masks", "scheduling"},
-    "viewing": CORE,
-    "call": CORE,
-    "backends": {*CORE, "execution", "viewing", "call"},
-    "attention": {*CORE, "call", "backends"},
-    "nn": {"masks", "attention"},
-    "integrations": {"masks", "call", "attention"},
-    "tools": {*CORE, "execution", "viewing", "call", "backends", "attention"},
-    "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools"},
-}
 NUMPY_ONLY = {*CORE, "execution", "viewing"}
 PICTURES = {"matplotlib", "PIL"}  # inside functions of viewing
 ONLY_INSIDE_FUNCTIONS = {*PICTURES, "rich", "transformers", "cuda", "flash_attn", "triton", "accelerate"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from misuse import MISUSE
 from page_parts import numbers_in_words
 from questions import Question
 from write_pages import DOCS, PAGES, PICTURE, TUTORIAL
+
+HAS_SAME_MATPLOTLIB = sys.version_info >= (3, 11)  # Python 3.10 has an older one, which lays charts out otherwise
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -93,7 +96,8 @@ def test_the_tutorial_runs_and_its_page_is_up_to_date(tmp_path: Path) -> None:
     shown = re.findall(r"!\[[^]]+\]\(([\w-]+\.png)\)", committed)
     assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
     for name in shown:
-        assert difference(DOCS / "tutorial" / name, tmp_path / name) < 5, f"{name} shows something else: run `make pages`"
+        if HAS_SAME_MATPLOTLIB:
+            assert difference(DOCS / "tutorial" / name, tmp_path / name) < 5, f"{name} shows something else: run `make pages`"
         assert (DOCS / "tutorial" / name).stat().st_size < 120_000
 
 
@@ -110,7 +114,8 @@ def test_the_picture_of_a_call_is_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = tmp_path / "picture.png"
     call_picture.draw(drawn)
-    assert difference(DOCS / PICTURE, drawn) < 2, "the picture shows something else: run `make pages`"
+    if HAS_SAME_MATPLOTLIB:
+        assert difference(DOCS / PICTURE, drawn) < 2, "the picture shows something else: run `make pages`"
     assert (DOCS / PICTURE).stat().st_size < 120_000
 
 

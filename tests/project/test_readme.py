@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_imports import PACKAGE, ROOMS
 
 from dash_attn import GENERATORS
 from dash_attn.cli.main import main
+from rooms import PACKAGE, ROOMS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import dash_attn
+
 pytest.importorskip("build")
 pytest.importorskip("setuptools")
 
@@ -56,11 +58,15 @@ def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     assert not [name for name in packed if not name.startswith(("dash_attn/", "dash_attn-"))]
 
 
+def test_the_version_is_the_one_of_the_sources(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == dash_attn.__version__
+
+
 def test_it_works_in_a_clean_folder(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path), str(wheel))
     place, kernels = run(sys.executable, "-c", USE_IT, PYTHONPATH=str(tmp_path)).split()
     assert Path(place) == tmp_path / "dash_attn"
-    assert int(kernels) == len(list(SOURCE.rglob("*.cuh"))) + 1  # one is generated
+    assert int(kernels) == len(list(SOURCE.rglob("*.cuh"))) + 2  # two are generated
     assert "schedule" in run(
         sys.executable, "-m", "dash_attn.cli.main", "plan", "--mask", "causal", "--q-tiles", "4", PYTHONPATH=str(tmp_path)
     )

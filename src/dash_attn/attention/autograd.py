@@ -91,7 +91,7 @@ class Attention(torch.autograd.Function):
         else:  # create_graph=True
             with torch.no_grad():
                 gradients = attention_backward(*arguments)
-            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)
+            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
         return *wanted, None, None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ VARIABLE = "DASH_ATTN_LOG"
 LOG_CALLS = os.environ.get(VARIABLE, "") not in ("", "0")
 
 _lock = threading.Lock()
-_seen: set[tuple] = set()
+_seen: set[tuple[Any, ...]] = set()
 
 
 def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> None:

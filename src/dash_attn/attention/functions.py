@@ -150,7 +150,7 @@ def flash_attn_func(
         out, lse = traced_attention(q, k, v, sinks, None, choices)
     else:
         options = _options_of(q, k, v, sinks, choices)
-        out, lse = Attention.apply(q, k, v, sinks, options, None)
+        out, lse = Attention.apply(q, k, v, sinks, options, None)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

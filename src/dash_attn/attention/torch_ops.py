@@ -82,7 +82,8 @@ def traced_attention(
         head_offset=choices.head_offset,
         version=VERSION,
     )
-    return torch.ops.dash_attn.attention(q, k, v, sinks, *arguments)
+    out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *arguments)
+    return out, lse
 
 
 def _schedule_text(schedule: str | Schedule) -> str:

@@ -21,5 +21,5 @@ def refuse_transforms() -> None:
             "dash_attn attention does not run under torch.func transforms (grad, vjp, jvp, vmap, ...);"
             " take gradients with loss.backward() or torch.autograd.grad, and batches as the first dimension"
         )
-    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise NotImplementedError("dash_attn attention does not run under torch.jit.trace; use torch.compile or torch.export")

@@ -174,7 +174,7 @@ def flash_attn_varlen_func(
         offsets.check_device(q.device)
         options = options_for(choices, q.shape[-1])
         refuse_given_schedule(options)
-        out, lse = Attention.apply(q, k, v, sinks, options, offsets)
+        out, lse = Attention.apply(q, k, v, sinks, options, offsets)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

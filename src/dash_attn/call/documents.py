@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..masks import Causal, Documents, Full
@@ -31,7 +32,7 @@ def of_a_document(options: AttentionOptions) -> AttentionOptions:
     return replace(options, mask=Causal() if options.mask.causal else Full())
 
 
-def document_ends(lengths: tuple[int, ...], batch: int) -> np.ndarray:
+def document_ends(lengths: tuple[int, ...], batch: int) -> NDArray[np.int64]:
     """Where the documents of all sequences begin and end, laid end to end."""
     return np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
 

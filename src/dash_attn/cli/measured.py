@@ -17,6 +17,7 @@ from .arguments import COSTS, read_machine, read_problem
 from .devices import choose
 
 if TYPE_CHECKING:
+    from ..tools.calibrate.estimate import Run
     from ..tools.calibrate.measured import Device
 
 DEFAULT_HEAD_DIM = 128
@@ -75,7 +76,7 @@ def measure_all(
     return [Pair(name, simulate(schedule, machine), spans) for name, schedule, spans in runs], machine, refused
 
 
-def _machine(arguments: argparse.Namespace, runs: Sequence[tuple]) -> Machine:
+def _machine(arguments: argparse.Namespace, runs: Sequence[Run]) -> Machine:
     """As given or calibrated; else read off these very runs."""
     from ..tools.calibrate.estimate import estimate
 

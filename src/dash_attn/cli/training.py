@@ -40,7 +40,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
         attended = flash_attn_func(q, k, v, causal=True, accumulation=self.accumulation)
         x = x + self.out(attended.flatten(-2))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
 
 
 class Transformer(nn.Module):
@@ -53,7 +54,8 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         # A product with one-hot rows instead of a look-up: on a GPU the gradient of a look-up is a sum in no fixed order.
         x = nn.functional.one_hot(tokens, VOCABULARY).to(self.tokens.weight.dtype) @ self.tokens.weight
-        return self.head(self.blocks(x + self.positions.weight[: tokens.shape[1]]))
+        logits: Tensor = self.head(self.blocks(x + self.positions.weight[: tokens.shape[1]]))
+        return logits
 
 
 def synthetic_tokens(steps: int) -> Tensor:

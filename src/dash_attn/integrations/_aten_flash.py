@@ -121,6 +121,8 @@ def flash_backward(
 
 def flash_forward_into(out: Tensor, *arguments: Any, **rest: Any) -> Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace: stores the output, returns LSE."""
+    result: Tensor
+    lse: Tensor
     result, lse, *_ = flash_forward(*arguments, **rest)
     out.copy_(result)
     return lse

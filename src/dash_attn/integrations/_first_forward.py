@@ -111,14 +111,14 @@ def _before(model: nn.Module, args: Any) -> None:
     _close_interrupted()
     watch = _Watch(model)
     _watches.open.append(watch)
-    watch.__enter__()
+    watch.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _close_interrupted() -> None:
     """PyTorch calls no hook after an interrupt from the keyboard."""
     running = {id(module) for module in _modules_on_the_stack()}
     while _watches.open and id(_watches.open[-1].model) not in running:
-        _watches.open.pop().__exit__(None, None, None)
+        _watches.open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _after(model: nn.Module, args: Any, result: Any) -> None:
@@ -126,7 +126,7 @@ def _after(model: nn.Module, args: Any, result: Any) -> None:
     if torch.compiler.is_compiling() or not _watches.open or _watches.open[-1].model is not model:
         return
     watch = _watches.open.pop()
-    watch.__exit__(None, None, None)
+    watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     if result is None or _implementation(model) != "dash_attn":
         return
     if watch.foreign is not None:

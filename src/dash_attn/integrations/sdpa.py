@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     if is_causal and kv_len > q_len:  # no query attends the keys after the last query
         k, v = k[:, :q_len], v[:, :q_len]
     mask = _first_aligned(q_len, kv_len) if is_causal else Full()
-    out = flash_attn_func(q, k, v, 0.0, scale, mask=mask, **options).transpose(1, 2)
+    out: Tensor = flash_attn_func(q, k, v, 0.0, scale, mask=mask, **options).transpose(1, 2)
     return out.contiguous() if query.is_contiguous() else out
 
 

@@ -122,7 +122,7 @@ class HeadOrder:
     @cached_property
     def by_rank(self) -> NDArray[np.int64]:
         """Task indices, sorted by Q tile and then rank: neighbours hand dQ over to each other."""
-        return np.lexsort((self.rank, self.q_tile))
+        return np.asarray(np.lexsort((self.rank, self.q_tile)), dtype=np.int64)
 
     @cached_property
     def hand_overs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

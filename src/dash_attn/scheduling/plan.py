@@ -86,7 +86,7 @@ class Plan:
 
     def members(self, kind: int) -> list[int]:
         """The query heads of a group in the order a chain takes them; it makes its whole walk for each."""
-        return members(self.problem.group, self.last_member_first[kind]).tolist()
+        return [int(member) for member in members(self.problem.group, self.last_member_first[kind])]
 
     def _decode(self, run: Ints) -> NDArray[np.int64]:
         q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries = run.tolist()

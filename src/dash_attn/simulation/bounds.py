@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..scheduling.engine import Costs
 from ..scheduling.problem import Problem
@@ -43,17 +44,17 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> LowerBounds:
     )
 
 
-def _pigeonhole(ascending: np.ndarray, copies: int, workers: int, pace: Fraction, startup: int) -> Fraction:
+def _pigeonhole(ascending: NDArray[np.int64], copies: int, workers: int, pace: Fraction, startup: int) -> Fraction:
     """Of the k * workers + 1 longest chains, k + 1 share a worker: at least the k + 1 shortest of those."""
     longest_first = np.append(ascending[::-1], 0)
     before = np.concatenate([[0], np.cumsum(longest_first)])
     chains = (len(longest_first) - 1) * copies
     shared = np.arange(1, (chains - 1) // workers + 1)
 
-    def total(count: np.ndarray) -> np.ndarray:
+    def total(count: NDArray[np.int64]) -> NDArray[np.int64]:
         """Length of the `count` longest chains, each of which stands there `copies` times."""
         whole, rest = np.divmod(count, copies)
-        return before[whole] * copies + longest_first[whole] * rest
+        return np.asarray(before[whole] * copies + longest_first[whole] * rest)
 
     together = total(shared * workers + 1) - total(shared * workers - shared)
     scaled = together * pace.numerator + (shared + 1) * (startup * pace.denominator)

@@ -20,7 +20,7 @@ def raster(spans: TaskTimes, colours: NDArray[np.float64], bins: int) -> Image:
     worker, start, end, rgb = worker[by_worker], start[by_worker], end[by_worker], rgb[by_worker]
     workers = int(spans.worker.max(initial=0)) + 1
     bounds = np.searchsorted(worker, np.arange(workers + 1))
-    edges = np.linspace(0.0, spans.makespan, bins + 1)
+    edges = np.linspace(0.0, spans.makespan, bins + 1, dtype=np.float64)
     rows = [_row(start[a:b], end[a:b], rgb[a:b], edges) for a, b in pairwise(bounds)]
     return np.clip(np.stack(rows), 0.0, 1.0)
 
@@ -54,4 +54,5 @@ def _row(start: Floats, end: Floats, rgb: Image, edges: Floats) -> Image:
     if not len(times):
         return np.broadcast_to(idle, (len(edges) - 1, 3)).copy()
     at_edges = np.stack([np.interp(edges, times, integral[:, channel]) for channel in range(3)], axis=1)
-    return idle + np.diff(at_edges, axis=0) / np.diff(edges)[:, None]
+    averages: Image = idle + np.diff(at_edges, axis=0) / np.diff(edges)[:, None]
+    return averages

@@ -43,7 +43,7 @@ def q_tile_colours(q_tiles: int) -> Any:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
 
-    viridis = _viridis(np.linspace(0.1, 1.0, 256 if q_tiles > 24 else q_tiles))
+    viridis = _viridis(np.linspace(0.1, 1.0, 256 if q_tiles > 24 else q_tiles, dtype=np.float64))
     cmap = ListedColormap(viridis)
     if q_tiles > 24:
         return ScalarMappable(Normalize(0, q_tiles - 1), cmap)

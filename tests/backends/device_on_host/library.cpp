@@ -1,4 +1,4 @@
-// The device's planning code as a host library, for tests/test_device_formulas.py.
+// The device's planning code as a host library, for tests/backends/test_device_formulas.py.
 #include "device_planning/chains.cuh"
 #include <ucontext.h>
 

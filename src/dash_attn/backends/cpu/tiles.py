@@ -98,7 +98,8 @@ class BackwardTiles:
         """A number per row, by Q tile. An LSE of +inf, of rows that attend nothing, makes their weights exp(-inf) = 0."""
         padded = self.q.new_full((*values.shape[:2], self.problem.q_tiles * TILE_Q), beyond)
         padded[:, :, : self.problem.q_len] = values
-        return padded.unflatten(2, (-1, TILE_Q))
+        by_tile: Tensor = padded.unflatten(2, (-1, TILE_Q))
+        return by_tile
 
     def _delta(self, out: Tensor) -> Tensor:
         """Row sums of dO * O."""
@@ -152,7 +153,8 @@ def to_tiles(x: Tensor, rows: int) -> Tensor:
     tiles = -(-length // rows)
     packed = torch.zeros(batch, heads, tiles * rows, dim, dtype=arithmetic(x.dtype), device="cpu")
     packed[:, :, :length] = x.detach().transpose(1, 2)
-    return packed.unflatten(2, (tiles, rows))
+    by_tile: Tensor = packed.unflatten(2, (tiles, rows))
+    return by_tile
 
 
 def from_tiles(tiles: Tensor, length: int, dtype: torch.dtype) -> Tensor:

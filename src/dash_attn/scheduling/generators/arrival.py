@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..engine import Costs, run_in_model_time
 from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
@@ -37,7 +38,7 @@ def arrival(problem: Problem, workers: int) -> Schedule:
     return Schedule.build(problem, Order("arrival", (kind,), ALL_GUARANTEES), (start,), workers)
 
 
-def _spread_walks(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def _spread_walks(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Each chain from the Q tile on its own diagonal, upward and around."""
     diagonal = np.arange(problem.kv_tiles) * problem.q_tiles // problem.kv_tiles
     chain, turned = np.nonzero(np.stack([np.roll(problem.kept[:, kv], -diagonal[kv]) for kv in range(problem.kv_tiles)]))

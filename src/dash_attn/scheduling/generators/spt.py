@@ -6,6 +6,7 @@ Chains start from the shortest to the longest (causal: from the last KV tile to 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
 from ..problem import Problem
@@ -21,6 +22,6 @@ def spt(problem: Problem, workers: int) -> Schedule:
     return Schedule.build(problem, Order("spt", (kind,), ALL_GUARANTEES), (start,), workers)
 
 
-def shortest_first(problem: Problem) -> np.ndarray:
+def shortest_first(problem: Problem) -> NDArray[np.int64]:
     """KV tiles by chain length, the later tile first where lengths are equal."""
-    return np.lexsort((-np.arange(problem.kv_tiles), problem.chain_lengths))
+    return np.asarray(np.lexsort((-np.arange(problem.kv_tiles), problem.chain_lengths)), dtype=np.int64)

@@ -8,6 +8,7 @@ workers of a head touch different Q tiles in every step. An odd tile count leave
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..order import ALL_GUARANTEES, HeadOrder, Order, frozen_ints, rank_within
 from ..problem import Problem, whole_number
@@ -19,7 +20,7 @@ def symmetric_shift(problem: Problem, workers: int) -> Schedule:
     first_q = _first_q_tiles(problem)
     n, q_tiles = problem.kv_tiles, problem.q_tiles
     half = n // 2
-    walks: list[np.ndarray] = [np.arange(0)] * n
+    walks: list[NDArray[np.int64]] = [np.arange(0)] * n
     first_step = np.zeros(n, dtype=np.int64)
     shared = first_q[half - 1] if half else 0  # the rectangle: Q tiles every chain of the first half visits
     for i in range(half):
@@ -43,7 +44,7 @@ def symmetric_shift(problem: Problem, workers: int) -> Schedule:
     return Schedule(problem, Order("symmetric_shift", (kind,), ALL_GUARANTEES), Placement(workers, max(1, lanes), (start,), (n,)))
 
 
-def _first_q_tiles(problem: Problem) -> np.ndarray:
+def _first_q_tiles(problem: Problem) -> NDArray[np.int64]:
     """First Q tile of each chain, if every chain keeps all Q tiles from there on."""
     first = problem.q_tiles - problem.chain_lengths
     from_first_on = np.arange(problem.q_tiles)[:, None] >= first

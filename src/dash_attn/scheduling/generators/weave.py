@@ -12,6 +12,7 @@ blocks of one head rarely meet (with fewer than about eight heads in flight they
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
 from ..problem import Problem
@@ -27,7 +28,7 @@ WASTE = 0.05  # nominal waiting per task that one block may have
 
 def weave(problem: Problem, workers: int) -> Schedule:
     blocks = _choose_blocks(problem)
-    walks: list[np.ndarray] = [np.arange(0)] * problem.kv_tiles
+    walks: list[NDArray[np.int64]] = [np.arange(0)] * problem.kv_tiles
     for block in blocks:
         for kv_tile, walk in zip(block, _walks(problem, block, DISTANCES[0])[0], strict=True):
             walks[kv_tile] = walk
@@ -41,7 +42,7 @@ def weave(problem: Problem, workers: int) -> Schedule:
     return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, tuple(map(len, blocks)))
 
 
-def _choose_blocks(problem: Problem) -> list[np.ndarray]:
+def _choose_blocks(problem: Problem) -> list[NDArray[np.int64]]:
     """KV tiles in start order, cut into blocks: a function of the mask and the tiles alone."""
     lengths = problem.chain_lengths
     ascending = shortest_first(problem)
@@ -51,7 +52,7 @@ def _choose_blocks(problem: Problem) -> list[np.ndarray]:
     return [block[::-1] for block in np.array_split(ascending[::-1], count)]
 
 
-def _walks(problem: Problem, block: np.ndarray, distance: int) -> tuple[list[np.ndarray], float]:
+def _walks(problem: Problem, block: NDArray[np.int64], distance: int) -> tuple[list[NDArray[np.int64]], float]:
     """Walks of chains that start together, in this order, and the waiting per task they would have."""
     released = np.zeros(problem.q_tiles, dtype=np.int64)
     walks, waiting = [], 0

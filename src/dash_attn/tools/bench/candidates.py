@@ -99,7 +99,8 @@ def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device)
 
     def of_rows(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         tokens = (x.flatten(0, 1) for x in (q, k, v))
-        return attention(*tokens, ends, longest, *rest).unflatten(0, (shape.batch, shape.seqlen))
+        rows: Tensor = attention(*tokens, ends, longest, *rest).unflatten(0, (shape.batch, shape.seqlen))
+        return rows
 
     return of_rows
 

@@ -82,7 +82,8 @@ def _windowed(shape: Shape, window: Window) -> Attention:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = shape.seqlen
-        return torch.ops.aten._flash_attention_forward(q, k, v, None, None, n, n, 0.0, False, False, **sides)[0]
+        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, None, None, n, n, 0.0, False, False, **sides)[0]
+        return out
 
     return attention
 
@@ -95,7 +96,8 @@ def _varlen(shape: Shape) -> Attention:
     except ImportError:
 
         def operator(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-            return torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, 0.0, causal, False)[0]
+            out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, 0.0, causal, False)[0]
+            return out
 
         return operator
     known = inspect.signature(varlen_attn).parameters
@@ -104,8 +106,9 @@ def _varlen(shape: Shape) -> Attention:
         options["enable_gqa"] = shape.group > 1
 
     def attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-        out: Any = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
-        return out[0] if isinstance(out, tuple) else out
+        returned: Any = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+        out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return out
 
     return attention
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 LEAD_IN = 200_000  # cycles, about 0.1 ms: the GPU sleeps while the host queues the call, so launches cost no candidate anything
 WARM_UP = 2
@@ -69,6 +70,6 @@ def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, stopwatch: Sto
     return [spread(times[np.array(order) == i]) for i in range(len(calls))]
 
 
-def spread(times: Sequence[float] | np.ndarray) -> Spread:
+def spread(times: Sequence[float] | NDArray[Any]) -> Spread:
     low, median, high = np.percentile(times, (20, 50, 80))
     return Spread(float(median), float(low), float(high))

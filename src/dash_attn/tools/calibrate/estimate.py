@@ -61,4 +61,5 @@ def _starts(spans: TaskTimes) -> Floats:
     worker = spans.worker[tickets]
     order = np.lexsort((start, worker))
     same = worker[order[1:]] == worker[order[:-1]]
-    return start[order[1:][same]] - end[order[:-1][same]]
+    between: Floats = start[order[1:][same]] - end[order[:-1][same]]
+    return between

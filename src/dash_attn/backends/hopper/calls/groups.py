@@ -55,7 +55,7 @@ def add_in_order(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
     if gradient.shape == shape:
         return gradient
     first, *others = gradient.unflatten(-2, (shape[-2], -1)).unbind(-2)
-    total = first.float()
+    total: Tensor = first.float()
     for part in others:
         total += part
     return total.to(gradient.dtype)

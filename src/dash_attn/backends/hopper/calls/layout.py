@@ -164,7 +164,9 @@ class CallCache(Generic[Call]):
         call = self._kept.get(key)
         return (self._make(key, layout, tensors, options) if call is None else call), tensors
 
-    def _make(self, key: tuple, layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Call:
+    def _make(
+        self, key: tuple[Any, ...], layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions
+    ) -> Call:
         refuse_capture()
         with on_device(layout.device):
             call = self._prepare(layout, tensors, options)
@@ -177,7 +179,7 @@ class CallCache(Generic[Call]):
         self._kept.clear()
 
 
-def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, offsets: SequenceOffsets | None) -> tuple:
+def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, offsets: SequenceOffsets | None) -> tuple[Any, ...]:
     """`dims`: head dims before padding."""
     first = tensors[0]
     packed = None if offsets is None else (len(offsets.cu_seqlens_q), *_longest(first, tensors[1], offsets))

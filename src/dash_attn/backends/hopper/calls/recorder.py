@@ -5,8 +5,11 @@ A kernel of its own does it (template parameter RECORD); the one that trains has
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....call.documents import runs_packed
@@ -76,7 +79,7 @@ def entries(problem: Problem) -> int:
     return problem.batch * problem.heads * problem.group * problem.q_tiles * problem.kv_tiles
 
 
-def read_record(schedule: Schedule, record: np.ndarray, clocks: np.ndarray, drains: int = 2) -> TaskTimes:
+def read_record(schedule: Schedule, record: NDArray[Any], clocks: NDArray[Any], drains: int = 2) -> TaskTimes:
     """TaskTimes from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and rank; per CTA both clocks, twice."""
     table = task_table(schedule)
     rows = record[entry_of(schedule.problem, table)].astype(np.int64)
@@ -90,7 +93,7 @@ def read_record(schedule: Schedule, record: np.ndarray, clocks: np.ndarray, drai
     return times_from(schedule, noted_by_drains(schedule, cycles, both, drains), drains)
 
 
-def entry_of(problem: Problem, table: TaskTable) -> np.ndarray:
+def entry_of(problem: Problem, table: TaskTable) -> NDArray[Any]:
     """Where the kernel writes each task, as in backward/drain.cuh."""
     dq_tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
     return dq_tile * problem.kv_tiles + table.rank

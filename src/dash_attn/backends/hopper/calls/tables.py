@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....masks import Causal, Full, IntervalMask, Mask, TileMap, Window
@@ -21,7 +22,7 @@ FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     refuse_capture()
     memory = torch.from_numpy(array).to(device)
     torch.cuda.current_stream(device).synchronize()  # once: other streams may use it from now on
@@ -31,7 +32,7 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 class DeviceTables:
     """Arrays laid end to end in one device tensor."""
 
-    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device) -> None:
+    def __init__(self, arrays: dict[str, NDArray[Any]], device: torch.device) -> None:
         offsets, parts, total = {}, [], 0
         for name, array in arrays.items():
             flat = np.ascontiguousarray(array, dtype=np.int32).ravel()

@@ -145,6 +145,6 @@ def _check(result: Sequence[Any]) -> Any:
 
 
 def _text(size_of: Any, read: Any, program: Any) -> str:
-    buffer = b" " * _check(size_of(program))
+    buffer: bytes = b" " * _check(size_of(program))
     _check(read(program, buffer))
     return buffer.rstrip(b"\0 ").decode()

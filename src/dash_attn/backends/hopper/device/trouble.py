@@ -10,9 +10,10 @@ import atexit
 import sys
 import threading
 from itertools import count
+from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ....scheduling.problem import Task
 from .parameters import BAD_LENGTHS
@@ -23,7 +24,7 @@ MOST_NAMED = 4096  # calls whose tasks can still be named
 _numbers = count()
 _tiles: dict[int, tuple[int, int]] = {}  # call -> query heads and tiles between them, to name a task
 _lock = threading.Lock()
-_report: np.ndarray | None = None  # in host memory that kernels can write to, once some call was prepared
+_report: NDArray[Any] | None = None  # in host memory that kernels can write to, once some call was prepared
 
 
 def report_address() -> int:

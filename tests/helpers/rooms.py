@@ -1,0 +1,25 @@
+"""The rooms of the package, top to bottom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dash_attn
+
+PACKAGE = Path(dash_attn.__file__).parent
+CORE = {"masks", "scheduling", "simulation"}
+# Room -> the rooms it may import. DESIGN.md shows the same as a table, and says why.
+ROOMS: dict[str, set[str]] = {
+    "masks": set(),
+    "scheduling": {"masks"},
+    "simulation": {"masks", "scheduling"},
+    "execution": {"masks", "scheduling"},
+    "viewing": CORE,
+    "call": CORE,
+    "backends": {*CORE, "execution", "viewing", "call"},
+    "attention": {*CORE, "call", "backends"},
+    "nn": {"masks", "attention"},
+    "integrations": {"masks", "call", "attention"},
+    "tools": {*CORE, "execution", "viewing", "call", "backends", "attention"},
+    "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools"},
+}

@@ -1,0 +1,87 @@
+"""What CONTRIBUTING.md and RELEASING.md say of files outside src holds."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import dash_attn
+import end_of_file
+
+ROOT = Path(__file__).parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+TEXT = {".cfg", ".cpp", ".cuh", ".h", ".json", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
+FOLDERS = (".github", "benchmarks", "docs", "examples", "src", "tests", "tools")
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """A literal: setuptools reads it without importing numpy, which need not be there yet."""
+    assigned = [
+        node.value
+        for node in ast.parse((ROOT / "src/dash_attn/__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__version__"]
+    ]
+    assert [ast.literal_eval(value) for value in assigned] == [dash_attn.__version__]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", dash_attn.__version__)
+    assert 'version = { attr = "dash_attn.__version__" }' in PROJECT
+    assert not re.search(r'^version = "', PROJECT, re.M)
+    assert f"\n## {dash_attn.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_ci_runs_on_the_oldest_and_the_newest_python() -> None:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    named = re.findall(r"Python :: (3\.\d+)", PROJECT)
+    assert re.findall(r'"(3\.\d+)"', workflow) == [named[0], named[-1]]
+    assert f'requires-python = ">={named[0]}"' in PROJECT
+    assert "- run: .ci/run\n" in workflow
+    assert "g++" in workflow
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_ci_may_not_take_longer_than_contributors_are_told() -> None:
+    (minutes,) = re.findall(r"timeout-minutes: (\d+)", (ROOT / ".github/workflows/ci.yml").read_text())
+    assert f"under {minutes} minutes" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_every_text_file_ends_with_one_newline() -> None:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in TEXT and path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.suffix in TEXT]
+    assert len(files) > 200
+    assert [str(path) for path in files if end_of_file.mended(path.read_bytes()) != path.read_bytes()] == []
+
+
+def test_the_end_of_a_file_is_mended(tmp_path: Path) -> None:
+    names = {"none": b"a", "two": b"a\n\n", "one": b"a\n", "empty": b""}
+    for name, text in names.items():
+        (tmp_path / name).write_bytes(text)
+    paths = [str(tmp_path / name) for name in names]
+    assert end_of_file.main(paths) == 1
+    assert [(tmp_path / name).read_bytes() for name in names] == [b"a\n", b"a\n", b"a\n", b""]
+    assert end_of_file.main(paths) == 0
+
+
+def test_tests_import_no_tests() -> None:
+    """What two of them share is a helper: a test that is imported runs twice, or brings its fixtures along."""
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    imported = [(path.name, name) for path in modules for name in _imported(path) if re.match(r"test_|conftest$|tests$", name)]
+    assert imported == []
+    assert len(modules) > 80
+
+
+def _imported(path: Path) -> set[str]:
+    """First parts of the names of all modules that a file imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
+def test_paths_in_these_files_exist() -> None:
+    """Also of files that moved: what a contributor is sent to is there."""
+    for document in ("CONTRIBUTING.md", "RELEASING.md", "tests/README.md"):
+        text = (ROOT / document).read_text()
+        named = re.findall(r"`((?:src|tests|tools|docs|benchmarks|\.github)/[\w/.]+)`", text)
+        assert named, document
+        assert [path for path in named if not (ROOT / path).exists() and "<" not in path] == []
