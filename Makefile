@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CHECKED := src tests examples tools docs benchmarks
 KERNELS := $(wildcard src/dash_attn/backends/hopper/kernels/*/*.cuh)
 # 1: `make check` also refuses a kernel that `make format-kernels` would change.
-CHECK_KERNELS ?= 0
+CHECK_KERNELS ?= 1
 
 .PHONY: demo test test-all check check-kernels format format-kernels pages docs kernels clean
 

@@ -115,7 +115,8 @@ enum NamedBarrier : int { BOTH = 1, BOTH_AGAIN = 2, FIRST_HALF = 2, SECOND_HALF 
 constexpr int CONSUMER_WARPS = 8, DRAINS = 2, LOADERS = 1;
 
 // Handles of the barriers. `shared`: address of the storage.
-#define BARRIER(name) Barrier{shared + C::BARRIERS + OFFSET_OF(BackwardBarriers, name)}
+#define BARRIER(name) \
+  Barrier { shared + C::BARRIERS + OFFSET_OF(BackwardBarriers, name) }
 template <typename C> struct Barriers {
   u32 shared;
 

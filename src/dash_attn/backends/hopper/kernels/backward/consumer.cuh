@@ -180,7 +180,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   }
   template <int STAGE> DEVICE void multiply_dq() {  // dQ = dS K, or its transpose
     const u32 b = opaque(shared >> 4);
-    const u32 at_ds = b + (C::DQ_TRANSPOSED ? wg * (Q_ROWS / 2 * PANEL_ROW / DESCRIPTOR_UNIT) : 0), at_k = b + (C::DQ_TRANSPOSED ? 0 : wg * (C::KV_PANEL / DESCRIPTOR_UNIT));
+    const u32 at_ds = b + (C::DQ_TRANSPOSED ? wg * (Q_ROWS / 2 * PANEL_ROW / DESCRIPTOR_UNIT) : 0),
+              at_k = b + (C::DQ_TRANSPOSED ? 0 : wg * (C::KV_PANEL / DESCRIPTOR_UNIT));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KV_ROWS / 16; k++) {
@@ -195,7 +196,9 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
   }
 
   // ---- element-wise work (backward/elementwise.cuh)
-  DEVICE float2 row_pair(int rows, int stage, int g) { return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32); }
+  DEVICE float2 row_pair(int rows, int stage, int g) {
+    return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32);
+  }
 
   DEVICE void mask_partial(int rows, const Pipeline& pipe) {
     const StepNote note{rows};
@@ -227,13 +230,15 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     const int chunk = (2 * warp + ((lane >> 3) & 1)) ^ (lane & 7);
     const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * PANEL_ROW + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < Q_ROWS / 16; k++) stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    for (int k = 0; k < Q_ROWS / 16; k++)
+      stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
   }
   template <int STAGE> DEVICE void put_dq(u32 phase) {  // fragment order: the postprocess kernel unscrambles
     bars.dq_empty(STAGE).wait(phase ^ 1);
     const u32 at = shared + C::DQ + STAGE * C::DQ_BYTES + wg * (C::DQ_BYTES / 2) + (warp * 32 + lane) * 16;
 #pragma unroll
-    for (int i = 0; i < C::DQ_REGISTERS / 4; i++) store_shared_f32x4(at + i * (WARPGROUP * 16), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int i = 0; i < C::DQ_REGISTERS / 4; i++)
+      store_shared_f32x4(at + i * (WARPGROUP * 16), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
   // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with dS.
@@ -256,7 +261,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wg == 0 ? named_barrier_sync<FIRST_HALF>(WARPGROUP) : named_barrier_sync<SECOND_HALF>(WARPGROUP);
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * HALF_PANEL, i * 64, chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * HALF_PANEL, i * 64, chain.kv_head,
+                                            chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }
   }

@@ -71,6 +71,7 @@ template <int D, MaskKind MASK> struct Loader {
     rows.full[s].arrive_expect(C::Q_BYTES + C::ROW_BYTES);
     for (int i = 0; i < C::PANELS; i++)
       tma_load<PACKED>(shared + rows.at + s * C::Q_BYTES + i * C::Q_PANEL, rows.map, rows.full[s].address, i * 64, note.q_head, row, plane);
-    bulk_load(shared + rows.statistics_at + s * C::ROW_BYTES, rows.statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES, rows.full[s].address);
+    bulk_load(shared + rows.statistics_at + s * C::ROW_BYTES, rows.statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES,
+              rows.full[s].address);
   }
 };

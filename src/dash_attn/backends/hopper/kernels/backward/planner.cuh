@@ -73,9 +73,10 @@ template <int D, MaskKind MASK> struct Planner {
       const u32 number = counts.steps();
       bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
       const int member = load_shared_i32(chain + WALK) & 1 ? p.group - 1 - m : m;
-      store_shared_i32x4(notes.step_at(number), make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial),
-                                                          load_shared_i32(chain + KV_HEAD) * p.group + member,
-                                                          load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
+      store_shared_i32x4(
+          notes.step_at(number),
+          make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial), load_shared_i32(chain + KV_HEAD) * p.group + member,
+                    load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
       bars.note_full(number).arrive();
     }
     return counts;

@@ -32,7 +32,8 @@ DEVICE bool await_sum(const PostprocessParams& p, int tile) {
   return ranks > 0;
 }
 
-template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(256) backward_postprocess(const __grid_constant__ PostprocessParams p) {
+template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(256)
+    backward_postprocess(const __grid_constant__ PostprocessParams p) {
   using C = BackwardConfig<D>;
   constexpr int PITCH = C::WIDTH + 8;  // padded rows: no bank conflicts
   __shared__ alignas(16) unsigned short rows[C::Q_ROWS * PITCH];

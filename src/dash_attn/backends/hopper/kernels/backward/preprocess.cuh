@@ -6,8 +6,8 @@
 #include "common/tile_place.cuh"
 
 // LANES threads sum a row, 16 bytes a lane.
-template <typename Half, int LANES, int Q_ROWS, bool PACKED>
-__global__ void __launch_bounds__(256) backward_preprocess(const __grid_constant__ PreprocessParams p) {
+template <typename Half, int LANES, int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256)
+    backward_preprocess(const __grid_constant__ PreprocessParams p) {
   allow_next_kernel();
   const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x, threads = (i64)gridDim.x * 256;
   if (thread == 0) p.next_ticket[0] = 0;

@@ -10,7 +10,8 @@ template <int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256) sink_g
   const float sink = __fmul_rn(p.sinks[head], LOG2_E);
   float total = 0.f;
   for (int s = 0; s < p.sequences; s++) {
-    const int first = PACKED ? head * p.tiles.head_tiles + p.tiles.sequences[s].first_tile : (s * p.tiles.q_heads + head) * p.tiles.head_tiles;
+    const int first =
+        PACKED ? head * p.tiles.head_tiles + p.tiles.sequences[s].first_tile : (s * p.tiles.q_heads + head) * p.tiles.head_tiles;
     const int rows = PACKED ? p.tiles.sequences[s].q_len : p.tiles.q_len;
     float sum = 0.f;
     for (int i = threadIdx.x; i < rows; i += 256) {

@@ -17,8 +17,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
   float dk_own[OWN], dk_inner[INNER], dv_own[OWN], dv_inner[INNER], s[SCORES];
 
   DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
-      : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
-        warp(warp_of_block & 3), lane(lane_of_warp) {}
+      : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
+        lane(lane_of_warp) {}
 
   DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map) {
     Pipeline pipe;
@@ -65,7 +65,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
   }
 
   // One Q tile. STAGE is its parity; S_AHEAD: its S was issued by the step before; NEXT_S: this step issues the next one's.
-  template <int STAGE, bool FIRST, bool S_AHEAD, bool NEXT_S> DEVICE void step(int j, const Pipeline& pipe, u32 kv_phase, int stage_before) {
+  template <int STAGE, bool FIRST, bool S_AHEAD, bool NEXT_S>
+  DEVICE void step(int j, const Pipeline& pipe, u32 kv_phase, int stage_before) {
     const u32 number = pipe.steps + j;
     float dp[SCORES];
     u32 packed[SCORES / 2];
@@ -151,7 +152,9 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     wgmma_commit();
   }
   DEVICE u32 own_offset(int panel) { return C::own_panel(wg) * (panel / DESCRIPTOR_UNIT); }
-  DEVICE u32 inner_offset(int panel) { return (C::inner_column(wg) / 64) * (panel / DESCRIPTOR_UNIT) + (C::inner_column(wg) % 64) * 2 / DESCRIPTOR_UNIT; }
+  DEVICE u32 inner_offset(int panel) {
+    return (C::inner_column(wg) / 64) * (panel / DESCRIPTOR_UNIT) + (C::inner_column(wg) % 64) * 2 / DESCRIPTOR_UNIT;
+  }
 
   // ---- element-wise work (backward/elementwise.cuh)
   DEVICE float2 row_pair(int rows, int g) { return load_shared_f32x2(shared + rows + wg * 128 + (lane & 3) * 8 + g * 32); }
@@ -201,7 +204,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     fence_async_shared();
     named_barrier_sync<BOTH>(2 * WARPGROUP);
     if (wg == 0 && warp == 0 && lane == 0) {
-      for (int i = 0; i < C::PANELS; i++) tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + i * C::KV_PANEL, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+      for (int i = 0; i < C::PANELS; i++)
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + i * C::KV_PANEL, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
       bulk_commit();
     }
   }

@@ -5,7 +5,6 @@
 // MaskKind::Packed is a band in each of many sequences that lie end to end.
 DEVICE constexpr bool is_band(MaskKind kind) { return kind == MaskKind::Band || kind == MaskKind::Packed; }
 
-
 DEVICE int band_top(const MaskParams& mask, int queries, int keys) { return keys - queries + mask.band_right; }
 
 // The keys one thread looks at are fixed, so what depends on the key alone is prepared once.

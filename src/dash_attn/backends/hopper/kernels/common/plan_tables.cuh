@@ -79,7 +79,8 @@ DEVICE void set_walk(ChainRecord& chain, int first_run, int steps, int group, in
   chain.walk = 2 * steps + last_member_first;
 }
 
-DEVICE ChainRecord expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group, int head_tiles) {
+DEVICE ChainRecord expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group,
+                                int head_tiles) {
   ChainRecord record = chain_in(sequence, chain.kv_head, chain.kv_tile * kv_rows, group, head_tiles);
   set_walk(record, plan.chain_runs[chain.table], plan.chain_steps[chain.table], group, plan.last_member_first[chain.table / plan.kv_tiles]);
   record.gang_end = plan.has_gangs ? chain.group_end : 0;

@@ -7,7 +7,9 @@ struct TilePlace {
   int rows;                    // of the tile that exist; none if not positive
   i64 first_lse;
 
-  DEVICE i64 offset(const i64 (&strides)[3], int row) const { return batch * strides[0] + (first_row + row) * strides[1] + head * strides[2]; }
+  DEVICE i64 offset(const i64 (&strides)[3], int row) const {
+    return batch * strides[0] + (first_row + row) * strides[1] + head * strides[2];
+  }
 };
 
 DEVICE int tile_count(const TilePlaces& places) { return places.batch * places.q_heads * places.head_tiles; }

@@ -24,7 +24,7 @@ struct f16 {
 #ifdef __CUDACC_RTC__
 #define OFFSET_OF(type, member) ((u32)__INTADDR__(&(((type*)0)->member)))
 #else
-#define OFFSET_OF(type, member) ((u32)__builtin_offsetof(type, member))
+#define OFFSET_OF(type, member) ((u32) __builtin_offsetof(type, member))
 #endif
 
 template <bool FIRST, typename A, typename B> struct Choice {

@@ -14,7 +14,8 @@ DEVICE int checked_length(const PackedParams& p, int side, int entry) {
 
 // A thread a sequence. Longest sequences start first, so that the last to start are short. A ticket is a chain of a head (backward)
 // or a Q tile (forward).
-template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __launch_bounds__(256) packed_layout(const __grid_constant__ PackedParams p) {
+template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __launch_bounds__(256)
+    packed_layout(const __grid_constant__ PackedParams p) {
   __shared__ int2 tiles[256];
   const int s = blockIdx.x * 256 + threadIdx.x;
   Sequence mine = {};
@@ -28,7 +29,8 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
     __syncthreads();
     const int other = first + threadIdx.x;
     if (other < p.count)
-      tiles[threadIdx.x] = make_int2(tiles_of(p.cu_q[other + 1] - p.cu_q[other], Q_ROWS), tiles_of(p.cu_k[other + 1] - p.cu_k[other], KV_ROWS));
+      tiles[threadIdx.x] =
+          make_int2(tiles_of(p.cu_q[other + 1] - p.cu_q[other], Q_ROWS), tiles_of(p.cu_k[other + 1] - p.cu_k[other], KV_ROWS));
     __syncthreads();
     for (int i = 0; i < min(256, p.count - first); i++) {
       const int2 t = tiles[i];
@@ -62,12 +64,14 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
 }
 
 // The last sequence that begins at `index` or before, in a column of `parts`.
-DEVICE int find_sequence(const SequenceParts* parts, int count, int index, int SequenceParts::*column) {
+DEVICE int find_sequence(const SequenceParts* parts, int count, int index, int SequenceParts::* column) {
   int low = 0, high = count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (parts[middle].*column <= index) low = middle;
-    else high = middle;
+    if (parts[middle].*column <= index)
+      low = middle;
+    else
+      high = middle;
   }
   return low;
 }
@@ -100,8 +104,10 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     if (kind == 1) chain.q_first += steps - 1, chain.q_stride = -1;
     p.chains[at] = chain;
     for (int head = 0; head < p.heads; head++)
-      if (order.ring) write_ticket(head, place, in_gangs(head, place), at, steps);
-      else if ((head + p.head_offset) % 2 == kind) write_ticket(head, place, in_turns(head), at, steps);
+      if (order.ring)
+        write_ticket(head, place, in_gangs(head, place), at, steps);
+      else if ((head + p.head_offset) % 2 == kind)
+        write_ticket(head, place, in_turns(head), at, steps);
   }
 
  private:
@@ -127,7 +133,8 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   DEVICE Place in_ring(PackedChain& chain) const {
     const int q_tiles = order.q_tiles, kv_tiles = order.kv_tiles;
     const int largest = min(max(1, min(LARGEST_BLOCK, q_tiles / 2)), kv_tiles), blocks = (kv_tiles + largest - 1) / largest;
-    const int block = kv_tile * blocks / kv_tiles, first = (block * kv_tiles + blocks - 1) / blocks, widest = (kv_tiles + blocks - 1) / blocks;
+    const int block = kv_tile * blocks / kv_tiles, first = (block * kv_tiles + blocks - 1) / blocks,
+              widest = (kv_tiles + blocks - 1) / blocks;
     chain.ring = q_tiles;
     chain.place = kv_tile - first;
     chain.spacing = max(1, min(q_tiles / widest, HAND_OVER));

@@ -12,7 +12,8 @@ template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed
   const Sequence& sequence = p.sequences[s];
   const int q_tiles = tiles_of(sequence.q_len, Q_ROWS);
   if (q_tile >= q_tiles) return;
-  const int top = sequence.band_top, low = top - (int)p.mask.band_width, first_row = q_tile * Q_ROWS, end_row = min(first_row + Q_ROWS, sequence.q_len);
+  const int top = sequence.band_top, low = top - (int)p.mask.band_width, first_row = q_tile * Q_ROWS,
+            end_row = min(first_row + Q_ROWS, sequence.q_len);
   const int first_key = max(0, first_row + low), end_key = min(sequence.kv_len, end_row + top);  // that any row attends
   const int full_from = max(0, end_row - 1 + low), full_to = min(sequence.kv_len, first_row + top + 1);  // that every row attends
   PackedTile tile = {s, q_tile, 0, 0, 0, 0};

@@ -11,8 +11,10 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
   Dealt up, down;
   bool ring;
 
-  DEVICE SequenceOrder(const PackedParams& p, int q_len, int kv_len) : q_tiles(max(1, tiles_of(q_len, Q_ROWS))), kv_tiles(tiles_of(kv_len, KV_ROWS)) {
-    const int top = band_top(p.mask, q_len, kv_len), low_row = top - (int)p.mask.band_width;  // low_row: first key of query 0, before clipping
+  DEVICE SequenceOrder(const PackedParams& p, int q_len, int kv_len)
+      : q_tiles(max(1, tiles_of(q_len, Q_ROWS))), kv_tiles(tiles_of(kv_len, KV_ROWS)) {
+    const int top = band_top(p.mask, q_len, kv_len),
+              low_row = top - (int)p.mask.band_width;  // low_row: first key of query 0, before clipping
     const bool keeps_all = min(Q_ROWS, q_len) + top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, kv_len);
     ring = keeps_all && kv_tiles > FEW_KV_TILES;
     classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);

@@ -31,7 +31,8 @@ template <int Q_ROWS, int KV_ROWS> struct PackedWalk {
   // attends the last key, so that `high` needs no care at the end of the queries.)
   static DEVICE int rank_in_band(const PackedChain& chain, int q_tile) {
     const int last = read(chain.kv_tiles) - 1, kv_tile = read(chain.kv_tile);
-    const u32 high = min(last, (q_tile * Q_ROWS + read(chain.high)) / KV_ROWS), low = max(0, q_tile * Q_ROWS + read(chain.low)) / (u32)KV_ROWS;
+    const u32 high = min(last, (q_tile * Q_ROWS + read(chain.high)) / KV_ROWS),
+              low = max(0, q_tile * Q_ROWS + read(chain.low)) / (u32)KV_ROWS;
     const u32 distance = read(chain.q_stride) > 0 ? high - kv_tile : kv_tile - low;
     if (CLASSES == 1 || read(chain.classes) == 1) return distance;
     return distance / 2 + (kv_tile % 2 ? high / 2 - (low + 1) / 2 + 1 : 0);

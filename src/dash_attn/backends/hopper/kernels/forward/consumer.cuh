@@ -91,7 +91,8 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   }
   // Read anew where it is needed: registers are scarcer than shared-memory loads.
   DEVICE TileNote note_of_tile(u32 slot) {
-    const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot), b = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot + 16);
+    const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot),
+               b = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot + 16);
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   }
   DEVICE int query_of(const TileNote& tile) { return tile.query + wg * 64 + warp * 16 + (lane >> 2); }
@@ -147,7 +148,8 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
 
   DEVICE void multiply_s(u32 q_stage, u32 stage) {  // S = Q K^T
-    const u32 a = opaque(base) + q_stage * (C::Q_BYTES / DESCRIPTOR_UNIT) + wg * (C::HALF_BYTES / DESCRIPTOR_UNIT), b = opaque(base) + stage * (C::KV_BYTES / DESCRIPTOR_UNIT);
+    const u32 a = opaque(base) + q_stage * (C::Q_BYTES / DESCRIPTOR_UNIT) + wg * (C::HALF_BYTES / DESCRIPTOR_UNIT),
+              b = opaque(base) + stage * (C::KV_BYTES / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -253,7 +255,8 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     warpgroup_sync();
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store<MASK == MaskKind::Packed>(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64, tile.q_plane);
+        tma_store<MASK == MaskKind::Packed>(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64,
+                                            tile.q_plane);
       bulk_commit();
       if constexpr (C::OUT_OVER_Q) bulk_wait_read();
     }

@@ -53,7 +53,14 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     if constexpr (PACKED) {
       const PackedTile& entry = p.tiles[ticket.y];
       const Sequence& s = p.sequences[entry.sequence];
-      return {entry.visits, ticket.x, entry.q_tile * C::Q_ROWS, s.q_shift, s.q_plane, s.q_len, s.kv_len, ticket.x * p.tokens + s.q_plane - s.q_len};
+      return {entry.visits,
+              ticket.x,
+              entry.q_tile * C::Q_ROWS,
+              s.q_shift,
+              s.q_plane,
+              s.q_len,
+              s.kv_len,
+              ticket.x * p.tokens + s.q_plane - s.q_len};
     }
     const int sequence = ticket.x / p.q_heads, head = ticket.x - sequence * p.q_heads;
     return {p.visits.visits[ticket.y], head, ticket.y * C::Q_ROWS, 0, sequence, p.mask.q_len, p.mask.kv_len, ticket.x * p.mask.q_len};
@@ -75,7 +82,7 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     for (int half = 0; half < CONSUMERS; half++)
       for (int i = 0; i < C::PANELS; i++)
         tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full.address, i * 64, tile.q_head,
-                 tile.query + tile.q_shift + half * 64, tile.q_plane);
+                         tile.query + tile.q_shift + half * 64, tile.q_plane);
   }
 
   // Loads what a tile visits and takes the ticket of the next one meanwhile.
