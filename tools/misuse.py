@@ -21,7 +21,7 @@ TENSORS = (
     ('flash_attn_func(q.to("meta"), k.to("meta"), v.to("meta"))', "Meta tensors can be explained, not computed."),
     ("flash_attn_func(q[:1], k, v)", "Expand the batch; nothing is broadcast."),
     ("flash_attn_func(q, k[..., :8], v)", "q and k share a head dim; v may have its own where the backend takes that."),
-    ("flash_attn_func(q[:, :, :3], k, v)", "Check the head counts; under tensor parallelism, that KV heads were split too."),
+    ("flash_attn_func(q[:, :, :3], k, v)", "Check the head counts; under tensor parallelism, that KV heads were also split."),
     ("flash_attn_func(q, k, v[:, :-1])", "k and v come in pairs."),
     ("flash_attn_func(q[:, :, :0], k, v)", "A tensor-parallel rank without heads must not call."),
 )

@@ -151,7 +151,7 @@ def outcome(kind: str, model_type: str) -> Outcome:
 
 
 def _judged(kind: str, reach: float, steps: tuple[list[Tensor], list[Tensor]], ahead: float, calls: int) -> Outcome:
-    """reach: what one token does to the others in eager. An error must be small beside that too, or it would not show."""
+    """reach: what one token does to the others in eager. An error must also be small beside that, or it would not show."""
     off, allowed = difference(*steps), min(TOLERANCE, reach / 10)
     if calls == 0:
         return Outcome("wrong", "dash_attn was not called")

@@ -1,4 +1,4 @@
-"""Attention sinks over the grid: a logit a query head that takes weight and gives no value. Both devices."""
+"""Attention sinks over the grid: one logit per query head that takes weight and gives no value. Both devices."""
 
 from __future__ import annotations
 

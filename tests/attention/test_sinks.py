@@ -1,4 +1,4 @@
-"""Attention sinks: a logit a query head that takes weight and gives no value, its gradient, and its bits."""
+"""Attention sinks: one logit per query head that takes weight and gives no value, its gradient, and its bits."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_explain_takes_sinks() -> None:
 
 BAD: list[tuple[Any, type[Exception], str]] = [
     ([0.0, 0.0], TypeError, r"sinks must be a tensor or None; got list"),
-    (torch.zeros(1), ValueError, r"sinks must be 2 floating-point numbers, one a query head; got torch.float32 of shape \(1,\)"),
+    (torch.zeros(1), ValueError, r"sinks must be 2 floating-point numbers, one per query head; got torch.float32 of shape \(1,\)"),
     (torch.zeros(2, 1), ValueError, r"got torch.float32 of shape \(2, 1\)"),
     (torch.zeros(2, dtype=torch.int32), ValueError, r"got torch.int32 of shape \(2,\)"),
     (torch.zeros(2, device="meta"), ValueError, r"sinks must be on the device of q, k and v \(cpu\); got meta"),

@@ -92,8 +92,8 @@ def test_a_picture_that_nobody_can_draw_is_noticed_at_once(command: str, capsys:
 
 @pytest.mark.parametrize("command", ["bench --output", "demo --output"])
 def test_a_folder_that_cannot_be_made_is_noticed_at_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--output: cannot write to file: file is no directory" in said(capsys, [*command.split(), "file"])
-    assert "--output: cannot write to file/x/y: file is no directory" in said(capsys, [*command.split(), "file/x/y"])
+    assert "--output: cannot write to file: file is not a directory" in said(capsys, [*command.split(), "file"])
+    assert "--output: cannot write to file/x/y: file is not a directory" in said(capsys, [*command.split(), "file/x/y"])
     assert "--output: cannot write to /proc/x: " in said(capsys, [*command.split(), "/proc/x"])
 
 

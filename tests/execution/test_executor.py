@@ -171,7 +171,7 @@ def test_a_rank_taken_twice_names_the_task(chosen: Interleaving) -> None:
     plan = plan_of("full", 2, 3, "ascending")
     twice = with_steps(plan, {(0, 2): [(0, 1, 0), (1, 2, 0)]})
     with pytest.raises(
-        ExecutionError, match=r"h0\.q0\.kv[12] has rank 1, (but that rank of its dQ tile has already landed|which h0\.q0\.kv[12] has too)"
+        ExecutionError, match=r"h0\.q0\.kv[12] has rank 1, (but that rank of its dQ tile has already landed|which h0\.q0\.kv[12] also has)"
     ):
         run(twice, chosen)
 

@@ -41,7 +41,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `lengths` are (queries, keys) of each sequence, `sizes` KV heads, query heads a KV head, head dim and that of v.
+    """One call. `lengths` are (queries, keys) of each sequence, `sizes` KV heads, query heads per KV head, head dim and that of v.
 
     `odd` maps names of arguments before dropout_p to what is passed instead of them.
     """

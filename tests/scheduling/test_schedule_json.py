@@ -94,7 +94,7 @@ def test_tile_maps_are_read_strictly(tiles: Any, said: str) -> None:
         ("[]", "must be an object with problem, order, placement"),
         ("3", "must be an object"),
         ("null", "must be an object"),
-        (SMALL.to_json().replace('"workers": 3', '"workers": 3, "workers": 4'), "a key stands twice"),
+        (SMALL.to_json().replace('"workers": 3', '"workers": 3, "workers": 4'), "a key occurs twice"),
         (SMALL.to_json().replace('"workers": 3', f'"workers": {"9" * 5000}'), "not the JSON of a schedule"),
         (None, "must be text; got NoneType"),
         (b"{}", "must be text; got bytes"),

@@ -52,7 +52,7 @@ def test_missing_task() -> None:
 
 
 def test_doubled_task() -> None:
-    with pytest.raises(ScheduleError, match=r"h0\.q3\.kv1 stands twice in its walk") as error:
+    with pytest.raises(ScheduleError, match=r"h0\.q3\.kv1 occurs twice in its walk") as error:
         with_tasks(sound(), [*tasks_of(sound()), (1, 3, 1)])
     assert GRID in str(error.value)
     assert "-->q3:1" in str(error.value)
@@ -75,7 +75,7 @@ def test_rank_out_of_range(rank: int) -> None:
 
 def test_duplicate_rank() -> None:
     tasks = [(kv, q, 2 if (kv, q) == (1, 3) else r) for kv, q, r in tasks_of(sound())]
-    with pytest.raises(ScheduleError, match=r"h0\.q3\.kv2 has rank 2, which h0\.q3\.kv1 has too") as error:
+    with pytest.raises(ScheduleError, match=r"h0\.q3\.kv2 has rank 2, which h0\.q3\.kv1 also has") as error:
         with_tasks(sound(), tasks)
     assert "-->q3:2" in str(error.value)
 

@@ -118,8 +118,8 @@ def flash_attn_func(
 
     mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. Where the lengths differ, the last query
         is aligned with the last key.
-    sinks: one learnable logit a query head, (q_heads,). Each row's softmax sums exp(sink) too, neither scaled nor capped;
-        the sink has no value, so it only takes weight from the keys.
+    sinks: one learnable logit per query head, (q_heads,). Each row's softmax also sums exp(sink), neither scaled nor capped.
+        The sink has no value, so it only takes weight from the keys.
     schedule: the order in which dQ is summed: "auto", a name in dash_attn.GENERATORS, or a Schedule (or its JSON text) of your
         own. Its mask, lengths and tile sizes must be those of the call (explain tells the tile sizes); batch, heads and workers
         may differ. In programs that are traced, give the JSON text.
@@ -128,7 +128,7 @@ def flash_attn_func(
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
 
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`, as FlashAttention-2 does
-    without dropout. lse is (batch, q_heads, q_len), natural log, of the sink too; gradients go through it (for a z-loss).
+    without dropout. lse is (batch, q_heads, q_len), natural log, sink included; gradients go through it (for a z-loss).
     Where a query attends nothing, out is 0 and lse the sink, or -inf without one.
     """
     refuse_transforms()
@@ -178,10 +178,10 @@ def explain(
     head_offset: int = 0,
     predict_time: bool = True,
 ) -> Explanation:
-    """What flash_attn_func would do with these arguments, without running it; what it refuses raises here too.
+    """What flash_attn_func would do with these arguments, without running it. What it refuses also raises here.
 
-    The tensors are looked at for shape, dtype and device only. Sinks change nothing of what is told. Tensors on the meta
-    device ask what a backend would do that is not here: explain(q, k, v, backend="hopper") then needs no GPU, and leaves
+    The tensors are looked at for shape, dtype and device only. Sinks do not change the answer. Tensors on the meta
+    device ask what a backend that is not here would do: explain(q, k, v, backend="hopper") then needs no GPU, and leaves
     out the hashes of kernels.
     predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window
 
-TILES = "tiles:"  # followed by the blocks, row by row, eight a byte, in hexadecimal
+TILES = "tiles:"  # followed by the blocks, row by row, eight per byte, in hexadecimal
 
 
 def encode_mask(mask: Mask) -> tuple[str, list[int]]:

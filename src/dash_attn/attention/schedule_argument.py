@@ -1,4 +1,4 @@
-"""The argument `schedule` where options are kept for later calls: as text, which traced programs take too."""
+"""The argument `schedule` where options are kept for later calls: as text, which traced programs also take."""
 
 from __future__ import annotations
 

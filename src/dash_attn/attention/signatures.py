@@ -15,7 +15,7 @@ AnyResults = Tensor | OutAndLse | OutLseNone
 
 
 class OwnKeywords(TypedDict, total=False):
-    """Keyword-only arguments of flash_attn_func that FlashAttention has not, without return_lse."""
+    """Keyword-only arguments of flash_attn_func that FlashAttention does not have, except return_lse."""
 
     mask: Mask | None
     sinks: Tensor | None

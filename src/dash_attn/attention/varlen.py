@@ -136,7 +136,7 @@ def flash_attn_varlen_func(
     """Attention of packed sequences. A sequence's bits are those of flash_attn_func on it alone.
 
     q is (q tokens, q_heads, dim), k and v are (KV tokens, kv_heads, dim). Sequence i has the query tokens
-    cu_seqlens_q[i] to cu_seqlens_q[i + 1], and the key tokens alike; either may be none. The mask applies to each
+    cu_seqlens_q[i] to cu_seqlens_q[i + 1], and likewise the key tokens; either may be none. The mask applies to each
     sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func; a schedule is
     "auto" or, on the CPU, a name: each sequence is planned by its own lengths, so a Schedule fits none of them and raises.
 

@@ -23,7 +23,7 @@ DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 class Backend(Protocol):
     """Dense tensors are (batch, length, heads, head dim), LSE (batch, query heads, length). With `offsets` they are
     (tokens, heads, head dim) and (query heads, tokens). There is at least one query and one key; of packed sequences
-    some may be empty. `sinks` are (query heads,) logits that each row's softmax sums too.
+    some may be empty. `sinks` are (query heads,) logits that each row's softmax also sums.
     """
 
     def forward(

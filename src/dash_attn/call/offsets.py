@@ -13,7 +13,7 @@ from ..masks import is_whole
 
 @dataclass(frozen=True, eq=False)
 class SequenceOffsets:
-    """Sequence i has the query tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1], and the key tokens alike.
+    """Sequence i has the query tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1], and likewise the key tokens.
 
     The values are on the tensors' device and are not read here: reading them would stop the host until the GPU is done.
     """

@@ -61,13 +61,15 @@ def _shape_problem(q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """One logit a query head."""
+    """One logit per query head."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
         raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
     heads = q.shape[-2]
     if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
-        raise ValueError(f"sinks must be {heads} floating-point numbers, one a query head; got {sinks.dtype} of shape {tuple(sinks.shape)}")
+        raise ValueError(
+            f"sinks must be {heads} floating-point numbers, one per query head; got {sinks.dtype} of shape {tuple(sinks.shape)}"
+        )
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, k and v ({q.device}); got {sinks.device}")

@@ -97,7 +97,7 @@ def apply_calibration(arguments: argparse.Namespace) -> Machine | None:
 
 
 def read_machine(arguments: argparse.Namespace) -> Machine:
-    """Machine costs, calibrated or given. Settles the workers too. Comes before read_problem: tiles may be the machine's."""
+    """Machine costs, calibrated or given. Also settles the workers. Comes before read_problem: tiles may be the machine's."""
     calibrated = apply_calibration(arguments)
     if arguments.workers is None:
         arguments.workers = DEFAULT_WORKERS

@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--no-peers", action="store_true", help="only our kernels")
     parser.add_argument("--without", type=_words, default=[], metavar="NAME,NAME", help="leave these kernels out (names as in --list)")
     parser.add_argument(
-        "--no-energy", dest="energy", action="store_false", help="do not measure energy, which takes half a second a kernel"
+        "--no-energy", dest="energy", action="store_false", help="do not measure energy, which takes half a second per kernel"
     )
     results_help = "where results go (default: benchmarks/results)"
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="DIR", help=results_help)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="worker threads on the CPU (default: one a processor)")
+    parser.add_argument("--threads", type=int, metavar="N", help="worker threads on the CPU (default: one per processor)")
 
 
 def choose(arguments: argparse.Namespace) -> Device:

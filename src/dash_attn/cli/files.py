@@ -24,7 +24,7 @@ def check_file(flag: str, path: Path | None) -> None:
 
 
 def check_picture(flag: str, path: Path | None) -> None:
-    """The same for a picture, whose name decides the format. Says too what is missing to draw one."""
+    """The same for a picture, whose name decides the format. Also says what is missing to draw one."""
     if path is None:
         return
     from ..viewing.style import check_format
@@ -40,7 +40,7 @@ def check_folder(flag: str, path: Path) -> None:
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise ValueError(f"{flag}: cannot write to {path}: {there} is no directory")
+        raise ValueError(f"{flag}: cannot write to {path}: {there} is not a directory")
     try:
         _try_to_write(there / "file")
     except OSError as error:

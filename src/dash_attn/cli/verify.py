@@ -29,7 +29,7 @@ EXAMPLES = """examples:
 
 def add_command(commands: Any) -> None:
     text = (
-        "Runs attention again and again and compares every bit: repeated, interleaved otherwise, beside other work, in other batches,\n"
+        "Runs attention again and again and compares every bit: repeated, interleaved differently, beside other work, in other batches,\n"
         "in fresh processes that compile everything anew. Memory is poisoned before every run.\n"
         "Exit code 0: all bits agree, those of the unordered control do not; 1: otherwise."
     )

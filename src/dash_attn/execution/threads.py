@@ -103,7 +103,7 @@ class _Team:
         place = chain.dq_tile, chain.rank
         if place in self.parked:
             rival = self.parked[place][0].task
-            raise ExecutionError(f"{chain.task} has rank {place[1]}, which {rival} has too")
+            raise ExecutionError(f"{chain.task} has rank {place[1]}, which {rival} also has")
         event = threading.Event()
         self.parked[place] = (chain, event)
         self._check_progress()

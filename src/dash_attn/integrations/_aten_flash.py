@@ -87,7 +87,7 @@ def flash_forward(
     check_tensors(query, key, value, ndim=4 if cum_seq_q is None else 3)
     options = _options(query, value, dropout_p, is_causal, scale, (window_size_left, window_size_right))
     out, lse = attention_forward(query, key, value, options, _offsets(cum_seq_q, cum_seq_k, max_q, max_k))
-    # Of dropout, which there is none of: nobody reads these.
+    # The random state of dropout. There is no dropout, so nobody reads these.
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     return _laid_out_like(query, out), lse, seed, offset, query.new_empty(0)
 

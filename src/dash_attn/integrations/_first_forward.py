@@ -2,7 +2,7 @@
 
 Two hooks that any model can be pickled and copied with; they take themselves off after one forward that ended well. A
 compiled forward is not watched (tracing would keep the hooks in the graph); the check of the model's classes, and masks
-that only we can read, hold there too.
+that only we can read, also hold there.
 """
 
 from __future__ import annotations

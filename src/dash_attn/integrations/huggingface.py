@@ -67,7 +67,7 @@ def attention(
 
     attention_mask: what `mask_for` returned. Without one every query attends every key, and the layer must say that it is
     not causal (`is_causal=False`, or the module's).
-    s_aux: attention sinks, a logit a query head.
+    s_aux: attention sinks, one logit per query head.
     Documents are kept apart that cu_seq_lens_q (with its companions) or the mask show. Where neither a 2-d attention_mask
     nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
     """
@@ -132,7 +132,7 @@ def mask_for(
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
     offsets = int(q_offset), int(kv_offset)
     made = _described_mask(mask_function, (batch_size, q_length, kv_length), offsets, kwargs.get("device"))
-    _refuse_padding(attention_mask, kv_length)  # after the alignment: a static cache has keys that the mask has no word for
+    _refuse_padding(attention_mask, kv_length)  # after the alignment: a static cache has keys that the mask does not cover
     made.documents_are_known |= attention_mask is not None
     made.model = watched_model() or f"the model of a {type(kwargs.get('config')).__name__}"
     return made

@@ -32,7 +32,7 @@ def replace_sdpa(**options: Any) -> Iterator[None]:
     options: schedule, accumulation, backend or head_offset, as in flash_attn_func.
 
     Code that imported the function by name before the block keeps PyTorch's. Blocks nest. The name is one for the
-    whole process: other threads see the replacement too, so enter and leave blocks on one thread. Gradients may be
+    whole process: other threads also see the replacement, so enter and leave blocks on one thread. Gradients may be
     taken after the block.
     """
     _check_options(options)
@@ -123,7 +123,7 @@ def _check_layout(**tensors: Any) -> None:
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """What flash_attn_func would refuse too, in the words and the layout of this function."""
+    """What flash_attn_func would also refuse, in the words and the layout of this function."""
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
     if query.dtype not in DTYPES:

@@ -33,7 +33,7 @@ def _placement(schedule: Schedule, workers: int) -> Placement:
 
 
 def _check_tiles(made_for: Problem, problem: Problem) -> None:
-    """Raise ScheduleError where the two have not the same tiles, with everything that differs."""
+    """Raise ScheduleError where the two do not have the same tiles, with everything that differs."""
     differing = [name for name in DECIDE_TILES if getattr(made_for, name) != getattr(problem, name)]
     if differing:
         theirs, ours = (", ".join(f"{name} {getattr(which, name)}" for name in differing) for which in (made_for, problem))

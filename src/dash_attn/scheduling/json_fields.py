@@ -56,7 +56,7 @@ def read_json_file(path: Path, what: str) -> Any:
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError(f"a key stands twice among {shortened([key for key, _ in pairs])}")
+        raise ValueError(f"a key occurs twice among {shortened([key for key, _ in pairs])}")
     return found
 
 

@@ -87,14 +87,14 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
     return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
 
 
-FILLED = 9, 10  # a turn fills nine workers of ten
+FILLED = 9, 10  # a turn fills nine of ten workers
 MANY_KV_TILES = 64  # from which chains make up for reading their tiles once more
 
 
 def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) -> int:
     """Heads of one kind that go side by side before the next kind takes its turn.
 
-    As few as fill nine workers of ten, because then the chains of one kind start where those of the other end, one by one; no
+    As few as fill nine of ten workers, because then the chains of one kind start where those of the other end, one by one; no
     more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head and one segment afford
     two fillings, which hand over more smoothly.
     """

@@ -30,11 +30,11 @@ class TooFewWorkers(ScheduleError):
         super().__init__(
             f"{name} needs {needed} workers at once (SMs of a GPU, threads on a CPU): that many chains of a head wait for each other;"
             f" there are {workers}. schedule={ANY_WORKERS!r} runs on any number of workers;"
-            " its bits are others, so use it on every machine of a run" + (f"\n{details}" if details else "")
+            " its bits are different, so use it on every machine of a run" + (f"\n{details}" if details else "")
         )
 
     def asked_for_as(self, name: str) -> TooFewWorkers:
-        """The same for somebody who named no schedule, in one line: details are for who writes one."""
+        """The same for somebody who named no schedule, in one line: details are for those who write one."""
         return TooFewWorkers(name, self.needed, self.workers)
 
 
@@ -82,7 +82,7 @@ def _check_coverage(problem: Problem, order: HeadOrder, head: int) -> None:
         raise ScheduleError(_at(order, index, head, "is not kept by the mask but stands in a walk"))
     if repeated.any():
         index = len(repeated) - 1 - int(np.argmax(repeated[::-1]))
-        raise ScheduleError(_at(order, index, head, "stands twice in its walk"))
+        raise ScheduleError(_at(order, index, head, "occurs twice in its walk"))
     q_tile, kv_tile = (int(i[0]) for i in np.nonzero(problem.kept & (visits == 0)))
     task = Task(head, q_tile, kv_tile)
     raise ScheduleError(f"{task} is kept by the mask but missing from the walk of kv{kv_tile}\n{_grid(order, 0, kv_tile)}")
@@ -101,7 +101,7 @@ def _check_ranks(problem: Problem, order: HeadOrder, head: int) -> None:
         index = int(later[np.argmax(twice)])
         other = int(earlier[np.argmax(twice)])
         rival = Task(head, int(order.q_tile[other]), int(order.chain[other]))
-        raise ScheduleError(_at(order, index, head, f"has rank {order.rank[index]}, which {rival} has too"))
+        raise ScheduleError(_at(order, index, head, f"has rank {order.rank[index]}, which {rival} also has"))
 
 
 def _check_progress(schedule: Schedule) -> None:

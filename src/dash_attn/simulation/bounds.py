@@ -52,7 +52,7 @@ def _pigeonhole(ascending: NDArray[np.int64], copies: int, workers: int, pace: F
     shared = np.arange(1, (chains - 1) // workers + 1)
 
     def total(count: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Length of the `count` longest chains, each of which stands there `copies` times."""
+        """Length of the `count` longest chains, each of which occurs `copies` times."""
         whole, rest = np.divmod(count, copies)
         return np.asarray(before[whole] * copies + longest_first[whole] * rest)
 

@@ -1,6 +1,6 @@
 """Calibrated machine constants, in microseconds: what the simulator needs to predict the backward kernel's time.
 
-Those of an H200 come with the package: fitted to 45 measured schedules a head dim, benchmarks/results/h200-prediction.json
+Those of an H200 come with the package: fitted to 45 measured schedules per head dim; benchmarks/results/h200-prediction.json
 has the errors. `dash-attn calibrate` writes those of another machine to a file.
 """
 

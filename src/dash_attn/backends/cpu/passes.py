@@ -1,4 +1,4 @@
-"""Attention on the CPU: the reference for what a GPU kernel computes and in which order. cpu_tiles has the arithmetic.
+"""Attention on the CPU: the reference for what a GPU kernel computes and in which order. tiles.py has the arithmetic.
 
 Packed sequences, and so documents in a row, are computed one after another, each as if it were alone, so their bits are those of
 each alone.

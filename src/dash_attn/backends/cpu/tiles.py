@@ -90,7 +90,8 @@ class BackwardTiles:
         self.lse = self._pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf), torch.inf)
         self.delta = self._delta(to_tiles(out, TILE_Q))
         if dlse is not None:
-            # The LSE's slope by a score is that score's weight, as delta's is, with the other sign. Rows without a weight have no slope.
+            # The derivative of the LSE by a score is that score's weight, as for delta but with the opposite sign.
+            # Rows without a weight have none.
             self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
         self.dq, self.dk, self.dv = (torch.empty_like(tiles) for tiles in (self.q, self.k, self.v))
 

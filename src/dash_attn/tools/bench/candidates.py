@@ -49,7 +49,7 @@ def serves_all(shape: Shape) -> str | None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """`deterministic` is what it claims; the claim is checked. Of `passes` the others are another candidate's already."""
+    """`deterministic` is what it claims; the claim is checked. A pass that is not in `passes` is already another candidate's."""
 
     name: str
     prepare: Callable[[Shape, Tensors], Runner]

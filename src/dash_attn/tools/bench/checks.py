@@ -37,7 +37,7 @@ class Reference:
         """What is wrong with a candidate's results, if anything."""
         for name, result in _named(direction, results):
             error, budget = distance(self._part(name, result), self.exact[name]), self.budgets[name]
-            if not error <= budget:  # NaN is wrong too
+            if not error <= budget:  # NaN is also wrong
                 return f"{name} is off by {error:.2g} of its norm; {budget:.2g} is allowed"
         return None
 

@@ -99,6 +99,6 @@ class Package:
 
 
 def _first(out: Any) -> Tensor:
-    """Some versions return LSE too."""
+    """Some versions also return LSE."""
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result

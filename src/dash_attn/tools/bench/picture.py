@@ -58,7 +58,7 @@ def _title(results: Results, rows: list[Row], direction: str) -> str:
 
 def _note(rows: list[Row], direction: str) -> str:
     tokens = unique(row["shape"]["batch"] * row["shape"]["seqlen"] for row in rows)
-    note = ", ".join(["bf16", *(f"{n:,} tokens a batch" for n in tokens[:1] if len(tokens) == 1), "higher is faster"])
+    note = ", ".join(["bf16", *(f"{n:,} tokens per batch" for n in tokens[:1] if len(tokens) == 1), "higher is faster"])
     return note if direction == "forward" else f"{note}. Solid: the same bits in every run. Dashed: not guaranteed"
 
 

@@ -1,4 +1,4 @@
-"""A suite of cases that form no grid: a row a case, a dot a kernel, relative to the fastest kernel that is not ours."""
+"""A suite of cases that form no grid: one row per case, one dot per kernel, relative to the fastest kernel that is not ours."""
 
 from __future__ import annotations
 

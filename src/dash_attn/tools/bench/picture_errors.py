@@ -1,4 +1,4 @@
-"""How far the simulator is off, schedule by schedule: one row each, one dot a shape."""
+"""How far the simulator is off, schedule by schedule: one row each, one dot per shape."""
 
 from __future__ import annotations
 

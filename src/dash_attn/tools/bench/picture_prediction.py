@@ -46,7 +46,7 @@ def _check_row(row: Row) -> None:
 
 
 def draw(prediction: dict[str, Any], path: Path) -> None:
-    """One dot a schedule and shape."""
+    """One dot per schedule and shape."""
     write(path, lambda: figure_of(prediction))
 
 

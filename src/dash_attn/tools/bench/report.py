@@ -23,7 +23,9 @@ def print_report(results: Results) -> None:
             header, cells = table([row for row in rows if row["pass"] == direction and kind(row) == key])
             print_cells(f"{direction}: {key}", header, cells)
     if results.get("host"):
-        print_cells("host time of a warm forward and backward", ["", "us a call", "20-80 %"], [host_cells(row) for row in results["host"]])
+        print_cells(
+            "host time of a warm forward and backward", ["", "us per call", "20-80 %"], [host_cells(row) for row in results["host"]]
+        )
     print_reasons(results)
 
 

@@ -63,7 +63,7 @@ SUITES: dict[str, Suite | Cases] = {
     "masks": Cases(MASK_CASES),
 }
 HOST_SUITE = "host"
-FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds a shape: not in the short ones
+FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds per shape: not in the short ones
 
 
 def choose(

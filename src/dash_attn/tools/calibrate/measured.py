@@ -38,7 +38,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Which problems are measured: (mask, its schedules), lengths, tokens a batch, KV heads."""
+    """Which problems are measured: (mask, its schedules), lengths, tokens per batch, KV heads."""
 
     schedules: tuple[tuple[Mask, tuple[str, ...]], ...]
     seqlens: tuple[int, ...]

@@ -11,7 +11,7 @@ __all__ = ["CHECKS", "Finding", "Snapshot", "doctor", "examine", "print_findings
 
 
 def doctor(show: bool = False) -> list[Finding]:
-    """What in this process, as it is now, breaks bitwise reproducibility; errors first. `show` prints it too.
+    """What in this process, as it is now, breaks bitwise reproducibility; errors first. `show` also prints it.
 
     Call it after all switches are set and before the first step. It changes nothing and does not initialise CUDA.
     """

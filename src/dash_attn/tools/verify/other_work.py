@@ -1,4 +1,4 @@
-"""Other work on the same device, so that runs are timed and interleaved otherwise than in peace."""
+"""Other work on the same device, so that runs are timed and interleaved differently than on an idle device."""
 
 from __future__ import annotations
 

@@ -2,6 +2,6 @@
 
 A call, top to bottom: `documents` (documents run as packed sequences) -> `forward` or `backward`, which look up a prepared call by
 its `layout` -> DenseForward, PackedForward, DenseBackward or PackedBackward. A call is built from its setup (`forward_setup`,
-`backward_setup`: what shapes and options decide, which `explain` asks, too), from `tables` on the device or, of packed sequences, from
+`backward_setup`: what shapes and options decide; `explain` also asks it), from `tables` on the device or, of packed sequences, from
 the kernels in `packed` that make them there, and from kernels by name (`kernel_names`); its `run` launches.
 """

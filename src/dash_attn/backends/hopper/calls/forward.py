@@ -25,7 +25,7 @@ from .packed import PackedTiler
 from .tables import mask_on_device, visits_on_device
 
 CACHED_BYTES = 8 * 2**20  # K and V that stay in the L2 cache beside Q and the output
-LAST_ROUNDS = 4  # Q tiles an SM gets of the last heads: enough to end together, the shortest last
+LAST_ROUNDS = 4  # Q tiles of the last heads per SM: enough to end together, the shortest last
 
 
 def forward(
@@ -123,7 +123,7 @@ class DenseForward(ForwardCall):
         places = self.params.places = self.visits.places  # Q tiles of a head that visit anything
         self.params.visits = self.visits.params
         self.some_attend_nothing = places < setup.problem.q_tiles
-        # Where all Q tiles take the same time, one head after the other ends together, too.
+        # Where all Q tiles take the same time, taking one head after the other also ends together.
         even = bool(setup.problem.kept.all())
         side_by_side = (1, 1) if even else self._heads_side_by_side(tensors[1], tensors[2], places)
         self.params.heads_side_by_side, self.params.last_heads = side_by_side
@@ -142,7 +142,7 @@ class DenseForward(ForwardCall):
 
 
 class PackedForward(ForwardCall):
-    """Packed sequences: two kernels lay out their tiles on the device, first. Tiles without visits are written, too."""
+    """Packed sequences: two kernels first lay out their tiles on the device. Tiles without visits are also written."""
 
     holds_tables = False
 

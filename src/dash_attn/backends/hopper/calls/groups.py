@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ....call.options import AttentionOptions
 
-LARGEST_GROUP = 8  # query heads a chain walks
+LARGEST_GROUP = 8  # query heads per chain
 
 
 @lru_cache
 def parts_of(group: int) -> int:
-    """How many equal parts a group is split into, as few as may be."""
+    """How many equal parts a group is split into, as few as possible."""
     return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= LARGEST_GROUP)
 
 

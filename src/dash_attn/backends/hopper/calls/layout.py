@@ -117,7 +117,7 @@ class PackedLayout(Layout):
 
 
 def empty_contiguous(like: Tensor) -> Tensor:
-    """Uninitialised and contiguous; the shortest way to it, because every call comes by."""
+    """Uninitialised and contiguous; the shortest way to it, because every call passes here."""
     return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
 
 
@@ -127,7 +127,7 @@ def cut(tensor: Tensor, dim: int) -> Tensor:
 
 
 def kernel_scales(options: AttentionOptions) -> dict[str, float]:
-    """What scores are multiplied with before exp2 and, with softcap, before tanh (tanh_half_log2 of common/ptx.cuh)."""
+    """What scores are multiplied by before exp2 and, with softcap, before tanh (tanh_half_log2 of common/ptx.cuh)."""
     cap = options.softcap
     return {"scale_log2": (cap or options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * options.scale / cap if cap else 0.0}
 

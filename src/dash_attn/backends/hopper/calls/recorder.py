@@ -66,12 +66,12 @@ def check_recordable(q: Tensor, k: Tensor, options: AttentionOptions) -> None:
             "documents run as packed sequences, which are planned on the device and not recorded; name a schedule to record it"
         )
     if parts_between(q, k) > 1:
-        raise ValueError(f"a recording takes up to {LARGEST_GROUP} query heads a KV head; got {q.shape[-2]} and {k.shape[-2]}")
+        raise ValueError(f"a recording takes up to {LARGEST_GROUP} query heads per KV head; got {q.shape[-2]} and {k.shape[-2]}")
 
 
 def check_size(problem: Problem) -> None:
     if entries(problem) > MOST_ENTRIES:
-        raise ValueError(f"a recording takes one entry a task; {entries(problem):,} are too many, at most {MOST_ENTRIES:,}")
+        raise ValueError(f"a recording takes one entry per task; {entries(problem):,} are too many, at most {MOST_ENTRIES:,}")
 
 
 def entries(problem: Problem) -> int:

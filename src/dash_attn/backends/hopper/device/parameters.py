@@ -131,7 +131,7 @@ class ChainRecord(Structure):
         ("int", "band_top", "see MaskParams; from the first key on"),
         ("int", "first_run", "packed sequences: the chain's row of PackedChain"),
         ("int", "first_dq_tile", ""),
-        ("int", "gang_end", "ticket behind the last chain that may wait for this one in a circle; 0 without gangs"),
+        ("int", "gang_end", "ticket after the last chain that may wait for this one in a circle; 0 without gangs"),
         ("int", "walk", "steps of one query head, times two; plus 1 if the last query head of the group is walked first"),
     )
 
@@ -197,7 +197,7 @@ class BackwardParams(Structure):
         ("const float*", "delta", "same layout: rowsum(dO * O) - dLSE"),
         ("float*", "dq", "[dQ tile][Q_ROWS * WIDTH], in accumulator-fragment order"),
         ("int*", "semaphores", "[dQ tile]: reduces that have landed"),
-        ("int*", "next_ticket", "... and, behind it, how many there are"),
+        ("int*", "next_ticket", "... and, after it, how many there are"),
         ("const ChainRecord*", "tickets", ""),
         ("int*", "report", "host memory: what went wrong, where, in which call"),
         ("u32", "most_polls", "of a semaphore before the wait is called a hang"),
@@ -314,10 +314,10 @@ class ForwardParams(Structure):
     _members_ = (
         ("float*", "lse", "[batch][q_heads][q_len] or packed [q_heads][tokens], natural log"),
         ("const float*", "sinks", "[q_heads] a logit that joins every row's softmax, or null"),
-        ("u32*", "next_ticket", "packed: ... and, behind it, how many there are"),
+        ("u32*", "next_ticket", "packed: ... and, after it, how many there are"),
         ("u32", "last_ticket", "the one that some CTA takes last; after it the next is 0 again, as the following launch needs it"),
         ("int", "batch, q_heads, group", ""),
-        ("int", "places", "Q tiles a head takes"),
+        ("int", "places", "Q tiles per head"),
         ("int", "tokens", "packed queries"),
         ("int", "heads_side_by_side, last_heads", "heads whose K and V fit the L2 cache together; heads that end side by side"),
         ("float", "scale_log2, cap_scale", "with softcap: cap * log2(e) and 2 log2(e) scale / cap"),

@@ -1,4 +1,4 @@
-"""A counter for each stream, from which the CTAs of a forward take tickets. The kernel that takes the last one leaves it at 0, so
+"""One counter per stream, from which the CTAs of a forward take tickets. The kernel that takes the last one leaves it at 0, so
 nothing has to be allocated or reset before a launch; kernels of one stream run one after the other and can share it.
 
 A stream is known by its handle: one that is destroyed while a forward of it still runs must not give its handle to another.

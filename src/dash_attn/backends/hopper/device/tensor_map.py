@@ -14,7 +14,7 @@ from .parameters import RAGGED
 class TensorMap:
     """Describes boxes of `rows` x 64 elements of one head. Encoded once per layout; only the address changes from call to call.
 
-    A packed tensor has two axes over its tokens, the first of which ends where a sequence does (kernels/sequence.cuh).
+    A packed tensor has two axes over its tokens, the first of which ends where a sequence does (kernels/common/sequence.cuh).
     """
 
     def __init__(self, tensor: Tensor, rows: int) -> None:

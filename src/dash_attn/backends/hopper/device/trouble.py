@@ -1,7 +1,7 @@
 """A kernel that cannot go on writes why to host memory and traps; here it is read.
 
 Two things can happen: a reduce waits absurdly long for its rank, or the postprocess for the last rank of a dQ tile (the plan is
-corrupt); or cu_seqlens, which only the device reads, are no valid lengths. The CUDA context is lost then; this says why.
+corrupt); or cu_seqlens, which only the device reads, are not valid lengths. The CUDA context is then lost; this says why.
 """
 
 from __future__ import annotations

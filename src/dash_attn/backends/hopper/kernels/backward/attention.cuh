@@ -1,5 +1,5 @@
 // Attention backward: persistent CTAs that take chains by ticket. One warpgroup of helpers (planner,
-// loader, two drains: a thread each) and two warpgroups of consumers. The kernel walks any plan and knows no schedule by name.
+// loader, two drains: one thread each) and two warpgroups of consumers. The kernel walks any plan and knows no schedule by name.
 #pragma once
 #include "backward/consumer.cuh"
 #include "backward/drain.cuh"

@@ -4,7 +4,7 @@
 #include "device_planning/walk.cuh"
 #include "common/ptx.cuh"
 
-constexpr int STAGES = 2;  // Q tiles in flight (dO, dS and dQ buffers too, where there is room)
+constexpr int STAGES = 2;  // Q tiles in flight (also dO, dS and dQ buffers, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
 
 // Up to head dim 128: a warpgroup owns 64 of 128 KV rows. P and dS stay in registers as A operands of dV and dK.

@@ -65,7 +65,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     bars.k_full().wait(kv_phase);
     step<0, true, true>(0, pipe, kv_phase);
     int j = 1;
-    // Two steps a trip: dK of the first may still run when S of the second is issued, but not over the back edge (ptxas).
+    // Two steps per trip: dK of the first may still run when S of the second is issued, but not over the back edge (ptxas).
     for (; j + 1 < steps; j += 2) {
       step<1, false, false>(j, pipe, kv_phase);
       step<0, false, true>(j + 1, pipe, kv_phase);

@@ -3,7 +3,7 @@
 #pragma once
 #include "common/ptx.cuh"
 
-// In units of the cap: exp2 multiplies with it.
+// In units of the cap: exp2 multiplies by it.
 template <int N> DEVICE void cap_scores(float (&s)[N], float cap_scale) {
 #pragma unroll
   for (int i = 0; i < N; i++) s[i] = tanh_half_log2(s[i] * cap_scale);

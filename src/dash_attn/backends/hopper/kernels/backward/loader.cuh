@@ -63,8 +63,8 @@ template <int D, MaskKind MASK> struct Loader {
     const float* statistics;
     Barrier full, empty;
   };
-  // By value: by reference the compiler reads parameters at other places. What the load needs is read before the wait: behind
-  // it, every cycle is one that the tile comes later.
+  // By value: by reference the compiler reads parameters at other places. What the load needs is read before the wait: after it,
+  // every cycle delays the tile.
   DEVICE void load_rows(const Rows rows, u32 s, u32 phase, const StepNote& note, const Pipeline& pipe) {
     const int plane = notes.q_plane(pipe), row = note.q_row() + (PACKED ? notes.q_shift(pipe) : 0);
     rows.empty[s].wait(phase ^ 1);

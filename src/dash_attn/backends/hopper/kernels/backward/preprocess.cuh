@@ -5,7 +5,7 @@
 #include "common/ptx.cuh"
 #include "common/tile_place.cuh"
 
-// LANES threads sum a row, 16 bytes a lane.
+// LANES threads sum a row, 16 bytes per lane.
 template <typename Half, int LANES, int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256)
     backward_preprocess(const __grid_constant__ PreprocessParams p) {
   allow_next_kernel();
@@ -45,7 +45,8 @@ template <typename Half, int LANES, int Q_ROWS, bool PACKED> __global__ void __l
   for (int half = LANES / 2; half > 0; half /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, half);
   if (lane != 0) return;
   const float lse = exists ? p.lse[place.first_lse + within] : MINUS_INFINITY;
-  // The LSE's slope by a score is that score's weight, as delta's is, with the other sign; a row that attends nothing has none.
+  // The derivative of the LSE by a score is that score's weight, as for delta but with the opposite sign. A row that attends
+  // nothing has none.
   const bool slope = p.grad_lse != nullptr && lse != MINUS_INFINITY;
   p.delta[row] = slope ? sum - p.grad_lse[place.first_lse + within] : sum;
   p.lse_log2[row] = lse == MINUS_INFINITY ? FAR : lse * LOG2_E;

@@ -1,4 +1,4 @@
-// The gradient of attention sinks: dsink = - sum over rows of exp(sink - LSE) delta. One block a query head; rows are added in a
+// The gradient of attention sinks: dsink = - sum over rows of exp(sink - LSE) delta. One block per query head. Rows are added in a
 // fixed order, sequence by sequence, so that the sum of a sequence does not depend on its neighbours.
 #pragma once
 #include "common/ptx.cuh"

@@ -56,7 +56,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     bars.k_full().wait(kv_phase);
     step<0, true, false, false>(0, pipe, kv_phase, last_stage);
     int j = 1;
-    // Two steps a trip: S of the second is issued behind the products of the first, but not over the back edge (ptxas).
+    // Two steps per trip: S of the second is issued behind the products of the first, but not over the back edge (ptxas).
     for (; j + 1 < steps; j += 2) {
       step<1, false, false, true>(j, pipe, kv_phase, 0);
       step<0, false, true, false>(j + 1, pipe, kv_phase, 1);

@@ -5,7 +5,7 @@
 
 struct Chain {
   int sequence, kv_head, kv_tile, table;  // table: row of chain_runs and chain_steps
-  int group_end;                          // ticket behind the last chain of the heads that start side by side with this one
+  int group_end;                          // ticket after the last chain of the heads that start side by side with this one
 };
 
 // Heads of one kind, dealt to rounds or turns: as many to each as to any other, or one more to the first ones.

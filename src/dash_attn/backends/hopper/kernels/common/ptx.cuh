@@ -165,7 +165,7 @@ DEVICE float exp2_approx(float x) {
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// tanh(x ln(2) / 2). tanh.approx would be one instruction less, but good to 11 bits only.
+// tanh(x ln(2) / 2). tanh.approx would be one instruction fewer, but good to 11 bits only.
 DEVICE float tanh_half_log2(float x) {
   float y;
   asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exp2_approx(x)));

@@ -1,4 +1,4 @@
-// Packed sequences: cu_seqlens become sequences, dQ tiles, chains and tickets, without a word to the host.
+// Packed sequences: cu_seqlens become sequences, dQ tiles, chains and tickets. The host is not involved.
 #pragma once
 #include "device_planning/start_order.cuh"
 #include "common/ptx.cuh"
@@ -12,7 +12,7 @@ DEVICE int checked_length(const PackedParams& p, int side, int entry) {
   return end - start;
 }
 
-// A thread a sequence. Longest sequences start first, so that the last to start are short. A ticket is a chain of a head (backward)
+// One thread per sequence. Longest sequences start first, so that the last to start are short. A ticket is a chain of a head (backward)
 // or a Q tile (forward).
 template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __launch_bounds__(256)
     packed_layout(const __grid_constant__ PackedParams p) {
@@ -178,7 +178,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
 };
 
-// A thread a chain of each kind, and a thread a dQ tile.
+// One thread per chain of each kind, and one thread per dQ tile.
 template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed_plan(const __grid_constant__ PackedParams p) {
   const int thread = blockIdx.x * 256 + threadIdx.x;
   if (thread < p.head_tiles) {

@@ -1,9 +1,9 @@
-// Packed sequences, forward: cu_seqlens become sequences and Q tiles, without a word to the host.
+// Packed sequences, forward: cu_seqlens become sequences and Q tiles. The host is not involved.
 #pragma once
 #include "forward/config.cuh"
 #include "device_planning/chains.cuh"
 
-// A thread a Q tile. Sequences come in the order of their first tickets (longest first), Q tiles of a sequence from the last.
+// One thread per Q tile. Sequences come in the order of their first tickets (longest first), Q tiles of a sequence from the last.
 template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed_tiles(const __grid_constant__ PackedTilesParams p) {
   const int thread = blockIdx.x * 256 + threadIdx.x;
   if (thread == 0) p.next_ticket[0] = 0;

@@ -176,12 +176,12 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       if (!row.keeps(p.mask, query + (second ? 8 : 0), key + 8 * (i / 4) + (i & 1))) s[i] = MINUS_INFINITY;
     }
   }
-  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies with it
+  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies by it
 #pragma unroll
     for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
   }
   // S becomes exp2((S - max) scale). What is one operation and what two is written out, here and everywhere: left to the compiler,
-  // the variants of a kernel would differ in the last bit. `rescale` is what the output so far must be multiplied with.
+  // the variants of a kernel would differ in the last bit. `rescale` is what the output so far must be multiplied by.
   DEVICE void softmax(float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
