@@ -85,7 +85,18 @@ def main() -> None:
         rows.append({"head_dim": dim, "seqlen": length, "causal": causal, "here": found[-1], "others": found[:-1]})
     if arguments.json:
         direction = "forward" if arguments.forward else "backward"
-        arguments.json.write_text(json.dumps({"relative_to": "cuDNN", "pass": direction, "rows": rows}, indent=1) + "\n")
+        head = {"relative_to": "cuDNN", "pass": direction, **surroundings(), "others": [str(tree) for tree in arguments.others]}
+        arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+
+
+def surroundings() -> dict[str, str]:
+    """GPU, PyTorch and commit. A child asks PyTorch, so that this process holds no memory of the GPU."""
+    asked = "import torch; print(torch.cuda.get_device_name()); print(torch.__version__)"
+    gpu, version = subprocess.run([sys.executable, "-c", asked], check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, check=False, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+    return {"gpu": gpu, "torch": version, "commit": commit}
 
 
 if __name__ == "__main__":
