@@ -32,7 +32,7 @@ def of_a_document(options: AttentionOptions) -> AttentionOptions:
     return replace(options, mask=Causal() if options.mask.causal else Full())
 
 
-def document_ends(lengths: tuple[int, ...], batch: int) -> NDArray[np.int64]:
+def document_ends(lengths: tuple[int, ...], batch: int) -> NDArray[np.int32]:
     """Where the documents of all sequences begin and end, laid end to end."""
     return np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ._layer_mask import NAME
+
 ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
 SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax)
 SCORES_NDIM = 4  # (batch, heads, queries, keys); in a layer that calls itself attention also (batch x heads, queries, keys)
@@ -71,7 +73,7 @@ class _Watch(TorchFunctionMode):
 def _foreign_layer(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
     """The class of the layer that computes attention by itself here, if that is what this call is."""
     layer, owner = _calling_modules()
-    if layer is None or _implementation(owner) != "dash_attn" or _implementation(layer) not in (None, "dash_attn"):
+    if layer is None or _implementation(owner) != NAME or _implementation(layer) not in (None, NAME):
         return None  # a part of the model for which another implementation was asked
     scores = args[0] if args else kwargs.get("input")
     ndim = SCORES_NDIM - is_attention(type(layer))
@@ -127,7 +129,7 @@ def _after(model: nn.Module, args: Any, result: Any) -> None:
         return
     watch = _watches.open.pop()
     watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    if result is None or _implementation(model) != "dash_attn":
+    if result is None or _implementation(model) != NAME:
         return
     if watch.foreign is not None:
         raise RuntimeError(not_ours(type(model).__name__, f"{watch.foreign} computes attention of its own"))

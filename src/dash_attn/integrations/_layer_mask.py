@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from ..call.offsets import SequenceOffsets
 from ..masks import Mask
 
+NAME = "dash_attn"  # our attn_implementation
 ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
 
 

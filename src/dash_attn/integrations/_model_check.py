@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from ._first_forward import is_attention, not_ours, watch_first_forward
+from ._layer_mask import NAME
 
-NAME = "dash_attn"
 INTERFACE = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
 OWN_ATTENTION = {"softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
 

@@ -22,10 +22,10 @@ from ..masks import Causal, Full, Mask, Window
 from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
-from ._layer_mask import LayerMask
+from ._layer_mask import NAME, LayerMask
 from ._mask_functions import read_causal
 from ._mask_patterns import mask_of_pattern
-from ._model_check import NAME, check, watch_models
+from ._model_check import check, watch_models
 
 __all__ = ["NAME", "attention", "check", "mask_for", "register"]
 ON_THE_HOST = (
