@@ -77,7 +77,8 @@ def describe_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 
 
 def plan_in_words(plan: Plan) -> str:
-    return f"{plan.schedule_name}, tiles {plan.problem.tile_q} x {plan.problem.tile_kv}, order {plan.order_hash}"
+    parts = f", groups of query heads in {plan.problem.parts} parts" if plan.problem.parts > 1 else ""
+    return f"{plan.schedule_name}, tiles {plan.problem.tile_q} x {plan.problem.tile_kv}{parts}, order {plan.order_hash}"
 
 
 def predict(plan: Plan, options: AttentionOptions, machine: Machine | None, name: str) -> dict[str, Any]:

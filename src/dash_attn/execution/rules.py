@@ -12,6 +12,7 @@ from ..scheduling.plan import Plan
 from ..scheduling.problem import Task
 
 DqTile = tuple[int, int, int]  # sequence, query head, Q tile
+Target = tuple[Any, ...]  # a DqTile, or "sum" and a SumPlace
 
 
 class ExecutionError(RuntimeError):
@@ -26,12 +27,21 @@ class ChainPlace(NamedTuple):
     """One chain."""
 
     sequence: int
-    head: int
+    part: int
+    kv_tile: int
+
+
+class SumPlace(NamedTuple):
+    """A sum of dK and dV: of one KV tile of one KV head, over parts of one kind."""
+
+    number: int
+    sequence: int
+    kv_head: int
     kv_tile: int
 
 
 class Contribution(NamedTuple):
-    """A contribution to dQ that a chain has computed, for query head `member` of its group."""
+    """A contribution to dQ that a chain has computed, for the `member`-th query head of its part."""
 
     member: int
     q_tile: int
@@ -39,14 +49,24 @@ class Contribution(NamedTuple):
     value: Any
 
 
+class Ending(NamedTuple):
+    """dK and dV of a chain that has walked to its end."""
+
+    value: Any
+
+
 class TileArithmetic(Protocol):
     """What a backend supplies: the arithmetic. The executor decides when it runs."""
 
-    def chain(self, place: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
-        """Walk `steps` (rows q_tile, rank, partial flag), yield each contribution to dQ; it has landed when the walk resumes."""
+    def chain(self, place: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution | Ending]:
+        """Walk `steps` (rows q_tile, rank, partial flag), yield each contribution to dQ; it has landed when the walk resumes.
+        At last yield dK and dV."""
 
     def land(self, task: Task, value: Any, first: bool) -> None:
         """Store (`first`) or add a contribution to dQ."""
+
+    def land_sum(self, place: SumPlace, value: Any, first: bool) -> None:
+        """Store (`first`) or add what a chain ended with."""
 
 
 def chains_in_order(plan: Plan) -> list[ChainPlace]:
@@ -55,44 +75,56 @@ def chains_in_order(plan: Plan) -> list[ChainPlace]:
 
 
 class Chain:
-    """A resident chain: a coroutine and the contribution it wants to land, if it has computed one."""
+    """A resident chain: a coroutine and what it wants to land, if it has computed anything."""
 
     def __init__(self, plan: Plan, arithmetic: TileArithmetic, place: ChainPlace) -> None:
-        self.place = place
-        self.kind = (place.head + plan.problem.head_offset) % plan.kinds
-        self.pending: Contribution | None = None
+        self.place, self.problem = place, plan.problem
+        self.kind = plan.kind_of(place.part)
+        self.sum = plan.sum_of(place.part)
+        self.pending: Contribution | Ending | None = None
         self.task = plan.problem.task(*place, q_tile=0)  # the last task computed
-        self._group = plan.problem.group
-        self._coroutine = arithmetic.chain(place, plan.steps(self.kind, place.kv_tile), plan.members(self.kind))
+        self._coroutine = arithmetic.chain(place, plan.steps(self.kind, place.kv_tile), plan.members(place.part))
 
     def compute(self) -> bool:
-        """Run to the next contribution. False when the walk has ended."""
+        """Run to the next contribution, or to the sums at the end. False when those have landed."""
         self.pending = next(self._coroutine, None)
-        if self.pending is None:
-            return False
-        head = self.place.head * self._group + self.pending.member
-        self.task = Task(head, self.pending.q_tile, self.place.kv_tile, self.place.sequence)
-        return True
+        if isinstance(self.pending, Contribution):
+            self.task = self.problem.task(*self.place, self.pending.q_tile, self.pending.member)
+        return self.pending is not None
+
+    @property
+    def is_ending(self) -> bool:
+        return isinstance(self.pending, Ending)
 
     @property
     def rank(self) -> int:
         assert self.pending is not None
-        return self.pending.rank
+        return self.sum.rank if isinstance(self.pending, Ending) else self.pending.rank
 
     @property
-    def dq_tile(self) -> DqTile:
-        return self.task.sequence, self.task.head, self.task.q_tile
+    def target(self) -> Target:
+        """What the pending value is added to."""
+        return ("sum", *self.sum_place) if self.is_ending else (self.task.sequence, self.task.head, self.task.q_tile)
+
+    @property
+    def sum_place(self) -> SumPlace:
+        return SumPlace(self.sum.number, self.place.sequence, self.place.part // self.problem.parts, self.place.kv_tile)
+
+    def __str__(self) -> str:
+        return f"dK and dV of {self.task.sequence}.part{self.place.part}.kv{self.place.kv_tile}" if self.is_ending else str(self.task)
 
 
 class Ledger:
-    """How many ranks of each dQ tile have landed: the semaphores of the GPU kernel."""
+    """How many ranks of each dQ tile, and how many parts of each sum of dK and dV, have landed: the semaphores of the GPU kernel."""
 
     def __init__(self, plan: Plan, ordered: bool) -> None:
         self.plan, self.ordered = plan, ordered
-        self._landed: dict[DqTile, int] = defaultdict(int)
+        self._landed: dict[Target, int] = defaultdict(int)
 
     def check(self, chain: Chain) -> None:
         """Raise if the rank of the pending contribution is none of its dQ tile's."""
+        if chain.is_ending:
+            return
         task, rank, problem = chain.task, chain.rank, self.plan.problem
         if not 0 <= task.q_tile < problem.q_tiles:
             raise ExecutionError(f"{task} is outside the {problem.q_tiles} Q tiles of the problem")
@@ -101,24 +133,30 @@ class Ledger:
             raise ExecutionError(f"{task} has rank {rank}; its dQ tile has {ranks} ranks, counted from 0")
 
     def may_land(self, chain: Chain) -> bool:
-        """Whether it is the turn of the pending contribution. Raises if its turn has passed."""
-        landed = self._landed[chain.dq_tile]
+        """Whether it is the turn of what is pending. Raises if its turn has passed."""
+        landed = self._landed[chain.target]
         if landed <= chain.rank or not self.ordered:
             return landed == chain.rank or not self.ordered
-        raise ExecutionError(f"{chain.task} has rank {chain.rank}, but that rank of its dQ tile has already landed")
+        raise ExecutionError(f"{chain} has rank {chain.rank}, but that rank of its dQ tile has already landed")
 
-    def land(self, chain: Chain, arithmetic: TileArithmetic) -> tuple[DqTile, int]:
-        """Store or add the pending contribution; returns its dQ tile and the rank that may land there next."""
+    def land(self, chain: Chain, arithmetic: TileArithmetic) -> tuple[Target, int]:
+        """Store or add what is pending; returns where, and the rank that may land there next."""
         assert chain.pending is not None
-        tile = chain.dq_tile
-        arithmetic.land(chain.task, chain.pending.value, first=self._landed[tile] == 0)
+        target = chain.target
+        first = self._landed[target] == 0
+        if chain.is_ending:
+            arithmetic.land_sum(chain.sum_place, chain.pending.value, first)
+        else:
+            arithmetic.land(chain.task, chain.pending.value, first)
         chain.pending = None
-        self._landed[tile] += 1
-        return tile, self._landed[tile]
+        self._landed[target] += 1
+        return target, self._landed[target]
 
     def explain(self, chain: Chain) -> str:
         """What a blocked chain waits for."""
-        awaited = self._landed[chain.dq_tile]
+        awaited = self._landed[chain.target]
+        if chain.is_ending:
+            return f"{chain} (rank {chain.rank}) waits for rank {awaited}, which an earlier part of its group has"
         owner = self._owner(chain, awaited)
         return f"{chain.task} (rank {chain.rank}) waits for rank {awaited}, which {owner or 'no task'} has"
 
@@ -131,7 +169,7 @@ class Ledger:
         return None
 
     def finish(self) -> None:
-        """Raise unless every rank of every dQ tile has landed."""
+        """Raise unless every rank of every dQ tile has landed, and every part of every sum."""
         problem = self.plan.problem
         ranks = self.plan.ranks_per_q_tile.tolist()
         for tile in product(range(problem.batch), range(problem.heads * problem.group), range(problem.q_tiles)):
@@ -139,6 +177,9 @@ class Ledger:
             landed = self._landed.get(tile, 0)
             if landed != ranks[q_tile]:
                 raise ExecutionError(f"dQ tile b{sequence}.h{head}.q{q_tile} has {ranks[q_tile]} ranks, but {landed} landed")
+        ended = sum(landed for target, landed in self._landed.items() if target[0] == "sum")
+        if ended != problem.chains:
+            raise ExecutionError(f"the plan has {problem.chains} chains, but {ended} landed their dK and dV")
 
 
 def deadlock(plan: Plan, ledger: Ledger, blocked: list[Chain]) -> Deadlock:

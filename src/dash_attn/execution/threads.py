@@ -8,7 +8,7 @@ from random import Random
 
 from ..scheduling.plan import Plan
 from .interleaving import TaskTime
-from .rules import Chain, DqTile, ExecutionError, Ledger, TileArithmetic, chains_in_order, deadlock
+from .rules import Chain, ExecutionError, Ledger, Target, TileArithmetic, chains_in_order, deadlock
 
 LONGEST_SLEEP = 3e-4  # seconds; about one task on a CPU, so that chains overtake each other
 
@@ -32,7 +32,7 @@ class _Team:
         self.plan, self.arithmetic, self.ledger, self.seed, self.record = plan, arithmetic, ledger, seed, record
         self.lock = threading.Lock()
         self.waiting = iter(chains_in_order(plan))
-        self.parked: dict[tuple[DqTile, int], tuple[Chain, threading.Event]] = {}
+        self.parked: dict[tuple[Target, int], tuple[Chain, threading.Event]] = {}
         self.size = min(plan.workers, plan.problem.chains)
         self.active = self.size
         self.failure: BaseException | None = None
@@ -52,10 +52,10 @@ class _Team:
             while (chain := self._take()) is not None:
                 start = time.perf_counter()
                 while self._compute(chain, sleeper):
-                    computed = time.perf_counter()
+                    computed, is_task = time.perf_counter(), not chain.is_ending
                     turn = self._reduce(chain, sleeper)
                     landed = time.perf_counter()
-                    if self.record is not None:
+                    if self.record is not None and is_task:
                         self.record.append(TaskTime(index, chain.task, start, computed, turn, landed))
                     start = landed
         except _Abandoned:
@@ -100,10 +100,10 @@ class _Team:
         self.ledger.check(chain)
         if self.ledger.may_land(chain):
             return None
-        place = chain.dq_tile, chain.rank
+        place = chain.target, chain.rank
         if place in self.parked:
-            rival = self.parked[place][0].task
-            raise ExecutionError(f"{chain.task} has rank {place[1]}, which {rival} also has")
+            rival = self.parked[place][0]
+            raise ExecutionError(f"{chain} has rank {place[1]}, which {rival} also has")
         event = threading.Event()
         self.parked[place] = (chain, event)
         self._check_progress()

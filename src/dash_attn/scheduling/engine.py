@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder
+from .order import HeadOrder, Sum
 from .problem import Task
 
 if TYPE_CHECKING:
@@ -55,43 +55,52 @@ class Execution(NamedTuple):
 
 @dataclass(slots=True)
 class _Chain:
-    """A started chain: `keys[i]` is the dQ tile of task i, relative to `base`; tasks before `landed` are all reduced."""
+    """A started chain: `keys[i]` is the dQ tile of task i, relative to `base`; what comes before `landed` has all been reduced.
+
+    Behind its tasks a chain of a part adds dK and dV to the sums of its KV tile: reduces without a compute, to keys from `first_sum`
+    on, all of them with rank `turn`.
+    """
 
     worker: int
     start: int
     base: int
     keys: list[int]
     ranks: list[int]
+    adds: int = 0
+    first_sum: int = 0
+    turn: int = 0
     compute_start: list[int] = field(default_factory=list)
     reduce_start: list[int] = field(init=False)
     landed: int = 0
 
     def __post_init__(self) -> None:
-        self.reduce_start = [UNKNOWN] * len(self.keys)
+        self.reduce_start = [UNKNOWN] * self.reduces
+
+    @property
+    def reduces(self) -> int:
+        return len(self.keys) + self.adds
 
     @property
     def ended(self) -> bool:
-        return self.landed == len(self.keys)
+        return self.landed == self.reduces
 
 
 def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, progress: Progress | None = None) -> Execution:
     """Run all chains to completion or raise Stuck. With `ordered=False` reduces wait for nobody."""
     problem = schedule.problem
-    tables = [_expand(kind, problem.group, problem.q_tiles) for kind in schedule.order.kinds]
-    landed = [0] * (problem.batch * problem.heads * problem.group * problem.q_tiles)  # reduces done per dQ tile
-    available = landed.copy()  # when the next rank of a dQ tile may start
-    waiting: dict[tuple[int, int], _Chain] = {}  # (dQ tile, rank) -> the chain that will reduce there
+    tables = _Tables(schedule)
+    landed = [0] * tables.keys  # reduces done per dQ tile, and per piece of a sum of dK and dV
+    available = landed.copy()  # when the next rank may start there
+    waiting: dict[tuple[int, int], _Chain] = {}  # (key, rank) -> the chain that will reduce there
     free = [(0, worker) for worker in range(min(schedule.workers, problem.chains))]  # workers whose next free time is known
     chains: list[_Chain] = []
     ends: dict[int, int] = {}
     tickets = schedule.tickets.tolist()
-    for number, (sequence, head, kv_tile) in enumerate(tickets):
+    for number, ticket in enumerate(tickets):
         if not free:
             raise Stuck(_blocked(schedule, chains, waiting))
         now, worker = heappop(free)
-        keys, ranks = tables[schedule.order.kind_of(problem, head)][kv_tile]
-        base = (sequence * problem.heads + head) * problem.group * problem.q_tiles
-        chain = _Chain(worker, now, base, keys, ranks)
+        chain = tables.chain(worker, now, *ticket)
         chains.append(chain)
         # A chain whose end is unknown waits, directly or not, for one not yet started: known ends are safe to pop.
         ready = [chain]
@@ -112,8 +121,8 @@ def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, pr
         worker=np.array([c.worker for c in chains]),
         chain_start=np.array([c.start for c in chains]),
         chain_end=np.array([ends[id(c)] for c in chains]),
-        compute_start=np.array([t for c in chains for t in c.compute_start], dtype=np.int64),
-        reduce_start=np.array([t for c in chains for t in c.reduce_start], dtype=np.int64),
+        compute_start=np.array([t for c in chains for t in c.compute_start[: len(c.keys)]], dtype=np.int64),
+        reduce_start=np.array([t for c in chains for t in c.reduce_start[: len(c.keys)]], dtype=np.int64),
     )
 
 
@@ -134,23 +143,26 @@ def _advance(
     drains = overlap if overlap > 1 else 1
     hand_over = reduce if reduce > latency else latency
     keys, ranks, base = chain.keys, chain.ranks, chain.base
+    tasks, count = len(keys), chain.reduces
     starts, reduces = chain.compute_start, chain.reduce_start
-    for index in range(chain.landed, len(keys)):
+    for index in range(chain.landed, count):
         if reduces[index] != UNKNOWN:
             continue
         if index >= drains and reduces[index - drains] == UNKNOWN:
             break
         if len(starts) == index:  # else its compute ended before the chain was parked here
-            begin = starts[-1] + compute if index else chain.start + startup
+            begin = chain.start + startup if not index else starts[-1] + compute if index <= tasks else starts[-1]
             buffer = index - 1 - overlap
             if buffer >= 0 and reduces[buffer] + reduce > begin:
                 begin = reduces[buffer] + reduce
             starts.append(begin)
-        key = base + keys[index]
-        if ordered and landed[key] != ranks[index]:
-            waiting[key, ranks[index]] = chain
+        is_task = index < tasks
+        key = base + keys[index] if is_task else chain.first_sum + index - tasks
+        rank = ranks[index] if is_task else chain.turn
+        if ordered and landed[key] != rank:
+            waiting[key, rank] = chain
             continue
-        begin = starts[index] + compute
+        begin = starts[index] + compute if is_task else starts[index]
         if index >= drains and reduces[index - drains] + reduce > begin:
             begin = reduces[index - drains] + reduce
         if ordered:
@@ -161,7 +173,7 @@ def _advance(
             if waiting and (released := waiting.pop((key, landed[key]), None)) is not None:
                 ready.append(released)
         reduces[index] = begin
-    while chain.landed < len(keys) and reduces[chain.landed] != UNKNOWN:
+    while chain.landed < count and reduces[chain.landed] != UNKNOWN:
         chain.landed += 1
 
 
@@ -170,29 +182,64 @@ def _chain_end(chain: _Chain, costs: Costs) -> int:
     return max(last) + costs.reduce if last else chain.start
 
 
-def _expand(kind: HeadOrder, group: int, q_tiles: int) -> list[tuple[list[int], list[int]]]:
-    """Per chain: dQ tile and rank of each task."""
-    tasks = (kind.tasks(kv_tile, group) for kv_tile in range(kind.kv_tiles))
+class _Tables:
+    """What every chain reduces to: shared by the parts of one kind and size."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.problem, self.kinds = schedule, schedule.problem, len(schedule.order.kinds)
+        self.dq_tiles = self.problem.batch * self.problem.heads * self.problem.group * self.problem.q_tiles
+        self.sums = Sum.count(self.problem, self.kinds) if self.problem.parts > 1 else 0
+        self.keys = self.dq_tiles + self.problem.batch * self.problem.heads * self.sums * self.problem.kv_tiles * self.problem.adds
+        self._expanded: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
+
+    def chain(self, worker: int, start: int, sequence: int, part: int, kv_tile: int) -> _Chain:
+        problem, members = self.problem, self.problem.members(part)
+        keys, ranks = self._of(self.schedule.order.kind_of(problem, part), len(members))[kv_tile]
+        base = (sequence * problem.heads * problem.group + members.start) * problem.q_tiles
+        if not self.sums:
+            return _Chain(worker, start, base, keys, ranks)
+        number, turn = Sum.of_part(problem, part, self.kinds)
+        tile = ((sequence * problem.heads + part // problem.parts) * self.sums + number) * problem.kv_tiles + kv_tile
+        return _Chain(worker, start, base, keys, ranks, problem.adds, self.dq_tiles + tile * problem.adds, turn)
+
+    def _of(self, kind: int, count: int) -> list[tuple[list[int], list[int]]]:
+        if (kind, count) not in self._expanded:
+            self._expanded[kind, count] = _expand(self.schedule.order.kinds[kind], count, self.problem.q_tiles)
+        return self._expanded[kind, count]
+
+
+def _expand(kind: HeadOrder, count: int, q_tiles: int) -> list[tuple[list[int], list[int]]]:
+    """Per chain of `count` query heads: dQ tile and rank of each task."""
+    tasks = (kind.tasks(kv_tile, count) for kv_tile in range(kind.kv_tiles))
     return [((member * q_tiles + q_tile).tolist(), rank.tolist()) for q_tile, rank, member in tasks]
 
 
 def _blocked(schedule: Schedule, chains: list[_Chain], waiting: dict[tuple[int, int], _Chain]) -> list[tuple[int, Task, int, str]]:
     """What every parked chain waits for."""
-    problem = schedule.problem
     tickets = schedule.tickets.tolist()
     number_of = {id(chain): number for number, chain in enumerate(chains)}
     started = {tuple(ticket) for ticket in tickets[: len(chains)]}
     report = []
     for (key, rank), chain in waiting.items():
-        sequence, head, kv_tile = tickets[number_of[id(chain)]]
-        member, q_tile = divmod(key - chain.base, problem.q_tiles)
-        order = schedule.head_order(head)
-        before = np.flatnonzero((order.q_tile == q_tile) & (order.rank == rank - 1))
-        if len(before):
-            owner = int(order.chain[before[0]])
-            awaited = str(problem.task(sequence, head, owner, q_tile, member))
-            awaited += "" if (sequence, head, owner) in started else ", whose chain has not started"
+        place = tuple(tickets[number_of[id(chain)]])
+        if chain.adds and key >= chain.first_sum:
+            report.append((chain.worker, schedule.problem.task(*place, 0), rank, "the part before, to add dK and dV behind it"))
         else:
-            awaited = f"rank {rank - 1} of its Q tile, which no task has"
-        report.append((chain.worker, problem.task(sequence, head, kv_tile, q_tile, member), rank, awaited))
+            report.append(_blocked_task(schedule, chain, key, rank, place, started))
     return report
+
+
+def _blocked_task(
+    schedule: Schedule, chain: _Chain, key: int, rank: int, place: tuple[int, int, int], started: set[tuple[int, ...]]
+) -> tuple[int, Task, int, str]:
+    problem, (sequence, part, kv_tile) = schedule.problem, place
+    member, q_tile = divmod(key - chain.base, problem.q_tiles)
+    order = schedule.order_of(part)
+    before = np.flatnonzero((order.q_tile == q_tile) & (order.rank == rank - 1))
+    if len(before):
+        owner = int(order.chain[before[0]])
+        awaited = str(problem.task(sequence, part, owner, q_tile, member))
+        awaited += "" if (sequence, part, owner) in started else ", whose chain has not started"
+    else:
+        awaited = f"rank {rank - 1} of its Q tile, which no task has"
+    return chain.worker, problem.task(sequence, part, kv_tile, q_tile, member), rank, awaited

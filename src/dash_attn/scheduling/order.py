@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain as joined
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +56,32 @@ def rank_within(q_tile: NDArray[Any], *keys: NDArray[Any]) -> NDArray[np.int64]:
     return ranks
 
 
-def members(group: int, last_first: bool) -> Ints:
-    """The query heads of a group in the order a chain takes them."""
-    forward = np.arange(group, dtype=np.int32)
+def members(count: int, last_first: bool) -> Ints:
+    """The query heads of a part in the order a chain takes them."""
+    forward = np.arange(count, dtype=np.int32)
     return forward[::-1] if last_first else forward
+
+
+def kind_of_part(problem: Problem, part: int, kinds: int) -> int:
+    return (part + problem.head_offset * problem.parts) % kinds
+
+
+class Sum(NamedTuple):
+    """Where a part adds its dK and dV: which of the sums of a KV tile, and after how many other parts."""
+
+    number: int
+    rank: int
+
+    @classmethod
+    def of_part(cls, problem: Problem, part: int, kinds: int) -> Sum:
+        """Parts of one kind share a sum, so that a part waits for chains that started before it, whatever the placement."""
+        rank, number = divmod(part % problem.parts, kinds)
+        return cls(number, rank)
+
+    @staticmethod
+    def count(problem: Problem, kinds: int) -> int:
+        """Sums per KV tile of a KV head."""
+        return min(problem.parts, kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +89,7 @@ class HeadOrder:
     """Walks and ranks of one head. Chain `kv` owns the slice offsets[kv]:offsets[kv + 1] of the task arrays.
 
     `first_step` places each chain in a nominal execution without waits; slack and the grids in errors come from it.
-    A chain makes its walk once for every query head of its group, one head after the other (so that chains which
+    A chain makes its walk once for every query head of its part, one head after the other (so that chains which
     follow each other share Q tiles in the cache), from the first head or from the last.
     """
 
@@ -114,10 +136,10 @@ class HeadOrder:
     def ranks(self, kv_tile: int) -> Ints:
         return self.rank[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
 
-    def tasks(self, kv_tile: int, group: int) -> tuple[Ints, Ints, Ints]:
-        """(q_tile, rank, member) of a chain's tasks, in order."""
+    def tasks(self, kv_tile: int, count: int) -> tuple[Ints, Ints, Ints]:
+        """(q_tile, rank, member) of the tasks of a chain with `count` members, in order."""
         walk = self.walk(kv_tile)
-        return np.tile(walk, group), np.tile(self.ranks(kv_tile), group), np.repeat(members(group, self.last_member_first), len(walk))
+        return np.tile(walk, count), np.tile(self.ranks(kv_tile), count), np.repeat(members(count, self.last_member_first), len(walk))
 
     @cached_property
     def by_rank(self) -> NDArray[np.int64]:
@@ -153,7 +175,10 @@ class HeadOrder:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Walks and ranks of all heads. Head h follows `kinds[(h + head_offset) % len(kinds)]`.
+    """Walks and ranks of all heads. Part p of a sequence follows `kinds[(p + head_offset * parts) % len(kinds)]`.
+
+    dK and dV of a KV tile are summed over the parts of a group in the order of the parts, those of each kind by itself; then the sums
+    of the two kinds are added, that of the first part first.
 
     Any fixed order gives the same bits in every run. More is claimed by those who can show it: generators, whose orders are
     functions of the problem.
@@ -168,8 +193,8 @@ class Order:
             raise ValueError(f"an order needs a name; got {shortened(self.name)}")
         check_guarantees(self.guarantees)
 
-    def kind_of(self, problem: Problem, head: int) -> int:
-        return (head + problem.head_offset) % len(self.kinds)
+    def kind_of(self, problem: Problem, part: int) -> int:
+        return kind_of_part(problem, part, len(self.kinds))
 
     @property
     def slack(self) -> int | None:

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder, Ints, frozen_ints, members
+from .order import HeadOrder, Ints, Sum, frozen_ints, kind_of_part, members
 from .problem import Problem
 from .schedule import Placement, Schedule
 from .walk_runs import Run, compress
@@ -34,7 +34,7 @@ class Plan:
     guarantees: tuple[str, ...]
     placement: Placement
     gang: int
-    last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its group
+    last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its part
     chain_runs: Ints  # [kinds * kv_tiles + 1]
     runs: Ints  # [runs, 8]: RUN_FIELDS
     entries: Ints  # [entries, 3]: q_tile, rank, partial
@@ -70,7 +70,11 @@ class Plan:
     @cached_property
     def order_hash(self) -> str:
         """Names the bits: equal for plans that sum everything in the same sequence, whatever the batch and the machine."""
-        tiling = (self.problem.tile_q, self.problem.tile_kv, self.problem.head_offset % self.kinds, *self.last_member_first)
+        problem = self.problem
+        first_kind = problem.head_offset * problem.parts % self.kinds
+        tiling = (problem.tile_q, problem.tile_kv, first_kind, *self.last_member_first)
+        if problem.parts > 1:
+            tiling += (problem.group, problem.parts)
         digest = hashlib.sha256(np.array(tiling, dtype=np.int64).tobytes())
         for kind in range(self.kinds):
             for kv_tile in range(self.problem.kv_tiles):
@@ -84,9 +88,26 @@ class Plan:
         decoded = [self._decode(run) for run in self.runs[self.chain_runs[chain] : self.chain_runs[chain + 1]]]
         return frozen_ints(np.concatenate(decoded)) if decoded else frozen_ints(np.zeros((0, 3)))
 
-    def members(self, kind: int) -> list[int]:
-        """The query heads of a group in the order a chain takes them; it makes its whole walk for each."""
-        return [int(member) for member in members(self.problem.group, self.last_member_first[kind])]
+    def members(self, part: int) -> list[int]:
+        """The query heads of a part, counted from its first, in the order a chain takes them; it makes its whole walk for each."""
+        last_first = self.last_member_first[self.kind_of(part)]
+        return [int(member) for member in members(len(self.problem.members(part)), last_first)]
+
+    def kind_of(self, part: int) -> int:
+        return kind_of_part(self.problem, part, self.kinds)
+
+    @property
+    def sums(self) -> int:
+        """Sums of dK and dV per KV tile of a KV head: one for each kind of its parts."""
+        return Sum.count(self.problem, self.kinds)
+
+    @property
+    def parts_of_sums(self) -> list[int]:
+        """How many parts add to each of them."""
+        return [-(-(self.problem.parts - number) // self.kinds) for number in range(self.sums)]
+
+    def sum_of(self, part: int) -> Sum:
+        return Sum.of_part(self.problem, part, self.kinds)
 
     def _decode(self, run: Ints) -> NDArray[np.int64]:
         q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries = run.tolist()

@@ -50,12 +50,22 @@ def _frozen(array: NDArray[Scalar]) -> NDArray[Scalar]:
     return array
 
 
+ROWS_OF_A_CHAIN = 4096  # of queries, at most, that a chain walks for more than one query head (docs/log.md)
+
+
+def parts_of(group: int, q_len: int) -> int:
+    """Into how many parts a group is split: a part is one query head, or as many short ones as give a chain enough to do. A function
+    of the sequence and the group alone, so that batch, number of KV heads and machine change no bits."""
+    return -(-group // max(1, ROWS_OF_A_CHAIN // q_len))
+
+
 @dataclass(frozen=True)
 class Problem:
     """The backward pass of `batch` sequences that share lengths, mask and tile sizes.
 
-    `heads` counts KV heads; each serves `group` query heads, which share its chains. `head_offset` is the index of
-    the first KV head in the unsharded model, so that a tensor-parallel rank keeps its bits.
+    `heads` counts KV heads; each serves `group` query heads, which share its chains: all of them, or the members of one of the
+    `parts` that a group is dealt to. `head_offset` is the index of the first KV head in the unsharded model, so that a
+    tensor-parallel rank keeps its bits.
     """
 
     mask: Mask
@@ -67,12 +77,15 @@ class Problem:
     group: int = 1
     batch: int = 1
     head_offset: int = 0
+    group_parts: int = 0  # 0: as many as `parts_of` says
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
-        for name in ("q_len", "kv_len", "tile_q", "tile_kv", "heads", "group", "batch", "head_offset"):
-            least = 0 if name == "head_offset" else 1
+        for name in ("q_len", "kv_len", "tile_q", "tile_kv", "heads", "group", "batch", "head_offset", "group_parts"):
+            least = 0 if name in ("head_offset", "group_parts") else 1
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        if self.group_parts > self.group:
+            raise ValueError(f"a group of {self.group} query heads has at most as many parts; got group_parts={self.group_parts}")
         self.mask.check(self.q_len, self.kv_len)
 
     @classmethod
@@ -114,7 +127,7 @@ class Problem:
 
     @cached_property
     def chain_lengths(self) -> NDArray[np.int64]:
-        """Q tiles each chain of a head visits (times `group` tasks)."""
+        """Q tiles each chain visits for each of its query heads."""
         return _frozen(self.kept.sum(0))
 
     @cached_property
@@ -122,17 +135,47 @@ class Problem:
         """Chains that add to each dQ tile of a head."""
         return _frozen(self.kept.sum(1))
 
+    @cached_property
+    def parts(self) -> int:
+        """Parts of a group: chains per KV tile of a KV head."""
+        return self.group_parts or parts_of(self.group, self.q_len)
+
+    @property
+    def all_parts(self) -> int:
+        """Of all KV heads of a sequence. Part p of KV head h is number h * parts + p."""
+        return self.heads * self.parts
+
+    def members(self, part: int) -> range:
+        """The query heads of a part, by its number. Groups are dealt evenly. The last parts may have one more, because theirs are the
+        last turns to add dK and dV."""
+        head, place = divmod(part, self.parts)
+        each, more = divmod(self.group, self.parts)
+        shorter = self.parts - more
+        first = head * self.group + place * each + max(0, place - shorter)
+        return range(first, first + each + (place >= shorter))
+
+    @property
+    def most_members(self) -> int:
+        """Query heads of the largest part."""
+        return -(-self.group // self.parts)
+
+    @property
+    def adds(self) -> int:
+        """Adds to global memory with which a chain hands on dK and dV, each as large as a contribution to dQ. A group that is not
+        split needs none: its chain finishes them."""
+        return 2 * -(-self.tile_kv // self.tile_q) if self.parts > 1 else 0
+
     @property
     def chains(self) -> int:
-        return self.batch * self.heads * self.kv_tiles
+        return self.batch * self.all_parts * self.kv_tiles
 
     @property
     def tasks(self) -> int:
         return int(self.chain_lengths.sum()) * self.group * self.heads * self.batch
 
-    def task(self, sequence: int, head: int, kv_tile: int, q_tile: int, member: int = 0) -> Task:
-        """The task of query head `member` of KV head `head`'s group."""
-        return Task(head * self.group + member, q_tile, kv_tile, sequence)
+    def task(self, sequence: int, part: int, kv_tile: int, q_tile: int, member: int = 0) -> Task:
+        """The task of the `member`-th query head of a part."""
+        return Task(self.members(part).start + member, q_tile, kv_tile, sequence)
 
     def to_json(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "mask"}

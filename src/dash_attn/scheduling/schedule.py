@@ -23,6 +23,7 @@ MOST_TILES = 2**26  # of a schedule that is read from JSON: half a million token
 class Placement:
     """The order in which chains take tickets; a free worker starts the chain with the next ticket.
 
+    A head is here what has chains of its own: a part of a group (the whole group, where it is not split).
     `starts[kind]` is the order in which the KV tiles of a head of that kind start, cut into `segments` (sizes). Heads go
     in rounds of at most `heads_in_round` of each kind (0: all of them): those of a round start their first segment before
     any starts its second. Inside a segment heads of one kind, at most `lanes`, go side by side, then heads of the next
@@ -43,7 +44,8 @@ class Placement:
         object.__setattr__(self, "segments", tuple(frozen_ints(self.segments).tolist()))
 
     def tickets(self, problem: Problem) -> NDArray[np.int64]:
-        """(sequence, head, kv_tile) of every chain, in the order they start."""
+        """(sequence, part, kv_tile) of every chain, in the order they start. Of two parts of one kind, the chain of the first one
+        comes first for every KV tile."""
         instances = self._instances(problem)
         rounds = self.rounds([len(i) for i in instances])
         return np.concatenate([part for dealt in _deal(instances, rounds) for part in self._tickets_of(dealt)])
@@ -53,9 +55,9 @@ class Placement:
         return -(-max(instances) // self.heads_in_round) if self.heads_in_round else 1
 
     def heads_of_kinds(self, problem: Problem) -> list[NDArray[np.int64]]:
-        """The heads of each kind in one sequence."""
-        heads, kinds = np.arange(problem.heads), len(self.starts)
-        return [heads[(heads + problem.head_offset) % kinds == kind] for kind in range(kinds)]
+        """The heads of each kind in one sequence: numbers of parts."""
+        heads, kinds = np.arange(problem.all_parts), len(self.starts)
+        return [heads[(heads + problem.head_offset * problem.parts) % kinds == kind] for kind in range(kinds)]
 
     def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
         """(sequence, head) of all heads of each kind."""
@@ -98,8 +100,8 @@ def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) ->
     more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head and one segment afford
     two fillings, which hand over more smoothly.
     """
-    fillings = 2 if problem.group == 1 and segment == problem.kv_tiles >= MANY_KV_TILES else 1
-    heads = problem.batch * -(-problem.heads // kinds)  # of the kind that has more
+    fillings = 2 if problem.most_members == 1 and segment == problem.kv_tiles >= MANY_KV_TILES else 1
+    heads = problem.batch * -(-problem.all_parts // kinds)  # of the kind that has more
     enough = -(-FILLED[0] * fillings * workers // (FILLED[1] * segment))
     return -(-heads // max(1, heads // enough))
 
@@ -169,11 +171,15 @@ class Schedule:
 
     @cached_property
     def tickets(self) -> NDArray[np.int64]:
-        """(sequence, head, kv_tile) of every chain, in the order they start."""
+        """(sequence, part, kv_tile) of every chain, in the order they start."""
         return self.placement.tickets(self.problem)
 
-    def head_order(self, head: int) -> HeadOrder:
-        return self.order.kinds[self.order.kind_of(self.problem, head)]
+    def order_of(self, part: int) -> HeadOrder:
+        return self.order.kinds[self.order.kind_of(self.problem, part)]
+
+    def tasks(self, part: int, kv_tile: int) -> tuple[Ints, Ints, Ints]:
+        """(q_tile, rank, member) of the tasks of a chain, in order."""
+        return self.order_of(part).tasks(kv_tile, len(self.problem.members(part)))
 
     def to_json(self) -> str:
         return self._json

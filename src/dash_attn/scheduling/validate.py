@@ -42,7 +42,8 @@ def validate(schedule: Schedule) -> None:
     """Raise ScheduleError unless coverage, ranks, contiguity and freedom from deadlock all hold."""
     problem, order, placement = schedule.problem, schedule.order, schedule.placement
     for kind, head_order in enumerate(order.kinds):
-        first_head = (kind - problem.head_offset) % len(order.kinds) * problem.group  # the first query head of this kind
+        part = (kind - problem.head_offset * problem.parts) % len(order.kinds)
+        first_head = problem.members(part).start  # the first query head of this kind
         _check_shape(problem, head_order)
         _check_coverage(problem, head_order, first_head)
         _check_ranks(problem, head_order, first_head)
@@ -169,8 +170,8 @@ def _deadlock_report(schedule: Schedule, stuck: Stuck, acyclic: bool) -> str:
     for worker, task, rank, awaited in blocked[:4]:
         lines.append(f"  worker {worker}: {task} (rank {rank}) waits for {awaited}")
     worker, task, _, _ = blocked[0]
-    head = task.head // schedule.problem.group
-    order = schedule.head_order(head)
+    problem = schedule.problem
+    order = schedule.order_of(next(part for part in range(problem.all_parts) if task.head in problem.members(part)))
     position = int(np.flatnonzero(order.walk(task.kv_tile) == task.q_tile)[0])
     return "\n".join(lines) + "\n" + _grid(order, position, task.kv_tile)
 

@@ -31,7 +31,8 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> LowerBounds:
     # and the last reduce of a worker still follows its last compute.
     pace = Fraction(compute + reduce) if overlap == 0 else max(Fraction(compute), Fraction(reduce, overlap))
     tail = reduce if overlap and pace == compute else 0
-    lengths = problem.chain_lengths[problem.chain_lengths > 0] * problem.group
+    members = np.array([len(problem.members(part)) for part in range(problem.parts)])
+    lengths = np.outer(members, problem.chain_lengths[problem.chain_lengths > 0]).ravel()  # of all chains of a KV head
     copies = problem.batch * problem.heads
     most_ranks = int(problem.ranks_per_q_tile.max(initial=0))
     if not problem.tasks:

@@ -74,9 +74,9 @@ def _rank_predecessors(timeline: Timeline) -> NDArray[np.int64]:
     """Index of the task with the next lower rank on the same dQ tile (-1 for rank 0)."""
     problem, run = timeline.schedule.problem, timeline.execution
     keys, ranks = [], []
-    for sequence, head, kv_tile in timeline.schedule.tickets.tolist():
-        q_tile, rank_of, member = timeline.schedule.head_order(head).tasks(kv_tile, problem.group)
-        query_head = (sequence * problem.heads + head) * problem.group + member
+    for sequence, part, kv_tile in timeline.schedule.tickets.tolist():
+        q_tile, rank_of, member = timeline.schedule.tasks(part, kv_tile)
+        query_head = sequence * problem.heads * problem.group + problem.members(part).start + member
         keys.append(query_head * problem.q_tiles + q_tile)
         ranks.append(rank_of)
     key, rank = np.concatenate(keys), np.concatenate(ranks)

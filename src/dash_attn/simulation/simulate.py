@@ -161,11 +161,10 @@ class Timeline:
     def task(self, index: int) -> Task:
         """The task at a position of the task arrays."""
         ticket = int(np.searchsorted(self.execution.offsets, index, side="right")) - 1
-        sequence, head, kv_tile = self.schedule.tickets[ticket].tolist()
-        problem = self.schedule.problem
-        q_tile, _, member = self.schedule.head_order(head).tasks(kv_tile, problem.group)
+        sequence, part, kv_tile = self.schedule.tickets[ticket].tolist()
+        q_tile, _, member = self.schedule.tasks(part, kv_tile)
         place = index - int(self.execution.offsets[ticket])
-        return problem.task(sequence, head, kv_tile, int(q_tile[place]), int(member[place]))
+        return self.schedule.problem.task(sequence, part, kv_tile, int(q_tile[place]), int(member[place]))
 
     @cached_property
     def critical_path(self) -> list[Hop]:

@@ -111,11 +111,12 @@ class Recorded(NamedTuple):
 
 def task_table(schedule: Schedule) -> TaskTable:
     problem = schedule.problem
-    chains = [schedule.head_order(head).tasks(kv_tile, problem.group) for _, head, kv_tile in schedule.tickets.tolist()]
+    chains = [schedule.tasks(part, kv_tile) for _, part, kv_tile in schedule.tickets.tolist()]
     q_tile, rank, member = (np.concatenate(column).astype(np.int64) for column in zip(*chains, strict=True))
     ticket = np.repeat(np.arange(len(chains)), [len(chain[0]) for chain in chains])
-    sequence, kv_head, kv_tile = schedule.tickets[ticket].T
-    return TaskTable(ticket, sequence, kv_head * problem.group + member, q_tile, kv_tile, rank)
+    sequence, part, kv_tile = schedule.tickets[ticket].T
+    first_member = np.array([problem.members(number).start for number in range(problem.all_parts)])
+    return TaskTable(ticket, sequence, first_member[part] + member, q_tile, kv_tile, rank)
 
 
 def times_of(timeline: Timeline) -> TaskTimes:

@@ -138,14 +138,14 @@ def _backward(
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
     plan = plan_for(problem, options.schedule, chosen.workers or DEFAULT_WORKERS)
     with fixed_arithmetic():
-        tiles = BackwardTiles(problem, options, tensors, of_rows)
+        tiles = BackwardTiles(plan, options, tensors, of_rows)
         tiles.dq[:, :, plan.ranks_per_q_tile == 0] = 0
         run_plan(plan, tiles, options.ordered, chosen)
         dsinks = None if sinks is None else tiles.sink_gradients(sinks.detach().to(tiles.lse.dtype))
-        dq, dk, dv = tiles.dq * options.scale, tiles.dk * options.scale, tiles.dv
+        dk, dv = tiles.dk_dv
         return (
-            from_tiles(dq, problem.q_len, q.dtype),
-            from_tiles(dk, problem.kv_len, k.dtype),
+            from_tiles(tiles.dq * options.scale, problem.q_len, q.dtype),
+            from_tiles(dk * options.scale, problem.kv_len, k.dtype),
             from_tiles(dv, problem.kv_len, v.dtype),
             dsinks,
         )

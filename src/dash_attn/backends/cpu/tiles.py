@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ...call.options import AttentionOptions
-from ...execution.rules import ChainPlace, Contribution
+from ...execution.rules import ChainPlace, Contribution, Ending, SumPlace
 from ...masks import EMPTY, PARTIAL
 from ...scheduling.order import Ints
+from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem, Task
 
 TILE_Q, TILE_KV = 64, 128
@@ -78,10 +79,10 @@ class BackwardTiles:
     """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale."""
 
     def __init__(
-        self, problem: Problem, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
+        self, plan: Plan, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
     ) -> None:
         """tensors: dout, q, k, v, out; of_rows: LSE and, where it was used, its gradient."""
-        self.problem = problem
+        problem = self.problem = plan.problem
         self.scores = Scores(problem, options)
         dout, q, k, v, out = tensors
         self.q, self.dout = to_tiles(q, TILE_Q), to_tiles(dout, TILE_Q)
@@ -93,7 +94,8 @@ class BackwardTiles:
             # The derivative of the LSE by a score is that score's weight, as for delta but with the opposite sign.
             # Rows without a weight have none.
             self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
-        self.dq, self.dk, self.dv = (torch.empty_like(tiles) for tiles in (self.q, self.k, self.v))
+        self.dq = torch.empty_like(self.q)
+        self.sums = [(torch.empty_like(self.k), torch.empty_like(self.v)) for _ in range(plan.sums)]
 
     def _pack_rows(self, values: Tensor, beyond: float) -> Tensor:
         """A number per row, by Q tile. An LSE of +inf, of rows that attend nothing, makes their weights exp(-inf) = 0."""
@@ -117,19 +119,20 @@ class BackwardTiles:
             parts[sequence, head] -= (share * self.delta[sequence, head, q_tile]).sum()
         return parts
 
-    def chain(self, at: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
-        """Walk one KV tile's Q tiles; dK and dV stay with the chain."""
-        k, v = self.k[at], self.v[at]
+    def chain(self, at: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution | Ending]:
+        """Walk one KV tile's Q tiles; dK and dV stay with the chain to its end."""
+        kv_tile = at.sequence, at.part // self.problem.parts, at.kv_tile
+        k, v = self.k[kv_tile], self.v[kv_tile]
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        group = self.problem.group
+        first_head = self.problem.members(at.part).start
         for member in members:
             for q_tile, rank, partial in steps.tolist():
-                place = at.sequence, at.head * group + member, q_tile
+                place = at.sequence, first_head + member, q_tile
                 weights, dscores = self._gradients(place, k, v, at.kv_tile, bool(partial))
                 dv.addmm_(weights.t(), self.dout[place])
                 dk.addmm_(dscores.t(), self.q[place])
                 yield Contribution(member, q_tile, rank, torch.mm(dscores, k))
-        self.dk[at], self.dv[at] = dk, dv
+        yield Ending((dk, dv))
 
     def _gradients(self, place: tuple[int, int, int], k: Tensor, v: Tensor, kv_tile: int, partial: bool) -> tuple[Tensor, Tensor]:
         """P and dS of one tile, dS before the scale."""
@@ -146,6 +149,19 @@ class BackwardTiles:
             tile.copy_(value)
         else:
             tile.add_(value)
+
+    def land_sum(self, place: SumPlace, value: tuple[Tensor, Tensor], first: bool) -> None:
+        number, *tile = place
+        for total, part in zip(self.sums[number], value, strict=True):
+            total[tuple(tile)] = part if first else total[tuple(tile)] + part
+
+    @property
+    def dk_dv(self) -> tuple[Tensor, Tensor]:
+        """The sums of the kinds added up."""
+        dk, dv = self.sums[0]
+        for more_dk, more_dv in self.sums[1:]:
+            dk, dv = dk + more_dk, dv + more_dv
+        return dk, dv
 
 
 def to_tiles(x: Tensor, rows: int) -> Tensor:

@@ -27,6 +27,7 @@ class BackwardTiles:
     kv_rows: int
     columns: int
     shared_bytes: int
+    sum_pieces: int  # in which a chain hands on dK and dV, where parts of a group sum them
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ def backward_tiles(dim: int) -> BackwardTiles:
     if dim > 128:  # WideConfig
         rows = 64
         tiles = (2 + 3) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
-        return BackwardTiles(rows, rows, columns, tiles + 3 * rows * 4 + _NOTES)
+        return BackwardTiles(rows, rows, columns, tiles + 3 * rows * 4 + _NOTES, sum_pieces=2)
     rows = 128 if dim == 64 else 64
     tiles = 2 * 128 * columns * 2 + 2 * (2 * rows * columns * 2 + rows * 128 * 2 + rows * columns * 4)
-    return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES)
+    return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES, sum_pieces=4)
 
 
-_NOTES = 8 * 16 + 2 * 48 + 320  # step notes, chain notes, barriers
+_NOTES = 8 * 16 + 2 * 64 + 320  # step notes, chain notes, barriers
 
 
 def forward_tiles(dim: int, consumers: int) -> ForwardTiles:

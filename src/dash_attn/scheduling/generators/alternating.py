@@ -7,7 +7,7 @@ over each pair of heads, and every chain waits only for earlier starts, so it ca
 A hand-over takes about two steps. Where tiles are so shaped that neighbours would follow closer, the KV tiles are
 dealt into classes (even tiles, then odd tiles): neighbours within a class are far enough apart. Heads go in rounds:
 those of a round start a class before any of them starts the next. Two cases need no classes: with few KV tiles the
-delays do not add up to much, and in a large group neighbours drift apart from one query head to the next.
+delays do not add up to much, and chains of many query heads drift apart from one to the next.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..schedule import Schedule
 from ._walks import HAND_OVER, downward, upward
 
 ONE_CLASS = 8  # KV tiles up to which there are no classes (H200, head dim 64) ...
-LARGE_GROUP = 4  # ... and query heads of a group from which there are none
+MANY_MEMBERS = 4  # ... and query heads of a chain from which there are none
 
 
 def alternating(problem: Problem, workers: int) -> Schedule:
     apart = max(1, -(-HAND_OVER * problem.tile_q // problem.tile_kv))  # KV tiles that are a hand-over apart
-    classes = 1 if problem.kv_tiles <= ONE_CLASS or problem.group >= LARGE_GROUP else min(problem.kv_tiles, apart)
+    classes = 1 if problem.kv_tiles <= ONE_CLASS or problem.most_members >= MANY_MEMBERS else min(problem.kv_tiles, apart)
     kv = np.arange(problem.kv_tiles)
     by_class = [kv[kv % classes == c] for c in range(classes)]
     delay = (kv % classes) * problem.q_tiles  # a class starts when the one before has ended

@@ -25,7 +25,7 @@ def arrival(problem: Problem, workers: int) -> Schedule:
     no_delay = np.zeros(problem.kv_tiles, dtype=np.int64)
     walks = HeadOrder.build(chain, q_tile, rank_within(q_tile, -chain), no_delay)
     start = np.arange(problem.kv_tiles)[::-1]
-    one_head = replace(problem, heads=1, group=1, batch=1, head_offset=0)
+    one_head = replace(problem, heads=1, group=1, batch=1, head_offset=0, group_parts=1)
     unordered = Schedule.build(one_head, Order("arrival", (walks,)), (start,), NOMINAL_WORKERS)
     run = run_in_model_time(unordered, NOMINAL_COSTS, ordered=False)
     arrived = np.empty(len(chain), dtype=np.int64)

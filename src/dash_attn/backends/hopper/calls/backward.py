@@ -12,12 +12,11 @@ from torch import Tensor
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..device.driver import current_stream, on_device
-from ..device.parameters import BackwardParams, PostprocessParams, PreprocessParams, SinkGradientParams, Strides, TilePlaces
+from ..device.parameters import BackwardParams, Pair, PostprocessParams, PreprocessParams, SinkGradientParams, Strides, SumPlaces, TilePlaces
 from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..tiles import helper_blocks
 from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
-from .groups import add_in_order, split
 from .kernel_names import threads_per_row
 from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales
 from .packed import PackedPlanner
@@ -40,10 +39,8 @@ def backward(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
-    many_k, many_v, of_parts = split(q, k, v, options)
-    call, tensors = _calls.find((q, many_k, many_v, dout, out), of_parts, offsets)
-    dq, dk, dv, dsinks = call.run(tensors, lse, offsets, sinks, dlse)
-    return dq, add_in_order(dk, k.shape), add_in_order(dv, v.shape), dsinks
+    call, tensors = _calls.find((q, k, v, dout, out), options, offsets)
+    return call.run(tensors, lse, offsets, sinks, dlse)
 
 
 class BackwardCall:
@@ -79,14 +76,15 @@ class BackwardCall:
             grad_strides=row_strides(dout),
             v_dim=v.shape[-1],
             kv_rows=tiles.kv_rows,
-            tile_columns=tiles.columns,
+            floats_to_zero=self.setup.dq_floats + self.setup.sum_floats,
+            semaphore_count=self.setup.semaphores,
             tiles=places,
             mask=self.mask.params,
         )
         self.main = BackwardParams(
             most_polls=MOST_POLLS,
             call=register_call(layout.q_heads, head_tiles),
-            group=layout.group,
+            first_sum=self.setup.dq_tiles,
             head_tiles=head_tiles,
             scale=options.scale,
             masked_score=MASKED_CAPPED_SCORE if options.softcap else MASKED_SCORE,
@@ -102,6 +100,15 @@ class BackwardCall:
             most_polls=MOST_POLLS,
             call=self.main.call,
             tiles=places,
+            sums=SumPlaces(
+                dk_dim=k.shape[-1],
+                dv_dim=v.shape[-1],
+                kv_heads=layout.kv_heads,
+                kv_len=layout.kv_len,
+                head_chains=self.setup.head_chains,
+                count=self.setup.sums,
+                first_sum=self.setup.dq_tiles,
+            ),
         )
         self.sink = SinkGradientParams(sequences=layout.count, tiles=places)
 
@@ -113,7 +120,8 @@ class BackwardCall:
         arguments = [*(m.address for m in self.maps), addressof(self.main)]
         attention = kernels.attention.load(device)
         self.attention = attention.prepare(self.workers, arguments, cooperative=setup.cooperative, early=not setup.cooperative)
-        self.postprocess = kernels.postprocess.load(device).prepare(setup.dq_tiles, [addressof(self.after)], early=True)
+        blocks = setup.dq_tiles + setup.sum_blocks
+        self.postprocess = kernels.postprocess.load(device).prepare(blocks, [addressof(self.after)], early=True)
         self.sink_gradient = kernels.sink_gradient.load(device).prepare(self.layout.q_heads, [addressof(self.sink)])
 
     def run(
@@ -133,7 +141,7 @@ class BackwardCall:
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 for tensor_map, tensor in zip(self.maps, (q, k, v, dout, dk, dv), strict=True):
                     tensor_map.point_to(tensor.data_ptr())
-                self._point(at, out, dout, lse, dq)
+                self._point(at, out, dout, lse, (dq, dk, dv))
                 self.before.grad_lse = None if dlse is None else dlse.data_ptr()
                 self._plan_on_device(offsets, at, stream)
                 self.preprocess.on(stream)
@@ -143,8 +151,9 @@ class BackwardCall:
         del memory  # stream order keeps it alive long enough
         return self.layout.without_padding(dq, dk, dv, dsinks)
 
-    def _point(self, at: dict[str, int], out: Tensor, dout: Tensor, lse: Tensor, dq: Tensor) -> None:
+    def _point(self, at: dict[str, int], out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
         before, main, after = self.before, self.main, self.after
+        dq, dk, dv = (gradient.data_ptr() for gradient in gradients)
         before.out, before.grad_out, before.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
         before.lse_log2 = main.lse = at["lse"]
         before.delta = main.delta = at["delta"]
@@ -153,7 +162,10 @@ class BackwardCall:
         before.tickets = main.tickets = at["tickets"]
         main.dq = after.dq_accumulator = at["dq"]
         before.dq_to_zero = None if self.ordered else at["dq"]
-        after.dq = dq.data_ptr()
+        after.dq = dq
+        if self.setup.sums:
+            main.sums = after.sums.sums = at["sums"]
+            after.sums.dk, after.sums.dv = dk, dv
 
     def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
         """Before the first pass: launch what plans on the device."""
@@ -178,6 +190,8 @@ class DenseBackward(BackwardCall):
         self.plan = setup.plan
         self.tables = plan_on_device(setup.plan, self.device)
         self.before.plan = self.tables.params
+        self.before.plan.split = setup.split
+        self.after.sums.parts = Pair(*setup.plan.parts_of_sums)
         self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
         self.after.q_ranks = self.tables.tables["q_ranks"] if self.ordered else None
 
@@ -190,7 +204,7 @@ class PackedBackward(BackwardCall):
     def __init__(self, layout: PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         setup = PackedBackwardSetup(layout, options)
         mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, tensors[0].device)
-        self.planner = PackedPlanner(layout, mask, setup.head_tiles, options)
+        self.planner = PackedPlanner(layout, mask, setup.head_tiles, setup.split, options)
         super().__init__(setup, tensors)
 
     def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
@@ -199,6 +213,7 @@ class PackedBackward(BackwardCall):
         for params in (self.before, self.after, self.sink):
             params.tiles.sequences, params.tiles.tile_places = at["sequences"], at["tile_places"]
         self.main.chains = at["chains"]
+        self.after.sums.places = at["sum_places"]
         self.after.q_ranks = at["q_ranks"] if self.ordered else None
 
 

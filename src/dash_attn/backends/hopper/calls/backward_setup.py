@@ -5,7 +5,7 @@ The call that runs is built from it, and `explain` asks it.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
 
 from torch import Tensor
 
@@ -13,11 +13,10 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....call.planning import plan_for
 from ....scheduling.problem import Problem
-from ..device.parameters import ChainRecord
+from ..device.parameters import ChainRecord, GroupSplit
 from ..device.workspace import Workspace
 from ..support import check_gang, check_kinds, sm_count
 from ..tiles import backward_tiles
-from .groups import split
 from .kernel_names import PACKED, BackwardKernels, Variant, backward_kernels
 from .layout import DenseLayout, Layout, PackedLayout
 from .packed import largest_gang, packed_sizes
@@ -31,24 +30,57 @@ class BackwardSetup:
     workers: int
     mask_kind: str
     cooperative: bool  # gangs wait for each other: all their CTAs must be resident, also when other work shares the GPU
+    parts: int  # of a group; of packed sequences, the most there can be
+    kinds: int
+    sums: int  # of dK and dV per KV tile; 0: a group is one part, whose chains finish them
 
     def __init__(self, layout: DenseLayout | PackedLayout, options: AttentionOptions) -> None:
         self.layout, self.options = layout, options
         self.tiles = backward_tiles(layout.dim)
         self.head_tiles = layout.tiles_of_queries(self.tiles.q_rows)
         self.dq_tiles = layout.batch * layout.q_heads * self.head_tiles
-        self.head_chains = layout.batch * layout.tiles_of_keys(self.tiles.kv_rows)
-        self.chains = self.head_chains * layout.kv_heads
-        self.workspace = Workspace(**self._sizes())
+        self.head_chains = layout.tiles_of_keys(self.tiles.kv_rows)
+        self.kv_tiles = layout.batch * layout.kv_heads * self.head_chains
+
+    @property
+    def chains(self) -> int:
+        return self.kv_tiles * self.parts
+
+    @property
+    def dq_floats(self) -> int:
+        return self.dq_tiles * self.tiles.q_rows * self.tiles.columns
+
+    @property
+    def sum_floats(self) -> int:
+        """dK and dV in float32."""
+        return self.kv_tiles * self.sums * 2 * self.tiles.kv_rows * self.layout.dim
+
+    @property
+    def semaphores(self) -> int:
+        return self.dq_tiles + self.kv_tiles * self.sums * self.tiles.sum_pieces
+
+    @property
+    def sum_blocks(self) -> int:
+        """Of the postprocess: each finishes 64 rows of dV or of dK."""
+        return 2 * self.kv_tiles * (self.tiles.kv_rows // 64) if self.sums else 0
+
+    @property
+    def split(self) -> GroupSplit:
+        return GroupSplit(self.layout.group, self.parts, self.kinds, self.sums, self.tiles.sum_pieces, self.dq_tiles)
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        return Workspace(**self._sizes())
 
     def _sizes(self) -> dict[str, int]:
-        """Row statistics, dQ in float32, semaphores and tickets: linear in tokens."""
+        """Row statistics, dQ in float32, dK and dV likewise where parts of a group sum them, semaphores and tickets: linear in tokens."""
         rows = self.dq_tiles * self.tiles.q_rows
         return {
             "lse": 4 * rows,
             "delta": 4 * rows,
-            "dq": 4 * rows * self.tiles.columns,
-            "semaphores": 4 * self.dq_tiles,
+            "dq": 4 * self.dq_floats,
+            "sums": 4 * self.sum_floats,  # behind dQ: both are zeroed at once, where nothing is ordered
+            "semaphores": 4 * self.semaphores,
             "next_ticket": 8,
             "tickets": ChainRecord.bytes() * self.chains,
         }
@@ -66,6 +98,8 @@ class DenseBackwardSetup(BackwardSetup):
         self.mask_kind = mask_kind(options.mask)
         self.plan = plan_for(self._problem(layout), options.schedule, sm_count(layout.device))
         check_kinds(self.plan.kinds)
+        self.parts, self.kinds = self.plan.problem.parts, self.plan.kinds
+        self.sums = self.plan.sums if self.parts > 1 else 0
         self.gang = self.plan.gang
         self.cooperative = self.gang > 1
         self.workers = min(self.plan.workers, self.chains)
@@ -89,10 +123,12 @@ class PackedBackwardSetup(BackwardSetup):
 
     mask_kind = PACKED
     cooperative = True
+    kinds = 2
 
     def __init__(self, layout: PackedLayout, options: AttentionOptions) -> None:
         self._packed_layout = layout
         super().__init__(layout, options)
+        self.parts, self.sums = layout.group, 2 if layout.group > 1 else 0
         self.gang = largest_gang(layout, self.tiles, options.mask)
         check_gang(self.gang, sm_count(layout.device))
         self.workers = min(sm_count(layout.device), self.chains)
@@ -102,18 +138,13 @@ class PackedBackwardSetup(BackwardSetup):
 
 
 def dense_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> DenseBackwardSetup:
-    """Of a backward of these tensors, which are looked at for shape, dtype and device only. Large groups are split."""
-    layout, of_parts = _split_layout((q, k, v), options, None)
+    """Of a backward of these tensors, which are looked at for shape, dtype and device only."""
+    layout = Layout.of((q, k, v), options, None)
     assert isinstance(layout, DenseLayout)
-    return DenseBackwardSetup(layout, of_parts)
+    return DenseBackwardSetup(layout, options)
 
 
 def packed_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets) -> PackedBackwardSetup:
-    layout, of_parts = _split_layout((q, k, v), options, offsets)
+    layout = Layout.of((q, k, v), options, offsets)
     assert isinstance(layout, PackedLayout)
-    return PackedBackwardSetup(layout, of_parts)
-
-
-def _split_layout(tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, offsets: SequenceOffsets | None) -> Any:
-    many_k, many_v, of_parts = split(*tensors, options, shapes_only=True)
-    return Layout.of((tensors[0], many_k, many_v), of_parts, offsets), of_parts
+    return PackedBackwardSetup(layout, options)

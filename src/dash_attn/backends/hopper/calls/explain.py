@@ -10,7 +10,7 @@ from torch import Tensor
 from ....call.documents import laid_end_to_end, of_a_document, runs_packed
 from ....call.explanation import Explanation
 from ....call.options import AttentionOptions
-from ....call.planning import explanation_of, explanation_of_documents, hash_of, plan_in_words, predict
+from ....call.planning import explanation_of, explanation_of_documents, plan_in_words, predict
 from ....masks import Documents
 from ....scheduling.order import WORKER_INVARIANT, promises, worker_invariance
 from ....scheduling.plan import Plan
@@ -18,7 +18,6 @@ from ....simulation.machines import H200
 from .backward_setup import BackwardSetup, dense_setup, packed_setup
 from .documents import offsets_of
 from .forward_setup import ForwardSetup, dense_forward_setup, packed_forward_setup
-from .groups import bytes_of_copies, parts_between
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
@@ -29,8 +28,7 @@ def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     if runs_packed(options):
         return "planned document by document"
-    parts = parts_between(q, k)
-    return plan_in_words(backward_plan(q, k, v, options)) + (f", groups of query heads in {parts} parts" if parts > 1 else "")
+    return plan_in_words(backward_plan(q, k, v, options))
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
@@ -40,9 +38,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     ahead, behind = dense_forward_setup(q, k, v, options), dense_setup(q, k, v, options)
     plan, machine = behind.plan, H200.get(behind.layout.dim)
     time = predict(plan, options, machine, "an H200") if predict_time else {"prediction_note": "not asked for"}
-    described = explanation_of(plan, "hopper", (q, k, v), options, **_fields((q, k, v), ahead, behind), **time)
-    parts = parts_between(q, k)
-    return described if parts == 1 else replace(described, order_hash=hash_of(plan.order_hash, f"{parts} parts"))
+    return explanation_of(plan, "hopper", (q, k, v), options, **_fields(q, ahead, behind), **time)
 
 
 def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
@@ -53,21 +49,19 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     behind = packed_setup(flat_q, flat_k, flat_v, alone, offsets)
     plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
     note = "documents are planned on the device, one by one"
-    fields = _fields((q, k, v), ahead, behind)
+    fields = _fields(q, ahead, behind)
     described = explanation_of_documents(plans, "hopper", (q, k, v), options, **fields, prediction_note=note)
-    order = hash_of(*(plan.order_hash for plan in plans), f"{parts_between(q, k)} parts")
     gang = behind.gang  # what the call needs, which has room for longer documents
     reported = [worker_invariance(gang) if promises([said], WORKER_INVARIANT) else said for said in described.guarantees]
-    return replace(described, order_hash=order, plan_bytes=0, gang=gang, guarantees=tuple(reported))
+    return replace(described, plan_bytes=0, gang=gang, guarantees=tuple(reported))
 
 
-def _fields(tensors: tuple[Tensor, Tensor, Tensor], ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, Any]:
+def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, Any]:
     """What this backend adds to an explanation."""
-    q, k, v = tensors
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
         "forward_tiles": (ahead.q_rows, ahead.kv_rows),
-        "workspace_bytes": behind.workspace.bytes + bytes_of_copies(k, v, parts_between(q, k)),
+        "workspace_bytes": behind.workspace.bytes,
         "kernels": {} if q.is_meta else _kernel_hashes(ahead, behind),
     }
 

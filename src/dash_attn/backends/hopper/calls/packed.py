@@ -11,7 +11,7 @@ from ....masks import Mask
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import largest_block
 from ..device.driver import flag
-from ..device.parameters import PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceParts
+from ..device.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceParts
 from ..device.trouble import register_call, report_address
 from ..support import sm_count
 from ..tiles import BackwardTiles, backward_tiles, helper_blocks
@@ -33,7 +33,6 @@ class SequenceLayout:
             q_longest=layout.q_longest,
             k_longest=layout.k_longest,
             heads=layout.kv_heads,
-            group=layout.group,
             head_tiles=head_tiles,
             workers=sm_count(layout.device),
             mask=mask.params,
@@ -56,7 +55,13 @@ def sequence_sizes(layout: PackedLayout) -> dict[str, int]:
 
 def packed_sizes(layout: PackedLayout, head_tiles: int, chains: int) -> dict[str, int]:
     """Bytes of the backward's tables: linear in tokens and sequences."""
-    return {**sequence_sizes(layout), "tile_places": 8 * head_tiles, "q_ranks": 4 * head_tiles, "chains": PackedChain.bytes() * 2 * chains}
+    return {
+        **sequence_sizes(layout),
+        "tile_places": 8 * head_tiles,
+        "q_ranks": 4 * head_tiles,
+        "chains": PackedChain.bytes() * 2 * chains,
+        "sum_places": 16 * chains,
+    }
 
 
 def largest_gang(layout: PackedLayout, tiles: BackwardTiles, mask: Mask) -> int:
@@ -73,18 +78,19 @@ def largest_gang(layout: PackedLayout, tiles: BackwardTiles, mask: Mask) -> int:
 class PackedPlanner:
     """Sequences, dQ tiles, chains and tickets of the backward."""
 
-    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, head_tiles: int, options: AttentionOptions) -> None:
+    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, head_tiles: int, split: GroupSplit, options: AttentionOptions) -> None:
         tiles = backward_tiles(layout.dim)
         rows = f"{tiles.q_rows}, {tiles.kv_rows}"
         chains = layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
-        self._sequences.params.head_offset, self._sequences.params.chain_rows = options.head_offset % 2, chains
+        params = self._sequences.params
+        params.head_offset, params.chain_rows, params.split = options.head_offset % 2, chains, split
         kernel = KernelName("device_planning/chains.cuh", f"packed_plan<{rows}>").load(layout.device)
         self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
 
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
         params = self._sequences.params  # both kernels take the same
-        for name in ("tile_places", "q_ranks", "chains", "tickets"):
+        for name in ("tile_places", "q_ranks", "chains", "sum_places", "tickets"):
             setattr(params, name, at[name])
         self._sequences.launch(offsets, at, stream)
         self._launch.on(stream)

@@ -20,7 +20,6 @@ from ....scheduling.schedule import Schedule
 from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from .backward import DenseBackward
-from .groups import LARGEST_GROUP, parts_between
 from .layout import CallCache, DenseLayout, PackedLayout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward/config.cuh)
@@ -65,8 +64,6 @@ def check_recordable(q: Tensor, k: Tensor, options: AttentionOptions) -> None:
         raise ValueError(
             "documents run as packed sequences, which are planned on the device and not recorded; name a schedule to record it"
         )
-    if parts_between(q, k) > 1:
-        raise ValueError(f"a recording takes up to {LARGEST_GROUP} query heads per KV head; got {q.shape[-2]} and {k.shape[-2]}")
 
 
 def check_size(problem: Problem) -> None:

@@ -70,7 +70,7 @@ class PlanOnDevice:
             has_gangs=int(plan.gang > 1),
             last_member_first=Pair(*map(int, plan.last_member_first)),
             **placement_fields(placement, plan.problem),
-        )
+        )  # how groups are split depends on the tiles of a call, which adds it
 
 
 def placement_fields(placement: Placement, problem: Problem) -> dict[str, Any]:

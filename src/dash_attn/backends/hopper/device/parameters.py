@@ -101,6 +101,19 @@ class Step(Structure):
 
 
 @shared_with_kernels
+class GroupSplit(Structure):
+    """How the query heads of a group are dealt to parts, and where those add their dK and dV (scheduling/order.py)."""
+
+    _members_ = (
+        ("int", "group, parts", ""),
+        ("int", "kinds", "parts of one kind share a sum"),
+        ("int", "sums", "per KV tile; 0: chains finish dK and dV themselves"),
+        ("int", "pieces", "of a sum: each has a semaphore of its own"),
+        ("int", "first_sum", "dQ tiles: pieces of sums are numbered behind them"),
+    )
+
+
+@shared_with_kernels
 class PlanTables(Structure):
     """The lowered plan (scheduling/plan.py) and its placement."""
 
@@ -114,7 +127,8 @@ class PlanTables(Structure):
         ("int", "kinds, kv_tiles, lanes, tickets, has_gangs", ""),
         ("int", "rounds", "heads are dealt to them evenly"),
         ("int", "instances[2]", "heads of each kind over the whole batch"),
-        ("int", "heads_per_sequence[2], first_head[2], last_member_first[2]", "per kind"),
+        ("int", "heads_per_sequence[2], first_head[2], last_member_first[2]", "per kind; a head is a part of a group"),
+        ("GroupSplit", "split", ""),
     )
 
 
@@ -125,14 +139,16 @@ class ChainRecord(Structure):
     _alignment_ = 16
     _members_ = (
         ("int", "kv_head, kv_row, kv_plane", "kv_row: first key, shift included"),
-        ("int", "steps", "of all query heads of the group; in a note, -1 if no more chains come"),
+        ("int", "steps", "of all query heads of the part; in a note, -1 if no more chains come"),
         ("int", "q_shift, q_plane", ""),
         ("int", "keys", "how many of the sequence begin with the first one"),
         ("int", "band_top", "see MaskParams; from the first key on"),
         ("int", "first_run", "packed sequences: the chain's row of PackedChain"),
         ("int", "first_dq_tile", ""),
         ("int", "gang_end", "ticket after the last chain that may wait for this one in a circle; 0 without gangs"),
-        ("int", "walk", "steps of one query head, times two; plus 1 if the last query head of the group is walked first"),
+        ("int", "walk", "steps of one query head, times two; plus 1 if the last query head of the part is walked first"),
+        ("int", "q_head, members", "first query head of the part, and how many it has"),
+        ("int", "first_sum, turn", "where dK and dV are added, in pieces, and how many parts add before; not read where chains finish them"),
     )
 
 
@@ -196,13 +212,14 @@ class BackwardParams(Structure):
         ("const float*", "lse", "[dQ tile][Q_ROWS], times log2(e); FAR where a row attends nothing or does not exist"),
         ("const float*", "delta", "same layout: rowsum(dO * O) - dLSE"),
         ("float*", "dq", "[dQ tile][Q_ROWS * WIDTH], in accumulator-fragment order"),
-        ("int*", "semaphores", "[dQ tile]: reduces that have landed"),
+        ("int*", "semaphores", "[dQ tile], then [piece of a sum]: reduces that have landed"),
+        ("float*", "sums", "of dK and dV: [piece][SUM_FLOATS], in accumulator-fragment order; null: chains finish dK and dV"),
+        ("int", "first_sum", "dQ tiles: pieces of sums are numbered behind them"),
         ("int*", "next_ticket", "... and, after it, how many there are"),
         ("const ChainRecord*", "tickets", ""),
         ("int*", "report", "host memory: what went wrong, where, in which call"),
         ("u32", "most_polls", "of a semaphore before the wait is called a hang"),
         ("int", "call", ""),
-        ("int", "group", ""),
         ("int", "head_tiles", "dQ tiles between a query head and the next"),
         ("float", "scale_log2, scale, masked_score", ""),
         ("float", "cap_scale", "with softcap: 2 log2(e) scale / cap; scale_log2 is cap * log2(e) then"),
@@ -224,15 +241,32 @@ class PreprocessParams(Structure):
         ("const float*", "lse", "[batch][q_heads][q_len] or packed [q_heads][tokens], natural log"),
         ("const float*", "grad_lse", "same layout; no gradient: null"),
         ("float*", "lse_log2, delta", "[dQ tile][Q_ROWS]"),
-        ("float*", "dq_to_zero", "the dQ accumulator in unordered mode, else null"),
+        ("float*", "dq_to_zero", "the dQ accumulator, and behind it the sums of dK and dV, in unordered mode, else null"),
+        ("i64", "floats_to_zero", ""),
         ("int*", "semaphores", ""),
+        ("int", "semaphore_count", ""),
         ("int*", "next_ticket", "[2] the next and how many there are"),
         ("ChainRecord*", "tickets", ""),
         ("int", "v_dim, kv_rows", ""),
-        ("int", "tile_columns", "of the dQ accumulator"),
         ("TilePlaces", "tiles", ""),
         ("MaskParams", "mask", ""),
         ("PlanTables", "plan", ""),
+    )
+
+
+@shared_with_kernels
+class SumPlaces(Structure):
+    """Where sums of dK and dV become dK and dV. KV tiles are numbered [sequence][KV head][KV tile]; packed, [KV head][chain row]."""
+
+    _members_ = (
+        ("const float*", "sums", "as in BackwardParams"),
+        ("void*", "dk, dv", "(batch, kv_len, kv_heads, dim) or packed (tokens, kv_heads, dim), contiguous"),
+        ("int", "dk_dim, dv_dim, kv_heads, kv_len", ""),
+        ("int", "head_chains", "KV tiles of a head of a sequence; packed, of a head"),
+        ("int", "count", "sums per KV tile"),
+        ("int", "first_sum", "as in BackwardParams"),
+        ("int", "parts[2]", "that add to each of them; -1: unordered"),
+        ("const int4*", "places", "packed only: [head_chains] sequence, KV tile, and parts instead of the above; sequence -1: no such tile"),
     )
 
 
@@ -250,6 +284,7 @@ class PostprocessParams(Structure):
         ("u32", "most_polls", ""),
         ("int", "call", ""),
         ("TilePlaces", "tiles", ""),
+        ("SumPlaces", "sums", ""),
     )
 
 
@@ -268,7 +303,8 @@ class PackedParams(Structure):
     _members_ = (
         ("const int*", "cu_q, cu_k", "[count + 1] where sequences start and end"),
         ("int", "count, q_tokens, k_tokens, q_longest, k_longest", ""),
-        ("int", "heads, group, head_offset, head_tiles", ""),
+        ("int", "heads, head_offset, head_tiles", ""),
+        ("GroupSplit", "split", "parts: not read, each sequence has its own"),
         ("int", "chain_rows", "room for chains of one kind"),
         ("int", "workers", ""),
         ("MaskParams", "mask", ""),
@@ -277,6 +313,7 @@ class PackedParams(Structure):
         ("int2*", "tile_places", "[head_tiles]"),
         ("int*", "q_ranks", "[head_tiles] KV tiles each of them meets"),
         ("PackedChain*", "chains", "[2][chain_rows]"),
+        ("int4*", "sum_places", "[chain_rows] for SumPlaces"),
         ("ChainRecord*", "tickets", ""),
         ("int*", "ticket_count", ""),
         ("int*", "report", "host memory: what is wrong with cu_seqlens, in which call"),

@@ -8,9 +8,10 @@ from __future__ import annotations
 from functools import cache
 
 from ....scheduling.generators._walks import HAND_OVER
-from ....scheduling.generators.alternating import LARGE_GROUP, ONE_CLASS
+from ....scheduling.generators.alternating import MANY_MEMBERS, ONE_CLASS
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import LARGEST_BLOCK
+from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import FILLED, MANY_KV_TILES
 from ..tiles import KERNEL_DIMS, backward_tiles, forward_tiles
 from .parameters import BAD_LENGTHS, HANG, RAGGED, STRUCTURES, Structure
@@ -39,7 +40,8 @@ def _constants() -> str:
     found = {
         "FEW_KV_TILES": FEW_KV_TILES,
         "ONE_CLASS": ONE_CLASS,
-        "LARGE_GROUP": LARGE_GROUP,
+        "MANY_MEMBERS": MANY_MEMBERS,
+        "ROWS_OF_A_CHAIN": ROWS_OF_A_CHAIN,
         "LARGEST_BLOCK": LARGEST_BLOCK,
         "HAND_OVER": HAND_OVER,
         "MANY_KV_TILES": MANY_KV_TILES,

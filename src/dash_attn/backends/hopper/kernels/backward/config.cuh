@@ -30,6 +30,11 @@ template <int D_> struct TallConfig {
   // dV, then dK, leave through the dS buffers, so that the next K and V can load meanwhile.
   static constexpr int OUT = OFFSET_OF(Tiles, ds);
   static_assert(STAGES * DS_BYTES >= KV_BYTES, "dK and dV leave through the dS buffers");
+  // Where they go to sums instead, half of dV after the other, then of dK, they leave through the dQ buffers: an even number of pieces,
+  // so that every chain leaves both buffers in the phase of its last step.
+  static constexpr int SUM_PIECES = 4, SUM_REGISTERS = D / 4, SUM_FLOATS = 2 * WARPGROUP * SUM_REGISTERS;
+  static_assert(4 * SUM_FLOATS <= DQ_BYTES && SUM_PIECES % 4 == 0, "a piece fits a dQ buffer, each buffer has an even number");
+  DEVICE static constexpr int sum_piece_bytes(int) { return 4 * SUM_FLOATS; }
   DEVICE static constexpr int dq_staging(int stage) { return OFFSET_OF(Tiles, dq) + stage * DQ_BYTES; }
   DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
 };
@@ -56,6 +61,10 @@ template <int D_> struct WideConfig {
   static constexpr int OUT = P;  // dV, then dK, leave through the P and dS buffers
   static_assert(2 * STAGES * TILE >= KV_BYTES, "dK and dV leave through the P and dS buffers");
   static_assert(D == 192 || D == 256, "whole inner panels, or two halves of one");
+  // Where they go to sums instead, they leave as dQ does: dV, then dK.
+  static constexpr int SUM_PIECES = 2, SUM_FLOATS = KV_ROWS * D;
+  static_assert(KV_ROWS == Q_ROWS, "dV and dK have the shape of a dQ tile");
+  DEVICE static constexpr int sum_piece_bytes(int piece) { return piece_bytes(piece); }
   DEVICE static constexpr int dq_staging(int) { return OFFSET_OF(Tiles, dq); }
   DEVICE static constexpr int piece_bytes(int piece) { return piece ? INNER_BYTES : OWN_BYTES; }
   DEVICE static int own_panel(int wg) { return wg * (PANELS - 1); }
@@ -174,13 +183,16 @@ struct Pipeline {
   DEVICE u32 chain_slot() const { return chain & 1; }
   DEVICE u32 chain_phase() const { return (chain >> 1) & 1; }
   template <int STAGE> DEVICE u32 phase(int step) const { return ((u32)(step >> 1) + flips[STAGE]) & 1; }
-  DEVICE void finish_chain(int count) {
+  DEVICE void finish_chain(int count, int more_notes = 0) {
     chain++;
-    steps += count;
+    steps += count + more_notes;
     flips[0] += (count + 1) >> 1;
     flips[1] += count >> 1;
   }
 };
+
+// Steps behind those of a chain, in which dK and dV go to sums; none, where chains finish them.
+template <typename C> DEVICE int sum_pieces(const BackwardParams& p) { return p.sums != nullptr ? C::SUM_PIECES : 0; }
 
 // What the planner tells the other roles about a chain: the first words of its record. Row r of its sequence is at TMA coordinates
 // (r + shift, plane).
@@ -189,7 +201,7 @@ struct ChainNote {
   int q_shift, q_plane, keys, band_top;
 };
 
-// The notes in shared memory, seen by every role. A chain's is its whole record; the last four words are the planner's own.
+// The notes in shared memory, seen by every role. A chain's is its whole record; the last eight words are the planner's own.
 template <typename C> struct Notes {
   u32 shared;
 

@@ -41,10 +41,17 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
         arrive(bars.kv_empty());
         kv_loads++;
       }
-      store_tile(dv, 1.f, dv_map, notes.chain(pipe));
-      store_tile(dk, p.scale, dk_map, notes.chain(pipe));
+      if (p.sums == nullptr) {
+        store_tile(dv, 1.f, dv_map, notes.chain(pipe));
+        store_tile(dk, p.scale, dk_map, notes.chain(pipe));
+      } else {
+        put_sum<0>(dv, steps, pipe);
+        put_sum<1>(dv, steps + 1, pipe);
+        put_sum<0>(dk, steps + 2, pipe);
+        put_sum<1>(dk, steps + 3, pipe);
+      }
       arrive(bars.chain_empty(pipe.chain_slot()));
-      pipe.finish_chain(steps);
+      pipe.finish_chain(steps, sum_pieces<C>(p));
     }
     if (warp == 0 && lane == 0) bulk_wait();
   }
@@ -239,6 +246,18 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 #pragma unroll
     for (int i = 0; i < C::DQ_REGISTERS / 4; i++)
       store_shared_f32x4(at + i * (WARPGROUP * 16), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+  // Half of a chain's dV or dK, as it is in registers, through the dQ buffer of step j.
+  template <int HALF> DEVICE void put_sum(const float (&tile)[D / 2], int j, const Pipeline& pipe) {
+    const u32 stage = j & 1, phase = ((u32)(j >> 1) + (stage ? pipe.flips[1] : pipe.flips[0])) & 1;
+    bars.dq_empty(stage).wait(phase ^ 1);
+    const u32 at = shared + C::DQ + stage * C::DQ_BYTES + wg * (C::SUM_FLOATS * 2) + (warp * 32 + lane) * 16;
+#pragma unroll
+    for (int i = 0; i < C::SUM_REGISTERS / 4; i++) {
+      const float* r = tile + HALF * C::SUM_REGISTERS + 4 * i;
+      store_shared_f32x4(at + i * (WARPGROUP * 16), r[0], r[1], r[2], r[3]);
+    }
+    publish(bars.dq_full(stage));
   }
   // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with dS.

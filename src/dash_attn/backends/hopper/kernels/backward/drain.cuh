@@ -1,4 +1,4 @@
-// Two threads in two warps: add finished dQ tiles to global memory, each in its turn.
+// Two threads in two warps: add finished dQ tiles to global memory, each in its turn; and dK and dV, where parts of a group sum them.
 //
 // Drain W takes the steps W, W + 2, ... of a chain, so that the hand-over of one tile overlaps the reduce of the next.
 // The hand-over between SMs: poll with ld.acquire, then a proxy fence; reduce; wait until the writes have LANDED (not just
@@ -19,8 +19,9 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
     if (RECORD && W == 0) note_clocks(0);
     while (true) {
       notes.await_chain(pipe);
-      const int steps = notes.chain(pipe).steps;
+      int steps = notes.chain(pipe).steps;
       if (steps < 0) break;
+      steps += sum_pieces<C>(p);
 #pragma unroll 1
       for (u32 number = pipe.steps + W; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
       bars.chain_empty(pipe.chain_slot()).arrive();
@@ -43,22 +44,27 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
       bars.dq_full(W).wait(1);
       add_piece(note, 1);
     }
-    if (ORDERED) {
+    // Of the two pieces of a sum that a drain adds, the first need not have landed before the second is added.
+    const bool another_follows = C::SUM_PIECES == 4 && note.dq_tile >= p.first_sum && (note.dq_tile - p.first_sum) % 4 < 2;
+    if (ORDERED && !another_follows) {
       bulk_wait();
       fence_async_global();
+      if (C::SUM_PIECES == 4 && note.dq_tile >= p.first_sum) store_release(p.semaphores + note.dq_tile - 2, note.rank + 1);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
-    if (RECORD) record(note, ready, turn);
+    if (RECORD && note.dq_tile < p.first_sum) record(note, ready, turn);
   }
 
   // The first rank stores: dQ needs no zeroing.
   DEVICE void add_piece(const StepNote& note, int piece) {
-    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + (piece ? C::piece_bytes(0) / 4 : 0);
-    const u32 source = shared + C::dq_staging(W);
+    const bool of_dq = note.dq_tile < p.first_sum;
+    float* to = (of_dq ? p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) : p.sums + (i64)(note.dq_tile - p.first_sum) * C::SUM_FLOATS) +
+                (piece ? C::piece_bytes(0) / 4 : 0);
+    const u32 source = shared + C::dq_staging(W), bytes = of_dq ? C::piece_bytes(piece) : C::sum_piece_bytes(piece);
     if (ORDERED && note.rank == 0)
-      bulk_store(to, source, C::piece_bytes(piece));
+      bulk_store(to, source, bytes);
     else
-      bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
+      bulk_reduce_add_f32(to, source, bytes);
     bulk_commit();
     bulk_wait_read();
     bars.dq_empty(W).arrive();

@@ -29,7 +29,7 @@ template <int D, MaskKind MASK> struct Loader {
       }
       bars.chain_loaded().arrive();
       bars.chain_empty(pipe.chain_slot()).arrive();
-      pipe.finish_chain(steps);
+      pipe.finish_chain(steps, sum_pieces<C>(p));
     }
   }
 

@@ -26,9 +26,10 @@ template <int D, MaskKind MASK> struct Planner {
       full.arrive_expect(sizeof(ChainRecord));
       bulk_load(notes.chain_at(slot), p.tickets + ticket, sizeof(ChainRecord), full.address);
       full.wait((chains >> 1) & 1);
-      // The whole walk for one query head of the group after the other: chains that follow each other share Q tiles in the cache.
+      // The whole walk for one query head of the part after the other: chains that follow each other share Q tiles in the cache.
 #pragma unroll 1
-      for (int m = 0; m < p.group; m++) counts = walk(notes.chain_at(slot), m, counts);
+      for (int m = 0; m < load_shared_i32(notes.chain_at(slot) + MEMBERS); m++) counts = walk(notes.chain_at(slot), m, counts);
+      if (p.sums != nullptr) counts = end(notes.chain_at(slot), counts);
       counts.add_chain();
     }
   }
@@ -44,7 +45,10 @@ template <int D, MaskKind MASK> struct Planner {
   };
   // Where the members of a chain's record are in its note.
   enum : u32 {
-    KV_HEAD = OFFSET_OF(ChainRecord, kv_head),
+    Q_HEAD = OFFSET_OF(ChainRecord, q_head),
+    MEMBERS = OFFSET_OF(ChainRecord, members),
+    FIRST_SUM = OFFSET_OF(ChainRecord, first_sum),
+    TURN = OFFSET_OF(ChainRecord, turn),
     FIRST_RUN = OFFSET_OF(ChainRecord, first_run),
     FIRST_DQ_TILE = OFFSET_OF(ChainRecord, first_dq_tile),
     GANG_END = OFFSET_OF(ChainRecord, gang_end),
@@ -72,11 +76,24 @@ template <int D, MaskKind MASK> struct Planner {
         step = table_walk.next(p.runs, p.entries);
       const u32 number = counts.steps();
       bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
-      const int member = load_shared_i32(chain + WALK) & 1 ? p.group - 1 - m : m;
+      const int member = load_shared_i32(chain + WALK) & 1 ? load_shared_i32(chain + MEMBERS) - 1 - m : m;
       store_shared_i32x4(
           notes.step_at(number),
-          make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial), load_shared_i32(chain + KV_HEAD) * p.group + member,
+          make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial), load_shared_i32(chain + Q_HEAD) + member,
                     load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
+      bars.note_full(number).arrive();
+    }
+    return counts;
+  }
+
+  // dK and dV go to the sums of their KV tile as contributions to dQ go to dQ: in pieces, each in its turn.
+  DEVICE Counts end(u32 chain, Counts counts) {
+#pragma unroll 1
+    for (int piece = 0; piece < C::SUM_PIECES; piece++, counts.add_step()) {
+      const u32 number = counts.steps();
+      bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
+      store_shared_i32x4(notes.step_at(number),
+                         make_int4(0, 0, load_shared_i32(chain + FIRST_SUM) + piece, load_shared_i32(chain + TURN)));
       bars.note_full(number).arrive();
     }
     return counts;

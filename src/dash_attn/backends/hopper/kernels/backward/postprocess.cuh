@@ -1,4 +1,5 @@
-// After the backward: the dQ accumulator, in fragment order, becomes dQ in the caller's layout and type.
+// After the backward: the dQ accumulator, in fragment order, becomes dQ in the caller's layout and type; and sums of dK and dV, where
+// parts of a group made them, become dK and dV.
 #pragma once
 #include "backward/config.cuh"
 #include "common/tile_place.cuh"
@@ -19,6 +20,13 @@ template <int D> DEVICE int2 place_in_tile(int i, int e) {
     return make_int2(m, wg * 64 + n);
 }
 
+// Row and column of element e of float4 `i` of 64 rows of dV or dK: a warpgroup's registers, or all columns of a wide head's tile.
+template <int D> DEVICE int2 place_in_sum(int i, int e) {
+  if constexpr (D > 128) return place_in_tile<D>(i, e);
+  const int group = i / 128, warp = i % 128 / 32, lane = i % 32;
+  return make_int2(16 * warp + (lane >> 2) + 8 * (e >> 1), 8 * group + 2 * (lane & 3) + (e & 1));
+}
+
 // Blocks start where CTAs of the attention kernel have ended, while others still run: each waits for its tile only, until all
 // ranks have landed. Unordered, for the whole kernel. False: nothing was added, the accumulator was never written.
 DEVICE bool await_sum(const PostprocessParams& p, int tile) {
@@ -32,27 +40,105 @@ DEVICE bool await_sum(const PostprocessParams& p, int tile) {
   return ranks > 0;
 }
 
-template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(256)
-    backward_postprocess(const __grid_constant__ PostprocessParams p) {
+// A finished tile, padded rows so that there are no bank conflicts, on its way from fragments to rows.
+template <typename Half, int D> struct FinishedRows {
   using C = BackwardConfig<D>;
-  constexpr int PITCH = C::WIDTH + 8;  // padded rows: no bank conflicts
-  __shared__ alignas(16) unsigned short rows[C::Q_ROWS * PITCH];
-  const float4* tile = (const float4*)(p.dq_accumulator + (i64)blockIdx.x * (C::Q_ROWS * C::WIDTH));
-  const bool visited = await_sum(p, blockIdx.x);
+  static constexpr int PITCH = C::WIDTH + 8, CHUNKS = C::WIDTH / 8;  // of 16 bytes
+  unsigned short* rows;
+
+  DEVICE void put(int2 at, float x) { rows[at.x * PITCH + at.y] = (unsigned short)(pack<Half>(x, 0.f) & 0xffff); }
+  // `count` rows of `dim` columns to where `offset` says that each begins.
+  template <typename Offset> DEVICE void store(void* to, int count, int dim, Offset offset) const {
+    const int chunk = threadIdx.x % CHUNKS;
+    for (int row = threadIdx.x / CHUNKS; row < (chunk * 8 < dim ? count : 0); row += 256 / CHUNKS)
+      *(uint4*)((unsigned short*)to + offset(row) + chunk * 8) = *(const uint4*)&rows[row * PITCH + chunk * 8];
+  }
+};
+
+template <typename Half, int D, bool PACKED> DEVICE void finish_dq(const PostprocessParams& p, FinishedRows<Half, D> out, int block) {
+  using C = BackwardConfig<D>;
+  const float4* tile = (const float4*)(p.dq_accumulator + (i64)block * (C::Q_ROWS * C::WIDTH));
+  const bool visited = await_sum(p, block);
   for (int i = threadIdx.x; i < C::Q_ROWS * C::WIDTH / 4; i += 256) {
     const float4 v = visited ? __ldcg(tile + i) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int2 at = place_in_tile<D>(i, e);
-      rows[at.x * PITCH + at.y] = (unsigned short)(pack<Half>(x[e] * p.scale, 0.f) & 0xffff);
-    }
+    for (int e = 0; e < 4; e++) out.put(place_in_tile<D>(i, e), x[e] * p.scale);
   }
   __syncthreads();
-  constexpr int CHUNKS = C::WIDTH / 8;  // of 16 bytes
-  const TilePlace place = locate<C::Q_ROWS, PACKED>(p.tiles, blockIdx.x);
-  const int chunk = threadIdx.x % CHUNKS;
-  for (int row = threadIdx.x / CHUNKS; row < (chunk * 8 < p.dim ? min(C::Q_ROWS, place.rows) : 0); row += 256 / CHUNKS)
-    *(uint4*)((unsigned short*)p.dq + place.offset(p.strides, row) + chunk * 8) = *(const uint4*)&rows[row * PITCH + chunk * 8];
+  const TilePlace place = locate<C::Q_ROWS, PACKED>(p.tiles, block);
+  out.store(p.dq, min(C::Q_ROWS, place.rows), p.dim, [&](int row) { return place.offset(p.strides, row); });
+}
+
+// 64 rows of dV or of dK: the sums of both kinds added up, that of the first part first.
+template <typename Half, int D, bool PACKED> struct SumFinisher {
+  using C = BackwardConfig<D>;
+  static constexpr int HALVES = C::KV_ROWS / 64, PIECES = C::SUM_PIECES / 2;  // warpgroups that own rows; pieces of dV, and of dK
+  const PostprocessParams& p;
+  const SumPlaces& s;
+  int tile, half, of_dk;  // half: which 64 rows
+
+  DEVICE SumFinisher(const PostprocessParams& params, int block)
+      : p(params), s(params.sums), tile(block / (2 * HALVES)), half(block / 2 % HALVES), of_dk(block % 2) {}
+
+  DEVICE void run(FinishedRows<Half, D> out) const {
+    const int head = tile / s.head_chains, row_of_head = tile - head * s.head_chains;
+    int4 place = make_int4(0, row_of_head, s.parts[0], s.parts[1]);
+    if constexpr (PACKED) place = s.places[row_of_head];
+    if (place.x < 0) return;
+    await(place.z, place.w);
+    for (int i = threadIdx.x; i < 64 * D / 4; i += 256) {
+      float4 v = read(0, i);
+      if (place.w != 0) {
+        const float4 w = read(1, i);
+        v = make_float4(v.x + w.x, v.y + w.y, v.z + w.z, v.w + w.w);
+      }
+      const float x[4] = {v.x, v.y, v.z, v.w}, scale = of_dk ? p.scale : 1.f;
+#pragma unroll
+      for (int e = 0; e < 4; e++) out.put(place_in_sum<D>(i, e), x[e] * scale);
+    }
+    __syncthreads();
+    i64 first_row;  // in the caller's tensor, whose rows are `stride` apart
+    int rows, kv_head;
+    if constexpr (PACKED) {
+      const Sequence& sequence = p.tiles.sequences[place.x];
+      const int first = place.y * C::KV_ROWS + 64 * half;
+      first_row = (i64)sequence.kv_plane - sequence.kv_len + first, rows = sequence.kv_len - first, kv_head = head;
+    } else {
+      const int first = place.y * C::KV_ROWS + 64 * half;
+      first_row = (i64)(head / s.kv_heads) * s.kv_len + first, rows = s.kv_len - first, kv_head = head % s.kv_heads;
+    }
+    const int dim = of_dk ? s.dk_dim : s.dv_dim;
+    out.store(of_dk ? s.dk : s.dv, min(64, rows), dim, [&](int row) { return ((first_row + row) * s.kv_heads + kv_head) * dim; });
+  }
+
+ private:
+  DEVICE int piece(int sum, int number) const { return (tile * s.count + sum) * C::SUM_PIECES + of_dk * PIECES + number; }
+  // float4 `i` of these rows. A piece holds the registers of all warpgroups that own rows, one behind the other.
+  DEVICE float4 read(int sum, int i) const {
+    constexpr int IN_PIECE = C::SUM_FLOATS / 4 / HALVES;
+    const float4* from = (const float4*)(s.sums + (i64)piece(sum, i / IN_PIECE) * C::SUM_FLOATS);
+    return __ldcg(from + half * IN_PIECE + i % IN_PIECE);
+  }
+  DEVICE void await(int first_parts, int second_parts) const {
+    if (p.q_ranks == nullptr) return await_kernel_before();  // unordered
+    if (threadIdx.x < 2 * PIECES) {
+      const int sum = threadIdx.x / PIECES, parts = sum ? second_parts : first_parts;
+      if (parts > 0) await_semaphore<true>(p, s.first_sum + piece(sum, threadIdx.x % PIECES), parts);
+    }
+    __syncthreads();
+  }
+};
+
+template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(256)
+    backward_postprocess(const __grid_constant__ PostprocessParams p) {
+  using C = BackwardConfig<D>;
+  constexpr int ROWS = C::Q_ROWS > 64 ? C::Q_ROWS : 64;
+  __shared__ alignas(16) unsigned short rows[ROWS * FinishedRows<Half, D>::PITCH];
+  const int dq_tiles = tile_count(p.tiles);
+  if (blockIdx.x < dq_tiles)
+    finish_dq<Half, D, PACKED>(p, {rows}, blockIdx.x);
+  else
+    SumFinisher<Half, D, PACKED>(p, blockIdx.x - dq_tiles).run({rows});
   if (blockIdx.x == 0) await_kernel_before();  // so that this kernel does not end first: dK and dV may still be on their way
 }

@@ -11,19 +11,17 @@ template <typename Half, int LANES, int Q_ROWS, bool PACKED> __global__ void __l
   allow_next_kernel();
   const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x, threads = (i64)gridDim.x * 256;
   if (thread == 0) p.next_ticket[0] = 0;
-  if (thread < tile_count(p.tiles)) p.semaphores[thread] = 0;
+  for (i64 s = thread; s < p.semaphore_count; s += threads) p.semaphores[s] = 0;
   if constexpr (!PACKED) {
     if (thread == 0) p.next_ticket[1] = p.plan.tickets;
     for (i64 t = thread; t < p.plan.tickets; t += threads) {
       const Chain chain = chain_of_ticket(p.plan, (int)t);
       const Sequence sequence = sequence_of_batch(p.mask, chain.sequence, chain.sequence * p.tiles.q_heads * p.tiles.head_tiles);
-      p.tickets[t] = expand_chain(p.plan, chain, sequence, p.kv_rows, p.tiles.group, p.tiles.head_tiles);
+      p.tickets[t] = expand_chain(p.plan, chain, sequence, p.kv_rows, p.tiles.q_heads / p.tiles.group, p.tiles.head_tiles);
     }
   }
-  if (p.dq_to_zero != nullptr) {
-    const i64 quads = (i64)tile_count(p.tiles) * (Q_ROWS / 4) * p.tile_columns;
-    for (i64 i = thread; i < quads; i += threads) ((float4*)p.dq_to_zero)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  if (p.dq_to_zero != nullptr)
+    for (i64 i = thread; i < p.floats_to_zero / 4; i += threads) ((float4*)p.dq_to_zero)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   const i64 row = thread / LANES;  // of all tiles
   const int lane = (int)(thread % LANES);
   if (row >= (i64)tile_count(p.tiles) * Q_ROWS) return;

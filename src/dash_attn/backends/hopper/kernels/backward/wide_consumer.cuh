@@ -38,10 +38,17 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
         arrive(bars.kv_empty());
         kv_loads++;
       }
-      store_tile(dv_own, dv_inner, 1.f, dv_map, notes.chain(pipe));
-      store_tile(dk_own, dk_inner, p.scale, dk_map, notes.chain(pipe));
+      if (p.sums == nullptr) {
+        store_tile(dv_own, dv_inner, 1.f, dv_map, notes.chain(pipe));
+        store_tile(dk_own, dk_inner, p.scale, dk_map, notes.chain(pipe));
+      } else {
+        put_sum(dv_own, dv_inner, steps & 1, last_stage);
+        last_stage = steps & 1;
+        put_sum(dk_own, dk_inner, last_stage ^ 1, last_stage);
+        last_stage ^= 1;
+      }
       arrive(bars.chain_empty(pipe.chain_slot()));
-      pipe.finish_chain(steps);
+      pipe.finish_chain(steps, sum_pieces<C>(p));
     }
     if (wg == 0 && warp == 0 && lane == 0) bulk_wait();
   }
@@ -189,6 +196,13 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct WideConsumer
     for (int i = 0; i < N / 4; i++) store_shared_f32x4(at + i * (WARPGROUP * 16), d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     fence_async_shared();
     arrive(bars.dq_full(stage));
+  }
+  // A chain's dV or dK, as it is in registers: as dQ leaves.
+  DEVICE void put_sum(const float (&own)[OWN], const float (&inner)[INNER], int stage, int stage_before) {
+    if (stage_before >= 0) bars.dq_empty(stage_before).wait(1);
+    put_dq(own, stage);
+    bars.dq_empty(stage).wait(0);
+    put_dq(inner, stage);
   }
   // dK and dV leave through the P and dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with them.

@@ -4,7 +4,7 @@
 #include "common/sequence.cuh"
 
 struct Chain {
-  int sequence, kv_head, kv_tile, table;  // table: row of chain_runs and chain_steps
+  int sequence, part, kv_tile, table;     // table: row of chain_runs and chain_steps
   int group_end;                          // ticket after the last chain of the heads that start side by side with this one
 };
 
@@ -52,37 +52,62 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   Chain chain;
   const int per_sequence = plan.heads_per_sequence[kind];
   chain.sequence = instance / per_sequence;
-  chain.kv_head = plan.first_head[kind] + plan.kinds * (instance - chain.sequence * per_sequence);
+  chain.part = plan.first_head[kind] + plan.kinds * (instance - chain.sequence * per_sequence);
   chain.kv_tile = plan.starts[kind * plan.kv_tiles + first + position];
   chain.table = kind * plan.kv_tiles + chain.kv_tile;
   chain.group_end = number + left;
   return chain;
 }
 
-// What a chain of any plan has in common: its rows, its dQ tiles. head_tiles: dQ tiles between a query head and the next.
-DEVICE ChainRecord chain_in(const Sequence& sequence, int kv_head, int first_key, int group, int head_tiles) {
+// Into how many parts a group is split, as parts_of in scheduling/problem.py.
+DEVICE int parts_of(int group, int q_len) {
+  const int most = max(1, ROWS_OF_A_CHAIN / max(1, q_len));
+  return (group + most - 1) / most;
+}
+
+// A part of a group, by its number in a sequence: its KV head and its query heads.
+struct Part {
+  int kv_head, place, q_head, members;
+  DEVICE Part(const GroupSplit& split, int number) {
+    kv_head = number / split.parts, place = number - kv_head * split.parts;
+    const int each = split.group / split.parts, shorter = split.parts - split.group % split.parts;  // the last parts have one more
+    q_head = kv_head * split.group + place * each + max(0, place - shorter), members = each + (place >= shorter);
+  }
+};
+
+// What a chain of any plan has in common: its rows, its dQ tiles, where its dK and dV are added. head_tiles: dQ tiles between a query
+// head and the next. kv_tile: its number among those of all heads and sequences.
+DEVICE ChainRecord chain_in(const Sequence& sequence, const GroupSplit& split, const Part& part, int first_key, int head_tiles,
+                            int kv_tile) {
   ChainRecord chain;
-  chain.kv_head = kv_head;
+  chain.kv_head = part.kv_head;
   chain.kv_row = first_key + sequence.kv_shift;
   chain.kv_plane = sequence.kv_plane;
   chain.q_shift = sequence.q_shift;
   chain.q_plane = sequence.q_plane;
   chain.keys = sequence.kv_len - first_key;
   chain.band_top = sequence.band_top - first_key;
-  chain.first_dq_tile = sequence.first_tile + kv_head * group * head_tiles;
+  chain.q_head = part.q_head;
+  chain.members = part.members;
+  chain.first_dq_tile = sequence.first_tile + part.q_head * head_tiles;
+  const int turn = part.place / split.kinds, sum = part.place - turn * split.kinds;
+  chain.first_sum = split.first_sum + (kv_tile * split.sums + sum) * split.pieces;
+  chain.turn = turn;
   return chain;
 }
 // ... and how it walks: `steps` of one query head.
-DEVICE void set_walk(ChainRecord& chain, int first_run, int steps, int group, int last_member_first) {
-  chain.steps = group * steps;
+DEVICE void set_walk(ChainRecord& chain, int first_run, int steps, int last_member_first) {
+  chain.steps = chain.members * steps;
   chain.first_run = first_run;
   chain.walk = 2 * steps + last_member_first;
 }
 
-DEVICE ChainRecord expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int group,
+DEVICE ChainRecord expand_chain(const PlanTables& plan, const Chain& chain, const Sequence& sequence, int kv_rows, int kv_heads,
                                 int head_tiles) {
-  ChainRecord record = chain_in(sequence, chain.kv_head, chain.kv_tile * kv_rows, group, head_tiles);
-  set_walk(record, plan.chain_runs[chain.table], plan.chain_steps[chain.table], group, plan.last_member_first[chain.table / plan.kv_tiles]);
+  const Part part(plan.split, chain.part);
+  const int kv_tile = (chain.sequence * kv_heads + part.kv_head) * plan.kv_tiles + chain.kv_tile;
+  ChainRecord record = chain_in(sequence, plan.split, part, chain.kv_tile * kv_rows, head_tiles, kv_tile);
+  set_walk(record, plan.chain_runs[chain.table], plan.chain_steps[chain.table], plan.last_member_first[chain.table / plan.kv_tiles]);
   record.gang_end = plan.has_gangs ? chain.group_end : 0;
   return record;
 }

@@ -12,11 +12,17 @@ DEVICE int checked_length(const PackedParams& p, int side, int entry) {
   return end - start;
 }
 
+// Q tiles, KV tiles and parts of a group of one sequence. (The forward has no groups.)
+template <int Q_ROWS, int KV_ROWS> DEVICE int3 tiles_and_parts(const PackedParams& p, int entry) {
+  const int queries = p.cu_q[entry + 1] - p.cu_q[entry], keys = p.cu_k[entry + 1] - p.cu_k[entry];
+  return make_int3(tiles_of(queries, Q_ROWS), tiles_of(keys, KV_ROWS), p.split.group > 1 ? parts_of(p.split.group, queries) : 1);
+}
+
 // One thread per sequence. Longest sequences start first, so that the last to start are short. A ticket is a chain of a head (backward)
 // or a Q tile (forward).
 template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __launch_bounds__(256)
     packed_layout(const __grid_constant__ PackedParams p) {
-  __shared__ int2 tiles[256];
+  __shared__ int3 tiles[256];
   const int s = blockIdx.x * 256 + threadIdx.x;
   Sequence mine = {};
   if (s < p.count) {
@@ -29,12 +35,11 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
     __syncthreads();
     const int other = first + threadIdx.x;
     if (other < p.count)
-      tiles[threadIdx.x] =
-          make_int2(tiles_of(p.cu_q[other + 1] - p.cu_q[other], Q_ROWS), tiles_of(p.cu_k[other + 1] - p.cu_k[other], KV_ROWS));
+      tiles[threadIdx.x] = tiles_and_parts<Q_ROWS, KV_ROWS>(p, other);
     __syncthreads();
     for (int i = 0; i < min(256, p.count - first); i++) {
-      const int2 t = tiles[i];
-      const int tickets = TICKETS_ARE_CHAINS ? t.y * p.heads : t.x, other_work = t.x * t.y;
+      const int3 t = tiles[i];
+      const int tickets = TICKETS_ARE_CHAINS ? t.y * p.heads * t.z : t.x, other_work = t.x * t.y;
       if (first + i < s) first_tile += t.x, first_chain += t.y;
       if (other_work > work || (other_work == work && first + i < s)) {
         first_ticket += tickets;
@@ -90,9 +95,13 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   const SequenceParts& parts;
   const Order order;
   int kv_tile, kind;
+  GroupSplit split;
 
   DEVICE ChainMaker(const PackedParams& params, int sequence, int tile, int kind_of_head)
-      : p(params), s(p.sequences[sequence]), parts(p.parts[sequence]), order(p, s.q_len, s.kv_len), kv_tile(tile), kind(kind_of_head) {}
+      : p(params), s(p.sequences[sequence]), parts(p.parts[sequence]), order(p, s.q_len, s.kv_len), kv_tile(tile), kind(kind_of_head),
+        split(p.split) {
+    split.parts = order.parts, split.kinds = order.ring ? 1 : 2;
+  }
 
   DEVICE void make(int at) {
     if (order.ring && kind == 1) return;  // one kind of head only
@@ -103,11 +112,15 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     const Place place = order.ring ? in_ring(chain) : in_classes();
     if (kind == 1) chain.q_first += steps - 1, chain.q_stride = -1;
     p.chains[at] = chain;
-    for (int head = 0; head < p.heads; head++)
+    for (int part = 0; part < order.heads; part++)
       if (order.ring)
-        write_ticket(head, place, in_gangs(head, place), at, steps);
-      else if ((head + p.head_offset) % 2 == kind)
-        write_ticket(head, place, in_turns(head), at, steps);
+        write_ticket(part, place, in_gangs(part, place), at, steps);
+      else if ((part + p.head_offset * order.parts) % 2 == kind)
+        write_ticket(part, place, in_turns(part), at, steps);
+  }
+  // Where its dK and dV are, and how many parts add to each of its sums.
+  DEVICE int4 sum_place(int sequence) const {
+    return make_int4(sequence, kv_tile, tiles_of(split.parts, split.kinds), split.kinds == 2 ? split.parts / 2 : 0);
   }
 
  private:
@@ -149,7 +162,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     int before, width, place;
   };
   DEVICE Lane in_gangs(int head, const Place& place) const {
-    const Dealt dealt = Dealt::to(tiles_of(p.heads, max(1, p.workers / place.gang)), p.heads);
+    const Dealt dealt = Dealt::to(tiles_of(order.heads, max(1, p.workers / place.gang)), order.heads);
     const int turn = dealt.turn_of(head);
     return {dealt.before(turn), dealt.in(turn), head - dealt.before(turn)};
   }
@@ -160,10 +173,12 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
 
   // Segments one after the other; in a segment heads in the order of their turns, those side by side position by position.
-  DEVICE void write_ticket(int head, const Place& place, const Lane& lane, int at, int steps) const {
-    const int segment = place.first * p.heads + lane.before * place.size;
-    ChainRecord record = chain_in(s, head, kv_tile * KV_ROWS, p.group, p.head_tiles);
-    set_walk(record, at, steps, p.group, kind);
+  DEVICE void write_ticket(int number, const Place& place, const Lane& lane, int at, int steps) const {
+    const int segment = place.first * order.heads + lane.before * place.size;
+    const Part part(split, number);
+    const int tile = part.kv_head * p.chain_rows + parts.first_chain + kv_tile;
+    ChainRecord record = chain_in(s, split, part, kv_tile * KV_ROWS, p.head_tiles, tile);
+    set_walk(record, at, steps, kind);
     record.gang_end = place.gang > 1 ? parts.first_ticket + segment + lane.width * place.size : 0;
     p.tickets[parts.first_ticket + shuffled(segment + place.position * lane.width + lane.place)] = record;
   }
@@ -171,7 +186,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   // are shuffled together, in proportion. `ticket` counts from the first one of this sequence.
   DEVICE int shuffled(u32 ticket) const {
     const u32 up = order.first_up(), down = order.last_down(), before = parts.shuffled_before, behind = parts.shuffled_behind;
-    const u32 first_of_down = order.kv_tiles * p.heads - down;
+    const u32 first_of_down = order.kv_tiles * order.heads - down;
     if (ticket < up && before > 0) return ticket - before + min(before, (ticket * before + up - 1) / up);
     if (ticket >= first_of_down && behind > 0) return ticket + min(behind, (ticket - first_of_down) * behind / down + 1);
     return ticket;
@@ -190,5 +205,12 @@ template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed
   if (thread >= 2 * p.chain_rows) return;
   const int kind = thread / p.chain_rows, index = thread - kind * p.chain_rows;
   const int s = find_sequence(p.parts, p.count, index, &SequenceParts::first_chain), kv_tile = index - p.parts[s].first_chain;
-  if (kv_tile < tiles_of(p.sequences[s].kv_len, KV_ROWS)) ChainMaker<Q_ROWS, KV_ROWS>(p, s, kv_tile, kind).make(thread);
+  const bool exists = kv_tile < tiles_of(p.sequences[s].kv_len, KV_ROWS);
+  if (exists) {
+    ChainMaker<Q_ROWS, KV_ROWS> maker(p, s, kv_tile, kind);
+    maker.make(thread);
+    if (kind == 0) p.sum_places[index] = maker.sum_place(s);
+  } else if (kind == 0) {
+    p.sum_places[index] = make_int4(-1, 0, 0, 0);
+  }
 }
