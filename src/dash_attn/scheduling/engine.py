@@ -188,7 +188,7 @@ class _Tables:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.problem, self.kinds = schedule, schedule.problem, len(schedule.order.kinds)
         self.dq_tiles = self.problem.batch * self.problem.heads * self.problem.group * self.problem.q_tiles
-        self.sums = Sum.count(self.problem, self.kinds) if self.problem.parts > 1 else 0
+        self.sums = Sum.how_many(self.problem, self.kinds) if self.problem.parts > 1 else 0
         self.keys = self.dq_tiles + self.problem.batch * self.problem.heads * self.sums * self.problem.kv_tiles * self.problem.adds
         self._expanded: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
 
@@ -221,11 +221,12 @@ def _blocked(schedule: Schedule, chains: list[_Chain], waiting: dict[tuple[int, 
     started = {tuple(ticket) for ticket in tickets[: len(chains)]}
     report = []
     for (key, rank), chain in waiting.items():
-        place = tuple(tickets[number_of[id(chain)]])
+        sequence, part, kv_tile = tickets[number_of[id(chain)]]
         if chain.adds and key >= chain.first_sum:
-            report.append((chain.worker, schedule.problem.task(*place, 0), rank, "the part before, to add dK and dV behind it"))
+            task = schedule.problem.task(sequence, part, kv_tile, 0)
+            report.append((chain.worker, task, rank, "the part before, to add dK and dV behind it"))
         else:
-            report.append(_blocked_task(schedule, chain, key, rank, place, started))
+            report.append(_blocked_task(schedule, chain, key, rank, (sequence, part, kv_tile), started))
     return report
 
 

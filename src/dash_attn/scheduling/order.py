@@ -79,7 +79,7 @@ class Sum(NamedTuple):
         return cls(number, rank)
 
     @staticmethod
-    def count(problem: Problem, kinds: int) -> int:
+    def how_many(problem: Problem, kinds: int) -> int:
         """Sums per KV tile of a KV head."""
         return min(problem.parts, kinds)
 

@@ -99,7 +99,7 @@ class Plan:
     @property
     def sums(self) -> int:
         """Sums of dK and dV per KV tile of a KV head: one for each kind of its parts."""
-        return Sum.count(self.problem, self.kinds)
+        return Sum.how_many(self.problem, self.kinds)
 
     @property
     def parts_of_sums(self) -> list[int]:

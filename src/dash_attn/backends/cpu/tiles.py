@@ -78,9 +78,7 @@ def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Sc
 class BackwardTiles:
     """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale."""
 
-    def __init__(
-        self, plan: Plan, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
-    ) -> None:
+    def __init__(self, plan: Plan, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]) -> None:
         """tensors: dout, q, k, v, out; of_rows: LSE and, where it was used, its gradient."""
         problem = self.problem = plan.problem
         self.scores = Scores(problem, options)

@@ -12,7 +12,16 @@ from torch import Tensor
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..device.driver import current_stream, on_device
-from ..device.parameters import BackwardParams, Pair, PostprocessParams, PreprocessParams, SinkGradientParams, Strides, SumPlaces, TilePlaces
+from ..device.parameters import (
+    BackwardParams,
+    Pair,
+    PostprocessParams,
+    PreprocessParams,
+    SinkGradientParams,
+    Strides,
+    SumPlaces,
+    TilePlaces,
+)
 from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..tiles import helper_blocks

@@ -148,7 +148,11 @@ class ChainRecord(Structure):
         ("int", "gang_end", "ticket after the last chain that may wait for this one in a circle; 0 without gangs"),
         ("int", "walk", "steps of one query head, times two; plus 1 if the last query head of the part is walked first"),
         ("int", "q_head, members", "first query head of the part, and how many it has"),
-        ("int", "first_sum, turn", "where dK and dV are added, in pieces, and how many parts add before; not read where chains finish them"),
+        (
+            "int",
+            "first_sum, turn",
+            "where dK and dV are added, in pieces, and how many parts add before; not read where chains finish them",
+        ),
     )
 
 
@@ -266,7 +270,11 @@ class SumPlaces(Structure):
         ("int", "count", "sums per KV tile"),
         ("int", "first_sum", "as in BackwardParams"),
         ("int", "parts[2]", "that add to each of them; -1: unordered"),
-        ("const int4*", "places", "packed only: [head_chains] sequence, KV tile, and parts instead of the above; sequence -1: no such tile"),
+        (
+            "const int4*",
+            "places",
+            "packed only: [head_chains] sequence, KV tile, and parts instead of the above; sequence -1: no such tile",
+        ),
     )
 
 
