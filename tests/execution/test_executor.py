@@ -88,8 +88,8 @@ def test_ranks_land_in_order_and_walks_follow_the_plan(mask: str, schedule: str,
     assert recorder.in_rank_order
     assert sum(map(len, recorder.landings.values())) == plan.problem.tasks
     for ticket in chains_in_order(plan):
-        steps = plan.steps(ticket.head % plan.kinds, ticket.kv_tile)[:, 0].tolist()
-        members = [1, 0] if schedule == "alternating" and ticket.head % 2 else [0, 1]
+        steps = plan.steps(ticket.part % plan.kinds, ticket.kv_tile)[:, 0].tolist()
+        members = [1, 0] if schedule == "alternating" and ticket.part % 2 else [0, 1]
         assert recorder.walks[ticket] == [(q_tile, member) for member in members for q_tile in steps]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -47,11 +48,20 @@ def _tile_state(tile: np.ndarray, whole: int) -> int:
     return FULL if tile.sum() == whole else PARTIAL
 
 
+@dataclass(frozen=True)
+class _Reduce:
+    """One add to global memory: a contribution to a tile of dQ, behind a compute; or a piece of dK and dV at the end of a chain."""
+
+    to: tuple[object, ...]
+    rank: int
+    behind_a_compute: bool = True
+
+
 @dataclass
 class _Running:
-    """A resident chain of the clocked machine below."""
+    """A resident chain of the clocked machine below. What adds dK and dV has a place in `compute`, too: when it has room."""
 
-    tasks: list[tuple[tuple[int, int, int], int]]  # (sequence, query head, Q tile), rank
+    reduces: list[_Reduce]
     start: int
     compute: list[int] = field(default_factory=list)
     reduce: dict[int, int] = field(default_factory=dict)
@@ -62,9 +72,9 @@ class Clockwork:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.costs, self.workers = costs, schedule.workers
-        self.queue = [_tasks_of(schedule, ticket) for ticket in schedule.tickets.tolist()]
+        self.queue = [_reduces_of(schedule, ticket) for ticket in schedule.tickets.tolist()]
         self.chains: list[_Running] = []
-        self.landed: dict[tuple[tuple[int, int, int], int], int] = {}  # (dQ tile, rank) -> start of that reduce
+        self.landed: dict[tuple[tuple[object, ...], int], int] = {}  # (where, rank) -> start of that reduce
         self.now = 0
 
     def run(self, limit: int = 100_000) -> Clockwork:
@@ -82,15 +92,20 @@ class Clockwork:
 
     @property
     def compute_start(self) -> list[int]:
-        return [t for chain in self.chains for t in chain.compute]
+        return [chain.compute[i] for chain in self.chains for i in _tasks(chain)]
 
     @property
     def reduce_start(self) -> list[int]:
-        return [chain.reduce[i] for chain in self.chains for i in range(len(chain.tasks))]
+        return [chain.reduce[i] for chain in self.chains for i in _tasks(chain)]
+
+    @property
+    def chain_end(self) -> list[int]:
+        ends = [[t + self.costs.reduce for t in chain.reduce.values()] for chain in self.chains]
+        return [max(of_chain, default=chain.start) for chain, of_chain in zip(self.chains, ends, strict=True)]
 
     @property
     def makespan(self) -> int:
-        return max((t + self.costs.reduce for t in self.reduce_start), default=0)
+        return max(self.chain_end)
 
     def _something_starts(self) -> bool:
         resident = [chain for chain in self.chains if not self._ended(chain)]
@@ -102,45 +117,70 @@ class Clockwork:
 
     def _step(self, chain: _Running) -> bool:
         before = len(chain.compute) + len(chain.reduce)
-        if len(chain.compute) < len(chain.tasks) and self._may_compute(chain, len(chain.compute)):
+        if len(chain.compute) < len(chain.reduces) and self._may_compute(chain, len(chain.compute)):
             chain.compute.append(self.now)
         for index in range(len(chain.compute)):
             if index not in chain.reduce and self._may_reduce(chain, index):
-                chain.reduce[index] = self.landed[chain.tasks[index]] = self.now
+                what = chain.reduces[index]
+                chain.reduce[index] = self.landed[what.to, what.rank] = self.now
         return len(chain.compute) + len(chain.reduce) > before
 
     def _may_compute(self, chain: _Running, index: int) -> bool:
-        ready = chain.compute[index - 1] + self.costs.compute if index else chain.start + self.costs.startup
+        ready = self._computed(chain, index - 1) if index else chain.start + self.costs.startup
         return ready <= self.now and self._reduced(chain, index - 1 - self.costs.overlap)
 
     def _may_reduce(self, chain: _Running, index: int) -> bool:
-        dq_tile, rank = chain.tasks[index]
-        computed = chain.compute[index] + self.costs.compute <= self.now
-        before = self.landed.get((dq_tile, rank - 1))
+        what = chain.reduces[index]
+        before = self.landed.get((what.to, what.rank - 1))
         hand_over = max(self.costs.reduce, self.costs.latency)
-        in_turn = rank == 0 or (before is not None and before + hand_over <= self.now)
+        in_turn = what.rank == 0 or (before is not None and before + hand_over <= self.now)
+        computed = self._computed(chain, index) <= self.now
         return computed and in_turn and self._reduced(chain, index - max(1, self.costs.overlap))
+
+    def _computed(self, chain: _Running, index: int) -> int:
+        return chain.compute[index] + (self.costs.compute if chain.reduces[index].behind_a_compute else 0)
 
     def _reduced(self, chain: _Running, index: int) -> bool:
         return index < 0 or (index in chain.reduce and chain.reduce[index] + self.costs.reduce <= self.now)
 
     def _ended(self, chain: _Running) -> bool:
-        return all(self._reduced(chain, index) for index in range(len(chain.tasks)))
+        return all(self._reduced(chain, index) for index in range(len(chain.reduces)))
 
 
-def _tasks_of(schedule: Schedule, ticket: list[int]) -> list[tuple[tuple[int, int, int], int]]:
-    sequence, head, kv_tile = ticket
-    group, order = schedule.problem.group, schedule.head_order(head)
+def _tasks(chain: _Running) -> list[int]:
+    return [i for i, what in enumerate(chain.reduces) if what.behind_a_compute]
+
+
+def dealt(group: int, parts: int) -> list[list[int]]:
+    """The query heads of a group by part: as evenly as can be, in order, small parts first."""
+    sizes = sorted(len(range(first, group, parts)) for first in range(parts))
+    heads = iter(range(group))
+    return [list(islice(heads, size)) for size in sizes]
+
+
+def _reduces_of(schedule: Schedule, ticket: list[int]) -> list[_Reduce]:
+    """What a chain adds, in order: to dQ step by step; at its end dK and dV, if its group has more than one part."""
+    problem, (sequence, number, kv_tile) = schedule.problem, ticket
+    kv_head, part = divmod(number, problem.parts)
+    kinds = schedule.order.kinds
+    order = kinds[((problem.head_offset + kv_head) * problem.parts + part) % len(kinds)]
+    heads = [kv_head * problem.group + member for member in dealt(problem.group, problem.parts)[part]]
     steps = list(zip(order.walk(kv_tile).tolist(), order.ranks(kv_tile).tolist(), strict=True))
-    members = range(group)[::-1] if order.last_member_first else range(group)
-    return [((sequence, head * group + member, q_tile), rank) for member in members for q_tile, rank in steps]
+    in_order = heads[::-1] if order.last_member_first else heads
+    contributions = [_Reduce(("dQ", sequence, head, q_tile), rank) for head in in_order for q_tile, rank in steps]
+    if problem.parts == 1:
+        return contributions
+    before = [earlier for earlier in range(part) if (part - earlier) % len(kinds) == 0]  # parts of this kind share a sum
+    pieces = [(what, first) for what in ("dK", "dV") for first in range(0, problem.tile_kv, problem.tile_q)]
+    where = (sequence, kv_head, kv_tile, part % len(kinds))
+    return contributions + [_Reduce((*piece, *where), len(before), behind_a_compute=False) for piece in pieces]
 
 
 def can_finish(schedule: Schedule, workers: int) -> bool:
     """Whether the untimed execution completes: any resident chain moves on as soon as its rank has its turn."""
-    queue = [_tasks_of(schedule, ticket) for ticket in schedule.tickets.tolist()]
-    resident: list[list[tuple[tuple[int, int, int], int]]] = []
-    landed: dict[tuple[int, int, int], int] = {}
+    queue = [_reduces_of(schedule, ticket) for ticket in schedule.tickets.tolist()]
+    resident: list[list[_Reduce]] = []
+    landed: dict[tuple[object, ...], int] = {}
     moved = True
     while moved:
         moved = False
@@ -149,9 +189,9 @@ def can_finish(schedule: Schedule, workers: int) -> bool:
             resident.append(queue.pop(0))
             moved = True
         for chain in resident:
-            if chain and chain[0][1] == landed.get(chain[0][0], 0):
-                landed[chain[0][0]] = landed.get(chain[0][0], 0) + 1
-                chain.pop(0)
+            if chain and chain[0].rank == landed.get(chain[0].to, 0):
+                to = chain.pop(0).to
+                landed[to] = landed.get(to, 0) + 1
                 moved = True
     return not queue and not any(resident)
 

@@ -45,11 +45,11 @@ def sized_masks(draw: st.DrawFn, most: int = 40) -> tuple[Mask, int, int]:
 
 @st.composite
 def problems(draw: st.DrawFn, most_tokens: int = 40) -> Problem:
-    """Any mask on a few tiles, with odd sizes, grouped heads, a batch and a head offset."""
+    """Any mask on a few tiles, with odd sizes, groups of heads in any number of parts, a batch and a head offset."""
     mask, q_len, kv_len = draw(sized_masks(most_tokens))
     tile_q, tile_kv = draw(st.integers(3, 12)), draw(st.integers(3, 12))
-    heads, group, batch, offset = (draw(st.integers(least, most)) for least, most in ((1, 3), (1, 2), (1, 2), (0, 1)))
-    return Problem(mask, q_len, kv_len, tile_q, tile_kv, heads, group, batch, offset)
+    heads, group, batch, offset = (draw(st.integers(least, most)) for least, most in ((1, 3), (1, 4), (1, 2), (0, 1)))
+    return Problem(mask, q_len, kv_len, tile_q, tile_kv, heads, group, batch, offset, group_parts=draw(st.integers(0, group)))
 
 
 def acyclic_order(problem: Problem, rng: np.random.Generator) -> HeadOrder:

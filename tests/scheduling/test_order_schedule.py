@@ -112,10 +112,13 @@ def test_heads_are_dealt_evenly_to_turns() -> None:
     ("kv_tiles", "shape", "lanes"),
     [
         (32, {"heads": 16, "batch": 4}, 4),  # 32 heads of a kind, four fill 128 of 132 workers
-        (24, {"heads": 8, "group": 4, "batch": 4}, 6),  # 16 heads, at least 5: turns of 6, 5 and 5
-        (24, {"heads": 5, "group": 4, "batch": 4}, 6),  # 12 and 8
+        (24, {"heads": 8, "group": 4, "batch": 4, "group_parts": 1}, 6),  # 16 heads, at least 5: turns of 6, 5 and 5
+        (24, {"heads": 5, "group": 4, "batch": 4, "group_parts": 1}, 6),  # 12 and 8
+        (24, {"heads": 5, "group": 4, "batch": 4, "group_parts": 4}, 5),  # 40 parts of each kind: 8 turns of 5
+        (24, {"heads": 1, "group": 7, "batch": 1, "group_parts": 7}, 4),  # 4 parts that walk up and 3 that walk down
         (128, {"heads": 16}, 2),  # long chains of one query head: two fillings
-        (128, {"heads": 16, "group": 2}, 1),
+        (128, {"heads": 16, "group": 2, "group_parts": 2}, 2),  # likewise
+        (128, {"heads": 16, "group": 2, "group_parts": 1}, 1),
         (4, {"heads": 2}, 1),  # there are no more
     ],
 )
@@ -203,13 +206,13 @@ def test_a_shard_of_the_heads_keeps_the_bits_of_the_whole_model(name: str) -> No
     model = generate(name, Problem.from_tiles("full", 16, 8, heads=8), 8)
     for first, heads in ((0, 3), (3, 2), (5, 3)):
         shard = generate(name, replace(model.problem, heads=heads, head_offset=first), 8)
-        assert all(same_order(shard.head_order(h), model.head_order(first + h)) for h in range(heads))
+        assert all(same_order(shard.order_of(h), model.order_of(first + h)) for h in range(heads))
 
 
 def test_without_the_offset_an_odd_shard_would_change_bits() -> None:
     model = generate("alternating", Problem.from_tiles("causal", 16, 8, heads=4), 8)
     shard = generate("alternating", replace(model.problem, heads=1), 8)
-    assert not same_order(shard.head_order(0), model.head_order(1))
+    assert not same_order(shard.order_of(0), model.order_of(1))
 
 
 def test_same_bits_sees_a_swapped_rank() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dash_attn import GENERATORS, Problem, ScheduleError, generate
 from dash_attn.scheduling.engine import Costs, run_in_model_time
 from dash_attn.simulation.bounds import lower_bounds
+from reference import dealt
 from strategies import costs, examples, problems
 
 PAPER = Costs(compute=10, reduce=3, latency=0, overlap=0)
@@ -33,6 +34,12 @@ def test_known_values_with_overlap_and_latency() -> None:
     assert bounds.most_loaded_q_tile == 10 + 3 * 20 + 3
 
 
+def test_parts_shorten_the_longest_chain() -> None:
+    bounds = [lower_bounds(Problem.from_tiles("full", 4, 4, group=3, group_parts=parts), HOPPER, 2) for parts in (1, 2, 3)]
+    assert [bound.longest_chain for bound in bounds] == [12 * 10 + 3, 8 * 10 + 3, 4 * 10 + 3]
+    assert [bound.work for bound in bounds] == [3 * 16 * 10 / 2 + 3] * 3
+
+
 def test_reduces_slower_than_computes_set_the_pace() -> None:
     bounds = lower_bounds(Problem.from_tiles("full", 4, 1), Costs(compute=1, reduce=10, latency=0, overlap=2), 1)
     assert bounds.longest_chain == 4 * 5
@@ -45,12 +52,13 @@ def test_nothing_to_do_takes_no_time() -> None:
 @given(problems(), st.integers(1, 7))
 @examples(100)
 def test_packing_equals_the_plain_loop(problem: Problem, workers: int) -> None:
-    lengths = np.sort(np.repeat(problem.chain_lengths * problem.group, problem.batch * problem.heads))[::-1]
+    sizes = [len(part) for part in dealt(problem.group, problem.parts)]
+    lengths = sorted((n * size for n in problem.chain_lengths.tolist() for size in sizes * problem.batch * problem.heads), reverse=True)
     best = 0
     for shared in range(1, len(lengths)):
         longest = lengths[: shared * workers + 1]
         if len(longest) == shared * workers + 1:
-            best = max(best, int(longest[-shared - 1 :].sum()))
+            best = max(best, sum(longest[-shared - 1 :]))
     assert lower_bounds(problem, PAPER, workers).offsets == best * 13
 
 

@@ -37,7 +37,7 @@ def assert_same_times(schedule: Schedule, model: Costs) -> None:
     assert run.chain_start.tolist() == clock.chain_start
     assert run.compute_start.tolist() == clock.compute_start
     assert run.reduce_start.tolist() == clock.reduce_start
-    assert run.chain_end.max() == clock.makespan
+    assert run.chain_end.tolist() == clock.chain_end
 
 
 @given(problems(), costs, seeds)
@@ -66,7 +66,7 @@ def test_a_waiting_reduce_does_not_hold_the_other_drain() -> None:
 
 
 @given(problems(), costs, seeds)
-@examples(100)
+@examples(200)
 def test_accounts_balance_and_the_critical_path_has_no_holes(problem: Problem, model: Costs, seed: int) -> None:
     schedule = random_schedule(problem, seed)
     if schedule is None or not problem.tasks:
@@ -91,7 +91,8 @@ def assert_contiguous(timeline: Timeline) -> None:
     """Every event of the path begins exactly when what it waited for lets it, from 0 to the makespan."""
     run, model = timeline.execution, timeline.machine.costs
     path = critical_path(timeline)
-    begins = [int((run.compute_start if phase == "compute" else run.reduce_start)[index]) for (phase, index), _ in path]
+    starts = {"compute": run.compute_start, "reduce": run.reduce_start, "add": run.add_start.ravel()}
+    begins = [int(starts[phase][index]) for (phase, index), _ in path]
     assert path[0][1] == "start"
     lengths = [begins[0]]
     for ((phase, _), _), (_, cause) in pairwise(path):
@@ -99,7 +100,32 @@ def assert_contiguous(timeline: Timeline) -> None:
         lengths.append(model.compute if phase == "compute" else reduce_length)
     assert np.cumsum(lengths).tolist() == begins
     assert begins[-1] + model.reduce == run.chain_end.max()
-    assert [str(hop.task) for hop in timeline.critical_path][-1] == str(timeline.task(path[-1][0][1]))
+    assert len(timeline.critical_path) == len(path)
+
+
+@pytest.mark.parametrize("machine", [Machine(1, 0.3), Machine(1, 0.3, 2, 2), Machine(1, 2, 1), Machine(1, 0, 3, 4)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("missing", [(), (2, 7), (0, 1)], ids=str)  # KV tiles that no Q tile keeps: their chains have adds alone
+def test_accounts_balance_with_adds(missing: tuple[int, ...], parts: int, machine: Machine) -> None:
+    kept = np.tri(8, dtype=bool) & ~np.isin(np.arange(8), missing)
+    timeline = simulate(generate("alternating", Problem.from_tiles(kept, 8, 8, heads=2, group=4, group_parts=parts), 5), machine)
+    assert_accounts_balance(timeline)
+    assert_contiguous(timeline)
+    phases = [hop.phase for hop in timeline.critical_path]
+    if machine.reduce:
+        assert phases[-1] == ("add" if parts > 1 else "reduce")
+
+
+def test_adds_of_dk_and_dv_by_hand() -> None:
+    """Three parts of one kind, two adds each. Startup 2, compute 1, reduce 5. The second KV tile has no tasks, but still adds."""
+    problem = Problem.from_tiles(np.array([[True, False]]), 1, 2, group=3, group_parts=3)
+    timeline = simulate(generate("ascending", problem, 6), Machine(1, 5, startup=2))
+    run = timeline.execution
+    assert timeline.schedule.tickets.tolist() == [[0, part, kv_tile] for kv_tile in (0, 1) for part in (0, 1, 2)]
+    assert (run.compute_start.tolist(), run.reduce_start.tolist()) == ([2, 2, 2], [3, 3, 3])
+    assert run.add_start.tolist() == [[8, 13], [13, 18], [18, 23], [2, 7], [7, 12], [12, 17]]
+    assert timeline.makespan == 28
+    assert [(hop.phase, hop.cause) for hop in timeline.critical_path][2:] == [("add", "drain")] * 2 + [("add", "rank")] * 2
 
 
 def test_causes_on_the_critical_path() -> None:

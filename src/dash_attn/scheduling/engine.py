@@ -51,6 +51,7 @@ class Execution(NamedTuple):
     chain_end: NDArray[np.int64]
     compute_start: NDArray[np.int64]
     reduce_start: NDArray[np.int64]
+    add_start: NDArray[np.int64]  # [chains, adds]: of dK and dV, behind the tasks
 
 
 @dataclass(slots=True)
@@ -123,6 +124,7 @@ def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, pr
         chain_end=np.array([ends[id(c)] for c in chains]),
         compute_start=np.array([t for c in chains for t in c.compute_start[: len(c.keys)]], dtype=np.int64),
         reduce_start=np.array([t for c in chains for t in c.reduce_start[: len(c.keys)]], dtype=np.int64),
+        add_start=np.array([c.reduce_start[len(c.keys) :] for c in chains], dtype=np.int64).reshape(len(chains), -1),
     )
 
 

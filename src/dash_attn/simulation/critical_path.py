@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..scheduling.order import Sum
+
 if TYPE_CHECKING:
     from .simulate import Timeline
 
-Node = tuple[str, int]  # ("compute" or "reduce", task index)
+Node = tuple[str, int]  # ("compute" or "reduce", task index) or ("add", adds before it, in the order of tickets)
 
 
 def critical_path(timeline: Timeline) -> list[tuple[Node, str]]:
@@ -18,10 +20,10 @@ def critical_path(timeline: Timeline) -> list[tuple[Node, str]]:
     if not len(timeline.execution.reduce_start):
         return []
     back = _Backtrack(timeline)
-    node: Node | None = ("reduce", int(np.argmax(timeline.execution.reduce_start)))
+    node: Node | None = back.last
     path = []
     while node is not None:
-        cause, before = back.reduce(node[1]) if node[0] == "reduce" else back.compute(node[1])
+        cause, before = back.cause_of(node)
         path.append((node, cause))
         node = before
     return path[::-1]
@@ -32,40 +34,83 @@ class _Backtrack:
 
     def __init__(self, timeline: Timeline) -> None:
         self.run, self.costs = timeline.execution, timeline.machine.costs
+        self.adds = self.run.add_start.shape[1]
+        self.add_start = self.run.add_start.ravel()
         self.ticket_of = np.repeat(np.arange(len(self.run.worker)), np.diff(self.run.offsets))
         self.rank_before = _rank_predecessors(timeline)
+        self.sum_before = _sum_predecessors(timeline)
         self.chain_before = _previous_on_worker(timeline)
+        self.hand_over = max(self.costs.reduce, self.costs.latency)
+
+    @property
+    def last(self) -> Node:
+        """The reduce or add that ends the run."""
+        return self._last_of(int(np.argmax(self.run.chain_end)))
+
+    def cause_of(self, node: Node) -> tuple[str, Node | None]:
+        phase, index = node
+        return self.reduce(index) if phase == "reduce" else self.compute(index) if phase == "compute" else self.add(index)
 
     def reduce(self, index: int) -> tuple[str, Node]:
         begin = self.run.reduce_start[index]
         if begin == self.run.compute_start[index] + self.costs.compute:
             return "compute", ("compute", index)
         rival = int(self.rank_before[index])
-        if rival >= 0 and self.run.reduce_start[rival] + max(self.costs.reduce, self.costs.latency) == begin:
+        if rival >= 0 and self.run.reduce_start[rival] + self.hand_over == begin:
             return "rank", ("reduce", rival)
         return "drain", ("reduce", index - max(1, self.costs.overlap))
 
     def compute(self, index: int) -> tuple[str, Node | None]:
         ticket = int(self.ticket_of[index])
         if index == self.run.offsets[ticket]:
-            previous = int(self.chain_before[ticket])
-            if previous < 0:
-                return "start", None
-            tail = np.arange(self.run.offsets[previous], self.run.offsets[previous + 1])
-            return "worker", ("reduce", int(tail[np.argmax(self.run.reduce_start[tail])]))
+            return self._start_of(ticket)
         if self.costs.overlap and self.run.compute_start[index - 1] + self.costs.compute == self.run.compute_start[index]:
             return "compute", ("compute", index - 1)
         return "buffer", ("reduce", index - 1 - self.costs.overlap)
 
+    def add(self, index: int) -> tuple[str, Node | None]:
+        begin = self.add_start[index]
+        ticket, piece = divmod(index, self.adds)
+        first, end = self.run.offsets[ticket : ticket + 2].tolist()
+        if end == first and begin == self.run.chain_start[ticket] + self.costs.startup:
+            return self._start_of(ticket)
+        if end > first and begin == self.run.compute_start[end - 1] + self.costs.compute:
+            return "compute", ("compute", end - 1)
+        rival = int(self.sum_before[ticket])
+        if rival >= 0 and self.add_start[rival * self.adds + piece] + self.hand_over == begin:
+            return "rank", ("add", rival * self.adds + piece)
+        reduces, place = self._reduces_of(ticket), end - first + piece
+        drained = place - max(1, self.costs.overlap)
+        if drained >= 0 and self._begin(reduces[drained]) + self.costs.reduce == begin:
+            return "drain", reduces[drained]
+        # An add takes no compute: it has room as soon as those before it in the chain had, so their buffers count as well.
+        buffers = reversed(range(max(0, end - first - 1 - self.costs.overlap), place - self.costs.overlap))
+        return "buffer", next(reduces[i] for i in buffers if self._begin(reduces[i]) + self.costs.reduce == begin)
+
+    def _start_of(self, ticket: int) -> tuple[str, Node | None]:
+        previous = int(self.chain_before[ticket])
+        return ("start", None) if previous < 0 else ("worker", self._last_of(previous))
+
+    def _last_of(self, ticket: int) -> Node:
+        return max(self._reduces_of(ticket), key=self._begin)
+
+    def _reduces_of(self, ticket: int) -> list[Node]:
+        tasks = range(*self.run.offsets[ticket : ticket + 2].tolist())
+        adds = range(ticket * self.adds, (ticket + 1) * self.adds)
+        return [("reduce", index) for index in tasks] + [("add", index) for index in adds]
+
+    def _begin(self, node: Node) -> int:
+        return int((self.run.reduce_start if node[0] == "reduce" else self.add_start)[node[1]])
+
 
 def _previous_on_worker(timeline: Timeline) -> NDArray[np.int64]:
-    """The ticket each ticket's worker ran before (-1: none, or only chains without tasks)."""
+    """The ticket each ticket's worker ran before (-1: none, or only chains that take no time)."""
     run = timeline.execution
     latest: dict[int, int] = {}
     before = np.full(len(run.worker), -1)
     for ticket, worker in enumerate(run.worker.tolist()):
         before[ticket] = latest.get(worker, -1)
-        if run.offsets[ticket + 1] > run.offsets[ticket]:
+        if run.offsets[ticket + 1] > run.offsets[ticket] or run.add_start.size:
             latest[worker] = ticket
     return before
 
@@ -84,4 +129,16 @@ def _rank_predecessors(timeline: Timeline) -> NDArray[np.int64]:
     before = np.full(len(run.reduce_start), -1)
     same = key[by_rank[1:]] == key[by_rank[:-1]]
     before[by_rank[1:][same]] = by_rank[:-1][same]
+    return before
+
+
+def _sum_predecessors(timeline: Timeline) -> NDArray[np.int64]:
+    """The ticket that adds dK and dV to the same sum in the turn before (-1: the first turn)."""
+    problem, kinds = timeline.schedule.problem, len(timeline.schedule.order.kinds)
+    before = np.full(problem.chains, -1)
+    latest: dict[tuple[int, int, int, int], int] = {}
+    for ticket, (sequence, part, kv_tile) in enumerate(timeline.schedule.tickets.tolist()):
+        place = sequence, part // problem.parts, Sum.of_part(problem, part, kinds).number, kv_tile
+        before[ticket] = latest.get(place, -1)
+        latest[place] = ticket  # turns are in the order of tickets
     return before

@@ -68,7 +68,7 @@ class Stalls(NamedTuple):
 
     order: float  # a reduce waits for the rank before it
     buffer: float  # every staging buffer is full, though no rank is late
-    drain: float  # the chain's last reduces, after its last compute
+    drain: float  # the chain's last reduces, after its last compute, and its dK and dV, where it adds them to a sum
 
     @property
     def total(self) -> float:
@@ -79,7 +79,7 @@ class Hop(NamedTuple):
     """One event of the critical path and what it waited for: start, worker, compute, buffer, drain or rank."""
 
     task: Task
-    phase: str  # compute or reduce
+    phase: str  # compute, reduce, or add: of dK and dV, after this task
     cause: str
 
 
@@ -130,18 +130,22 @@ class Timeline:
         if not len(run.compute_start):
             return Stalls(0.0, 0.0, 0.0)
         compute_end = run.compute_start + costs.compute
-        if costs.overlap == 0:
-            return Stalls(self._share((run.reduce_start - compute_end).sum()), 0.0, 0.0)
         last = np.zeros(len(compute_end), dtype=bool)
         nonempty = np.diff(run.offsets) > 0
         last[run.offsets[1:][nonempty] - 1] = True
+        tasks_end = run.chain_end.copy()  # a chain without tasks and adds ends where it starts
+        if run.add_start.size:
+            tasks_end[~nonempty] = run.chain_start[~nonempty] + costs.startup
+        tasks_end[nonempty] = compute_end[last] if costs.overlap else run.reduce_start[last] + costs.reduce
+        drain = (run.chain_end - tasks_end).sum()
+        if costs.overlap == 0:
+            return Stalls(self._share((run.reduce_start - compute_end).sum()), 0.0, self._share(drain))
         idle = np.zeros(len(compute_end), dtype=np.int64)
         idle[:-1] = np.where(last[:-1], 0, run.compute_start[1:] - compute_end[:-1])
         # Compute i + 1 waits for the reduce that frees its buffer; what that reduce lost to its rank is the order's fault.
         freeing = np.maximum(np.arange(len(idle)) - costs.overlap, 0)
         rank_wait = self._rank_wait(compute_end)[freeing]
         by_order = np.minimum(idle, rank_wait).sum()
-        drain = (run.chain_end[nonempty] - compute_end[last]).sum()
         return Stalls(*(self._share(x) for x in (by_order, idle.sum() - by_order, drain)))
 
     def _rank_wait(self, compute_end: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -169,7 +173,15 @@ class Timeline:
     @cached_property
     def critical_path(self) -> list[Hop]:
         """The events that decide the makespan, first to last."""
-        return [Hop(self.task(index), phase, cause) for (phase, index), cause in critical_path(self)]
+        return [Hop(self._task_of(*node), node[0], cause) for node, cause in critical_path(self)]
+
+    def _task_of(self, phase: str, index: int) -> Task:
+        """An add is named after the last task of its chain; without one, after the first Q tile."""
+        if phase != "add":
+            return self.task(index)
+        ticket = index // self.execution.add_start.shape[1]
+        first, end = self.execution.offsets[ticket : ticket + 2].tolist()
+        return self.task(end - 1) if end > first else self.schedule.problem.task(*self.schedule.tickets[ticket].tolist(), q_tile=0)
 
 
 def simulate(schedule: Schedule, machine: Machine | None = None, progress: Progress | None = None) -> Timeline:

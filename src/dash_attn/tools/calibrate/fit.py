@@ -113,12 +113,12 @@ def path_counts(timeline: Timeline) -> tuple[int, int, int, int]:
     costs = timeline.machine.costs
     compute = latency = startup = 0
     reduce = 1  # the last
-    for (phase, _), cause in critical_path(timeline):
+    for _, cause in critical_path(timeline):
         if cause == "compute":
             compute += 1
         elif cause == "rank" and costs.latency >= costs.reduce:
             latency += 1
         elif cause in ("rank", "drain", "buffer", "worker"):
             reduce += 1
-        startup += phase == "compute" and cause in ("start", "worker")
+        startup += cause in ("start", "worker")
     return compute, reduce, latency, startup
