@@ -1,7 +1,7 @@
 """Golden files: orders and placements of every schedule, as last reviewed.
 
-They hold whatever `order_hash` names (tiles, head offset, the number of kinds, walks, ranks, last_member_first) and the order
-in which chains start. A refresh has to be asked for: DASH_ATTN_UPDATE_GOLDEN=1.
+They hold whatever `order_hash` names (tiles, head offset, parts of a group, the number of kinds, walks, ranks, last_member_first)
+and the order in which chains start. A refresh has to be asked for: DASH_ATTN_UPDATE_GOLDEN=1.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def written_out(schedule: Schedule) -> dict[str, Any]:
         "order_hash": lower(schedule).order_hash,
         "tiles": f"{problem.tile_q}x{problem.tile_kv}",
         "head_offset": problem.head_offset,
+        "parts": " ".join(str(len(problem.members(part))) for part in range(problem.parts)),
         "kinds": kinds,
         "segments": " ".join(map(str, placement.segments)),
         "lanes": placement.lanes,

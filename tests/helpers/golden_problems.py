@@ -25,6 +25,9 @@ SMALL = {
     "causal 9x9, group 3, batch 2": Problem.from_tiles("causal", 9, 9, heads=3, group=3, batch=2),  # two classes
     "causal 9x9, group 4": Problem.from_tiles("causal", 9, 9, heads=2, group=4),  # one class
     "causal 6x4, head offset 1": Problem.from_tiles("causal", 6, 4, heads=3, group=2, head_offset=1),
+    "causal 8x8, group 3 in 3 parts": Problem(Causal(), 4096, 4096, 512, 512, heads=2, group=3),
+    "causal 4x4, group 5 in 3 parts, head offset 1": Problem(Causal(), 2048, 2048, 512, 512, heads=2, group=5, head_offset=1),
+    "full 10x17, group 2 in 2 parts": Problem(Full(), 2560, 4352, 256, 256, heads=2, group=2),  # shift_blocks: one kind
     "causal, few queries": Problem(Causal(), 150, 1000, 64, 128, heads=2),
     "causal, few keys": Problem(Causal(), 600, 300, 64, 128, heads=2),  # rows without a key
     "window 12x6": Problem.from_tiles("window:2,1", 12, 6, heads=2),

@@ -16,7 +16,15 @@ from golden_files import FOLDER, HASHES, UPDATE, WORKERS, actual, actual_hashes,
 from golden_problems import SMALL
 
 HOW = f"orders changed, and with them everybody's bits. On purpose? {UPDATE}=1 refreshes the golden files; CHANGELOG.md says why"
-FLIPPED = ("full 8x4", "full 10x17, group 2", "causal 6x3, group 4", "causal 9x9, group 3, batch 2", "documents, not causal", "random 9x7")
+FLIPPED = (
+    "full 8x4",
+    "full 10x17, group 2",
+    "causal 6x3, group 4",
+    "causal 9x9, group 3, batch 2",
+    "causal 4x4, group 5 in 3 parts, head offset 1",
+    "documents, not causal",
+    "random 9x7",
+)
 CASES = [(name, case) for name in NAMES for case in FLIPPED if served(name, SMALL[case]) != "refused"]
 
 
@@ -50,6 +58,8 @@ def test_golden_files_hold_what_is_special() -> None:
     assert auto["full 10x17, group 2"]["segments"] == "5 4 4 4"
     assert alternating["causal 9x9, group 3, batch 2"]["segments"] == "5 4", "classes"
     assert alternating["causal 9x9, group 4"]["segments"] == "9", "no classes"
+    assert auto["causal 4x4, group 5 in 3 parts, head offset 1"]["parts"] == "1 2 2"
+    assert auto["full 10x17, group 2 in 2 parts"]["order"] == "shift_blocks"
     assert [kind["last_member_first"] for kind in alternating["causal 6x3, group 4"]["kinds"]] == [False, True]
 
 
@@ -88,6 +98,20 @@ def test_golden_files_see_tiles_and_head_offsets() -> None:
         assert found["kinds"] == expected["kinds"]
         assert found["order_hash"] != expected["order_hash"]
         assert (found["tiles"], found["head_offset"]) != (expected["tiles"], expected["head_offset"])
+
+
+def test_golden_files_see_parts() -> None:
+    case = "causal 6x3, group 4"
+    problem, expected = SMALL[case], recorded("alternating")[case]
+    assert expected["parts"] == "4"
+    hashes = {expected["order_hash"]}
+    for parts, members in ((2, "2 2"), (3, "1 1 2"), (4, "1 1 1 1")):
+        found = written_out(generate("alternating", replace(problem, group_parts=parts), WORKERS))
+        assert found["kinds"] == expected["kinds"]
+        assert found["parts"] == members
+        hashes.add(found["order_hash"])
+    assert len(hashes) == 4
+    assert written_out(generate("alternating", replace(problem, group_parts=1), WORKERS)) == expected, "the control: what the rule says"
 
 
 def _with_order(schedule: Schedule, order: Order) -> Schedule:
