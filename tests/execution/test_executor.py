@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -14,58 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_attn import Plan, Problem, Task
-from dash_attn.call.planning import plan_for
+from dash_attn import Plan, Task
 from dash_attn.execution.interleaving import Interleaving, current_interleaving, interleaving
-from dash_attn.execution.rules import ChainPlace, Contribution, Deadlock, ExecutionError, chains_in_order
+from dash_attn.execution.rules import ChainPlace, Contribution, Deadlock, Ending, ExecutionError, chains_in_order
 from dash_attn.execution.run import run_plan
 from dash_attn.scheduling.order import Ints, frozen_ints
-
-POLICIES = [Interleaving(), Interleaving(1), Interleaving(2), Interleaving(3, threads=True), Interleaving(None, threads=True)]
-
-
-class Recorder:
-    """A kernel without arithmetic: writes down what happens."""
-
-    def __init__(self, group: int = 1) -> None:
-        self.group = group
-        self.lock = threading.Lock()
-        self.started: list[ChainPlace] = []
-        self.walks: dict[ChainPlace, list[tuple[int, int]]] = defaultdict(list)
-        self.landings: dict[tuple[int, int, int], list[tuple[int, bool]]] = defaultdict(list)
-        self.resident = self.most_resident = 0
-
-    def chain(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
-        with self.lock:
-            self.started.append(ticket)
-            self.resident += 1
-            self.most_resident = max(self.resident, self.most_resident)
-        return self._walk(ticket, steps, members)
-
-    def _walk(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
-        for member in members:
-            for q_tile, rank, _ in steps.tolist():
-                self.walks[ticket].append((q_tile, member))
-                yield Contribution(member, q_tile, rank, rank)
-        with self.lock:
-            self.resident -= 1
-
-    def land(self, task: Task, value: Any, first: bool) -> None:
-        self.landings[task.sequence, task.head, task.q_tile].append((value, first))
-
-    @property
-    def in_rank_order(self) -> bool:
-        return all(landed == [(rank, rank == 0) for rank in range(len(landed))] for landed in self.landings.values())
-
-
-def plan_of(mask: str = "causal", q_tiles: int = 8, kv_tiles: int = 4, schedule: str = "auto", workers: int = 16, **rest: int) -> Plan:
-    return plan_for(Problem.from_tiles(mask, q_tiles, kv_tiles, **rest), schedule, workers)
-
-
-def run(plan: Plan, chosen: Interleaving | None = None, ordered: bool = True) -> Recorder:
-    recorder = Recorder(plan.problem.group)
-    run_plan(plan, recorder, ordered, chosen)
-    return recorder
+from recorder import POLICIES, Recorder, plan_of, run
 
 
 def with_steps(plan: Plan, changed: dict[tuple[int, int], Any]) -> Plan:
@@ -198,9 +151,9 @@ def test_a_missing_last_rank_is_noticed(chosen: Interleaving) -> None:
 class WrongRank(Recorder):
     """Asks for a rank that does not exist, in one place of the second sequence."""
 
-    def _walk(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution]:
+    def _walk(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution | Ending]:
         for partial in super()._walk(ticket, steps, members):
-            wrong = ticket == (1, 1, 0) and partial[:2] == (2, 1)
+            wrong = isinstance(partial, Contribution) and ticket == (1, 1, 0) and partial[:2] == (2, 1)
             yield partial._replace(rank=5) if wrong else partial
 
 
@@ -208,7 +161,7 @@ class WrongRank(Recorder):
 def test_errors_name_the_query_head_and_the_sequence(chosen: Interleaving) -> None:
     plan = plan_of("full", 2, 2, "ascending", heads=2, group=3, batch=2)
     with pytest.raises(ExecutionError, match=r"^b1\.h5\.q1\.kv0 has rank 5; its dQ tile has 2 ranks"):
-        run_plan(plan, WrongRank(3), True, chosen)
+        run_plan(plan, WrongRank(), True, chosen)
 
 
 class Failing(Recorder):

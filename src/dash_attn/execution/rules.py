@@ -111,7 +111,7 @@ class Chain:
         return SumPlace(self.sum.number, self.place.sequence, self.place.part // self.problem.parts, self.place.kv_tile)
 
     def __str__(self) -> str:
-        return f"dK and dV of {self.task.sequence}.part{self.place.part}.kv{self.place.kv_tile}" if self.is_ending else str(self.task)
+        return f"dK and dV of b{self.place.sequence}.part{self.place.part}.kv{self.place.kv_tile}" if self.is_ending else str(self.task)
 
 
 class Ledger:
@@ -137,7 +137,8 @@ class Ledger:
         landed = self._landed[chain.target]
         if landed <= chain.rank or not self.ordered:
             return landed == chain.rank or not self.ordered
-        raise ExecutionError(f"{chain} has rank {chain.rank}, but that rank of its dQ tile has already landed")
+        where = "its sum" if chain.is_ending else "its dQ tile"
+        raise ExecutionError(f"{chain} has rank {chain.rank}, but that rank of {where} has already landed")
 
     def land(self, chain: Chain, arithmetic: TileArithmetic) -> tuple[Target, int]:
         """Store or add what is pending; returns where, and the rank that may land there next."""
