@@ -134,16 +134,21 @@ def test_documents_on_hopper_have_the_order_of_each_alone() -> None:
     assert (named.schedule, named.plan_bytes > 0) == ("weave", True)
 
 
-def test_large_groups_on_hopper_are_split() -> None:
-    def explained(heads: int) -> Any:
-        q, k = (torch.zeros(1, 2000, n, 64, device="meta", dtype=torch.bfloat16) for n in (heads, 1))
+@pytest.mark.parametrize("group", [8, 16, 71])
+def test_parts_of_groups_on_hopper_cost_two_sums(group: int) -> None:
+    """dK and dV in float32, for each kind of part: 16 bytes per element of K and V, whatever the group. No copies of K and V."""
+
+    def explained(kv_heads: int) -> Any:
+        q, k = (torch.zeros(1, 2000, n, 64, device="meta", dtype=torch.bfloat16) for n in (group, kv_heads))
         return explain(q, k, k, causal=True, backend="hopper")
 
-    whole, split = explained(8), explained(16)
-    assert split.order_hash != whole.order_hash
-    copies = 2 * 2 * 2 * 2000 * 64 * 2  # K and V, and their gradients, for two parts
-    assert split.workspace_bytes is not None
-    assert split.workspace_bytes > 2 * whole.workspace_bytes * 0.9 + copies
+    grouped, equal = explained(1), explained(group)
+    assert grouped.order_hash != equal.order_hash
+    assert (grouped.parts, equal.parts) == (-(-group // 2), 1)
+    assert f"in {grouped.parts} parts" in str(grouped)
+    sums = 2 * 2 * 4 * 2048 * 64
+    few = 64 * 16 * group  # what chains and semaphores need
+    assert sums - few < grouped.workspace_bytes - equal.workspace_bytes < sums + few
 
 
 def lines_of(setting: str | None) -> list[str]:

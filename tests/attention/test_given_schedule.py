@@ -89,7 +89,7 @@ def test_explain_tells_what_is_proven() -> None:
 def test_explain_on_hopper() -> None:
     """Tiles of head dim 64 there are 128 x 128."""
     q = torch.zeros(2, LENGTH, 32, 64, device="meta", dtype=torch.bfloat16)
-    k = q[:, :, :2]  # groups of 16 run in two parts
+    k = q[:, :, :2]  # groups of 16 in three parts
     schedule = generate("weave", Problem(Causal(), LENGTH, LENGTH, 128, 128), 132)
     named, given = (explain(q, k, k, causal=True, backend="hopper", schedule=s) for s in ("weave", schedule))
     assert replace(given, schedule="weave") == named

@@ -85,3 +85,15 @@ def test_a_gang_must_fit(mask: Mask) -> None:
 def test_the_text_is_made_once() -> None:
     made = generate("weave", PROBLEM, 16)
     assert made.to_json() is made.to_json()
+
+
+def test_parts_that_were_asked_for_are_kept() -> None:
+    problem = replace(PROBLEM, group=4)
+    assert (problem.parts, fit(generate("ascending", problem, 16), problem, 16).problem.parts) == (1, 1)
+    for parts in (1, 2, 3, 4):
+        given = generate("ascending", replace(problem, group_parts=parts), 16)
+        fitted = fit(Schedule.from_json(given.to_json()), replace(problem, batch=3), 16)
+        assert fitted.problem.parts == parts
+        assert fitted.guarantees == given.guarantees
+    with pytest.raises(ScheduleError, match="deals a group to 4 parts; the call has groups of 2 query heads, so at most as many"):
+        fit(given, PROBLEM, 16)

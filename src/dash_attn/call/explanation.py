@@ -29,12 +29,14 @@ class Explanation:
     predicted_backward_us: float | None = None  # simulated device time of the backward kernel
     prediction_note: str = ""  # what the prediction is of, or why there is none
     kernels: dict[str, str] = field(default_factory=dict)  # name -> sha256 of the machine code; empty where none was compiled
+    parts: int = 1  # of a group of query heads; with documents, those of the longest
 
     def __str__(self) -> str:
+        groups = f", groups of query heads in {self.parts} parts" if self.parts > 1 else ""
         rows = {
             "call": self.call,
             "backend": self.backend,
-            "schedule": f"{self.schedule}, order {self.order_hash}",
+            "schedule": f"{self.schedule}{groups}, order {self.order_hash}",
             "accumulation": self.accumulation,
             "guarantees": ", ".join(self.guarantees) or "none",
             "tiles": f"{_tiles(self.backward_tiles)} in the backward, {_tiles(self.forward_tiles)} in the forward (queries x keys)",

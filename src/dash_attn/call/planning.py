@@ -47,6 +47,7 @@ def explanation_of(plan: Plan, backend: str, tensors: tuple[Tensor, Tensor, Tens
         gang=plan.gang,
         workers=plan.workers,
         plan_bytes=plan.tables_bytes,
+        parts=plan.problem.parts,
         **rest,
     )
 

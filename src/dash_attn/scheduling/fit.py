@@ -15,13 +15,24 @@ def fit(schedule: Schedule, problem: Problem, workers: int) -> Schedule:
     """The order and the start orders of `schedule` for `problem` on `workers` workers, proven anew.
 
     Mask, lengths and tile sizes must be those it was made for. Batch, heads, group and head_offset may be others: walks and
-    ranks are those of a kind of head. It promises what the generator it is named after promises, if that gives this very order
+    ranks are those of a kind of head. Parts of a group are as many as the rule says, or as the schedule says. It promises what the generator it is named after promises, if that gives this very order
     for this problem, else that every run has the same bits.
     """
     _check_tiles(schedule.problem, problem)
+    problem = _with_parts(problem, schedule.problem.group_parts)
     proven = proven_guarantees(problem, schedule.order, workers)
     order = replace(schedule.order, name=f"{schedule.name} (given)", guarantees=proven)
     return Schedule(problem, order, _placement(schedule, workers))
+
+
+def _with_parts(problem: Problem, parts: int) -> Problem:
+    """Parts that were asked for are kept; 0: none were."""
+    if parts > problem.group:
+        raise ScheduleError(
+            f"the schedule that was given does not fit this call: it deals a group to {parts} parts; the call has groups of"
+            f" {problem.group} query heads, so at most as many parts (group_parts 0 leaves them to the rule)"
+        )
+    return replace(problem, group_parts=parts) if parts else problem
 
 
 def _placement(schedule: Schedule, workers: int) -> Placement:

@@ -183,6 +183,8 @@ class Problem:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Problem:
-        names = tuple(name for name in cls.__dataclass_fields__ if name != "mask")
-        read = read_fields(value, "problem", ("mask", *names))
-        return cls(mask_from_json(read["mask"]), **{name: as_whole(read[name], f"problem.{name}") for name in names})
+        names = tuple(name for name in cls.__dataclass_fields__ if name not in ("mask", "group_parts"))
+        read = read_fields(value, "problem", ("mask", *names), ("group_parts",))
+        read = {"group_parts": 1, **read}  # older versions wrote none, and had chains of whole groups alone
+        numbers = {name: as_whole(read[name], f"problem.{name}") for name in (*names, "group_parts")}
+        return cls(mask_from_json(read["mask"]), **numbers)
