@@ -59,7 +59,9 @@ def _figure(results: Results, rows: list[Row], direction: str) -> Any:
 
 
 def wrapped(case: str) -> str:
-    return "\n".join(textwrap.wrap(case, LETTERS))
+    """No line ends inside `2 x 8192`."""
+    lines = textwrap.wrap(case.replace(" x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}"), LETTERS)
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _title(results: Results, rows: list[Row], direction: str) -> str:

@@ -41,7 +41,7 @@ def _figure(results: Results, rows: list[Row], direction: str) -> Any:
     speed.set_yticks(range(len(cases)), [wrapped(name) for name in cases.values()], size=11.5, linespacing=1.05)
     speed.set_ylim(len(cases) - 0.5, -0.5)
     for axes, label in ((speed, "TFLOP/s"), (work, "GFLOP per joule")):
-        axes.set_xlim(0, None)
+        axes.set_xlim(0, 1.05 * axes.dataLim.x1)  # room for half a dot
         axes.tick_params(axis="y", length=0)
         axes.grid(color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)

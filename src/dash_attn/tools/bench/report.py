@@ -9,7 +9,7 @@ from .relative import relative_table
 from .results import Results, kind, shape_of, unique
 from .shape import Shape
 
-PIPE_WIDTH = 200  # a pipe or file has no width; nothing may be cut off there
+PIPE_WIDTH = 400  # a pipe or file has no width; nothing may be cut off there
 Cells = list[list[str]]
 
 
@@ -125,7 +125,7 @@ def _print_rich(title: str, header: list[str], cells: Cells) -> None:
         console.width = PIPE_WIDTH
     made = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(header):
-        made.add_column(name, justify="right" if i else "left", no_wrap=True)
+        made.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
     for row in cells:
         made.add_row(*map(Text, row), style="bold green" if row[0] == OURS else "")
     console.print(made)
