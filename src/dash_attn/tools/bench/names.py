@@ -2,7 +2,7 @@
 
 OURS = "dash-attn"
 UNORDERED = "dash-attn unordered"
-EQUAL_HEADS = "dash-attn, equal heads"
+EQUAL_HEADS = "dash-attn equal heads"
 CUDNN = "cuDNN"
 
 
