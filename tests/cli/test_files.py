@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dash_attn
-from dash_attn.cli import bench, calibrate, demo, plan
+from dash_attn.cli import bench_measuring, calibrate, demo, plan
 from dash_attn.cli.main import main
 from dash_attn.simulation.machines import SHIPPED, Calibrated, load_machine
 from dash_attn.tools.bench import picture_prediction, results
@@ -50,7 +50,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module, name in (
         (plan, "simulate_all"),
         (plan, "_run_measured"),
-        (bench, "_require_gpu"),
+        (bench_measuring, "require_gpu"),
         (calibrate, "choose"),
         (demo, "_show_training"),
     ):

@@ -17,6 +17,7 @@ from dash_attn.tools.bench.candidates import COMPARED_SCHEDULES
 from dash_attn.tools.bench.picture_style import OTHER_LOOK, SCHEDULE_LOOKS
 from dash_attn.tools.bench.results import save
 from dash_attn.tools.bench.suites import SUITES
+from picture_texts import overlaps
 
 pytest.importorskip("matplotlib")
 
@@ -44,21 +45,6 @@ def stored(tmp_path: Path) -> Path:
 
 def lines_of(axes: Any) -> dict[str, Any]:
     return {line.get_label(): line for line in axes.get_lines()}
-
-
-def overlaps(figure: Any) -> list[tuple[str, str]]:
-    """Texts outside the axes' ticks that lie on each other or outside the figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    parts = [*figure.texts, *figure.legends]
-    for axes in filter(lambda axes: axes.get_visible(), figure.axes):
-        parts += [label for label in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts) if label.get_text()]
-    boxes = [(str(part), part.get_window_extent(canvas.get_renderer())) for part in parts]
-    whole = figure.bbox
-    outside = [(name, "edge") for name, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > whole.x1 or box.y1 > whole.y1]
-    return outside + [(a, b) for i, (a, one) in enumerate(boxes) for b, two in boxes[:i] if one.overlaps(two)]
 
 
 def test_picture_from_a_file(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ static void run_block(int block, void (*what)()) {
 
 static PackedParams params;
 static std::vector<Sequence> sequences;
-static std::vector<SequenceParts> parts;
+static std::vector<SequenceStarts> parts;
 static std::vector<int2> tile_places;
 static std::vector<int> q_ranks;
 static std::vector<PackedChain> chains;

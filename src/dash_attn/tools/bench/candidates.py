@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...attention.functions import explain, flash_attn_func
 from ...attention.varlen import flash_attn_varlen_func
-from .names import OURS, UNORDERED
+from .names import EQUAL_HEADS, OURS, UNORDERED
 from .shape import PASSES, Shape
 
 COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "alternating", "weave")
@@ -35,12 +35,13 @@ class Runner:
     forward: Callable[[], Tensor]
     backward: Callable[[], tuple[Tensor, ...]]
     leaves: tuple[Tensor, ...] = ()  # what the forward's graph ends in
+    folded: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple  # gradients as they are checked; not timed
 
     def call(self, direction: str) -> Callable[[], Any]:
         return self.forward if direction == "forward" else self.backward
 
     def results(self, direction: str) -> tuple[Tensor, ...]:
-        return (self.forward().detach(),) if direction == "forward" else self.backward()
+        return (self.forward().detach(),) if direction == "forward" else self.folded(self.backward())
 
 
 def serves_all(shape: Shape) -> str | None:
@@ -67,8 +68,9 @@ def make_tensors(shape: Shape, device: torch.device, seed: int = 0) -> Tensors:
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=source, device=device).to(dtype)
 
-    heads = (shape.q_heads, shape.kv_heads, shape.kv_heads, shape.q_heads)
-    q, k, v, dout = (random(shape.batch, shape.seqlen, count, shape.head_dim) for count in heads)
+    q = random(shape.batch, shape.q_seqlen, shape.q_heads, shape.head_dim)
+    k, v = (random(shape.batch, shape.seqlen, shape.kv_heads, dim) for dim in (shape.head_dim, shape.v_head_dim))
+    dout = random(shape.batch, shape.q_seqlen, shape.q_heads, shape.v_head_dim)
     return Tensors(q, k, v, dout, random(shape.q_heads) if shape.sinks else None)
 
 
@@ -105,9 +107,9 @@ def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device)
     return of_rows
 
 
-def ours(schedules: bool) -> list[Candidate]:
-    """Ordered, unordered and, if asked for, the backward of every schedule we compare."""
-    made = [_ours(OURS), _ours(UNORDERED, accumulation="unordered")]
+def ours(schedules: bool, equal_heads: bool = False) -> list[Candidate]:
+    """Ordered, unordered and, if asked for, the backward with equal heads and that of every schedule we compare."""
+    made = [_ours(OURS), _ours(UNORDERED, accumulation="unordered"), *([_equal_heads()] if equal_heads else [])]
     if schedules:
         made += [_ours(f"{OURS}: {name}", schedule=name) for name in COMPARED_SCHEDULES]
     return made
@@ -135,6 +137,27 @@ def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered") -> C
 
     passes = PASSES if name == OURS else ("backward",)
     return Candidate(name, prepare, accumulation == "ordered", passes, identify)
+
+
+def _equal_heads() -> Candidate:
+    """Our backward of the same query heads, each with keys and values of its own: what sharing them is measured by."""
+    plain = _ours(OURS)
+
+    def prepare(shape: Shape, tensors: Tensors) -> Runner:
+        k, v = (x.repeat_interleave(shape.group, 2) for x in (tensors.k, tensors.v))
+        made = plain.prepare(replace(shape, kv_heads=shape.q_heads), tensors._replace(k=k, v=v))
+
+        def folded(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            dq, dk, dv, *rest = gradients
+            sums = (x.float().unflatten(2, (shape.kv_heads, shape.group)).sum(3) for x in (dk, dv))
+            return (dq, *sums, *rest)
+
+        return replace(made, folded=folded)
+
+    def refuses(shape: Shape) -> str | None:
+        return None if shape.group > 1 else f"its heads are equal already: see {OURS}"
+
+    return Candidate(EQUAL_HEADS, prepare, True, ("backward",), refuses=refuses)
 
 
 def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ SECONDS = 0.3  # of repeated steps, at least
 CHUNK = 0.01  # seconds of steps between two looks at the counter
 PATIENCE = 10  # times SECONDS until a counter that stands still is given up
 LIBRARY = "libnvidia-ml.so.1"
+SM_CLOCK = 1  # NVML_CLOCK_SM
 
 
 class NoCounter(RuntimeError):
@@ -25,6 +26,11 @@ class Meter:
     joules: Callable[[], float]
     synchronize: Callable[[], None]
     clock: Callable[[], float] = field(default=time.perf_counter)
+
+    def readings(self, step: Callable[[], Any], expected_ms: float) -> dict[str, Any]:
+        """For a row of results: nothing where nothing was counted."""
+        joules = self.per_step(step, expected_ms)
+        return {} if joules is None else {"energy_j": joules}
 
     def per_step(self, step: Callable[[], Any], expected_ms: float) -> float | None:
         """Joules of one step; None if the counter stands still or fails.
@@ -66,10 +72,16 @@ def gpu_meter() -> Meter:
     """The counter of PyTorch's current GPU. Raises NoCounter."""
     import torch
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    counter = NvmlCounter(_library(), f"GPU-{properties.uuid}")
+    counter = nvml_of_this_gpu()
     counter.joules()
     return Meter(counter.joules, torch.cuda.synchronize)
+
+
+def nvml_of_this_gpu() -> NvmlCounter:
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return NvmlCounter(_library(), f"GPU-{properties.uuid}")
 
 
 def _library() -> Any:
@@ -80,7 +92,7 @@ def _library() -> Any:
 
 
 class NvmlCounter:
-    """Total energy of the GPU with this identifier: its index could be another one than PyTorch's."""
+    """Total energy and clock of the GPU with this identifier: its index could be another one than PyTorch's."""
 
     def __init__(self, library: Any, uuid: str) -> None:
         self._library, self._handle = library, ctypes.c_void_p()
@@ -91,6 +103,11 @@ class NvmlCounter:
         millijoules = ctypes.c_ulonglong()
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(millijoules))
         return millijoules.value / 1000
+
+    def sm_megahertz(self) -> float:
+        megahertz = ctypes.c_uint()
+        self._call("nvmlDeviceGetClockInfo", self._handle, SM_CLOCK, ctypes.byref(megahertz))
+        return float(megahertz.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)

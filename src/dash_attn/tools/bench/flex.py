@@ -29,8 +29,8 @@ def attention_of(shape: Shape, device: torch.device, attend: Callable[..., Any])
     """A function of (batch, heads, length, head dim) tensors for one shape."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-    rule, length = mask_rule(shape.attended, device), shape.seqlen
-    blocks = None if rule is None else create_block_mask(rule, None, None, length, length, device=device)
+    rule = shifted(mask_rule(shape.attended, device), shape.shift)
+    blocks = None if rule is None else create_block_mask(rule, None, None, shape.q_seqlen, shape.seqlen, device=device)
     cap = shape.softcap
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": shape.group > 1}
     if cap:
@@ -45,6 +45,13 @@ def attention_of(shape: Shape, device: torch.device, attend: Callable[..., Any])
         return (out * share[..., None]).to(q.dtype)
 
     return attention
+
+
+def shifted(rule: Rule | None, shift: int) -> Rule | None:
+    """The rule where the first query is aligned with a later key."""
+    if rule is None or not shift:
+        return rule
+    return lambda b, h, q, kv: rule(b, h, q + shift, kv)
 
 
 def mask_rule(mask: Mask, device: torch.device) -> Rule | None:

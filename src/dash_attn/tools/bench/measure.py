@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .candidates import Candidate, Runner, make_tensors
 from .checks import Reference, repeats_differ
-from .energy import Meter
-from .names import CUDNN, is_ours
+from .names import CUDNN, EQUAL_HEADS, UNORDERED, is_ours
 from .packages import first_line
 from .shape import PASSES, Shape
 from .timing import Spread, Stopwatch, interleaved
 
 OK, FAILED, UNAVAILABLE = "ok", "failed check", "unavailable"
+
+
+class Scale(Protocol):
+    """What is run by itself after the interleaved timing, because its counters cannot tell candidates apart."""
+
+    def readings(self, step: Callable[[], Any], expected_ms: float) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -29,12 +34,12 @@ class Row:
     status: str = OK
     reason: str | None = None
     times: Spread | None = None
-    joules: float | None = None
+    readings: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
     runner: Runner | None = None
 
-    def to_json(self, cudnn_ms: float | None, fastest_ms: float | None) -> dict[str, Any]:
-        """`fastest_ms`: of the kernels that are not ours."""
+    def to_json(self, baselines: Mapping[str, float | None]) -> dict[str, Any]:
+        """`baselines`: names of ratios, and the time that each is relative to."""
         row: dict[str, Any] = {
             "pass": self.direction,
             "shape": self.shape.to_json(),
@@ -45,12 +50,11 @@ class Row:
         }
         if self.times is not None:
             median, low, high = self.times
-            row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "tflops": self.shape.operations(self.direction) / median / 1e9}
-            row["ratio_to_cudnn"] = cudnn_ms / median if cudnn_ms else None
-            row["ratio_to_fastest_peer"] = fastest_ms / median if fastest_ms else None
-        if self.joules is not None:
-            row["energy_j"] = self.joules
-        return row | ({"identity": self.identity} if self.identity else {})
+            row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "tflops": self.shape.tflops(self.direction, median)}
+            row |= {name: ms / median if ms else None for name, ms in baselines.items()}
+        if "sustained" in self.readings:
+            self.readings["sustained"]["tflops"] = self.shape.tflops(self.direction, self.readings["sustained"]["ms"])
+        return row | self.readings | ({"identity": self.identity} if self.identity else {})
 
 
 def measure(
@@ -59,7 +63,7 @@ def measure(
     repeats: int,
     stopwatch: Callable[[], Stopwatch],
     device: torch.device,
-    meter: Meter | None = None,
+    scale: Scale | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (peers.who_runs says why)."""
     tensors = make_tensors(shape, device)
@@ -83,8 +87,8 @@ def measure(
     for direction in PASSES:
         runnable = [row for row in rows if row.direction == direction and row.status == OK]
         _time(runnable, repeats, stopwatch())
-        if meter is not None:
-            _weigh(runnable, meter)
+        if scale is not None:
+            _weigh(runnable, scale)
     return [line for direction in PASSES for line in _to_json([row for row in rows if row.direction == direction])]
 
 
@@ -103,14 +107,16 @@ def _time(rows: list[Row], repeats: int, stopwatch: Stopwatch) -> None:
         row.times = times
 
 
-def _weigh(rows: list[Row], meter: Meter) -> None:
-    """One after the other: a counter of energy cannot tell candidates apart."""
+def _weigh(rows: list[Row], scale: Scale) -> None:
     for row in rows:
         if row.runner is not None and row.times is not None:
-            row.joules = meter.per_step(row.runner.call(row.direction), row.times.median)
+            row.readings = scale.readings(row.runner.call(row.direction), row.times.median)
 
 
 def _to_json(rows: list[Row]) -> list[dict[str, Any]]:
     medians = {row.candidate.name: row.times.median for row in rows if row.times is not None}
     peers = [median for name, median in medians.items() if not is_ours(name)]
-    return [row.to_json(medians.get(CUDNN), min(peers, default=None)) for row in rows]
+    others = {"ratio_to_cudnn": medians.get(CUDNN), "ratio_to_fastest_peer": min(peers, default=None)}
+    own = {"ratio_to_unordered": medians.get(UNORDERED), "ratio_to_equal_heads": medians.get(EQUAL_HEADS)}
+    for_ours = others | {name: ms for name, ms in own.items() if ms}
+    return [row.to_json(for_ours if is_ours(row.candidate.name) else others) for row in rows]

@@ -2,9 +2,10 @@
 
 OURS = "dash-attn"
 UNORDERED = "dash-attn unordered"
+EQUAL_HEADS = "dash-attn equal heads"
 CUDNN = "cuDNN"
 
 
 def is_ours(candidate: str) -> bool:
-    """Ours, with or without an order, and each of our schedules."""
+    """Ours, with or without an order, with equal heads, and each of our schedules."""
     return candidate.startswith(OURS)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...masks import Prefix, Window
 from .candidates import Candidate, Runner, Tensors, packed, runner
+from .checks import dropped_keys
 from .names import CUDNN
 from .shape import Shape
 
@@ -35,6 +36,8 @@ def lacks(shape: Shape) -> str | None:
 
 
 def _refused_by_cudnn(shape: Shape) -> str | None:
+    if shape.causal and shape.shift:
+        return "scaled_dot_product_attention aligns the first query with the first key"
     return lacks(shape) or (None if shape.plain else "scaled_dot_product_attention has causal and full masks only")
 
 
@@ -43,6 +46,8 @@ def _refused_by_cudnn_masked(shape: Shape) -> str | None:
 
 
 def _refused_by_flash(shape: Shape) -> str | None:
+    if shape.v_head_dim != shape.head_dim:
+        return "takes only values as wide as keys"
     return lacks(shape) or ("has no prefix mask" if isinstance(shape.attended, Prefix) else None)
 
 
@@ -52,16 +57,17 @@ def _cudnn(shape: Shape, tensors: Tensors) -> Runner:
 
 def _cudnn_masked(shape: Shape, tensors: Tensors) -> Runner:
     """The whole mask as a boolean tensor: the one way to tell scaled_dot_product_attention of any other mask."""
-    rows = slice(0, shape.seqlen)
-    keep = torch.from_numpy(shape.attended.keep(rows, rows, shape.seqlen, shape.seqlen)).to(tensors.q.device)
-    return runner(_sdpa("CUDNN_ATTENTION", shape, attn_mask=keep), tensors, heads_first=True)
+    dropped = dropped_keys(shape.attended, slice(0, shape.q_seqlen), shape.q_seqlen, shape.seqlen, tensors.q.device)
+    return runner(_sdpa("CUDNN_ATTENTION", shape, attn_mask=~dropped), tensors, heads_first=True)
 
 
 def _flash(shape: Shape, tensors: Tensors) -> Runner:
     if shape.sequences:
         return runner(packed(_varlen(shape), shape, tensors.q.device), tensors)
     if isinstance(shape.attended, Window):
-        return runner(_windowed(shape, shape.attended), tensors)
+        return runner(_operator(shape, window_size_left=shape.attended.left, window_size_right=shape.attended.right), tensors)
+    if shape.causal and shape.shift:
+        return runner(_operator(shape, is_causal=True), tensors)
     return runner(_sdpa("FLASH_ATTENTION", shape, is_causal=shape.causal), tensors, heads_first=True)
 
 
@@ -76,13 +82,12 @@ def _sdpa(backend: str, shape: Shape, **mask: Any) -> Attention:
     return attention
 
 
-def _windowed(shape: Shape, window: Window) -> Attention:
-    """scaled_dot_product_attention has no windows; the operator below it has."""
-    sides: Any = {"window_size_left": window.left, "window_size_right": window.right}
+def _operator(shape: Shape, is_causal: bool = False, **window: Any) -> Attention:
+    """The operator below scaled_dot_product_attention: it has windows, and aligns the last query with the last key."""
+    lengths = shape.q_seqlen, shape.seqlen
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = shape.seqlen
-        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, None, None, n, n, 0.0, False, False, **sides)[0]
+        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, None, None, *lengths, 0.0, is_causal, False, **window)[0]
         return out
 
     return attention
@@ -123,7 +128,7 @@ def _deterministic(prepare: Callable[[Shape, Tensors], Runner]) -> Callable[[Sha
             with deterministic_algorithms():
                 return made.backward()
 
-        return Runner(made.forward, backward, made.leaves)
+        return Runner(made.forward, backward, made.leaves, made.folded)
 
     return prepare_both
 

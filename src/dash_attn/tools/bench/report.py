@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from .names import CUDNN, OURS
-from .results import Results, kind, unique
+from .relative import relative_table
+from .results import Results, kind, shape_of, unique
+from .shape import Shape
 
-PIPE_WIDTH = 200  # a pipe or file has no width; nothing may be cut off there
+PIPE_WIDTH = 400  # a pipe or file has no width; nothing may be cut off there
 Cells = list[list[str]]
 
 
 def print_report(results: Results) -> None:
     environment = results["environment"]
     print(f"{environment.get('gpu')}, driver {environment.get('driver_version', 'unknown')}, torch {environment.get('torch')}", end=", ")
-    print(f"cuDNN {environment.get('cudnn')}: TFLOP/s and (speed relative to {CUDNN}), medians of {results['repeats']}")
+    often = f"{results['repeats']}" + (f" in {results['processes']} processes" if "processes" in results else "")
+    print(f"cuDNN {environment.get('cudnn')}: TFLOP/s and (speed relative to {CUDNN}), medians of {often}")
     if any(_baseline(row) == "*" for row in results["rows"]):
         print(f"* {CUDNN} cannot run this: speed relative to the fastest kernel that is not ours")
     rows = results["rows"]
@@ -22,6 +25,10 @@ def print_report(results: Results) -> None:
         for key in unique(kind(row) for row in rows):
             header, cells = table([row for row in rows if row["pass"] == direction and kind(row) == key])
             print_cells(f"{direction}: {key}", header, cells)
+        if "processes" in results:
+            title = f"{direction}: {OURS} relative to each, median (lowest-highest) of {results['processes']} processes"
+            print_cells(title, *relative_table(results, direction))
+        _print_sustained(direction, [row for row in rows if row["pass"] == direction and "sustained" in row])
     if results.get("host"):
         print_cells(
             "host time of a warm forward and backward", ["", "us per call", "20-80 %"], [host_cells(row) for row in results["host"]]
@@ -30,14 +37,33 @@ def print_report(results: Results) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[str], Cells]:
-    seqlens = unique(row["shape"]["seqlen"] for row in rows)
-    found = {(row["candidate"], row["shape"]["seqlen"]): row for row in rows}
+    shapes: list[Shape] = unique(shape_of(row) for row in rows)
+    found = {(row["candidate"], shape_of(row)): row for row in rows}
     names = unique(row["candidate"] for row in rows)
-    cells = [[name, *(cell(found.get((name, seqlen))) for seqlen in seqlens)] for name in names]
-    weighed = [seqlen for seqlen in seqlens if any("energy_j" in row for row in rows if row["shape"]["seqlen"] == seqlen)]
+    cells = [[name, *(cell(found.get((name, shape))) for shape in shapes)] for name in names]
+    weighed = [shape for shape in shapes if any("energy_j" in row for row in rows if shape_of(row) == shape)]
     for line, name in zip(cells, names, strict=True):
-        line += [energy_cell(found.get((name, seqlen))) for seqlen in weighed]
-    return ["", *map(str, seqlens), *(f"J at {seqlen}" for seqlen in weighed)], cells
+        line += [energy_cell(found.get((name, shape))) for shape in weighed]
+    labels = _labels(shapes)
+    return ["", *labels.values(), *(f"J at {labels[shape]}" for shape in weighed)], cells
+
+
+def _labels(shapes: list[Shape]) -> dict[Shape, str]:
+    """Lengths, and the batch where one length occurs with several."""
+    lengths = [shape.length for shape in shapes]
+    return {shape: shape.length if lengths.count(shape.length) == 1 else f"{shape.batch} x {shape.length}" for shape in shapes}
+
+
+def _print_sustained(direction: str, rows: list[dict[str, Any]]) -> None:
+    for shape in unique(shape_of(row) for row in rows):
+        mine = [row for row in rows if shape_of(row) == shape]
+        title = f"{direction}, sustained for {mine[0]['sustained']['seconds']:g} s: {shape}"
+        print_cells(title, ["", "TFLOP/s", "W", "SM MHz", "J per step"], [sustained_cells(row) for row in mine])
+
+
+def sustained_cells(row: dict[str, Any]) -> list[str]:
+    run = row["sustained"]
+    return [row["candidate"], f"{run['tflops']:.0f}", f"{run['watts']:.0f}", f"{run['sm_mhz']:.0f}", f"{run['joules']:.3g}"]
 
 
 def energy_cell(row: dict[str, Any] | None) -> str:
@@ -99,7 +125,7 @@ def _print_rich(title: str, header: list[str], cells: Cells) -> None:
         console.width = PIPE_WIDTH
     made = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(header):
-        made.add_column(name, justify="right" if i else "left", no_wrap=True)
+        made.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
     for row in cells:
         made.add_row(*map(Text, row), style="bold green" if row[0] == OURS else "")
     console.print(made)

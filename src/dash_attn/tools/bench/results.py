@@ -14,7 +14,13 @@ from .names import OURS, UNORDERED
 from .shape import PASSES, Shape
 
 FORMAT = 1
-RATIOS = ("ratio_to_cudnn", "ratio_to_fastest_peer")  # None where there is nobody to compare with
+RATIOS = (
+    "ratio_to_cudnn",
+    "ratio_to_fastest_peer",
+    "ratio_to_unordered",
+    "ratio_to_equal_heads",
+)  # None, or not there: nobody to compare with
+SUSTAINED = ("seconds", "ms", "watts", "sm_mhz", "joules", "tflops")
 MEASURED, HOST_MEASURED = ("median_ms", "tflops", "ratio_to_cudnn"), ("median_us", "p20_us", "p80_us")
 Results = dict[str, Any]
 
@@ -43,6 +49,7 @@ def _check(results: Results) -> None:
     read_fields(results, "the file", ("format", "suite", "repeats", "environment", "rows"), tuple(results))
     as_text(results["suite"], "suite")
     as_whole(results["repeats"], "repeats", least=1)
+    as_whole(results.get("processes", 1), "processes", least=1)
     as_text(as_object(results["environment"], "environment").get("gpu"), "environment.gpu")
     for part in ("missing", "energy"):
         as_object(results.get(part, {}), part)
@@ -62,16 +69,41 @@ def _check_row(row: Any, names: tuple[str, ...], measured: tuple[str, ...]) -> N
     for name in ("candidate", "status"):
         as_text(row[name], name)
     for name in (*MEASURED, *HOST_MEASURED, *RATIOS, "energy_j"):
-        if row.get(name) is not None and as_number(row[name], name) <= 0:
-            raise ValueError(f"{name} must be a number > 0; got {row[name]}")
+        if row.get(name) is not None:
+            _check_positive(row[name], name)
+    for name in SUSTAINED if "sustained" in row else ():
+        _check_positive(as_object(row["sustained"], "sustained").get(name), f"sustained.{name}")
+    for value in as_list(row.get("process_ms", []), "process_ms"):
+        _check_positive(value, "process_ms")
+    for name, ends in as_object(row.get("spread", {}), "spread").items():
+        if len(as_list(ends, f"spread.{name}")) != 2:
+            raise ValueError(f"spread.{name} must have a lowest and a highest; got {shortened(ends)}")
+        for value in ends:
+            _check_positive(value, f"spread.{name}")
     missing = [name for name in needed if name not in RATIOS and row["status"] == "ok" and row[name] is None]
     if missing:
         raise ValueError(f"a row of status ok lacks {missing[0]}")
 
 
+def _check_positive(value: Any, name: str) -> None:
+    if as_number(value, name) <= 0:
+        raise ValueError(f"{name} must be a number > 0; got {value}")
+
+
 def kind(row: dict[str, Any]) -> str:
     """What a panel or table has in common, in words: everything of a shape but its length."""
     return Shape.from_json(row["shape"]).kind
+
+
+def shape_of(row: dict[str, Any]) -> Shape:
+    return Shape.from_json(row["shape"])
+
+
+def case_names(rows: list[dict[str, Any]]) -> dict[Shape, str]:
+    """A name for each shape: its kind where kinds tell all of them apart, else everything."""
+    shapes = unique(shape_of(row) for row in rows)
+    distinct = len({shape.kind for shape in shapes}) == len(shapes)
+    return {shape: shape.kind if distinct else str(shape) for shape in shapes}
 
 
 def is_schedule(candidate: str) -> bool:

@@ -13,12 +13,14 @@ from ...masks import Documents, IntervalMask, Mask, Prefix, Window, parse_mask
 from ...scheduling.json_fields import as_number, as_text, as_whole, as_wholes, read_fields
 
 PASSES = ("forward", "backward")
-MULTIPLICATIONS = {"forward": 2, "backward": 5}  # matrix products of S x S x D, each of 2 S^2 D operations
+NUMBERS = ("seqlen", "batch", "q_heads", "kv_heads", "head_dim")  # what every shape names
+# Matrix products per pair of a query and a key, as wide as keys and as values: S, O; S, dQ, dK and dP, dV.
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`batch` rows of `seqlen` tokens, as many keys as queries.
+    """`batch` rows of `seqlen` keys. `q_seqlen` queries and a `v_head_dim` are as many and as wide, unless they are given.
 
     With `lengths`, the one row is that many sequences laid end to end, called with their lengths (flash_attn_varlen_func);
     the mask then holds inside each. `sinks`: one learned logit per query head takes part in every softmax.
@@ -34,10 +36,14 @@ class Shape:
     softcap: float = 0.0
     sinks: bool = False
     lengths: tuple[int, ...] = ()
+    q_seqlen: int = 0
+    v_head_dim: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))
-        for name in ("seqlen", "batch", "q_heads", "kv_heads", "head_dim"):
+        object.__setattr__(self, "q_seqlen", self.q_seqlen or self.seqlen)
+        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
+        for name in (*NUMBERS, "q_seqlen", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.q_heads % self.kv_heads:
@@ -46,21 +52,28 @@ class Shape:
             raise ValueError(f"lengths go with one row and a causal or full mask; got {self.batch} rows, mask {self.mask!r}")
         if self.sinks and self.batch > 1:
             raise ValueError(f"sinks go with one row: their gradient sums over rows, and the check sees one; got {self.batch} rows")
-        self.attended.check(self.seqlen, self.seqlen)
+        if self.shift < 0 and not self.attended.is_full:
+            raise ValueError(f"more queries than keys go with a full mask: others leave queries without a key; got mask {self.mask!r}")
+        self.attended.check(self.q_seqlen, self.seqlen)
 
     def to_json(self) -> dict[str, Any]:
         """What is special is named only where it is there."""
-        special = {"softcap": self.softcap, "sinks": self.sinks, "lengths": list(self.lengths)}
+        special = {
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "lengths": list(self.lengths),
+            "q_seqlen": self.q_seqlen if self.q_seqlen != self.seqlen else 0,
+            "v_head_dim": self.v_head_dim if self.v_head_dim != self.head_dim else 0,
+        }
         common = {name: value for name, value in asdict(self).items() if name not in special}
         return common | {name: value for name, value in special.items() if value}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shape:
         fields = cls.__dataclass_fields__
-        numbers = ("seqlen", "batch", "q_heads", "kv_heads", "head_dim")
-        read = read_fields(value, "shape", ("mask", *numbers), tuple(fields))
-        for name in numbers:
-            as_whole(read[name], f"shape.{name}", least=1)
+        read = read_fields(value, "shape", ("mask", *NUMBERS), tuple(fields))
+        for name in (*NUMBERS, "q_seqlen", "v_head_dim"):
+            as_whole(read.get(name, 1), f"shape.{name}", least=1)
         for name in ("mask", "dtype"):
             as_text(read.get(name, "as it is"), f"shape.{name}")
         as_number(read.get("softcap", 0.0), "shape.softcap")
@@ -79,8 +92,13 @@ class Shape:
 
     @property
     def plain(self) -> bool:
-        """Full or causal, without anything else: what every attention kernel knows."""
-        return (self.attended.is_full or self.causal) and not self.softcap and not self.sinks
+        """Full, or causal with as many queries as keys, without anything else: what every attention kernel knows."""
+        return (self.attended.is_full or (self.causal and not self.shift)) and not self.softcap and not self.sinks
+
+    @property
+    def shift(self) -> int:
+        """The key that the first query is aligned with: the last query is aligned with the last key."""
+        return self.seqlen - self.q_seqlen
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -98,16 +116,22 @@ class Shape:
 
     def operations(self, direction: str) -> float:
         """Floating-point operations as papers count them: of a causal square half of the full one."""
-        return 2 * MULTIPLICATIONS[direction] * self.batch * self.q_heads * self._pairs() * self.head_dim
+        by_keys, by_values = PRODUCTS[direction]
+        return 2 * self.batch * self.q_heads * self._pairs() * (by_keys * self.head_dim + by_values * self.v_head_dim)
+
+    def tflops(self, direction: str, ms: float) -> float:
+        return self.operations(direction) / ms / 1e9
 
     def _pairs(self) -> float:
         mask = self.attended
         if isinstance(mask, Documents):
             return sum(n**2 for n in mask.lengths) / (2 if mask.causal else 1)
-        if mask.is_full or mask.is_causal:
-            return self.seqlen**2 / (2 if mask.is_causal else 1)
+        if mask.is_full:
+            return self.q_seqlen * self.seqlen
+        if mask.is_causal:
+            return self.q_seqlen * self.seqlen - self.q_seqlen**2 / 2
         assert isinstance(mask, IntervalMask)  # as every mask that can be written
-        first, end = mask.clipped_bounds(np.arange(self.seqlen), self.seqlen, self.seqlen)
+        first, end = mask.clipped_bounds(np.arange(self.q_seqlen), self.q_seqlen, self.seqlen)
         return float((end - first).sum())
 
     @property
@@ -115,11 +139,18 @@ class Shape:
         """Everything but the lengths: what a table or panel has in common."""
         heads = "" if self.group == 1 else f", {self.q_heads} query and {self.kv_heads} KV heads"
         extras = (f", softcap {self.softcap:g}" if self.softcap else "") + (", sinks" if self.sinks else "")
-        return f"{describe_mask(self)}, head dim {self.head_dim}{heads}{extras}"
+        values = "" if self.v_head_dim == self.head_dim else f" (values {self.v_head_dim})"
+        return f"{describe_mask(self)}, head dim {self.head_dim}{values}{heads}{extras}"
+
+    @property
+    def length(self) -> str:
+        """What a column of a table is called."""
+        return f"{self.q_seqlen} on {self.seqlen}" if self.shift else str(self.seqlen)
 
     def __str__(self) -> str:
         heads = f", {self.q_heads} heads" if self.group == 1 else ""
-        return f"{self.kind}{heads}, {self.batch} x {self.seqlen} tokens"
+        tokens = f"{self.q_seqlen} queries on {self.seqlen} keys" if self.shift else f"{self.seqlen} tokens"
+        return f"{self.kind}{heads}, {self.batch} x {tokens}"
 
 
 def describe_mask(shape: Shape) -> str:

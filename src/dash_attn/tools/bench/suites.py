@@ -8,7 +8,7 @@ from itertools import product
 
 from .shape import PASSES, Shape
 
-__all__ = ["FLEX_SUITES", "HOST_SUITE", "MASKS", "PASSES", "SUITES", "Shape", "Suite", "choose"]
+__all__ = ["EQUAL_HEADS_SUITES", "FLEX_SUITES", "HOST_SUITE", "MASKS", "PASSES", "SUITES", "Shape", "Suite", "choose"]
 
 TOKENS = 16384  # batch x seqlen
 MASKS = ("causal", "full")
@@ -55,15 +55,39 @@ MASK_CASES = (
     Shape("causal", 8192, 2, 16, 16, 128, softcap=30.0),
     Shape("causal", TOKENS, 1, 64, 8, 64, sinks=True),
 )
+# What one rank of a real run has: few KV heads, wide heads, queries shorter than keys, small and packed batches.
+RANK_CASES = (
+    *(Shape("causal", length, 1, 8, 1, 128) for length in (4096, 8192, 16384)),  # Llama 70B on 8 tensor-parallel ranks
+    Shape("causal", 8192, 1, 16, 1, 128),  # 405B
+    Shape("causal", 32768, 1, 4, 1, 128),
+    Shape("causal", 4096, 4, 8, 1, 128),
+    Shape("causal", 4096, 2, 64, 8, 128),
+    Shape("causal", 2048, 4, 28, 4, 128),
+    Shape("causal", 16384, 1, 32, 8, 128),
+    Shape("causal", 4096, 1, 71, 1, 128),
+    *(Shape(mask, 8192, 2, 16, 16, 192, v_head_dim=128) for mask in MASKS),  # DeepSeek
+    *(Shape(mask, 8192, 2, 8, 8, 256) for mask in MASKS),  # Gemma
+    Shape("causal", 4096, 4, 8, 4, 256),
+    Shape("causal", 8192, 2, 16, 16, 80),
+    Shape("causal", 8192, 2, 16, 16, 128, q_seqlen=1024),
+    Shape("causal", 16384, 1, 32, 8, 128, q_seqlen=2048),
+    Shape("causal", 32768, 1, 32, 8, 128, q_seqlen=4096),
+    Shape("full", 8192, 2, 16, 16, 128, q_seqlen=512),
+    Shape("causal", 4096, 1, 8, 8, 64),
+    Shape("full", 2048, 1, 16, 16, 64),
+    Shape("full", TOKENS, 1, 16, 16, 128, lengths=UNEQUAL),
+)
 SUITES: dict[str, Suite | Cases] = {
     "paper": Suite((512, 1024, 2048, 4096, 8192, 16384), (64, 128)),
     "quick": Suite((1024, 4096), (128,)),
     "gqa": Suite((4096, 8192), (128,), heads=((32, 8),)),
     "llama": Suite((4096, 8192, 16384), (128,), ("causal",), ((32, 8), (64, 8), (128, 8))),  # 8B, 70B, 405B
     "masks": Cases(MASK_CASES),
+    "ranks": Cases(RANK_CASES),
 }
 HOST_SUITE = "host"
 FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds per shape: not in the short ones
+EQUAL_HEADS_SUITES = ("ranks",)
 
 
 def choose(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-LEAD_IN = 200_000  # cycles, about 0.1 ms: the GPU sleeps while the host queues the call, so launches cost no candidate anything
+LEAD_IN = 2_000_000  # cycles, about 1 ms: the GPU sleeps while the host queues the call, so launches cost no candidate anything
 WARM_UP = 2
 
 

@@ -11,7 +11,7 @@ from ....masks import Mask
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import largest_block
 from ..device.driver import flag
-from ..device.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceParts
+from ..device.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceStarts
 from ..device.trouble import register_call, report_address
 from ..support import sm_count
 from ..tiles import BackwardTiles, backward_tiles, helper_blocks
@@ -21,7 +21,7 @@ from .tables import MaskOnDevice
 
 
 class SequenceLayout:
-    """The first of two kernels of either pass: cu_seqlens become sequences, and where the parts of each begin."""
+    """The first of two kernels of either pass: cu_seqlens become sequences, and where each begins in the tables."""
 
     def __init__(self, layout: PackedLayout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
         name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
@@ -44,13 +44,13 @@ class SequenceLayout:
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
         params = self.params
         params.cu_q, params.cu_k = offsets.cu_seqlens_q.data_ptr(), offsets.cu_seqlens_k.data_ptr()
-        params.sequences, params.parts, params.ticket_count = at["sequences"], at["parts"], at["next_ticket"] + 4
+        params.sequences, params.starts, params.ticket_count = at["sequences"], at["starts"], at["next_ticket"] + 4
         self._launch.on(stream)
 
 
 def sequence_sizes(layout: PackedLayout) -> dict[str, int]:
     """Bytes of what SequenceLayout writes."""
-    return {"sequences": Sequence.bytes() * layout.count, "parts": SequenceParts.bytes() * layout.count}
+    return {"sequences": Sequence.bytes() * layout.count, "starts": SequenceStarts.bytes() * layout.count}
 
 
 def packed_sizes(layout: PackedLayout, head_tiles: int, chains: int) -> dict[str, int]:
@@ -112,6 +112,6 @@ class PackedTiler:
 
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
         self._sequences.launch(offsets, at, stream)
-        for name in ("sequences", "parts", "tiles", "next_ticket"):
+        for name in ("sequences", "starts", "tiles", "next_ticket"):
             setattr(self._params, name, at[name])
         self._launch.on(stream)

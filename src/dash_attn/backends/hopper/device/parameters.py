@@ -172,8 +172,8 @@ class PackedChain(Structure):
 
 
 @shared_with_kernels
-class SequenceParts(Structure):
-    """Where the parts of a sequence begin in the tables of all sequences."""
+class SequenceStarts(Structure):
+    """Where a sequence begins in the tables of all sequences."""
 
     _alignment_ = 16
     _members_ = (
@@ -317,7 +317,7 @@ class PackedParams(Structure):
         ("int", "workers", ""),
         ("MaskParams", "mask", ""),
         ("Sequence*", "sequences", "[count]"),
-        ("SequenceParts*", "parts", "[count]"),
+        ("SequenceStarts*", "starts", "[count]"),
         ("int2*", "tile_places", "[head_tiles]"),
         ("int*", "q_ranks", "[head_tiles] KV tiles each of them meets"),
         ("PackedChain*", "chains", "[2][chain_rows]"),
@@ -336,7 +336,7 @@ class PackedTilesParams(Structure):
         ("int", "tile_room", "entries of tiles"),
         ("MaskParams", "mask", ""),
         ("const Sequence*", "sequences", ""),
-        ("const SequenceParts*", "parts", ""),
+        ("const SequenceStarts*", "starts", ""),
         ("PackedTile*", "tiles", ""),
         ("int*", "next_ticket", "reset here"),
     )

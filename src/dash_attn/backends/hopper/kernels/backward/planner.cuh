@@ -77,10 +77,9 @@ template <int D, MaskKind MASK> struct Planner {
       const u32 number = counts.steps();
       bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
       const int member = load_shared_i32(chain + WALK) & 1 ? load_shared_i32(chain + MEMBERS) - 1 - m : m;
-      store_shared_i32x4(
-          notes.step_at(number),
-          make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial), load_shared_i32(chain + Q_HEAD) + member,
-                    load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
+      store_shared_i32x4(notes.step_at(number),
+                         make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial), load_shared_i32(chain + Q_HEAD) + member,
+                                   load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
       bars.note_full(number).arrive();
     }
     return counts;
@@ -92,8 +91,7 @@ template <int D, MaskKind MASK> struct Planner {
     for (int piece = 0; piece < C::SUM_PIECES; piece++, counts.add_step()) {
       const u32 number = counts.steps();
       bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
-      store_shared_i32x4(notes.step_at(number),
-                         make_int4(0, 0, load_shared_i32(chain + FIRST_SUM) + piece, load_shared_i32(chain + TURN)));
+      store_shared_i32x4(notes.step_at(number), make_int4(0, 0, load_shared_i32(chain + FIRST_SUM) + piece, load_shared_i32(chain + TURN)));
       bars.note_full(number).arrive();
     }
     return counts;

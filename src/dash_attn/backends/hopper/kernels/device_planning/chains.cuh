@@ -34,8 +34,7 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
   for (int first = 0; first < p.count; first += 256) {
     __syncthreads();
     const int other = first + threadIdx.x;
-    if (other < p.count)
-      tiles[threadIdx.x] = tiles_and_parts<Q_ROWS, KV_ROWS>(p, other);
+    if (other < p.count) tiles[threadIdx.x] = tiles_and_parts<Q_ROWS, KV_ROWS>(p, other);
     __syncthreads();
     for (int i = 0; i < min(256, p.count - first); i++) {
       const int3 t = tiles[i];
@@ -59,21 +58,21 @@ template <int Q_ROWS, int KV_ROWS, bool TICKETS_ARE_CHAINS> __global__ void __la
   mine.first_tile = first_tile;
   mine.band_top = band_top(p.mask, mine.q_len, mine.kv_len);
   p.sequences[s] = mine;
-  p.parts[s] = {first_tile, first_chain, first_ticket};
+  p.starts[s] = {first_tile, first_chain, first_ticket};
   if constexpr (TICKETS_ARE_CHAINS) {
     using Order = SequenceOrder<Q_ROWS, KV_ROWS>;
     const auto order_of = [&](int n) { return Order(p, p.cu_q[n + 1] - p.cu_q[n], p.cu_k[n + 1] - p.cu_k[n]); };
-    if (previous >= 0) p.parts[s].shuffled_before = order_of(previous).last_down();
-    if (next >= 0) p.parts[s].shuffled_behind = order_of(next).first_up();
+    if (previous >= 0) p.starts[s].shuffled_before = order_of(previous).last_down();
+    if (next >= 0) p.starts[s].shuffled_behind = order_of(next).first_up();
   }
 }
 
-// The last sequence that begins at `index` or before, in a column of `parts`.
-DEVICE int find_sequence(const SequenceParts* parts, int count, int index, int SequenceParts::* column) {
+// The last sequence that begins at `index` or before, in a column of `starts`.
+DEVICE int find_sequence(const SequenceStarts* starts, int count, int index, int SequenceStarts::* column) {
   int low = 0, high = count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (parts[middle].*column <= index)
+    if (starts[middle].*column <= index)
       low = middle;
     else
       high = middle;
@@ -92,16 +91,12 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   using Order = SequenceOrder<Q_ROWS, KV_ROWS>;
   const PackedParams& p;
   const Sequence& s;
-  const SequenceParts& parts;
+  const SequenceStarts& starts;
   const Order order;
   int kv_tile, kind;
-  GroupSplit split;
 
   DEVICE ChainMaker(const PackedParams& params, int sequence, int tile, int kind_of_head)
-      : p(params), s(p.sequences[sequence]), parts(p.parts[sequence]), order(p, s.q_len, s.kv_len), kv_tile(tile), kind(kind_of_head),
-        split(p.split) {
-    split.parts = order.parts, split.kinds = order.ring ? 1 : 2;
-  }
+      : p(params), s(p.sequences[sequence]), starts(p.starts[sequence]), order(p, s.q_len, s.kv_len), kv_tile(tile), kind(kind_of_head) {}
 
   DEVICE void make(int at) {
     if (order.ring && kind == 1) return;  // one kind of head only
@@ -120,10 +115,12 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
   // Where its dK and dV are, and how many parts add to each of its sums.
   DEVICE int4 sum_place(int sequence) const {
-    return make_int4(sequence, kv_tile, tiles_of(split.parts, split.kinds), split.kinds == 2 ? split.parts / 2 : 0);
+    return make_int4(sequence, kv_tile, tiles_of(order.parts, kinds()), order.parts / 2 * (kinds() - 1));
   }
 
  private:
+  DEVICE int kinds() const { return order.ring ? 1 : 2; }
+
   // Where a chain stands in the order in which the chains of a head start.
   struct Place {
     int first, size, position;  // its segment, its position there
@@ -175,17 +172,18 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   // Segments one after the other; in a segment heads in the order of their turns, those side by side position by position.
   DEVICE void write_ticket(int number, const Place& place, const Lane& lane, int at, int steps) const {
     const int segment = place.first * order.heads + lane.before * place.size;
+    const GroupSplit split{p.split.group, order.parts, kinds(), p.split.sums, p.split.pieces, p.split.first_sum};
     const Part part(split, number);
-    const int tile = part.kv_head * p.chain_rows + parts.first_chain + kv_tile;
+    const int tile = part.kv_head * p.chain_rows + starts.first_chain + kv_tile;
     ChainRecord record = chain_in(s, split, part, kv_tile * KV_ROWS, p.head_tiles, tile);
     set_walk(record, at, steps, kind);
-    record.gang_end = place.gang > 1 ? parts.first_ticket + segment + lane.width * place.size : 0;
-    p.tickets[parts.first_ticket + shuffled(segment + place.position * lane.width + lane.place)] = record;
+    record.gang_end = place.gang > 1 ? starts.first_ticket + segment + lane.width * place.size : 0;
+    p.tickets[starts.first_ticket + shuffled(segment + place.position * lane.width + lane.place)] = record;
   }
   // The chains that end a sequence walk down and should start one by one; those that begin the next walk up and need not: they
   // are shuffled together, in proportion. `ticket` counts from the first one of this sequence.
   DEVICE int shuffled(u32 ticket) const {
-    const u32 up = order.first_up(), down = order.last_down(), before = parts.shuffled_before, behind = parts.shuffled_behind;
+    const u32 up = order.first_up(), down = order.last_down(), before = starts.shuffled_before, behind = starts.shuffled_behind;
     const u32 first_of_down = order.kv_tiles * order.heads - down;
     if (ticket < up && before > 0) return ticket - before + min(before, (ticket * before + up - 1) / up);
     if (ticket >= first_of_down && behind > 0) return ticket + min(behind, (ticket - first_of_down) * behind / down + 1);
@@ -197,14 +195,14 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
 template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed_plan(const __grid_constant__ PackedParams p) {
   const int thread = blockIdx.x * 256 + threadIdx.x;
   if (thread < p.head_tiles) {
-    const int s = find_sequence(p.parts, p.count, thread, &SequenceParts::first_tile), within = thread - p.parts[s].first_tile;
+    const int s = find_sequence(p.starts, p.count, thread, &SequenceStarts::first_tile), within = thread - p.starts[s].first_tile;
     const bool exists = within < tiles_of(p.sequences[s].q_len, Q_ROWS);
     p.tile_places[thread] = exists ? make_int2(s, within) : make_int2(-1, 0);
     p.q_ranks[thread] = exists ? ranks_of<Q_ROWS, KV_ROWS>(p.sequences[s], p.mask, within) : 0;
   }
   if (thread >= 2 * p.chain_rows) return;
   const int kind = thread / p.chain_rows, index = thread - kind * p.chain_rows;
-  const int s = find_sequence(p.parts, p.count, index, &SequenceParts::first_chain), kv_tile = index - p.parts[s].first_chain;
+  const int s = find_sequence(p.starts, p.count, index, &SequenceStarts::first_chain), kv_tile = index - p.starts[s].first_chain;
   const bool exists = kv_tile < tiles_of(p.sequences[s].kv_len, KV_ROWS);
   if (exists) {
     ChainMaker<Q_ROWS, KV_ROWS> maker(p, s, kv_tile, kind);

@@ -8,7 +8,7 @@ template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed
   const int thread = blockIdx.x * 256 + threadIdx.x;
   if (thread == 0) p.next_ticket[0] = 0;
   if (thread >= p.tile_room) return;
-  const int s = find_sequence(p.parts, p.count, thread, &SequenceParts::first_tile), q_tile = thread - p.parts[s].first_tile;
+  const int s = find_sequence(p.starts, p.count, thread, &SequenceStarts::first_tile), q_tile = thread - p.starts[s].first_tile;
   const Sequence& sequence = p.sequences[s];
   const int q_tiles = tiles_of(sequence.q_len, Q_ROWS);
   if (q_tile >= q_tiles) return;
@@ -23,5 +23,5 @@ template <int Q_ROWS, int KV_ROWS> __global__ void __launch_bounds__(256) packed
     tile.full_first = tiles_of(full_from, KV_ROWS);
     tile.full_end = first_row + Q_ROWS > sequence.q_len ? 0 : max(0, full_to) / KV_ROWS;
   }
-  p.tiles[p.parts[s].first_ticket + q_tiles - 1 - q_tile] = tile;
+  p.tiles[p.starts[s].first_ticket + q_tiles - 1 - q_tile] = tile;
 }
