@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 
 from compilers import needs_gxx
-from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate
+from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate, lower
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
 from dash_attn.backends.hopper.device.compile import sources
-from dash_attn.backends.hopper.device.parameters import PlanTables
+from dash_attn.backends.hopper.device.parameters import GroupSplit, PlanTables
+from dash_attn.scheduling.order import Sum
+from dash_attn.scheduling.problem import parts_of
+from reference import dealt
 from start_orders import Chain, laid_end_to_end, starts_alone
 
 HERE = Path(__file__).parent
@@ -62,12 +66,29 @@ def test_tickets_of_a_plan(device: ctypes.CDLL, seed: int) -> None:
     cuts = np.sort(rng.choice(kv_tiles, size=int(rng.integers(0, min(kv_tiles, 4))), replace=False))
     segments = tuple(np.diff(np.unique([0, *cuts, kv_tiles])).tolist())
     placement = Placement(int(rng.integers(1, 50)), int(rng.integers(1, 12)), starts, segments, int(rng.integers(0, 6)))
-    problem = Problem.from_tiles("full", 3, kv_tiles, heads=heads, batch=batch, head_offset=int(rng.integers(0, 4)))
+    group, offset = int(rng.integers(1, 6)), int(rng.integers(0, 4))
+    parts = int(rng.integers(1, group + 1))
+    problem = Problem.from_tiles("full", 3, kv_tiles, heads=heads, group=group, batch=batch, head_offset=offset, group_parts=parts)
     found = np.empty((problem.chains, 3), dtype=np.int32)
     starts, ends = np.stack(placement.starts).astype(np.int32), np.cumsum([0, *segments]).astype(np.int32)
     tables = PlanTables(starts=starts.ctypes.data, segments=ends.ctypes.data, **placement_fields(placement, problem))
     device.expand(ctypes.byref(tables), address(found))
     assert np.array_equal(found, placement.tickets(problem))
+    sums, first_sum, pieces = Sum.how_many(problem, kinds), 1000, 4
+    tables.split = GroupSplit(group, parts, kinds, sums, pieces, first_sum)
+    fields = np.empty(5, dtype=np.int32)
+    for sequence, part, kv_tile in found[:: max(1, len(found) // 50)].tolist():
+        device.part_of_chain(ctypes.byref(tables), heads, sequence, part, kv_tile, address(fields))
+        kv_head, members, (number, turn) = part // parts, problem.members(part), Sum.of_part(problem, part, kinds)
+        place = (((sequence * heads + kv_head) * kv_tiles + kv_tile) * sums + number) * pieces + first_sum
+        assert fields.tolist() == [kv_head, members.start, len(members), place, turn]
+
+
+def test_parts_of_a_group(device: ctypes.CDLL) -> None:
+    lengths = [*range(1, 4200), 8192, 100_000]
+    for group in (1, 2, 3, 7, 8, 16, 71):
+        assert [device.parts_of_group(group, length) for length in lengths] == [parts_of(group, length) for length in lengths]
+    assert device.parts_of_group(8, 0) == 1, "a sequence without queries"
 
 
 @dataclass
@@ -84,19 +105,37 @@ class Batch:
     workers: int
 
     def plan(self, device: ctypes.CDLL) -> list[Chain]:
-        """All chains, in the order they start."""
+        """All chains, in the order they start: part, sequence, KV tile."""
+        return [chain for chain, _ in self.plan_with_records(device)]
+
+    def plan_with_records(self, device: ctypes.CDLL) -> list[tuple[Chain, list[int]]]:
+        """... and of each its query heads, whether the last one comes first, where it adds dK and dV, and when."""
         cu_q, cu_k = (np.array([0, *np.cumsum(n)], dtype=np.int32) for n in (self.q_lengths, self.kv_lengths))
         right, width = band_of(self.mask)
         shape = len(self.q_lengths), self.heads, self.group, self.head_offset, self.workers
         count = device.plan(*self.tiles, address(cu_q), address(cu_k), *shape, right, ctypes.c_uint32(width))
-        found = np.empty((count, 3), dtype=np.int32)
+        found = np.empty((count, 8), dtype=np.int32)
         device.read_tickets(address(found))
         sequence_of = {int(end): i for i, end in enumerate(cu_k[1:]) if self.kv_lengths[i]}
+        part_of = [{members[0]: part for part, members in enumerate(self.parts(i))} for i in range(len(self.q_lengths))]
         chains = []
-        for head, end, keys in found.tolist():
+        for _, end, keys, q_head, *rest in found.tolist():
             sequence = sequence_of[end]
-            chains.append((head, sequence, (self.kv_lengths[sequence] - keys) // self.tiles[1]))
+            part = part_of[sequence][q_head]
+            chains.append(((part, sequence, (self.kv_lengths[sequence] - keys) // self.tiles[1]), [q_head, *rest]))
         return chains
+
+    def parts(self, sequence: int) -> list[list[int]]:
+        """The query heads of all parts of a sequence."""
+        of_group = dealt(self.group, parts_of(self.group, max(1, self.q_lengths[sequence])))
+        return [[head * self.group + member for member in members] for head in range(self.heads) for members in of_group]
+
+    def kv_tiles(self, sequence: int) -> int:
+        return -(-self.kv_lengths[sequence] // self.tiles[1])
+
+    @property
+    def chain_rows(self) -> int:
+        return sum(self.kv_lengths) // self.tiles[1] + len(self.kv_lengths)
 
     def problem(self, sequence: int) -> Problem:
         lengths = self.q_lengths[sequence], self.kv_lengths[sequence]
@@ -122,7 +161,7 @@ def random_batch(seed: int, empty: bool) -> Batch:
         for lengths in (q_lengths, kv_lengths):
             lengths[int(rng.integers(count))] = 0
     masks = Full(), Causal(), Window(int(rng.choice([0, 50, 300, 1000])), int(rng.choice([0, 5, 200])))
-    shape = (int(rng.integers(low, high)) for low, high in ((1, 10), (1, 9), (0, 2), (64, 200)))
+    shape = (int(rng.integers(low, high)) for low, high in ((1, 6), (1, 10), (0, 2), (64, 200)))
     return Batch(masks[int(rng.integers(3))], tiles, q_lengths, kv_lengths, *shape)
 
 
@@ -136,11 +175,40 @@ def test_packed_sequences_start_and_walk_as_each_would_alone(device: ctypes.CDLL
         pytest.skip(f"refused on the host: {error}")
     assert chains == laid_end_to_end([starts_alone(i, schedule) for i, schedule in schedules.items()])
     walk = np.empty((20_000, 2), dtype=np.int32)
-    for ticket, (head, sequence, kv_tile) in enumerate(chains):
-        order = schedules[sequence].head_order(head)
+    for ticket, (part, sequence, kv_tile) in enumerate(chains):
+        order = schedules[sequence].order_of(part)
         steps = device.read_walk(*batch.tiles, ticket, address(walk))
         assert walk[:steps, 0].tolist() == order.walk(kv_tile).tolist()
         assert walk[:steps, 1].tolist() == order.ranks(kv_tile).tolist()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_packed_sequences_add_as_each_would_alone(device: ctypes.CDLL, seed: int) -> None:
+    """Query heads, sums and turns of every chain, and how many parts the postprocess finds in every sum."""
+    batch = random_batch(seed, empty=False)
+    records = batch.plan_with_records(device)
+    try:
+        plans = [lower(generate("auto", batch.problem(i), batch.workers)) for i in range(len(batch.q_lengths))]
+    except ScheduleError as error:
+        pytest.skip(f"refused on the host: {error}")
+    first_row = [0, *accumulate(batch.kv_tiles(i) for i in range(len(plans)))]
+    sums, waited = 2 if batch.group > 1 else 0, dict[int, int]()
+    parts = [batch.parts(i) for i in range(len(plans))]
+    for (part, sequence, kv_tile), (q_head, members, last_first, place, turn) in records:
+        plan, of_part = plans[sequence], parts[sequence][part]
+        assert (q_head, members) == (of_part[0], len(of_part))
+        assert plan.members(part) == ([*range(members)][::-1] if last_first else [*range(members)])
+        number, rank = plan.sum_of(part)
+        kv_head = part // plan.problem.parts
+        assert (place, turn) == (((kv_head * batch.chain_rows + first_row[sequence] + kv_tile) * sums + number) * 4, rank)
+        if sums:
+            assert turn == waited.get(place, 0), "a part waits for parts with earlier tickets"
+            waited[place] = turn + 1
+    places = np.empty((batch.chain_rows, 4), dtype=np.int32)
+    assert device.read_sum_places(address(places)) == batch.chain_rows
+    expected = [[i, kv, *(*plan.parts_of_sums, 0)[:2]] for i, plan in enumerate(plans) for kv in range(batch.kv_tiles(i))]
+    assert places[: len(expected)].tolist() == expected
+    assert (places[len(expected) :, 0] == -1).all(), "no such tiles"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -150,12 +218,12 @@ def test_packed_sequences_some_of_which_are_empty(device: ctypes.CDLL, seed: int
     batch.mask = Causal() if isinstance(batch.mask, Full) else batch.mask
     chains = batch.plan(device)
     kv_tiles = [-(-n // batch.tiles[1]) for n in batch.kv_lengths]
-    assert sorted(chains) == sorted((head, i, kv) for i, n in enumerate(kv_tiles) for kv in range(n) for head in range(batch.heads))
+    assert sorted(chains) == sorted((part, i, kv) for i, n in enumerate(kv_tiles) for kv in range(n) for part in range(len(batch.parts(i))))
     walk = np.empty((20_000, 2), dtype=np.int32)
     ranks: dict[tuple[int, int, int], list[int]] = {}
-    for ticket, (head, sequence, _) in enumerate(chains):
+    for ticket, (part, sequence, _) in enumerate(chains):
         for q_tile, rank in walk[: device.read_walk(*batch.tiles, ticket, address(walk))].tolist():
-            ranks.setdefault((head, sequence, q_tile), []).append(rank)
+            ranks.setdefault((part, sequence, q_tile), []).append(rank)
     for (_, sequence, q_tile), found in ranks.items():
         of_tiles = np.empty(-(-batch.q_lengths[sequence] // batch.tiles[0]), dtype=np.int32)
         device.read_ranks(sequence, len(of_tiles), address(of_tiles))

@@ -15,6 +15,7 @@ from dash_attn.backends.hopper.device import shared_header
 from dash_attn.backends.hopper.device.compile import CompileError, compile_uncached, sources
 from dash_attn.backends.hopper.device.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
+from dash_attn.scheduling.problem import ROWS_OF_A_CHAIN
 from dash_attn.scheduling.schedule import MANY_KV_TILES
 from kernel_variants import DIMS, VARIANTS, assembler_complaints
 
@@ -71,6 +72,16 @@ SIZES = [
     *(("backward/attention.cuh", f"BackwardConfig<{d}>::Q_ROWS", shapes.backward_tiles(d).q_rows) for d in DIMS),
     *(("backward/attention.cuh", f"BackwardConfig<{d}>::KV_ROWS", shapes.backward_tiles(d).kv_rows) for d in DIMS),
     *(("backward/attention.cuh", f"BackwardConfig<{d}>::WIDTH", shapes.backward_tiles(d).columns) for d in DIMS),
+    *(("backward/attention.cuh", f"BackwardConfig<{d}>::SUM_PIECES", shapes.backward_tiles(d).sum_pieces) for d in DIMS),
+    *(  # dK and dV of a KV tile, in float32
+        (
+            "backward/attention.cuh",
+            f"BackwardConfig<{d}>::SUM_PIECES * BackwardConfig<{d}>::SUM_FLOATS",
+            2 * shapes.backward_tiles(d).kv_rows * d,
+        )
+        for d in DIMS
+    ),
+    ("backward/attention.cuh", "sizeof(ChainRecord)", 64),
     *(
         ("forward/attention.cuh", f"ForwardConfig<{d}, {c}>::SHARED_BYTES", shapes.forward_tiles(d, c).shared_bytes)
         for d in DIMS
@@ -89,10 +100,13 @@ def test_sizes(header: str, config: str, size: int) -> None:
 def test_the_device_plans_by_the_generators_constants() -> None:
     """They are written into the header. The control: one that the text would not follow."""
     text = shared_header.shared_header()
-    for name, value in {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES, "ONE_CLASS": alternating.ONE_CLASS}.items():
+    constants = {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES, "ONE_CLASS": alternating.ONE_CLASS}
+    for name, value in {**constants, "MANY_MEMBERS": alternating.MANY_MEMBERS, "ROWS_OF_A_CHAIN": ROWS_OF_A_CHAIN}.items():
         assert f"constexpr int {name} = {value};" in text
     planning = "".join(source for name, source in sources().items() if name.startswith("device_planning/"))
-    assert not re.search(r"constexpr int (FEW_KV_TILES|ONE_CLASS|LARGE_GROUP|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK)", planning)
+    assert not re.search(
+        r"constexpr int (FEW_KV_TILES|ONE_CLASS|MANY_MEMBERS|ROWS_OF_A_CHAIN|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK)", planning
+    )
 
 
 def test_the_hash_is_of_the_machine_code() -> None:

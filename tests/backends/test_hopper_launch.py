@@ -17,8 +17,8 @@ from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.order import Order
 
-CALLS = ("forward", "backward", "backward_setup", "documents", "explain", "groups", "kernel_names", "layout", "packed", "tables")
-forward, backward, setup, documents, explain, groups, kernel_names, layout, packed, tables = (
+CALLS = ("forward", "backward", "backward_setup", "documents", "explain", "kernel_names", "layout", "packed", "tables")
+forward, backward, setup, documents, explain, kernel_names, layout, packed, tables = (
     import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS
 )
 trouble = import_module("dash_attn.backends.hopper.device.trouble")
@@ -203,23 +203,98 @@ def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driv
     assert [name for name, _ in driver.launched] == ["attention_forward"]
 
 
-@pytest.mark.parametrize(("group", "parts"), [(1, 1), (8, 1), (9, 3), (12, 2), (16, 2), (64, 8), (71, 71)])
-def test_large_groups_are_split(group: int, parts: int) -> None:
-    assert groups.parts_of(group) == parts
+# Parts of groups. At 2100 queries each query head is a part; at 300 up to 13 are.
 
 
-def test_parts_of_a_group_run_as_groups_of_their_own(driver: Driver) -> None:
-    q, k = made(100, 32, 64, 1), torch.randn(1, 100, 2, 64).bfloat16()
-    options = AttentionOptions(Causal(), 1.0, head_offset=3)
-    many_k, _, of_parts = groups.split(q, k, k, options)
-    assert (many_k.shape, of_parts.head_offset) == ((1, 100, 4, 64), 6)
-    assert all(torch.equal(many_k[:, :, head], k[:, :, head // 2]) for head in range(4))
-    looks_k, looks_v, looks = groups.split(q, k, k, options, shapes_only=True)
-    assert (looks_k.shape, looks_v.shape, looks) == (many_k.shape, many_k.shape, of_parts)
-    _, dk, dv, _ = backward.backward(q, q, k, k, q, torch.zeros(1, 32, 100), options)
-    assert (dk.dtype, dk.shape, dv.shape) == (k.dtype, k.shape, k.shape)
-    parts = torch.arange(4, dtype=torch.bfloat16).view(1, 1, 4, 1).expand_as(many_k)
-    assert torch.equal(groups.add_in_order(parts, k.shape)[0, 0, :, 0].float(), torch.tensor([0.0 + 1, 2 + 3]))
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(("length", "group", "parts"), [(2100, 3, 3), (300, 71, 6), (300, 13, 1), (2100, 1, 1)])
+def test_sums_of_a_dense_call(driver: Driver, length: int, group: int, parts: int, dim: int) -> None:
+    q, k = made(length, 2 * group, dim), made(length, 2, dim)
+    found = setup.dense_setup(q, k, k, AttentionOptions(Causal(), 1.0, head_offset=1))
+    tiles = -(-length // found.tiles.kv_rows)
+    sums = 2 if parts > 1 else 0
+    assert (found.parts, found.kinds, found.sums, found.head_chains) == (parts, 2, sums, tiles)
+    assert found.chains == 2 * 2 * tiles * parts
+    sizes = found._sizes()
+    assert sizes["sums"] == 4 * 2 * sums * (2 * 2 * tiles * found.tiles.kv_rows) * dim  # dK and dV of two KV heads, two sequences
+    assert sizes["semaphores"] == 4 * (found.dq_tiles + 2 * 2 * tiles * sums * found.tiles.sum_pieces)
+    assert sizes["tickets"] == 64 * found.chains
+    assert list(sizes).index("sums") == list(sizes).index("dq") + 1, "both are zeroed at once"
+    split = found.split
+    fields = [split.group, split.parts, split.kinds, split.sums, split.pieces, split.first_sum]
+    assert fields == [group, parts, 2, sums, found.tiles.sum_pieces, found.dq_tiles]
+
+
+def run_backward(q: Tensor, k: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None) -> Any:
+    """The call that was launched."""
+    lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1]) if offsets is None else torch.zeros(q.shape[1], q.shape[0])
+    gradients = backward.backward(q, q, k, k, q, lse, options, offsets)
+    assert shapes(*gradients) == shapes(q, k, k)
+    return next(reversed(backward._calls._kept.values.values()))
+
+
+def grid_of(driver: Driver, name: str) -> int:
+    return [grid for launched, grid in driver.launched if launched == name][-1]
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize(
+    ("mask", "schedule", "of_sums"), [(Causal(), "auto", [2, 1]), (Causal(), "ascending", [3, 0]), (Full(), "shift_blocks", [3, 0])]
+)
+def test_the_postprocess_finishes_sums(driver: Driver, mask: Mask, schedule: str, of_sums: list[int], dim: int) -> None:
+    q, k = made(2100, 6, dim, 1), made(2100, 2, dim, 1)
+    call = run_backward(q, k, AttentionOptions(mask, 1.0, schedule=schedule))
+    places, found = call.after.sums, call.setup
+    rows = 2 * found.head_chains * found.tiles.kv_rows
+    assert grid_of(driver, "backward_postprocess") == found.dq_tiles + 2 * rows // 64  # dK and dV, 64 rows a block
+    assert list(places.parts) == of_sums
+    assert (places.count, places.first_sum, places.kv_heads, places.kv_len) == (sum(map(bool, of_sums)), found.dq_tiles, 2, 2100)
+    assert (places.dk_dim, places.dv_dim, places.head_chains) == (dim, dim, found.head_chains)
+    assert places.sums == call.main.sums
+    assert None not in (places.sums, places.dk, places.dv)
+    assert call.before.semaphore_count == found.semaphores
+    assert call.before.floats_to_zero == found.dq_floats + found.sum_floats
+    assert bytes(call.before.plan.split) == bytes(found.split)
+
+
+def test_a_whole_group_has_no_sums(driver: Driver) -> None:
+    q, k = made(300, 6, 64, 1), made(300, 2, 64, 1)
+    call = run_backward(q, k, AttentionOptions(Causal(), 1.0))
+    assert (call.main.sums, call.after.sums.sums, call.after.sums.count) == (None, None, 0)
+    assert grid_of(driver, "backward_postprocess") == call.setup.dq_tiles
+    assert call.before.semaphore_count == call.setup.dq_tiles
+
+
+def test_unordered_sums_are_zeroed_and_not_waited_for(driver: Driver) -> None:
+    q, k = made(2100, 6, 64, 1), made(2100, 2, 64, 1)
+    call = run_backward(q, k, AttentionOptions(Causal(), 1.0, accumulation="unordered"))
+    assert call.before.dq_to_zero == call.main.dq
+    assert call.main.sums == call.main.dq + 4 * call.setup.dq_floats, "behind dQ, so that both are zeroed at once"
+
+
+@pytest.mark.parametrize("group", [1, 3, 71])
+def test_packed_sequences_have_room_for_every_part(driver: Driver, group: int) -> None:
+    """Their lengths are on the device, so each query head may be a part."""
+    places = torch.tensor([0, 100, 601], dtype=torch.int32)
+    q, k = made(601, 2 * group, 64, 1)[0], made(601, 2, 64, 1)[0]
+    call = run_backward(q, k, AttentionOptions(Causal(), 1.0, head_offset=1), SequenceOffsets(places, places, 501, 501))
+    found, rows = call.setup, 601 // 128 + 2
+    assert (found.parts, found.sums, found.head_chains) == (group, 2 if group > 1 else 0, rows)
+    assert found._sizes()["tickets"] == 64 * 2 * rows * group
+    assert found._sizes()["sum_places"] == 16 * rows
+    assert call.planner._sequences.params.chain_rows == rows
+    assert bytes(call.planner._sequences.params.split) == bytes(found.split)
+    assert (call.after.sums.places is not None, call.after.sums.head_chains) == (True, rows)
+
+
+@pytest.mark.parametrize("group", [8, 71])
+def test_the_workspace_of_a_group(driver: Driver, group: int) -> None:
+    """Beyond dQ and its statistics, 16 bytes per element of K and V, and 64 per chain: no copies for each part."""
+    q, k = (made(4096, heads, 128, 1) for heads in (group, 1))
+    found = setup.dense_setup(q, k, k, AttentionOptions(Causal(), 1.0))
+    of_queries = 4 * q.numel() + 2 * 4 * group * 4096
+    of_keys = 16 * k.numel()
+    assert of_queries + of_keys < found.workspace.bytes < of_queries + of_keys + (64 + 16) * found.chains + 8 * found.dq_tiles + 4096
 
 
 def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:
@@ -251,8 +326,7 @@ def test_explain_tells_of_the_call_that_runs(driver: Driver, mask: Mask, heads: 
     documents.backward(q, q, k, k, out, lse, options)
     assert set(told.kernels.values()) <= set(driver.loaded)
     call = next(reversed(backward._calls._kept.values.values()))
-    copies = groups.bytes_of_copies(k, k, groups.parts_between(q, k))
-    assert (told.workspace_bytes, told.gang) == (call.workspace.bytes + copies, call.setup.gang)
+    assert (told.workspace_bytes, told.gang) == (call.workspace.bytes, call.setup.gang)
     assert told.backward_tiles == (call.setup.tiles.q_rows, call.setup.tiles.kv_rows)
     ahead = next(reversed(forward._calls._kept.values.values()))
     assert told.forward_tiles == (ahead.setup.q_rows, ahead.setup.kv_rows)
@@ -274,13 +348,13 @@ def test_a_plan_that_does_not_serve_the_mask_compiles_nothing(driver: Driver) ->
     assert not driver.loaded
 
 
-@pytest.mark.parametrize(("mask", "heads", "said"), [(Documents((100, 200)), 2, "packed sequences"), (Causal(), 16, "up to 8 query heads")])
-def test_what_is_not_what_runs_is_not_recorded(mask: Mask, heads: int, said: str) -> None:
+def test_what_is_not_what_runs_is_not_recorded() -> None:
     record = import_module("dash_attn.backends.hopper.calls.recorder")
-    q, k = made(300, heads, 64, 1), made(300, 1, 64, 1)
-    with pytest.raises(ValueError, match=said):
+    q, k, mask = made(300, 16, 64, 1), made(300, 1, 64, 1), Documents((100, 200))
+    with pytest.raises(ValueError, match="packed sequences"):
         record.check_recordable(q, k, AttentionOptions(mask, 1.0))
-    record.check_recordable(q[:, :, :8], k, AttentionOptions(mask, 1.0, schedule="weave"))
+    record.check_recordable(q, k, AttentionOptions(mask, 1.0, schedule="weave"))
+    record.check_recordable(q, k, AttentionOptions(Causal(), 1.0))  # groups of any size
 
 
 def saved(name: str, q_rows: int = 128, workers: int = 16) -> Schedule:
@@ -290,7 +364,7 @@ def saved(name: str, q_rows: int = 128, workers: int = 16) -> Schedule:
 
 @pytest.mark.parametrize("name", ["weave", "alternating"])
 def test_a_given_schedule_runs_on_the_tables_of_its_name(driver: Driver, name: str) -> None:
-    q, k = made(300, 16, 64), made(300, 1, 64)  # a group that is split in two
+    q, k = made(300, 16, 64), made(300, 1, 64)  # a group of two parts
     lse, found = torch.zeros(2, 16, 300), []
     for schedule in (name, saved(name).to_json()):
         backward.backward(q, q, k, k, q, lse, AttentionOptions(Causal(), 1.0, schedule=schedule))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dash_attn import Schedule
 
-Chain = tuple[int, int, int]  # head, sequence, KV tile
+Chain = tuple[int, int, int]  # part, sequence, KV tile
 
 
 def starts_alone(number: int, schedule: Schedule) -> tuple[list[Chain], int, int]:

@@ -13,7 +13,15 @@
 struct int2 {
   int x, y;
 };
+struct int3 {
+  int x, y, z;
+};
+struct int4 {
+  int x, y, z, w;
+};
 static inline int2 make_int2(int x, int y) { return {x, y}; }
+static inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
+static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 struct Index {
   int x;
 };

@@ -269,7 +269,7 @@ class SumPlaces(Structure):
         ("int", "head_chains", "KV tiles of a head of a sequence; packed, of a head"),
         ("int", "count", "sums per KV tile"),
         ("int", "first_sum", "as in BackwardParams"),
-        ("int", "parts[2]", "that add to each of them; -1: unordered"),
+        ("int", "parts[2]", "that add to each of them"),
         (
             "const int4*",
             "places",
