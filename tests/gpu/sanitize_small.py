@@ -39,6 +39,7 @@ def accurate_runs() -> Iterator[Callable[[], None]]:
             for mask in (Full(), Causal(), Window(70, 20)):
                 for heads in ((2, 2), (4, 1)):
                     yield lambda d=dim, n=lengths, m=mask, h=heads: assert_accurate(gpu_inputs(*n, h, d, batch=2), m)
+        yield lambda d=dim: assert_accurate(gpu_inputs(200, 200, (43, 1), d), Causal())  # three parts of a group
         yield lambda d=dim: assert_accurate(gpu_inputs(200, 200, (4, 2), d), Documents((50, 7, 143)))
         yield lambda d=dim: assert_accurate(gpu_inputs(200, 300, (4, 2), d), ragged_map(200, 300))
         yield lambda d=dim: assert_accurate(gpu_inputs(200, 200, dim=d), Causal(), accumulation="unordered")
@@ -50,6 +51,8 @@ def other_runs() -> Iterator[Callable[[], None]]:
         for options in ({}, {"softcap": 20.0}, {"sinks": torch.zeros(4, device=DEVICE)}):
             yield lambda d=dim, o=options: attend(flash_attn_func, gpu_inputs(200, 200, dim=d, batch=2), **o)
             yield lambda d=dim, o=options: attend_packed(gpu_inputs(200, 200, dim=d), **o)
+        yield lambda d=dim: attend(flash_attn_func, gpu_inputs(200, 200, (43, 1), d))
+        yield lambda d=dim: attend_packed(gpu_inputs(200, 200, (43, 1), d))
 
 
 def attend_packed(inputs: tuple[torch.Tensor, ...], **options: Any) -> None:

@@ -56,12 +56,6 @@ def test_grouped_query_heads(dim: int, mask: Mask, group: int) -> None:
     assert_accurate(gpu_inputs(700, 700, (8, 8 // group), dim, batch=2), mask)
 
 
-@pytest.mark.parametrize("heads", [(16, 1), (24, 2), (11, 1)], ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_large_groups_of_query_heads(dim: int, heads: tuple[int, int]) -> None:
-    assert_accurate(gpu_inputs(500, 500, heads, dim), Causal())
-
-
 @pytest.mark.parametrize("mask", OTHER_MASKS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_masks(dim: int, mask: Mask) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from budget import assert_near
 from dash_attn import Causal, Full, Mask, Problem, Schedule, ScheduleError, Window, explain, flash_attn_func, generate
 from dash_attn.scheduling.order import RUN_TO_RUN, HeadOrder, Order, rank_within
 from dense import assert_same_bits, run_ours, same_bits
@@ -36,11 +39,25 @@ def shuffled(problem: Problem) -> Schedule:
 )
 def test_a_saved_schedule_has_the_bits_of_its_name(name: str, mask: Mask, heads: tuple[int, int], dim: int) -> None:
     inputs = gpu_inputs(LENGTH, LENGTH, heads, dim, batch=3)
-    group = heads[0] // heads[1]  # on which some orders depend, and large ones run in parts
-    text = generate(name, problem_of(mask, dim, group // hopper("calls.groups").parts_of(group)), 132).to_json()
+    text = generate(name, problem_of(mask, dim, heads[0] // heads[1]), 132).to_json()  # some orders depend on the group
     expected = run_ours(inputs, mask, schedule=name)
     assert_same_bits(run_ours(inputs, mask, schedule=text), expected, "JSON text")
     assert_same_bits(run_ours(inputs, mask, schedule=Schedule.from_json(text)), expected, "Schedule")
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_given_schedule_may_say_the_parts(dim: int) -> None:
+    """Of 4 query heads and 2000 queries the rule makes two parts."""
+    inputs = gpu_inputs(LENGTH, LENGTH, (4, 1), dim)
+    by_rule = run_ours(inputs, Causal(), schedule="alternating")
+    problem = problem_of(Causal(), dim, 4)
+    assert problem.parts == 2
+    for parts in (1, 2, 3, 4):
+        given = generate("alternating", replace(problem, group_parts=parts), 132)
+        ours = run_ours(inputs, Causal(), schedule=given)
+        assert_near(ours, inputs, Causal())
+        assert_same_bits(run_ours(inputs, Causal(), schedule=given), ours, "again")
+        assert same_bits(ours.dk, by_rule.dk) == (parts == 2)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

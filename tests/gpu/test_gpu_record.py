@@ -59,8 +59,11 @@ def test_recorded_times_are_possible(dim: int, mask: Mask, schedule: str) -> Non
     assert spans.makespan == pytest.approx(kernel_time(inputs, options), rel=0.25)
 
 
-def test_recording_changes_no_bit() -> None:
-    q, k, v, dout = inputs = gpu_inputs(1000, 1000, (8, 2), batch=2)
+@pytest.mark.parametrize("heads", [(8, 2), (8, 1), (7, 1)], ids=str)
+@pytest.mark.parametrize("length", [1000, 2100])
+def test_recording_changes_no_bit(length: int, heads: tuple[int, int]) -> None:
+    """Whole groups, and parts of groups."""
+    q, k, v, dout = inputs = gpu_inputs(length, length, heads, batch=2)
     options = options_of(Causal(), "auto", 128)
     backward, record = hopper("calls.backward"), hopper("calls.recorder")
     out, lse = hopper("calls.forward").forward(q, k, v, options)

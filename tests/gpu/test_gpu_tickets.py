@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Mask, Problem, Window
+from dash_attn import Causal, Full, Mask, Problem, Window, lower
 from dash_attn.call.options import AttentionOptions
 from dash_attn.call.planning import problem_of
 from dash_attn.scheduling.generators import generate
@@ -19,8 +19,19 @@ from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu
 
-WORDS = hopper("device.parameters").ChainRecord.bytes() // 4  # KV head, first row, sequence, ...
-HEADS = [((1, 1), 1), ((2, 2), 3), ((5, 5), 3), ((16, 16), 8), ((8, 2), 20), ((33, 33), 5)]
+RECORD = hopper("device.parameters").ChainRecord
+WORDS = RECORD.bytes() // 4
+HEADS = [((1, 1), 1), ((2, 2), 3), ((5, 5), 3), ((16, 16), 8), ((8, 2), 20), ((33, 33), 5), ((8, 1), 3), ((21, 3), 2), ((71, 1), 1)]
+
+
+def column(name: str) -> int:
+    """Of a chain's record, in words."""
+    return getattr(RECORD, name).offset // 4
+
+
+def part_of(problem: Problem) -> dict[int, int]:
+    """The number of a part, by its first query head."""
+    return {problem.members(part).start: part for part in range(problem.all_parts)}
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -36,10 +47,20 @@ def test_tickets(
     q, k = inputs[:2]
     tiles = hopper("tiles").backward_tiles(dim)
     problem = problem_of(q, k, AttentionOptions(mask, 1.0, head_offset=head_offset), tiles.q_rows, tiles.kv_rows)
-    found = tickets_in(*kept[-1], problem.chains)[:, [2, 0, 1]]
-    found[:, 2] //= tiles.kv_rows
-    expected = generate("auto", problem, hopper("support").sm_count(0)).tickets
-    assert found.tolist() == expected.tolist()
+    found = tickets_in(*kept[-1], problem.chains)
+    expected = generate("auto", problem, hopper("support").sm_count(0))
+    parts = part_of(problem)
+    columns = [column(name) for name in ("kv_plane", "q_head", "kv_row")]
+    assert [[s, parts[q], row // tiles.kv_rows] for s, q, row in found[:, columns].tolist()] == expected.tickets.tolist()
+    if problem.parts == 1:
+        return
+    plan = lower(expected)
+    for (sequence, part, kv_tile), record in zip(expected.tickets.tolist(), found.tolist(), strict=True):
+        number, turn = plan.sum_of(part)
+        tile = (sequence * problem.heads + part // problem.parts) * problem.kv_tiles + kv_tile
+        first = problem.batch * problem.heads * problem.group * problem.q_tiles  # behind the dQ tiles
+        assert record[column("members")] == len(problem.members(part))
+        assert (record[column("first_sum")], record[column("turn")]) == (first + (tile * plan.sums + number) * tiles.sum_pieces, turn)
 
 
 def keep_workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -64,7 +85,7 @@ LENGTHS = [[3500, 40, 900, 0, 2500, 128, 129, 900], [64], [4000, 4000], [100] * 
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("heads", [(1, 1), (5, 5), (16, 16), (32, 8)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (5, 5), (16, 16), (32, 8), (8, 1), (21, 3)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} sequences")
 @pytest.mark.parametrize("mask", [Causal(), Full(), Window(300, 0)], ids=str)
 @pytest.mark.parametrize("head_offset", [0, 1])
@@ -81,6 +102,11 @@ def test_tickets_of_packed_sequences(
     order = sorted(problems, key=lambda i: -problems[i].q_tiles * problems[i].kv_tiles)
     workers = hopper("support").sm_count(0)
     expected = laid_end_to_end([starts_alone(i, generate("auto", problems[i], workers)) for i in order])
-    found = tickets_in(*kept[-1], len(expected))[:, [0, 2, 6]]  # KV head, end of the sequence, keys from the chain's first one on
+    columns = [
+        column(name) for name in ("q_head", "kv_plane", "keys")
+    ]  # kv_plane: end of the sequence; keys: from the chain's first one on
+    found = tickets_in(*kept[-1], len(expected))[:, columns].tolist()
     ends = {int(end): i for i, end in enumerate(np.cumsum(lengths)) if lengths[i]}
-    assert [(head, ends[end], (lengths[ends[end]] - keys) // tiles.kv_rows) for head, end, keys in found.tolist()] == expected
+    parts_of = {i: part_of(problem) for i, problem in problems.items()}
+    chains = [(parts_of[ends[end]][q_head], ends[end], (lengths[ends[end]] - keys) // tiles.kv_rows) for q_head, end, keys in found]
+    assert chains == expected
