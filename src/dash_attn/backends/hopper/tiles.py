@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # Head dims the kernels are written for. Others run on the next larger one: the TMA unit fills in zeros.
 KERNEL_DIMS = (64, 96, 128, 192, 256)
+# ... of q and k, and of v, in the backward: keys of 192 with values up to 128 (DeepSeek) have a kernel of their own.
+BACKWARD_DIMS = (*((dim, dim) for dim in KERNEL_DIMS), (192, 128))
 THREADS, HELPER_THREADS = 384, 256
 
 
@@ -17,6 +19,12 @@ def helper_blocks(threads: int) -> int:
 def kernel_dim(*dims: int) -> int:
     """The kernel that serves these head dims (of q and k, and of v)."""
     return next(dim for dim in KERNEL_DIMS if dim >= max(dims))
+
+
+def backward_dims(q_dim: int, v_dim: int) -> tuple[int, int]:
+    """The backward kernel that serves these head dims."""
+    dim = kernel_dim(q_dim, v_dim)
+    return dim, 128 if (dim, 128) in BACKWARD_DIMS and v_dim <= 128 else dim
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,11 @@ class ForwardTiles:
     shared_bytes: int
 
 
-def backward_tiles(dim: int) -> BackwardTiles:
-    """As BackwardConfig: K, V, Q and dO, scores, dQ staging, row statistics, notes, barriers."""
+def backward_tiles(dim: int, v_dim: int | None = None) -> BackwardTiles:
+    """As BackwardConfig: K, V, Q and dO, scores, dQ staging, row statistics, notes, barriers. `v_dim`: of v, if not as of q and k."""
     columns = -(-dim // 64) * 64
+    if v_dim not in (None, dim):
+        return _tiles_of_narrow_values(columns, v_dim)
     if dim > 128:  # WideConfig
         rows = 64
         tiles = (2 + 3) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
@@ -45,6 +55,13 @@ def backward_tiles(dim: int) -> BackwardTiles:
     rows = 128 if dim == 64 else 64
     tiles = 2 * 128 * columns * 2 + 2 * (2 * rows * columns * 2 + rows * 128 * 2 + rows * columns * 4)
     return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES)
+
+
+def _tiles_of_narrow_values(columns: int, v_columns: int) -> BackwardTiles:
+    """TallConfig beyond head dim 128: one stage of dO and of dQ."""
+    rows = 64
+    tiles = 128 * (columns + v_columns) * 2 + 2 * rows * columns * 2 + rows * v_columns * 2 + 2 * rows * 128 * 2 + rows * columns * 4
+    return BackwardTiles(rows, 128, columns, tiles + 3 * rows * 4 + _NOTES)
 
 
 _NOTES = 8 * 16 + 2 * 48 + 320  # step notes, chain notes, barriers

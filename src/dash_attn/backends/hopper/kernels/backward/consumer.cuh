@@ -159,7 +159,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
       wgmma_ss<Half, 0, 0>(k > 0, dp, descriptor(a + descriptor_low(C::V + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
-                           descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
+                           descriptor(b + descriptor_low(C::DO + STAGE * C::DO_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dv() {  // dV += P^T dO
@@ -167,7 +167,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(dv, probability + 4 * k, descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
+      wgmma_rs<Half, 1>(dv, probability + 4 * k, descriptor(b + descriptor_low(C::DO + STAGE * C::DO_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dk() {  // dK += dS^T Q
@@ -255,13 +255,13 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(tile[8 * g + 2 * i] * factor, tile[8 * g + 2 * i + 1] * factor);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(shared + C::OUT + wg * (C::KV_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
     }
     fence_async_shared();
     wg == 0 ? named_barrier_sync<FIRST_HALF>(WARPGROUP) : named_barrier_sync<SECOND_HALF>(WARPGROUP);
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * HALF_PANEL, i * 64, chain.kv_head,
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::OUT_BYTES / 2) + i * HALF_PANEL, i * 64, chain.kv_head,
                                             chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }

@@ -4,8 +4,8 @@
 #include "common/tile_place.cuh"
 
 // Row and column of element e of float4 `i` of an accumulator tile.
-template <int D> DEVICE int2 place_in_tile(int i, int e) {
-  using C = BackwardConfig<D>;
+template <int D, int DV> DEVICE int2 place_in_tile(int i, int e) {
+  using C = BackwardConfig<D, DV>;
   constexpr int OWN = D > 128 ? C::Q_ROWS * 64 / 4 : C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup in the first piece
   const bool inner = i >= 2 * OWN;                                              // wide heads: second piece
   const int size = inner ? C::Q_ROWS * C::WIDTH / 8 - OWN : OWN, in_piece = i - (inner ? 2 * OWN : 0);
@@ -32,9 +32,9 @@ DEVICE bool await_sum(const PostprocessParams& p, int tile) {
   return ranks > 0;
 }
 
-template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(256)
+template <typename Half, int D, int DV, bool PACKED> __global__ void __launch_bounds__(256)
     backward_postprocess(const __grid_constant__ PostprocessParams p) {
-  using C = BackwardConfig<D>;
+  using C = BackwardConfig<D, DV>;
   constexpr int PITCH = C::WIDTH + 8;  // padded rows: no bank conflicts
   __shared__ alignas(16) unsigned short rows[C::Q_ROWS * PITCH];
   const float4* tile = (const float4*)(p.dq_accumulator + (i64)blockIdx.x * (C::Q_ROWS * C::WIDTH));
@@ -44,7 +44,7 @@ template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(2
     const float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const int2 at = place_in_tile<D>(i, e);
+      const int2 at = place_in_tile<D, DV>(i, e);
       rows[at.x * PITCH + at.y] = (unsigned short)(pack<Half>(x[e] * p.scale, 0.f) & 0xffff);
     }
   }
