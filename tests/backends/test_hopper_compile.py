@@ -16,7 +16,7 @@ from dash_attn.backends.hopper.device.compile import CompileError, compile_uncac
 from dash_attn.backends.hopper.device.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
 from dash_attn.scheduling.schedule import MANY_KV_TILES
-from kernel_variants import DIMS, VARIANTS, assembler_complaints
+from kernel_variants import BACKWARD_DIMS, DIMS, VARIANTS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
 CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward_setup").CONSUMER_CHOICES
@@ -67,10 +67,11 @@ def test_a_member_of_another_type_is_seen() -> None:
 
 
 SIZES = [
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::SHARED_BYTES", shapes.backward_tiles(d).shared_bytes) for d in DIMS),
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::Q_ROWS", shapes.backward_tiles(d).q_rows) for d in DIMS),
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::KV_ROWS", shapes.backward_tiles(d).kv_rows) for d in DIMS),
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::WIDTH", shapes.backward_tiles(d).columns) for d in DIMS),
+    *(
+        ("backward/attention.cuh", f"BackwardConfig<{dim}, {v_dim}>::{constant}", getattr(shapes.backward_tiles(dim, v_dim), member))
+        for dim, v_dim in BACKWARD_DIMS
+        for constant, member in (("SHARED_BYTES", "shared_bytes"), ("Q_ROWS", "q_rows"), ("KV_ROWS", "kv_rows"), ("WIDTH", "columns"))
+    ),
     *(
         ("forward/attention.cuh", f"ForwardConfig<{d}, {c}>::SHARED_BYTES", shapes.forward_tiles(d, c).shared_bytes)
         for d in DIMS

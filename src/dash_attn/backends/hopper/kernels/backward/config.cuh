@@ -22,11 +22,10 @@ template <int D_, int DV_> struct TallConfig {
   static constexpr int SCORE_REGISTERS = Q_ROWS / 2;  // S^T and dP^T: 64 x Q_ROWS per warpgroup
   static constexpr int DQ_REGISTERS = Q_ROWS * WIDTH / 256;
   static constexpr int K_BYTES = KV_ROWS * WIDTH * 2, V_BYTES = KV_ROWS * V_WIDTH * 2, Q_BYTES = Q_ROWS * WIDTH * 2;
-  static constexpr int DO_BYTES = Q_ROWS * V_WIDTH * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2, OUT_BYTES = STAGES * DS_BYTES;
+  static constexpr int DO_BYTES = Q_ROWS * V_WIDTH * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2, OUT_BYTES = V_BYTES;
   static constexpr int DQ_BYTES = Q_ROWS * WIDTH * 4, ROW_BYTES = Q_ROWS * 4;
   static constexpr int DQ_PIECES = 1;  // a dQ tile leaves through its staging buffer at once
   static constexpr int KV_PANEL = KV_ROWS * PANEL_ROW, Q_PANEL = Q_ROWS * PANEL_ROW;
-  static constexpr int INNER = WIDTH / 2 - 64, OWN_BYTES = 2 * Q_ROWS * 64 * 4;  // D = 192: as in WideConfig
 
   struct Tiles {
     unsigned char k[K_BYTES], v[V_BYTES];
@@ -36,11 +35,11 @@ template <int D_, int DV_> struct TallConfig {
   };
   // dV, then dK, leave through the dS buffers, so that the next K and V can load meanwhile.
   static constexpr int OUT = OFFSET_OF(Tiles, ds);
-  static_assert(OUT_BYTES >= V_BYTES, "dK and dV leave through the dS buffers");
+  static_assert(STAGES * DS_BYTES >= OUT_BYTES, "dK and dV leave through the dS buffers");
   DEVICE static constexpr int dq_staging(int stage) { return OFFSET_OF(Tiles, dq) + (DQ_STAGES == 2 ? stage : 0) * DQ_BYTES; }
   DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
-  DEVICE static int own_panel(int wg) { return wg * (PANELS - 1); }
-  DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }  // of the whole tile
+  // Column n of a warpgroup's part of dQ: a panel, or, with D = 192, the first or last panel and half of the middle one.
+  DEVICE static int dq_column(int wg, int n) { return D <= 128 || n < 64 ? wg * (WIDTH - 64) + n : wg * 32 + n; }
 };
 
 // Beyond: accumulators of 64 KV rows fill the registers, so a warpgroup owns half of the columns of dK, dV and dQ and half of
@@ -108,6 +107,8 @@ template <typename Config> struct BackwardStorage {
 template <int D, int DV = D> struct BackwardConfig : Choice<is_tall(DV), TallConfig<D, DV>, WideConfig<D>>::type {
   using Storage = BackwardStorage<typename Choice<is_tall(DV), TallConfig<D, DV>, WideConfig<D>>::type>;
   static constexpr int V_PANELS = (DV + 63) / 64;
+  // Which panel of K lies where. Last is the one of which both warpgroups have a half (dq_column).
+  DEVICE static constexpr int k_panel(int place) { return is_tall(DV) && D == 192 && place > 0 ? 3 - place : place; }
   // Byte offsets. Code computes with addresses in the shared window, which fit one register; pointers take two.
   static constexpr int K = OFFSET_OF(Storage, tiles.k), V = OFFSET_OF(Storage, tiles.v);
   static constexpr int Q = OFFSET_OF(Storage, tiles.q), DO = OFFSET_OF(Storage, tiles.grad_out);

@@ -1,6 +1,5 @@
 // The consumers of heads whose keys are wide and whose values are not (TallConfig beyond D = 128). As Consumer, but the
-// accumulators leave room for one tile of scores only: S becomes P in 16 bits before dP is there, and dS is made from those; dQ
-// comes in two pieces, a panel of a warpgroup's own and half of the middle one.
+// accumulators leave 56 registers: one tile of scores, or dQ, and some 16-bit pairs. So S becomes P in 16 bits before dP comes.
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
@@ -10,7 +9,10 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
   using C = BackwardConfig<D, DV>;
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
   static constexpr int EARLY_LSE = 4, EARLY_DELTA = 2;  // groups loaded while the product before them still runs
-  static constexpr int OWN = 32, INNER = C::INNER / 2;  // registers of dQ: a panel of its own, half of the middle one
+  // dS is made from P in float16, which rounds eight times finer than bfloat16; with softcap, from P times the slope of the cap.
+  static constexpr bool HAS_WEIGHTS = SOFTCAP || Half::is_bf16;
+  // P is lifted by a power of two, so that small ones are no denormals of float16 either. Whoever takes it drops it again, exactly.
+  static constexpr float LIFT = 12.f, DROP = 1.f / 4096;
 
   const BackwardParams& p;
   Notes<C> notes;
@@ -18,7 +20,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
   u32 shared;
   int wg;
   u32 thread;  // of the warpgroup; what follows from it is computed anew where it is needed, as registers are scarce
-  int left;  // steps of the chain
+  int left;    // steps of the chain still to come
   float dk[D / 2], dv[DV / 2], s[SCORES];
 
   DEVICE NarrowValueConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
@@ -38,7 +40,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
         arrive(bars.kv_empty());
         at.bits ^= Progress::KV;
       }
-      store_tile<0, DV>(dv, 1.f, dv_map, notes.chain(at.chain()));
+      store_tile<0, DV>(dv, DROP, dv_map, notes.chain(at.chain()));
       store_tile<0, 128>(dk, p.scale, dk_map, notes.chain(at.chain()));
       store_tile<128, D>(dk, p.scale, dk_map, notes.chain(at.chain()));
       arrive(bars.chain_empty(at.chain().chain_slot()));
@@ -54,10 +56,10 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     u32 bits = 0;
     DEVICE Pipeline chain() const { return {bits / CHAIN % 4}; }
     DEVICE u32 number() const { return bits / STEP; }
-    DEVICE u32 kv_phase() const { return bits / KV & 1; }
+    DEVICE u32 kv_phase() const { return bits / KV % 2; }
     template <int STAGE> DEVICE u32 phase() const { return bits >> STAGE & 1; }
-    template <int STAGE> DEVICE void finish_step() { bits = (bits ^ 1 << STAGE) + STEP; }
-    DEVICE void finish_chain() { bits = bits & ~CHAINS | bits + CHAIN & CHAINS; }
+    template <int STAGE> DEVICE void finish_step() { bits = (bits ^ (1 << STAGE)) + STEP; }
+    DEVICE void finish_chain() { bits = (bits & ~CHAINS) | ((bits + CHAIN) & CHAINS); }
   };
   // For matrix descriptors. Were it the same for all steps, the assembler would keep every descriptor in a register of its own.
   DEVICE u32 base() const { return (shared >> 4) + (opaque(left) >> 31); }
@@ -88,9 +90,9 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     }
     if (left > 0) {
       step<1, false>(at);
-      finish<1>(at);
+      finish_dq<1>(at);
     } else {
-      finish<0>(at);
+      finish_dq<0>(at);
     }
   }
 
@@ -107,13 +109,13 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     pin(s);
     if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
     mask_partial(rows, at);
-    u32 probability[PAIRS], sloped[PAIRS];
-    exponentiate<STAGE>(lse, probability, sloped);
+    u32 probability[PAIRS], weights[PAIRS];
+    exponentiate<STAGE>(lse, probability, weights);
     if constexpr (FIRST) bars.v_full().wait(at.kv_phase());
     bars.do_full(0).wait(at.number() & 1);
-    multiply_dv(probability);  // before dP: else the assembler lets exponentials wait behind dP, and spills
+    multiply_dv(probability);
     float dp[SCORES];
-    if constexpr (SOFTCAP) wgmma_wait<0>();  // the slopes take the registers of P
+    if constexpr (HAS_WEIGHTS) wgmma_wait<0>();  // there is no room for both and dP
     multiply_dp(dp);
     float2 delta[EARLY_DELTA];
 #pragma unroll
@@ -121,52 +123,32 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     wgmma_wait<0>();
     pin(dp);
     u32 ds[PAIRS];
-    differentiate(delta, SOFTCAP ? sloped : probability, dp, ds);
+    differentiate(delta, HAS_WEIGHTS ? weights : probability, dp, ds);
     arrive(bars.do_empty(0));
     if constexpr (FIRST) await_stored();
-    put_ds<STAGE>(ds, at.template phase<STAGE>());
-    float dq_own[OWN], dq_inner[INNER];
-    if constexpr (!FIRST) {
-      bars.ds_full(OTHER).wait(at.template phase<OTHER>() ^ 1);
-      multiply_dq<OTHER>(dq_own, own_offset());
-    }
     multiply_dk<STAGE>(ds);
+    put_ds<STAGE>(ds, at.template phase<STAGE>());
     publish(bars.ds_full(STAGE));
-    if constexpr (!FIRST) {
-      wgmma_wait<1>();  // dQ of the step before, own columns
-      pin(dq_own);
-      await_staging<OTHER>(at);
-      put_dq<0>(dq_own);
-    }
     wgmma_wait<0>();  // dK
     arrive(bars.q_empty(STAGE));
-    if constexpr (!FIRST) {
-      multiply_dq<OTHER>(dq_inner, inner_offset());
-      wgmma_wait<0>();
-      pin(dq_inner);
-      arrive(bars.ds_empty(OTHER));
-      put_dq<C::OWN_BYTES>(dq_inner);
-      publish(bars.dq_full(OTHER));
-    } else {
+    if constexpr (FIRST)
       bars.dq_empty(STAGE).wait(at.template phase<STAGE>() ^ 1);  // the chain before may have ended in either stage
-    }
+    else
+      finish_dq<OTHER>(at);  // of the step before
     at.template finish_step<STAGE>();
     left--;
   }
 
-  // dQ of the last step.
-  template <int STAGE> DEVICE void finish(const Progress& at) {
+  // dQ of the last step of this parity. There is one staging buffer: dQ of the step before must have left it.
+  template <int STAGE> DEVICE void finish_dq(const Progress& at) {
     bars.ds_full(STAGE).wait(at.template phase<STAGE>() ^ 1);
-    float dq_own[OWN], dq_inner[INNER];
-    multiply_dq<STAGE>(dq_own, own_offset());
-    multiply_dq<STAGE>(dq_inner, inner_offset());
+    float dq[C::DQ_REGISTERS];
+    multiply_dq<STAGE>(dq);
+    bars.dq_empty(STAGE ^ 1).wait(at.template phase<STAGE ^ 1>() ^ 1);
     wgmma_wait<0>();
-    pin(dq_own);
-    pin(dq_inner);
+    pin(dq);
     arrive(bars.ds_empty(STAGE));
-    await_staging<STAGE>(at);
-    put_dq<0>(dq_own);
-    put_dq<C::OWN_BYTES>(dq_inner);
+    put_dq(dq);
     publish(bars.dq_full(STAGE));
   }
 
@@ -177,7 +159,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
       wgmma_ss<Half, 0, 0>(
-          k > 0, s, descriptor(a + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
+          k > 0, s, descriptor(a + descriptor_low(C::K + C::k_panel(k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
           descriptor(b + descriptor_low(C::Q + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
@@ -191,7 +173,9 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     wgmma_commit();
   }
   DEVICE void multiply_dv(const u32 (&probability)[PAIRS]) { multiply_rows(dv, probability, C::DO); }  // dV += P^T dO
-  template <int STAGE> DEVICE void multiply_dk(const u32 (&ds)[PAIRS]) { multiply_rows(dk, ds, C::Q + STAGE * C::Q_BYTES); }  // dK += dS^T Q
+  template <int STAGE> DEVICE void multiply_dk(const u32 (&ds)[PAIRS]) {  // dK += dS^T Q
+    multiply_rows(dk, ds, C::Q + STAGE * C::Q_BYTES);
+  }
   template <int N> DEVICE void multiply_rows(float (&d)[N], const u32 (&a)[PAIRS], int rows) {
     const u32 b = base();
     wgmma_fence();
@@ -199,20 +183,20 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     for (int k = 0; k < Q_ROWS / 16; k++) wgmma_rs<Half, 1>(d, a + 4 * k, descriptor(b + descriptor_low(rows + k * SIXTEEN_ROWS, C::Q_PANEL)));
     wgmma_commit();
   }
-  template <int STAGE, int N> DEVICE void multiply_dq(float (&d)[N], u32 columns) {  // dQ = dS K
-    const u32 a = base(), b = a + columns;
+  // dQ = dS K, in a whole panel of columns and half of the middle one, which lies two panels behind the first and one behind the last.
+  template <int STAGE> DEVICE void multiply_dq(float (&dq)[C::DQ_REGISTERS]) {
+    constexpr u32 NEARER = descriptor_low(0, C::KV_PANEL - 64);
+    const u32 a = base(), b = a + wg * (C::KV_PANEL / DESCRIPTOR_UNIT - NEARER);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KV_ROWS / 16; k++)
       wgmma_ss<Half, 0, 1>(
-          k > 0, d, descriptor(a + descriptor_low(C::DS + STAGE * C::DS_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
-          descriptor(b + descriptor_low(C::K + k * SIXTEEN_ROWS)));
+          k > 0, dq, descriptor(a + descriptor_low(C::DS + STAGE * C::DS_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
+          descriptor(b + descriptor_low(C::K + k * SIXTEEN_ROWS, 2 * C::KV_PANEL)));
     wgmma_commit();
   }
-  DEVICE u32 own_offset() { return C::own_panel(wg) * (C::KV_PANEL / DESCRIPTOR_UNIT); }
-  DEVICE u32 inner_offset() { return C::KV_PANEL / DESCRIPTOR_UNIT + wg * (C::INNER * 2 / DESCRIPTOR_UNIT); }
 
-  // ---- element-wise work (backward/elementwise.cuh)
+  // ---- element-wise work
   DEVICE float2 row_pair(int rows, int g) { return load_shared_f32x2(shared + rows + (thread & 3) * 8 + g * 32); }
 
   DEVICE void mask_partial(int rows, const Progress& at) {
@@ -225,14 +209,20 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     const int query = note.q_row() + 2 * (lane & 3);
     mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
-  template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE], u32 (&probability)[PAIRS], u32 (&sloped)[PAIRS]) {
+  template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE], u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       const float2 lse = g < EARLY_LSE ? early[g < EARLY_LSE ? g : 0] : row_pair(C::LSE + STAGE * C::ROW_BYTES, g);
-      exponentiate_group<Half, SOFTCAP>(s + 4 * g, lse, p.scale_log2, probability + 2 * g);
-      if constexpr (SOFTCAP) {
-        sloped[2 * g] = pack<Half>(s[4 * g], s[4 * g + 1]);
-        sloped[2 * g + 1] = pack<Half>(s[4 * g + 2], s[4 * g + 3]);
+      const float2 lift = make_float2(LIFT - lse.x, LIFT - lse.y);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float low = s[4 * g + 2 * i], high = s[4 * g + 2 * i + 1];
+        const float x = exp2_approx(fmaf(low, p.scale_log2, lift.x)), y = exp2_approx(fmaf(high, p.scale_log2, lift.y));
+        probability[2 * g + i] = pack<Half>(x, y);
+        if constexpr (SOFTCAP)
+          weights[2 * g + i] = pack<f16>(x * fmaf(-low, low, 1.f), y * fmaf(-high, high, 1.f));
+        else if constexpr (HAS_WEIGHTS)
+          weights[2 * g + i] = pack<f16>(x, y);
       }
     }
   }
@@ -240,9 +230,13 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       const float2 delta = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, g);
-      const float2 low = unpack<Half>(weights[2 * g]), high = unpack<Half>(weights[2 * g + 1]);
-      const float weight[4] = {low.x, low.y, high.x, high.y};
-      differentiate_group<Half>(weight, dp + 4 * g, delta, ds + 2 * g);
+      const float2 dropped = make_float2(-DROP * delta.x, -DROP * delta.y);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 weight = unpack<f16>(weights[2 * g + i]);
+        const float* d = dp + 4 * g + 2 * i;
+        ds[2 * g + i] = pack<Half>(weight.x * fmaf(d[0], DROP, dropped.x), weight.y * fmaf(d[1], DROP, dropped.y));
+      }
     }
   }
 
@@ -256,14 +250,11 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     for (int k = 0; k < Q_ROWS / 16; k++)
       stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
   }
-  // There is one staging buffer: before dQ of a step of STAGE comes, that of the step before must have left.
-  template <int STAGE> DEVICE void await_staging(const Progress& at) {
-    bars.dq_empty(STAGE ^ 1).wait(at.template phase<STAGE ^ 1>() ^ 1);
-  }
-  template <int AT, int N> DEVICE void put_dq(const float (&d)[N]) {  // fragment order: the postprocess kernel unscrambles
-    const u32 at = shared + C::DQ + AT + wg * (N * WARPGROUP * 4) + opaque(thread) * 16;
+  DEVICE void put_dq(const float (&dq)[C::DQ_REGISTERS]) {  // fragment order: the postprocess kernel unscrambles
+    const u32 at = shared + C::DQ + wg * (C::DQ_BYTES / 2) + opaque(thread) * 16;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) store_shared_f32x4(at + i * (WARPGROUP * 16), d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
+    for (int i = 0; i < C::DQ_REGISTERS / 4; i++)
+      store_shared_f32x4(at + i * (WARPGROUP * 16), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
   // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with dS.

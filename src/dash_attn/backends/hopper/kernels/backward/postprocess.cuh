@@ -6,17 +6,17 @@
 // Row and column of element e of float4 `i` of an accumulator tile.
 template <int D, int DV> DEVICE int2 place_in_tile(int i, int e) {
   using C = BackwardConfig<D, DV>;
-  constexpr int OWN = D > 128 ? C::Q_ROWS * 64 / 4 : C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup in the first piece
+  constexpr int OWN = !is_tall(DV) ? C::Q_ROWS * 64 / 4 : C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup in the first piece
   const bool inner = i >= 2 * OWN;                                              // wide heads: second piece
   const int size = inner ? C::Q_ROWS * C::WIDTH / 8 - OWN : OWN, in_piece = i - (inner ? 2 * OWN : 0);
   const int wg = in_piece / size, rest = in_piece % size, group = rest / 128, warp = rest % 128 / 32, lane = rest % 32;
   const int m = 16 * warp + (lane >> 2) + 8 * (e >> 1), n = 8 * group + 2 * (lane & 3) + (e & 1);
-  if constexpr (D > 128)
+  if constexpr (!is_tall(DV))
     return make_int2(m, n + (inner ? C::inner_column(wg) : 64 * C::own_panel(wg)));
   else if constexpr (C::DQ_TRANSPOSED)
     return make_int2(wg * (C::Q_ROWS / 2) + n, m);
   else
-    return make_int2(m, wg * 64 + n);
+    return make_int2(m, C::dq_column(wg, n));
 }
 
 // Blocks start where CTAs of the attention kernel have ended, while others still run: each waits for its tile only, until all
