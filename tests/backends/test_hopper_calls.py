@@ -186,6 +186,12 @@ def test_the_backward_kernel_of_head_dims(asked: tuple[int, int], served: tuple[
     assert (found.tiles.q_rows, found.tiles.kv_rows) == ((64, 64) if served[1] > 128 else (64, 128))
 
 
+def test_tiles_are_those_of_a_kernel() -> None:
+    assert shapes.backward_tiles(192) == shapes.backward_tiles(192, 192) != shapes.backward_tiles(192, 128)
+    with pytest.raises(ValueError, match=r"no backward kernel has head dims 192 \(q and k\) and 64 \(v\); there are .*\(192, 128\)"):
+        shapes.backward_tiles(192, 64)
+
+
 def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
     full = AttentionOptions(Full(), 0.1)

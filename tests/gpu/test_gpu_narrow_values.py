@@ -74,7 +74,9 @@ def test_unordered_is_as_accurate(mask: Mask) -> None:
 
 @pytest.mark.parametrize("mask", [*BOTH, Window(300, 0)], ids=str)
 def test_packed_sequences_have_the_bits_they_have_alone(mask: Mask) -> None:
-    parts = [make_inputs(DEVICE, pair, (4, 2), DIMS, seed=i) for i, pair in enumerate([(1, 1), (63, 63), (777, 777), (64, 300), (129, 129)])]
+    parts = [
+        make_inputs(DEVICE, pair, (4, 2), DIMS, seed=i) for i, pair in enumerate([(1, 1), (63, 63), (777, 777), (64, 300), (129, 129)])
+    ]
     for part, ours in zip(parts, run_packed(parts, mask), strict=True):
         assert_same_bits(ours, run_ours(part, mask), f"sequence of {part[0].shape[1]} queries and {part[1].shape[1]} keys")
         assert_near(ours, part, mask)

@@ -33,7 +33,10 @@ FORWARD = [
 ]
 HELPERS = [
     *(
-        ("backward/preprocess.cuh", f"backward_preprocess<{dtype}, {threads_per_row(dims[1])}, {shapes.backward_tiles(*dims).q_rows}, {packed}>")
+        (
+            "backward/preprocess.cuh",
+            f"backward_preprocess<{dtype}, {threads_per_row(dims[1])}, {shapes.backward_tiles(*dims).q_rows}, {packed}>",
+        )
         for dtype in DTYPES
         for dims in BACKWARD_DIMS
         for packed in FLAGS

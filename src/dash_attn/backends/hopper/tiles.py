@@ -24,7 +24,7 @@ def kernel_dim(*dims: int) -> int:
 def backward_dims(q_dim: int, v_dim: int) -> tuple[int, int]:
     """The backward kernel that serves these head dims."""
     dim = kernel_dim(q_dim, v_dim)
-    return dim, 128 if (dim, 128) in BACKWARD_DIMS and v_dim <= 128 else dim
+    return dim, (128 if (dim, 128) in BACKWARD_DIMS and v_dim <= 128 else dim)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ class ForwardTiles:
 
 def backward_tiles(dim: int, v_dim: int | None = None) -> BackwardTiles:
     """As BackwardConfig: K, V, Q and dO, scores, dQ staging, row statistics, notes, barriers. `v_dim`: of v, if not as of q and k."""
-    columns = -(-dim // 64) * 64
-    if v_dim not in (None, dim):
+    columns, v_dim = -(-dim // 64) * 64, dim if v_dim is None else v_dim
+    if (dim, v_dim) not in BACKWARD_DIMS:
+        raise ValueError(f"no backward kernel has head dims {dim} (q and k) and {v_dim} (v); there are {BACKWARD_DIMS}")
+    if v_dim != dim:
         return _tiles_of_narrow_values(columns, v_dim)
     if dim > 128:  # WideConfig
         rows = 64
