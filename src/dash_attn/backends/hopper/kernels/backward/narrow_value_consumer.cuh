@@ -1,5 +1,6 @@
 // The consumers of heads whose keys are wide and whose values are not (TallConfig beyond D = 128). As Consumer, but the
-// accumulators leave 56 registers: one tile of scores, or dQ, and some 16-bit pairs. So S becomes P in 16 bits before dP comes.
+// accumulators leave 56 registers: one tile of scores, or dQ, and some 16-bit pairs. So S becomes P in 16 bits before dP comes,
+// and products follow each other; those of P and dS start as soon as a part of them is there.
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
@@ -7,8 +8,10 @@
 
 template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct NarrowValueConsumer {
   using C = BackwardConfig<D, DV>;
-  static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
-  static constexpr int EARLY_LSE = 4, EARLY_DELTA = 2;  // groups loaded while the product before them still runs
+  static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2;
+  static constexpr int DEPTH = Q_ROWS / 16;  // of dV and dK, in matrix products
+  // Groups of LSE and delta loaded while the product before them still runs. With softcap, fewer of delta would spill.
+  static constexpr int EARLY_LSE = 4, EARLY_DELTA = SOFTCAP ? 8 : 2;
   // dS is made from P in float16, which rounds eight times finer than bfloat16; with softcap, from P times the slope of the cap.
   static constexpr bool HAS_WEIGHTS = SOFTCAP || Half::is_bf16;
   // P is lifted by a power of two, so that small ones are no denormals of float16 either. Whoever takes it drops it again, exactly.
@@ -110,12 +113,16 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
     mask_partial(rows, at);
     u32 probability[PAIRS], weights[PAIRS];
-    exponentiate<STAGE>(lse, probability, weights);
-    if constexpr (FIRST) bars.v_full().wait(at.kv_phase());
     bars.do_full(0).wait(at.number() & 1);
-    multiply_dv(probability);
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {  // dV += P^T dO: sixteen queries as soon as their P is there
+      exponentiate<STAGE>(k, lse, probability, weights);
+      multiply_rows(dv, probability, C::DO, k);
+    }
+    wgmma_commit();
+    if constexpr (FIRST) bars.v_full().wait(at.kv_phase());
+    if constexpr (HAS_WEIGHTS) wgmma_wait<0>();  // there is no room for P, weights and dP
     float dp[SCORES];
-    if constexpr (HAS_WEIGHTS) wgmma_wait<0>();  // there is no room for both and dP
     multiply_dp(dp);
     float2 delta[EARLY_DELTA];
 #pragma unroll
@@ -123,10 +130,14 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     wgmma_wait<0>();
     pin(dp);
     u32 ds[PAIRS];
-    differentiate(delta, HAS_WEIGHTS ? weights : probability, dp, ds);
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {  // dK += dS^T Q
+      differentiate(k, delta, HAS_WEIGHTS ? weights : probability, dp, ds);
+      multiply_rows(dk, ds, C::Q + STAGE * C::Q_BYTES, k);
+    }
+    wgmma_commit();
     arrive(bars.do_empty(0));
     if constexpr (FIRST) await_stored();
-    multiply_dk<STAGE>(ds);
     put_ds<STAGE>(ds, at.template phase<STAGE>());
     publish(bars.ds_full(STAGE));
     wgmma_wait<0>();  // dK
@@ -152,7 +163,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     publish(bars.dq_full(STAGE));
   }
 
-  // ---- the five products
+  // ---- products
   template <int STAGE> DEVICE void multiply_s() {  // S^T = K Q^T
     const u32 b = base(), a = b + wg * (HALF_PANEL / DESCRIPTOR_UNIT);
     wgmma_fence();
@@ -172,16 +183,10 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
                            descriptor(b + descriptor_low(C::DO + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
-  DEVICE void multiply_dv(const u32 (&probability)[PAIRS]) { multiply_rows(dv, probability, C::DO); }  // dV += P^T dO
-  template <int STAGE> DEVICE void multiply_dk(const u32 (&ds)[PAIRS]) {  // dK += dS^T Q
-    multiply_rows(dk, ds, C::Q + STAGE * C::Q_BYTES);
-  }
-  template <int N> DEVICE void multiply_rows(float (&d)[N], const u32 (&a)[PAIRS], int rows) {
-    const u32 b = base();
+  // Sixteen queries of dV or dK; a commit ends the product.
+  template <int N> DEVICE void multiply_rows(float (&d)[N], const u32 (&a)[PAIRS], int rows, int k) {
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Q_ROWS / 16; k++) wgmma_rs<Half, 1>(d, a + 4 * k, descriptor(b + descriptor_low(rows + k * SIXTEEN_ROWS, C::Q_PANEL)));
-    wgmma_commit();
+    wgmma_rs<Half, 1>(d, a + 4 * k, descriptor(base() + descriptor_low(rows + k * SIXTEEN_ROWS, C::Q_PANEL)));
   }
   // dQ = dS K, in a whole panel of columns and half of the middle one, which lies two panels behind the first and one behind the last.
   template <int STAGE> DEVICE void multiply_dq(float (&dq)[C::DQ_REGISTERS]) {
@@ -209,33 +214,36 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     const int query = note.q_row() + 2 * (lane & 3);
     mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
-  template <int STAGE> DEVICE void exponentiate(const float2 (&early)[EARLY_LSE], u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
+  // Of sixteen queries: two groups of registers.
+  template <int STAGE>
+  DEVICE void exponentiate(int k, const float2 (&early)[EARLY_LSE], u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
+    for (int g = 2 * k; g < 2 * k + 2; g++) {
       const float2 lse = g < EARLY_LSE ? early[g < EARLY_LSE ? g : 0] : row_pair(C::LSE + STAGE * C::ROW_BYTES, g);
       const float2 lift = make_float2(LIFT - lse.x, LIFT - lse.y);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float low = s[4 * g + 2 * i], high = s[4 * g + 2 * i + 1];
+      for (int i = 2 * g; i < 2 * g + 2; i++) {
+        const float low = s[2 * i], high = s[2 * i + 1];
         const float x = exp2_approx(fmaf(low, p.scale_log2, lift.x)), y = exp2_approx(fmaf(high, p.scale_log2, lift.y));
-        probability[2 * g + i] = pack<Half>(x, y);
+        probability[i] = pack<Half>(x, y);
         if constexpr (SOFTCAP)
-          weights[2 * g + i] = pack<f16>(x * fmaf(-low, low, 1.f), y * fmaf(-high, high, 1.f));
+          weights[i] = pack<f16>(x * fmaf(-low, low, 1.f), y * fmaf(-high, high, 1.f));
         else if constexpr (HAS_WEIGHTS)
-          weights[2 * g + i] = pack<f16>(x, y);
+          weights[i] = pack<f16>(x, y);
       }
     }
   }
-  DEVICE void differentiate(const float2 (&early)[EARLY_DELTA], const u32 (&weights)[PAIRS], const float (&dp)[SCORES], u32 (&ds)[PAIRS]) {
+  // dS = P (dP - delta), likewise.
+  DEVICE void differentiate(int k, const float2 (&early)[EARLY_DELTA], const u32 (&weights)[PAIRS], const float (&dp)[SCORES],
+                            u32 (&ds)[PAIRS]) {
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
+    for (int g = 2 * k; g < 2 * k + 2; g++) {
       const float2 delta = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, g);
       const float2 dropped = make_float2(-DROP * delta.x, -DROP * delta.y);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 weight = unpack<f16>(weights[2 * g + i]);
-        const float* d = dp + 4 * g + 2 * i;
-        ds[2 * g + i] = pack<Half>(weight.x * fmaf(d[0], DROP, dropped.x), weight.y * fmaf(d[1], DROP, dropped.y));
+      for (int i = 2 * g; i < 2 * g + 2; i++) {
+        const float2 weight = unpack<f16>(weights[i]);
+        ds[i] = pack<Half>(weight.x * fmaf(dp[2 * i], DROP, dropped.x), weight.y * fmaf(dp[2 * i + 1], DROP, dropped.y));
       }
     }
   }
