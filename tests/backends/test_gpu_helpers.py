@@ -11,7 +11,7 @@ from dash_attn.backends.hopper.device.compile import compile_uncached, sources
 from gpu_helpers import served
 from planted_faults import FAULTS, FILE, plant
 
-NAME = "attention_backward<bf16, 128, true, false, MaskKind::Band>"
+NAME = "attention_backward<bf16, 128, 128, true, false, MaskKind::Band>"
 
 
 @pytest.mark.parametrize("fault", FAULTS)

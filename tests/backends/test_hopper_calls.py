@@ -137,7 +137,7 @@ def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
 def test_a_gang_must_fit_the_machine(machine: Machine) -> None:
     flat = tuple(torch.zeros(1, dtype=torch.bfloat16).expand(20000, 2, 128) for _ in range(3))
     found = layout.Layout.of(flat, OPTIONS, offsets(20000))
-    tiles = shapes.backward_tiles(found.dim)
+    tiles = shapes.backward_tiles(*found.backward_dims)
     gang = packed.largest_gang(found, tiles, Full())
     assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (64, 64)
     assert packed.largest_gang(found, tiles, Causal()) == packed.largest_gang(found, tiles, Window(-1, 0)) == 1
@@ -157,6 +157,39 @@ def test_a_causal_sequence_has_no_gang(tiles: tuple[int, int]) -> None:
             assert schedule.gang == 1
             kept += schedule.name == "shift_blocks"
     assert kept > 5
+
+
+SERVED = {
+    (192, 128): (192, 128),
+    (192, 1): (192, 128),
+    (129, 100): (192, 128),
+    (192, 129): (192, 192),
+    (192, 192): (192, 192),
+    (128, 192): (192, 192),
+    (128, 128): (128, 128),
+    (64, 96): (96, 96),
+    (256, 128): (256, 256),
+}
+
+
+@pytest.mark.parametrize(("asked", "served"), SERVED.items(), ids=str)
+def test_the_backward_kernel_of_head_dims(asked: tuple[int, int], served: tuple[int, int]) -> None:
+    """Keys of 192 with values up to 128 have their own; the forward runs on the larger head dim."""
+    q, v = (torch.empty(1, 300, 2, dim, dtype=torch.bfloat16, device="meta") for dim in asked)
+    found = setup.dense_setup(q, q, v, OPTIONS)
+    assert (found.layout.backward_dims, found.layout.dim) == (served, served[0])
+    assert found.tiles == shapes.backward_tiles(*served)
+    kernels = found.kernels()
+    assert f"<bf16, {served[0]}, {served[1]}, " in kernels.attention.name
+    assert f"<bf16, {served[0]}, {served[1]}, " in kernels.postprocess.name
+    assert kernels.attention.shared_bytes == found.tiles.shared_bytes
+    assert (found.tiles.q_rows, found.tiles.kv_rows) == ((64, 64) if served[1] > 128 else (64, 128))
+
+
+def test_tiles_are_those_of_a_kernel() -> None:
+    assert shapes.backward_tiles(192) == shapes.backward_tiles(192, 192) != shapes.backward_tiles(192, 128)
+    with pytest.raises(ValueError, match=r"no backward kernel has head dims 192 \(q and k\) and 64 \(v\); there are .*\(192, 128\)"):
+        shapes.backward_tiles(192, 64)
 
 
 def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from dash_attn.backends.hopper.device.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
 from dash_attn.scheduling.problem import ROWS_OF_A_CHAIN
 from dash_attn.scheduling.schedule import MANY_KV_TILES
-from kernel_variants import DIMS, VARIANTS, assembler_complaints
+from kernel_variants import BACKWARD_DIMS, DIMS, VARIANTS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
 CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward_setup").CONSUMER_CHOICES
@@ -68,18 +68,24 @@ def test_a_member_of_another_type_is_seen() -> None:
 
 
 SIZES = [
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::SHARED_BYTES", shapes.backward_tiles(d).shared_bytes) for d in DIMS),
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::Q_ROWS", shapes.backward_tiles(d).q_rows) for d in DIMS),
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::KV_ROWS", shapes.backward_tiles(d).kv_rows) for d in DIMS),
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::WIDTH", shapes.backward_tiles(d).columns) for d in DIMS),
-    *(("backward/attention.cuh", f"BackwardConfig<{d}>::SUM_PIECES", shapes.backward_tiles(d).sum_pieces) for d in DIMS),
+    *(
+        ("backward/attention.cuh", f"BackwardConfig<{dim}, {v_dim}>::{constant}", getattr(shapes.backward_tiles(dim, v_dim), member))
+        for dim, v_dim in BACKWARD_DIMS
+        for constant, member in (
+            ("SHARED_BYTES", "shared_bytes"),
+            ("Q_ROWS", "q_rows"),
+            ("KV_ROWS", "kv_rows"),
+            ("WIDTH", "columns"),
+            ("SUM_PIECES", "sum_pieces"),
+        )
+    ),
     *(  # dK and dV of a KV tile, in float32
         (
             "backward/attention.cuh",
-            f"BackwardConfig<{d}>::SUM_PIECES * BackwardConfig<{d}>::SUM_FLOATS",
-            2 * shapes.backward_tiles(d).kv_rows * d,
+            f"BackwardConfig<{dim}, {v_dim}>::SUM_PIECES * BackwardConfig<{dim}, {v_dim}>::SUM_FLOATS",
+            shapes.backward_tiles(dim, v_dim).kv_rows * (dim + v_dim),
         )
-        for d in DIMS
+        for dim, v_dim in BACKWARD_DIMS
     ),
     ("backward/attention.cuh", "sizeof(ChainRecord)", 64),
     *(

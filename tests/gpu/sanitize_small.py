@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from dash_attn import Causal, Documents, Full, Window, flash_attn_func, flash_attn_varlen_func
 from gpu_helpers import DEVICE, assert_accurate, gpu_inputs, ragged_map
+from inputs import make_inputs
 
 LENGTHS = [(200, 200), (129, 300), (300, 129)]
 
@@ -47,12 +48,12 @@ def accurate_runs() -> Iterator[Callable[[], None]]:
 
 def other_runs() -> Iterator[Callable[[], None]]:
     """Other head dims, softcap, sinks and packed sequences: for the sanitizer only, accuracy is tests/attention/test_grid_*.py's."""
-    for dim in (96, 128, 192, 256, 59):
+    for dims in ((96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (59, 0)):
         for options in ({}, {"softcap": 20.0}, {"sinks": torch.zeros(4, device=DEVICE)}):
-            yield lambda d=dim, o=options: attend(flash_attn_func, gpu_inputs(200, 200, dim=d, batch=2), **o)
-            yield lambda d=dim, o=options: attend_packed(gpu_inputs(200, 200, dim=d), **o)
-        yield lambda d=dim: attend(flash_attn_func, gpu_inputs(200, 200, (43, 1), d))
-        yield lambda d=dim: attend_packed(gpu_inputs(200, 200, (43, 1), d))
+            yield lambda d=dims, o=options: attend(flash_attn_func, make_inputs(DEVICE, (200, 200), dims=d, batch=2), **o)
+            yield lambda d=dims, o=options: attend_packed(make_inputs(DEVICE, (200, 200), dims=d), **o)
+        yield lambda d=dims: attend(flash_attn_func, make_inputs(DEVICE, (200, 200), (43, 1), dims=d))
+        yield lambda d=dims: attend_packed(make_inputs(DEVICE, (200, 200), (43, 1), dims=d))
 
 
 def attend_packed(inputs: tuple[torch.Tensor, ...], **options: Any) -> None:

@@ -10,18 +10,19 @@ from dash_attn.backends.hopper.calls.kernel_names import threads_per_row
 
 DTYPES = ("bf16", "f16")
 DIMS = shapes.KERNEL_DIMS
+BACKWARD_DIMS = shapes.BACKWARD_DIMS  # of q and k, and of v
 MASKS = ("Band", "Rows", "Blocks", "Packed")
 FLAGS = ("true", "false")
-TILES = {(shapes.backward_tiles(dim).q_rows, shapes.backward_tiles(dim).kv_rows) for dim in DIMS}
+TILES = {(shapes.backward_tiles(*dims).q_rows, shapes.backward_tiles(*dims).kv_rows) for dims in BACKWARD_DIMS}
 FORWARD_SHAPES = {(64 * c, shapes.forward_tiles(dim, c).kv_rows) for dim in DIMS for c in CONSUMER_CHOICES[dim]}
 BACKWARD = [
-    f"attention_backward<{dtype}, {dim}, {ordered}, {softcap}, MaskKind::{mask}>"
+    f"attention_backward<{dtype}, {dim}, {v_dim}, {ordered}, {softcap}, MaskKind::{mask}>"
     for dtype in DTYPES
-    for dim in DIMS
+    for dim, v_dim in BACKWARD_DIMS
     for ordered, softcap in (("true", "false"), ("true", "true"), ("false", "false"))  # what support.py allows
     for mask in MASKS
 ]
-RECORDING = [f"attention_backward<bf16, {dim}, true, false, MaskKind::Band, true>" for dim in DIMS]
+RECORDING = [f"attention_backward<bf16, {dim}, {v_dim}, true, false, MaskKind::Band, true>" for dim, v_dim in BACKWARD_DIMS]
 FORWARD = [
     f"attention_forward<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}>"
     for dtype in DTYPES
@@ -32,15 +33,18 @@ FORWARD = [
 ]
 HELPERS = [
     *(
-        ("backward/preprocess.cuh", f"backward_preprocess<{dtype}, {threads_per_row(dim)}, {shapes.backward_tiles(dim).q_rows}, {packed}>")
+        (
+            "backward/preprocess.cuh",
+            f"backward_preprocess<{dtype}, {threads_per_row(dims[1])}, {shapes.backward_tiles(*dims).q_rows}, {packed}>",
+        )
         for dtype in DTYPES
-        for dim in DIMS
+        for dims in BACKWARD_DIMS
         for packed in FLAGS
     ),
     *(
-        ("backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>")
+        ("backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {v_dim}, {packed}>")
         for dtype in DTYPES
-        for dim in DIMS
+        for dim, v_dim in BACKWARD_DIMS
         for packed in FLAGS
     ),
     *(("backward/sink_gradient.cuh", f"sink_gradient<{rows}, {packed}>") for rows in (64, 128) for packed in FLAGS),

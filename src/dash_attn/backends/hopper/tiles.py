@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # Head dims the kernels are written for. Others run on the next larger one: the TMA unit fills in zeros.
 KERNEL_DIMS = (64, 96, 128, 192, 256)
+# ... of q and k, and of v, in the backward: keys of 192 with values up to 128 (DeepSeek) have a kernel of their own.
+BACKWARD_DIMS = (*((dim, dim) for dim in KERNEL_DIMS), (192, 128))
 THREADS, HELPER_THREADS = 384, 256
 
 
@@ -17,6 +19,12 @@ def helper_blocks(threads: int) -> int:
 def kernel_dim(*dims: int) -> int:
     """The kernel that serves these head dims (of q and k, and of v)."""
     return next(dim for dim in KERNEL_DIMS if dim >= max(dims))
+
+
+def backward_dims(q_dim: int, v_dim: int) -> tuple[int, int]:
+    """The backward kernel that serves these head dims."""
+    dim = kernel_dim(q_dim, v_dim)
+    return dim, (128 if (dim, 128) in BACKWARD_DIMS and v_dim <= 128 else dim)
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,13 @@ class ForwardTiles:
     shared_bytes: int
 
 
-def backward_tiles(dim: int) -> BackwardTiles:
-    """As BackwardConfig: K, V, Q and dO, scores, dQ staging, row statistics, notes, barriers."""
-    columns = -(-dim // 64) * 64
+def backward_tiles(dim: int, v_dim: int | None = None) -> BackwardTiles:
+    """As BackwardConfig: K, V, Q and dO, scores, dQ staging, row statistics, notes, barriers. `v_dim`: of v, if not as of q and k."""
+    columns, v_dim = -(-dim // 64) * 64, dim if v_dim is None else v_dim
+    if (dim, v_dim) not in BACKWARD_DIMS:
+        raise ValueError(f"no backward kernel has head dims {dim} (q and k) and {v_dim} (v); there are {BACKWARD_DIMS}")
+    if v_dim != dim:
+        return _tiles_of_narrow_values(columns, v_dim)
     if dim > 128:  # WideConfig
         rows = 64
         tiles = (2 + 3) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
@@ -46,6 +58,13 @@ def backward_tiles(dim: int) -> BackwardTiles:
     rows = 128 if dim == 64 else 64
     tiles = 2 * 128 * columns * 2 + 2 * (2 * rows * columns * 2 + rows * 128 * 2 + rows * columns * 4)
     return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES, sum_pieces=4)
+
+
+def _tiles_of_narrow_values(columns: int, v_columns: int) -> BackwardTiles:
+    """TallConfig beyond head dim 128: one stage of dO and of dQ."""
+    rows = 64
+    tiles = 128 * (columns + v_columns) * 2 + 2 * rows * columns * 2 + rows * v_columns * 2 + 2 * rows * 128 * 2 + rows * columns * 4
+    return BackwardTiles(rows, 128, columns, tiles + 3 * rows * 4 + _NOTES, sum_pieces=4)
 
 
 _NOTES = 8 * 16 + 2 * 64 + 320  # step notes, chain notes, barriers

@@ -124,7 +124,7 @@ class BackwardCall:
     def _prepare_launches(self) -> None:
         setup, device = self.setup, self.layout.device
         kernels = setup.kernels(self.records)
-        threads_before = setup.dq_tiles * setup.tiles.q_rows * threads_per_row(self.layout.dim)
+        threads_before = setup.dq_tiles * setup.tiles.q_rows * threads_per_row(self.layout.backward_dims[1])
         self.preprocess = kernels.preprocess.load(device).prepare(helper_blocks(threads_before), [addressof(self.before)])
         arguments = [*(m.address for m in self.maps), addressof(self.main)]
         attention = kernels.attention.load(device)

@@ -36,7 +36,7 @@ class BackwardSetup:
 
     def __init__(self, layout: DenseLayout | PackedLayout, options: AttentionOptions) -> None:
         self.layout, self.options = layout, options
-        self.tiles = backward_tiles(layout.dim)
+        self.tiles = backward_tiles(*layout.backward_dims)
         self.head_tiles = layout.tiles_of_queries(self.tiles.q_rows)
         self.dq_tiles = layout.batch * layout.q_heads * self.head_tiles
         self.head_chains = layout.tiles_of_keys(self.tiles.kv_rows)
@@ -53,7 +53,7 @@ class BackwardSetup:
     @property
     def sum_floats(self) -> int:
         """dK and dV in float32."""
-        return self.kv_tiles * self.sums * 2 * self.tiles.kv_rows * self.layout.dim
+        return self.kv_tiles * self.sums * self.tiles.kv_rows * sum(self.layout.backward_dims)
 
     @property
     def semaphores(self) -> int:
@@ -86,8 +86,9 @@ class BackwardSetup:
         }
 
     def kernels(self, record: bool = False) -> BackwardKernels:
-        variant = Variant(self.layout.dtype, self.layout.dim, bool(self.options.softcap), self.mask_kind)
-        return backward_kernels(variant, self.options.ordered, record)
+        dim, v_dim = self.layout.backward_dims
+        variant = Variant(self.layout.dtype, dim, bool(self.options.softcap), self.mask_kind)
+        return backward_kernels(variant, v_dim, self.options.ordered, record)
 
 
 class DenseBackwardSetup(BackwardSetup):

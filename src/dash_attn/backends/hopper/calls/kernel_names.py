@@ -48,20 +48,21 @@ class BackwardKernels:
     sink_gradient: KernelName
 
 
-def backward_kernels(variant: Variant, ordered: bool, record: bool = False) -> BackwardKernels:
-    """record: with the attention kernel that notes when every task ran."""
-    dtype, dim, packed, tiles = variant.dtype, variant.dim, variant.packed, backward_tiles(variant.dim)
+def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool = False) -> BackwardKernels:
+    """v_dim: that the kernel has for values; record: with the attention kernel that notes when every task ran."""
+    dtype, packed, tiles = variant.dtype, variant.packed, backward_tiles(variant.dim, v_dim)
+    dims = f"{variant.dim}, {v_dim}"
     flags = f"{flag(ordered)}, {flag(variant.softcap)}"
-    attention = f"attention_backward<{dtype}, {dim}, {flags}, MaskKind::{variant.mask_kind}{', true' if record else ''}>"
-    preprocess = f"backward_preprocess<{dtype}, {threads_per_row(dim)}, {tiles.q_rows}, {packed}>"
+    attention = f"attention_backward<{dtype}, {dims}, {flags}, MaskKind::{variant.mask_kind}{', true' if record else ''}>"
+    preprocess = f"backward_preprocess<{dtype}, {threads_per_row(v_dim)}, {tiles.q_rows}, {packed}>"
     return BackwardKernels(
         KernelName("backward/preprocess.cuh", preprocess),
         KernelName("backward/attention.cuh", attention, THREADS, tiles.shared_bytes),
-        KernelName("backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dim}, {packed}>"),
+        KernelName("backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dims}, {packed}>"),
         KernelName("backward/sink_gradient.cuh", f"sink_gradient<{tiles.q_rows}, {packed}>"),
     )
 
 
-def threads_per_row(dim: int) -> int:
-    """Threads that sum a row in the preprocess, 8 elements each: a power of two."""
-    return 8 if dim == 64 else 16 if dim <= 128 else 32
+def threads_per_row(v_dim: int) -> int:
+    """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
+    return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32

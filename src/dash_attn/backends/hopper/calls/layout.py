@@ -15,7 +15,7 @@ from ..device.driver import device_index, on_device, refuse_capture
 from ..device.recently_used import Kept
 from ..device.tensor_map import tma_ready
 from ..support import DTYPES, check_call
-from ..tiles import kernel_dim
+from ..tiles import backward_dims, kernel_dim
 
 LOG2_E = 1.4426950408889634
 MOST_CALLS = 256  # prepared calls kept; the least recently used goes first
@@ -27,7 +27,7 @@ class Layout:
 
     device: int
     dtype: str
-    dim: int  # of the kernel
+    dim: int  # of the forward kernel
     q_dim: int  # of the caller's q and k, before padding to a multiple of 8
     v_dim: int
     q_len: int  # of a packed batch: all tokens
@@ -54,6 +54,11 @@ class Layout:
             return DenseLayout(batch=q.shape[0], **shared)
         q_longest, k_longest = _longest(q, k, offsets)
         return PackedLayout(count=len(offsets.cu_seqlens_q) - 1, q_longest=q_longest, k_longest=k_longest, **shared)
+
+    @property
+    def backward_dims(self) -> tuple[int, int]:
+        """Of the backward kernel: of q and k, and of v."""
+        return backward_dims(self.q_dim, self.v_dim)
 
     @property
     def group(self) -> int:

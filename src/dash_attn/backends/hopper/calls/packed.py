@@ -79,7 +79,7 @@ class PackedPlanner:
     """Sequences, dQ tiles, chains and tickets of the backward."""
 
     def __init__(self, layout: PackedLayout, mask: MaskOnDevice, head_tiles: int, split: GroupSplit, options: AttentionOptions) -> None:
-        tiles = backward_tiles(layout.dim)
+        tiles = backward_tiles(*layout.backward_dims)
         rows = f"{tiles.q_rows}, {tiles.kv_rows}"
         chains = layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)

@@ -13,7 +13,7 @@ from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import LARGEST_BLOCK
 from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import FILLED, MANY_KV_TILES
-from ..tiles import KERNEL_DIMS, backward_tiles, forward_tiles
+from ..tiles import BACKWARD_DIMS, KERNEL_DIMS, backward_tiles, forward_tiles
 from .parameters import BAD_LENGTHS, HANG, RAGGED, STRUCTURES, Structure
 
 NAME = "common/shared_with_python.cuh"
@@ -58,13 +58,13 @@ def _enumerations() -> str:
 
 
 def _tiles() -> str:
-    """Rows and shared memory, by head dim."""
-    backward = {dim: backward_tiles(dim) for dim in KERNEL_DIMS}
+    """Rows and shared memory, by head dim; in the backward by those of q and k, and of v."""
+    backward = {dims: backward_tiles(*dims) for dims in BACKWARD_DIMS}
     forward = {dim: forward_tiles(dim, 2) for dim in KERNEL_DIMS}
     lines = [
-        _by_dim("backward_q_rows", {dim: tiles.q_rows for dim, tiles in backward.items()}),
-        _by_dim("backward_kv_rows", {dim: tiles.kv_rows for dim, tiles in backward.items()}),
-        _by_dim("backward_shared_bytes", {dim: tiles.shared_bytes for dim, tiles in backward.items()}),
+        _by_dims("backward_q_rows", {dims: tiles.q_rows for dims, tiles in backward.items()}),
+        _by_dims("backward_kv_rows", {dims: tiles.kv_rows for dims, tiles in backward.items()}),
+        _by_dims("backward_shared_bytes", {dims: tiles.shared_bytes for dims, tiles in backward.items()}),
         _by_dim("forward_kv_rows", {dim: tiles.kv_rows for dim, tiles in forward.items()}),
     ]
     return "\n".join(lines)
@@ -73,6 +73,11 @@ def _tiles() -> str:
 def _by_dim(name: str, values: dict[int, int]) -> str:
     choices = "".join(f"dim == {dim} ? {value} : " for dim, value in values.items())
     return f"__host__ __device__ constexpr int {name}(int dim) {{ return {choices}0; }}"
+
+
+def _by_dims(name: str, values: dict[tuple[int, int], int]) -> str:
+    choices = "".join(f"dim == {dim} && v_dim == {v_dim} ? {value} : " for (dim, v_dim), value in values.items())
+    return f"__host__ __device__ constexpr int {name}(int dim, int v_dim) {{ return {choices}0; }}"
 
 
 def _structure(name: str, structure: type[Structure]) -> str:

@@ -4,16 +4,17 @@
 #include "backward/consumer.cuh"
 #include "backward/drain.cuh"
 #include "backward/loader.cuh"
+#include "backward/narrow_value_consumer.cuh"
 #include "backward/planner.cuh"
 #include "backward/wide_consumer.cuh"
 
-template <typename Half, int D, bool ORDERED, bool SOFTCAP, MaskKind MASK, bool RECORD = false>
+template <typename Half, int D, int DV, bool ORDERED, bool SOFTCAP, MaskKind MASK, bool RECORD = false>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
                        const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
                        const __grid_constant__ BackwardParams p) {
-  using C = BackwardConfig<D>;
+  using C = BackwardConfig<D, DV>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
@@ -28,14 +29,16 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     const Notes<C> notes{shared};
     const Barriers<C> bars{shared};
     if (lane != 0) return;
-    if (warp == 0) Loader<D, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, bars, shared}.run();
-    if (warp == 1) Planner<D, MASK>{p, notes, bars, shared}.run();
-    if (warp == 2) Drain<D, ORDERED, RECORD, 0>{p, notes, bars, shared}.run();
-    if (warp == 3) Drain<D, ORDERED, RECORD, 1>{p, notes, bars, shared}.run();
+    if (warp == 0) Loader<D, DV, MASK>{p, &q_map, &k_map, &v_map, &do_map, notes, bars, shared}.run();
+    if (warp == 1) Planner<D, DV, MASK>{p, notes, bars, shared}.run();
+    if (warp == 2) Drain<D, DV, ORDERED, RECORD, 0>{p, notes, bars, shared}.run();
+    if (warp == 3) Drain<D, DV, ORDERED, RECORD, 1>{p, notes, bars, shared}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
     if constexpr (D <= 128)
       Consumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
+    else if constexpr (is_tall(DV))
+      NarrowValueConsumer<Half, D, DV, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
     else
       WideConsumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
   }

@@ -7,43 +7,51 @@
 constexpr int STAGES = 2;  // Q tiles in flight (also dO, dS and dQ buffers, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
 
-// Up to head dim 128: a warpgroup owns 64 of 128 KV rows. P and dS stay in registers as A operands of dV and dK.
-template <int D_> struct TallConfig {
-  static constexpr int D = D_, Q_ROWS = backward_q_rows(D), KV_ROWS = backward_kv_rows(D), DO_STAGES = 2;
+// Head dims: D of q and k, DV of v. Values up to 128: a warpgroup owns 64 of 128 KV rows.
+DEVICE constexpr bool is_tall(int dv) { return dv <= 128; }
+
+// P and dS stay in registers as A operands of dV and dK.
+template <int D_, int DV_> struct TallConfig {
+  static constexpr int D = D_, DV = DV_, Q_ROWS = backward_q_rows(D, DV), KV_ROWS = backward_kv_rows(D, DV);
+  static constexpr int DO_STAGES = D <= 128 ? 2 : 1, DQ_STAGES = D <= 128 ? 2 : 1;
   static constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // of 128 and 256 threads; the CTA is launched with 384 x 168
-  static constexpr int PANELS = (D + 63) / 64, WIDTH = 64 * PANELS;  // swizzled panels of 64 columns; the last may be zeros in part
+  // Swizzled panels of 64 columns; the last may be zeros in part.
+  static constexpr int PANELS = (D + 63) / 64, WIDTH = 64 * PANELS, V_WIDTH = (DV + 63) / 64 * 64;
   // With D = 64 a warpgroup computes dQ^T for half of the Q rows, else dQ for 64 of the columns.
   static constexpr bool DQ_TRANSPOSED = D == 64;
   static constexpr int SCORE_REGISTERS = Q_ROWS / 2;  // S^T and dP^T: 64 x Q_ROWS per warpgroup
   static constexpr int DQ_REGISTERS = Q_ROWS * WIDTH / 256;
-  static constexpr int KV_BYTES = KV_ROWS * WIDTH * 2, Q_BYTES = Q_ROWS * WIDTH * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2;
+  static constexpr int K_BYTES = KV_ROWS * WIDTH * 2, V_BYTES = KV_ROWS * V_WIDTH * 2, Q_BYTES = Q_ROWS * WIDTH * 2;
+  static constexpr int DO_BYTES = Q_ROWS * V_WIDTH * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2, OUT_BYTES = V_BYTES;
   static constexpr int DQ_BYTES = Q_ROWS * WIDTH * 4, ROW_BYTES = Q_ROWS * 4;
   static constexpr int DQ_PIECES = 1;  // a dQ tile leaves through its staging buffer at once
   static constexpr int KV_PANEL = KV_ROWS * PANEL_ROW, Q_PANEL = Q_ROWS * PANEL_ROW;
 
   struct Tiles {
-    unsigned char k[KV_BYTES], v[KV_BYTES];
-    unsigned char q[STAGES][Q_BYTES], grad_out[STAGES][Q_BYTES];
+    unsigned char k[K_BYTES], v[V_BYTES];
+    unsigned char q[STAGES][Q_BYTES], grad_out[DO_STAGES][DO_BYTES];
     unsigned char ds[STAGES][DS_BYTES];
-    unsigned char dq[STAGES][DQ_BYTES];
+    unsigned char dq[DQ_STAGES][DQ_BYTES];
   };
   // dV, then dK, leave through the dS buffers, so that the next K and V can load meanwhile.
   static constexpr int OUT = OFFSET_OF(Tiles, ds);
-  static_assert(STAGES * DS_BYTES >= KV_BYTES, "dK and dV leave through the dS buffers");
-  // Where they go to sums instead, half of dV after the other, then of dK, they leave through the dQ buffers: an even number of pieces,
-  // so that every chain leaves both buffers in the phase of its last step.
-  static constexpr int SUM_PIECES = 4, SUM_REGISTERS = D / 4, SUM_FLOATS = 2 * WARPGROUP * SUM_REGISTERS;
-  static_assert(4 * SUM_FLOATS <= DQ_BYTES && SUM_PIECES % 4 == 0, "a piece fits a dQ buffer, each buffer has an even number");
+  static_assert(STAGES * DS_BYTES >= OUT_BYTES, "dK and dV leave through the dS buffers");
+  // Where they go to sums instead, they leave through the dQ buffers, as they are in registers: dV, then dK, in four equal pieces. Each
+  // stage has two, so that a chain leaves both in the phase of its last step.
+  static constexpr int SUM_PIECES = 4, SUM_REGISTERS = (D + DV) / 8, SUM_FLOATS = 2 * WARPGROUP * SUM_REGISTERS;
+  static_assert(4 * SUM_FLOATS <= DQ_BYTES && SUM_REGISTERS % 4 == 0, "a piece fits a dQ buffer");
   DEVICE static constexpr int sum_piece_bytes(int) { return 4 * SUM_FLOATS; }
-  DEVICE static constexpr int dq_staging(int stage) { return OFFSET_OF(Tiles, dq) + stage * DQ_BYTES; }
+  DEVICE static constexpr int dq_staging(int stage) { return OFFSET_OF(Tiles, dq) + (DQ_STAGES == 2 ? stage : 0) * DQ_BYTES; }
   DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
+  // Column n of a warpgroup's part of dQ: a panel, or, with D = 192, the first or last panel and half of the middle one.
+  DEVICE static int dq_column(int wg, int n) { return D <= 128 || n < 64 ? wg * (WIDTH - 64) + n : wg * 32 + n; }
 };
 
 // Beyond: accumulators of 64 KV rows fill the registers, so a warpgroup owns half of the columns of dK, dV and dQ and half of
 // the scores; P and dS go through shared memory. Its columns are a panel of its own and the inner panel next to it, or, with
 // D = 192, half of the one inner panel. dQ leaves in two pieces: own panels first, inner panels second.
 template <int D_> struct WideConfig {
-  static constexpr int D = D_, Q_ROWS = backward_q_rows(D), KV_ROWS = backward_kv_rows(D), DO_STAGES = 1;
+  static constexpr int D = D_, Q_ROWS = backward_q_rows(D, D), KV_ROWS = backward_kv_rows(D, D), DO_STAGES = 1;
   static constexpr int HELPER_REGISTERS = D == 192 ? 40 : 24, CONSUMER_REGISTERS = D == 192 ? 232 : 240;
   static constexpr int PANELS = D / 64, WIDTH = D, INNER = D / 2 - 64;  // INNER: columns of a warpgroup in inner panels
   static constexpr int KV_BYTES = KV_ROWS * D * 2, Q_BYTES = Q_ROWS * D * 2, TILE = Q_ROWS * KV_ROWS * 2;
@@ -105,8 +113,11 @@ template <typename Config> struct BackwardStorage {
   BackwardBarriers barriers;
 };
 
-template <int D> struct BackwardConfig : Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type {
-  using Storage = BackwardStorage<typename Choice<(D > 128), WideConfig<D>, TallConfig<D>>::type>;
+template <int D, int DV = D> struct BackwardConfig : Choice<is_tall(DV), TallConfig<D, DV>, WideConfig<D>>::type {
+  using Storage = BackwardStorage<typename Choice<is_tall(DV), TallConfig<D, DV>, WideConfig<D>>::type>;
+  static constexpr int V_PANELS = (DV + 63) / 64;
+  // Which panel of K lies where. Last is the one of which both warpgroups have a half (dq_column).
+  DEVICE static constexpr int k_panel(int place) { return is_tall(DV) && D == 192 && place > 0 ? 3 - place : place; }
   // Byte offsets. Code computes with addresses in the shared window, which fit one register; pointers take two.
   static constexpr int K = OFFSET_OF(Storage, tiles.k), V = OFFSET_OF(Storage, tiles.v);
   static constexpr int Q = OFFSET_OF(Storage, tiles.q), DO = OFFSET_OF(Storage, tiles.grad_out);
@@ -114,7 +125,7 @@ template <int D> struct BackwardConfig : Choice<(D > 128), WideConfig<D>, TallCo
   static constexpr int LSE = OFFSET_OF(Storage, lse), DELTA = OFFSET_OF(Storage, delta);
   static constexpr int STEP_NOTES = OFFSET_OF(Storage, step_notes), CHAIN_NOTES = OFFSET_OF(Storage, chain_notes);
   static constexpr int BARRIERS = OFFSET_OF(Storage, barriers), SHARED_BYTES = sizeof(Storage);
-  static_assert(SHARED_BYTES == backward_shared_bytes(D), "Python asks for other shared memory");
+  static_assert(SHARED_BYTES == backward_shared_bytes(D, DV), "Python asks for other shared memory");
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
 };
 

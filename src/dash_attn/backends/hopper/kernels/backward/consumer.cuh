@@ -45,10 +45,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
         store_tile(dv, 1.f, dv_map, notes.chain(pipe));
         store_tile(dk, p.scale, dk_map, notes.chain(pipe));
       } else {
-        put_sum<0>(dv, steps, pipe);
-        put_sum<1>(dv, steps + 1, pipe);
-        put_sum<0>(dk, steps + 2, pipe);
-        put_sum<1>(dk, steps + 3, pipe);
+        put_sum<0>(steps, pipe);
+        put_sum<1>(steps + 1, pipe);
+        put_sum<2>(steps + 2, pipe);
+        put_sum<3>(steps + 3, pipe);
       }
       arrive(bars.chain_empty(pipe.chain_slot()));
       pipe.finish_chain(steps, sum_pieces<C>(p));
@@ -166,7 +166,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
       wgmma_ss<Half, 0, 0>(k > 0, dp, descriptor(a + descriptor_low(C::V + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
-                           descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
+                           descriptor(b + descriptor_low(C::DO + STAGE * C::DO_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dv() {  // dV += P^T dO
@@ -174,7 +174,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(dv, probability + 4 * k, descriptor(b + descriptor_low(C::DO + STAGE * C::Q_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
+      wgmma_rs<Half, 1>(dv, probability + 4 * k, descriptor(b + descriptor_low(C::DO + STAGE * C::DO_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dk() {  // dK += dS^T Q
@@ -247,14 +247,15 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     for (int i = 0; i < C::DQ_REGISTERS / 4; i++)
       store_shared_f32x4(at + i * (WARPGROUP * 16), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
-  // Half of a chain's dV or dK, as it is in registers, through the dQ buffer of step j.
-  template <int HALF> DEVICE void put_sum(const float (&tile)[D / 2], int j, const Pipeline& pipe) {
+  // A piece of a chain's dV and dK, as they are in registers, through the dQ buffer of step j.
+  template <int PIECE> DEVICE void put_sum(int j, const Pipeline& pipe) {
     const u32 stage = j & 1, phase = ((u32)(j >> 1) + (stage ? pipe.flips[1] : pipe.flips[0])) & 1;
     bars.dq_empty(stage).wait(phase ^ 1);
     const u32 at = shared + C::DQ + stage * C::DQ_BYTES + wg * (C::SUM_FLOATS * 2) + (warp * 32 + lane) * 16;
 #pragma unroll
     for (int i = 0; i < C::SUM_REGISTERS / 4; i++) {
-      const float* r = tile + HALF * C::SUM_REGISTERS + 4 * i;
+      const int first = PIECE * C::SUM_REGISTERS + 4 * i;
+      const float* r = first < D / 2 ? dv + first : dk + first - D / 2;
       store_shared_f32x4(at + i * (WARPGROUP * 16), r[0], r[1], r[2], r[3]);
     }
     publish(bars.dq_full(stage));
@@ -274,13 +275,13 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(tile[8 * g + 2 * i] * factor, tile[8 * g + 2 * i + 1] * factor);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(shared + C::OUT + wg * (C::KV_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
     }
     fence_async_shared();
     wg == 0 ? named_barrier_sync<FIRST_HALF>(WARPGROUP) : named_barrier_sync<SECOND_HALF>(WARPGROUP);
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < C::PANELS; i++)
-        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::KV_BYTES / 2) + i * HALF_PANEL, i * 64, chain.kv_head,
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::OUT_BYTES / 2) + i * HALF_PANEL, i * 64, chain.kv_head,
                                             chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }

@@ -6,8 +6,8 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
-  using C = BackwardConfig<D>;
+template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
+  using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   Notes<C> notes;
   Barriers<C> bars;

@@ -2,8 +2,8 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, MaskKind MASK> struct Loader {
-  using C = BackwardConfig<D>;
+template <int D, int DV, MaskKind MASK> struct Loader {
+  using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Notes<C> notes;
@@ -19,7 +19,7 @@ template <int D, MaskKind MASK> struct Loader {
       if (steps < 0) return;
       if (steps > 0) {
         bars.kv_empty().wait(phases >> 2 & 1 ^ 1);
-        load_kv(C::K, k_map, bars.k_full(), pipe);
+        load_kv<C::PANELS>(C::K, k_map, bars.k_full(), pipe);
 #pragma unroll 1
         for (int j = 0; j < steps; j++) {
           load_step(j, phases >> (j & 1) & 1, pipe);
@@ -36,24 +36,25 @@ template <int D, MaskKind MASK> struct Loader {
  private:
   static constexpr bool PACKED = MASK == MaskKind::Packed;
 
-  DEVICE void load_kv(int at, const TensorMap* map, Barrier full, const Pipeline& pipe) {
+  template <int PANELS> DEVICE void load_kv(int at, const TensorMap* map, Barrier full, const Pipeline& pipe) {
     const ChainNote chain = notes.chain(pipe);
-    full.arrive_expect(C::KV_BYTES);
-    for (int i = 0; i < C::PANELS; i++)
-      tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, i * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+    full.arrive_expect(PANELS * C::KV_PANEL);
+    for (int i = 0; i < PANELS; i++)
+      tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head,
+                       chain.kv_row, chain.kv_plane);
   }
 
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
     const u32 s = j & 1, number = pipe.steps + j;
     bars.note_full(number).wait((number / NOTES) & 1);
     const StepNote note = notes.step(number);
-    load_rows({C::Q, C::LSE, q_map, p.lse, bars.q_full(0), bars.q_empty(0)}, s, phase, note, pipe);
-    if (j == 0) load_kv(C::V, v_map, bars.v_full(), pipe);  // behind the first Q: S needs no V
+    load_rows<C::PANELS>({C::Q, C::LSE, q_map, p.lse, bars.q_full(0), bars.q_empty(0)}, s, phase, note, pipe);
+    if (j == 0) load_kv<C::V_PANELS>(C::V, v_map, bars.v_full(), pipe);  // behind the first Q: S needs no V
     const Rows grad_out{C::DO, C::DELTA, do_map, p.delta, bars.do_full(0), bars.do_empty(0)};
     if constexpr (C::DO_STAGES == 2)
-      load_rows(grad_out, s, phase, note, pipe);
+      load_rows<C::V_PANELS>(grad_out, s, phase, note, pipe);
     else
-      load_rows(grad_out, 0, number & 1, note, pipe);
+      load_rows<C::V_PANELS>(grad_out, 0, number & 1, note, pipe);
   }
 
   // A tile of Q or dO and the row statistics that go with it. Barriers are those of the first stage.
@@ -65,12 +66,12 @@ template <int D, MaskKind MASK> struct Loader {
   };
   // By value: by reference the compiler reads parameters at other places. What the load needs is read before the wait: after it,
   // every cycle delays the tile.
-  DEVICE void load_rows(const Rows rows, u32 s, u32 phase, const StepNote& note, const Pipeline& pipe) {
+  template <int PANELS> DEVICE void load_rows(const Rows rows, u32 s, u32 phase, const StepNote& note, const Pipeline& pipe) {
     const int plane = notes.q_plane(pipe), row = note.q_row() + (PACKED ? notes.q_shift(pipe) : 0);
     rows.empty[s].wait(phase ^ 1);
-    rows.full[s].arrive_expect(C::Q_BYTES + C::ROW_BYTES);
-    for (int i = 0; i < C::PANELS; i++)
-      tma_load<PACKED>(shared + rows.at + s * C::Q_BYTES + i * C::Q_PANEL, rows.map, rows.full[s].address, i * 64, note.q_head, row, plane);
+    rows.full[s].arrive_expect(PANELS * C::Q_PANEL + C::ROW_BYTES);
+    for (int i = 0; i < PANELS; i++)
+      tma_load<PACKED>(shared + rows.at + (s * PANELS + i) * C::Q_PANEL, rows.map, rows.full[s].address, i * 64, note.q_head, row, plane);
     bulk_load(shared + rows.statistics_at + s * C::ROW_BYTES, rows.statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES,
               rows.full[s].address);
   }

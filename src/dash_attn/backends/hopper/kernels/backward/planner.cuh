@@ -2,8 +2,8 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, MaskKind MASK> struct Planner {
-  using C = BackwardConfig<D>;
+template <int D, int DV, MaskKind MASK> struct Planner {
+  using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   Notes<C> notes;
   Barriers<C> bars;

@@ -5,24 +5,24 @@
 #include "common/tile_place.cuh"
 
 // Row and column of element e of float4 `i` of an accumulator tile.
-template <int D> DEVICE int2 place_in_tile(int i, int e) {
-  using C = BackwardConfig<D>;
-  constexpr int OWN = D > 128 ? C::Q_ROWS * 64 / 4 : C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup in the first piece
+template <int D, int DV> DEVICE int2 place_in_tile(int i, int e) {
+  using C = BackwardConfig<D, DV>;
+  constexpr int OWN = !is_tall(DV) ? C::Q_ROWS * 64 / 4 : C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup in the first piece
   const bool inner = i >= 2 * OWN;                                              // wide heads: second piece
   const int size = inner ? C::Q_ROWS * C::WIDTH / 8 - OWN : OWN, in_piece = i - (inner ? 2 * OWN : 0);
   const int wg = in_piece / size, rest = in_piece % size, group = rest / 128, warp = rest % 128 / 32, lane = rest % 32;
   const int m = 16 * warp + (lane >> 2) + 8 * (e >> 1), n = 8 * group + 2 * (lane & 3) + (e & 1);
-  if constexpr (D > 128)
+  if constexpr (!is_tall(DV))
     return make_int2(m, n + (inner ? C::inner_column(wg) : 64 * C::own_panel(wg)));
   else if constexpr (C::DQ_TRANSPOSED)
     return make_int2(wg * (C::Q_ROWS / 2) + n, m);
   else
-    return make_int2(m, wg * 64 + n);
+    return make_int2(m, C::dq_column(wg, n));
 }
 
 // Row and column of element e of float4 `i` of 64 rows of dV or dK: a warpgroup's registers, or all columns of a wide head's tile.
-template <int D> DEVICE int2 place_in_sum(int i, int e) {
-  if constexpr (D > 128) return place_in_tile<D>(i, e);
+template <int D, int DV> DEVICE int2 place_in_sum(int i, int e) {
+  if constexpr (!is_tall(DV)) return place_in_tile<D, DV>(i, e);
   const int group = i / 128, warp = i % 128 / 32, lane = i % 32;
   return make_int2(16 * warp + (lane >> 2) + 8 * (e >> 1), 8 * group + 2 * (lane & 3) + (e & 1));
 }
@@ -41,8 +41,8 @@ DEVICE bool await_sum(const PostprocessParams& p, int tile) {
 }
 
 // A finished tile, padded rows so that there are no bank conflicts, on its way from fragments to rows.
-template <typename Half, int D> struct FinishedRows {
-  using C = BackwardConfig<D>;
+template <typename Half, int D, int DV> struct FinishedRows {
+  using C = BackwardConfig<D, DV>;
   static constexpr int PITCH = C::WIDTH + 8, CHUNKS = C::WIDTH / 8;  // of 16 bytes
   unsigned short* rows;
 
@@ -55,15 +55,15 @@ template <typename Half, int D> struct FinishedRows {
   }
 };
 
-template <typename Half, int D, bool PACKED> DEVICE void finish_dq(const PostprocessParams& p, FinishedRows<Half, D> out, int block) {
-  using C = BackwardConfig<D>;
+template <typename Half, int D, int DV, bool PACKED> DEVICE void finish_dq(const PostprocessParams& p, FinishedRows<Half, D, DV> out, int block) {
+  using C = BackwardConfig<D, DV>;
   const float4* tile = (const float4*)(p.dq_accumulator + (i64)block * (C::Q_ROWS * C::WIDTH));
   const bool visited = await_sum(p, block);
   for (int i = threadIdx.x; i < C::Q_ROWS * C::WIDTH / 4; i += 256) {
     const float4 v = visited ? __ldcg(tile + i) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int e = 0; e < 4; e++) out.put(place_in_tile<D>(i, e), x[e] * p.scale);
+    for (int e = 0; e < 4; e++) out.put(place_in_tile<D, DV>(i, e), x[e] * p.scale);
   }
   __syncthreads();
   const TilePlace place = locate<C::Q_ROWS, PACKED>(p.tiles, block);
@@ -71,9 +71,9 @@ template <typename Half, int D, bool PACKED> DEVICE void finish_dq(const Postpro
 }
 
 // 64 rows of dV or of dK: the sums of both kinds added up, that of the first part first.
-template <typename Half, int D, bool PACKED> struct SumFinisher {
-  using C = BackwardConfig<D>;
-  static constexpr int HALVES = C::KV_ROWS / 64, PIECES = C::SUM_PIECES / 2;  // warpgroups that own rows; pieces of dV, and of dK
+template <typename Half, int D, int DV, bool PACKED> struct SumFinisher {
+  using C = BackwardConfig<D, DV>;
+  static constexpr int HALVES = C::KV_ROWS / 64;  // warpgroups that own rows
   const PostprocessParams& p;
   const SumPlaces& s;
   int tile, half, of_dk;  // half: which 64 rows
@@ -81,13 +81,13 @@ template <typename Half, int D, bool PACKED> struct SumFinisher {
   DEVICE SumFinisher(const PostprocessParams& params, int block)
       : p(params), s(params.sums), tile(block / (2 * HALVES)), half(block / 2 % HALVES), of_dk(block % 2) {}
 
-  DEVICE void run(FinishedRows<Half, D> out) const {
+  DEVICE void run(FinishedRows<Half, D, DV> out) const {
     const int head = tile / s.head_chains, row_of_head = tile - head * s.head_chains;
     int4 place = make_int4(0, row_of_head, s.parts[0], s.parts[1]);
     if constexpr (PACKED) place = s.places[row_of_head];
     if (place.x < 0) return;
     await(place.z, place.w);
-    for (int i = threadIdx.x; i < 64 * D / 4; i += 256) {
+    for (int i = threadIdx.x; i < 64 * (of_dk ? D : DV) / 4; i += 256) {
       float4 v = read(0, i);
       if (place.w != 0) {
         const float4 w = read(1, i);
@@ -95,7 +95,7 @@ template <typename Half, int D, bool PACKED> struct SumFinisher {
       }
       const float x[4] = {v.x, v.y, v.z, v.w}, scale = of_dk ? p.scale : 1.f;
 #pragma unroll
-      for (int e = 0; e < 4; e++) out.put(place_in_sum<D>(i, e), x[e] * scale);
+      for (int e = 0; e < 4; e++) out.put(place_in_sum<D, DV>(i, e), x[e] * scale);
     }
     __syncthreads();
     i64 first_row;  // in the caller's tensor, whose rows are `stride` apart
@@ -113,32 +113,33 @@ template <typename Half, int D, bool PACKED> struct SumFinisher {
   }
 
  private:
-  DEVICE int piece(int sum, int number) const { return (tile * s.count + sum) * C::SUM_PIECES + of_dk * PIECES + number; }
-  // float4 `i` of these rows. A piece holds the registers of all warpgroups that own rows, one behind the other.
+  DEVICE int first_piece(int sum) const { return (tile * s.count + sum) * C::SUM_PIECES; }
+  // float4 `i` of these rows. A piece holds registers of all warpgroups that own rows, one behind the other; dK's are behind dV's.
   DEVICE float4 read(int sum, int i) const {
     constexpr int IN_PIECE = C::SUM_FLOATS / 4 / HALVES;
-    const float4* from = (const float4*)(s.sums + (i64)piece(sum, i / IN_PIECE) * C::SUM_FLOATS);
-    return __ldcg(from + half * IN_PIECE + i % IN_PIECE);
+    const int quad = i + of_dk * (64 * DV / 4);
+    const float4* from = (const float4*)(s.sums + (i64)(first_piece(sum) + quad / IN_PIECE) * C::SUM_FLOATS);
+    return __ldcg(from + half * IN_PIECE + quad % IN_PIECE);
   }
   DEVICE void await(int first_parts, int second_parts) const {
     if (p.q_ranks == nullptr) return await_kernel_before();  // unordered
-    if (threadIdx.x < 2 * PIECES) {
-      const int sum = threadIdx.x / PIECES, parts = sum ? second_parts : first_parts;
-      if (parts > 0) await_semaphore<true>(p, s.first_sum + piece(sum, threadIdx.x % PIECES), parts);
+    if (threadIdx.x < 2 * C::SUM_PIECES) {
+      const int sum = threadIdx.x / C::SUM_PIECES, parts = sum ? second_parts : first_parts;
+      if (parts > 0) await_semaphore<true>(p, s.first_sum + first_piece(sum) + threadIdx.x % C::SUM_PIECES, parts);
     }
     __syncthreads();
   }
 };
 
-template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(256)
+template <typename Half, int D, int DV, bool PACKED> __global__ void __launch_bounds__(256)
     backward_postprocess(const __grid_constant__ PostprocessParams p) {
-  using C = BackwardConfig<D>;
+  using C = BackwardConfig<D, DV>;
   constexpr int ROWS = C::Q_ROWS > 64 ? C::Q_ROWS : 64;
-  __shared__ alignas(16) unsigned short rows[ROWS * FinishedRows<Half, D>::PITCH];
+  __shared__ alignas(16) unsigned short rows[ROWS * FinishedRows<Half, D, DV>::PITCH];
   const int dq_tiles = tile_count(p.tiles);
   if (blockIdx.x < dq_tiles)
-    finish_dq<Half, D, PACKED>(p, {rows}, blockIdx.x);
+    finish_dq<Half, D, DV, PACKED>(p, {rows}, blockIdx.x);
   else
-    SumFinisher<Half, D, PACKED>(p, blockIdx.x - dq_tiles).run({rows});
+    SumFinisher<Half, D, DV, PACKED>(p, blockIdx.x - dq_tiles).run({rows});
   if (blockIdx.x == 0) await_kernel_before();  // so that this kernel does not end first: dK and dV may still be on their way
 }
