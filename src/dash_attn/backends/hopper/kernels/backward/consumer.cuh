@@ -174,7 +174,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Q_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(dv, probability + 4 * k, descriptor(b + descriptor_low(C::DO + STAGE * C::DO_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
+      wgmma_rs<Half, 1>(dv, probability + 4 * k,
+                        descriptor(b + descriptor_low(C::DO + STAGE * C::DO_BYTES + k * SIXTEEN_ROWS, C::Q_PANEL)));
     wgmma_commit();
   }
   template <int STAGE> DEVICE void multiply_dk() {  // dK += dS^T Q

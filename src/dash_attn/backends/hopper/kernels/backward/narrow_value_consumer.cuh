@@ -314,8 +314,8 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     wg == 0 ? named_barrier_sync<FIRST_HALF>(WARPGROUP) : named_barrier_sync<SECOND_HALF>(WARPGROUP);
     if (elects()) {
       for (int i = 0; i < (END - COLUMN) / 64; i++)
-        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::OUT_BYTES / 2) + i * HALF_PANEL, COLUMN + i * 64, chain.kv_head,
-                                            chain.kv_row + wg * 64, chain.kv_plane);
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::OUT_BYTES / 2) + i * HALF_PANEL, COLUMN + i * 64,
+                                            chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }
   }
