@@ -89,19 +89,42 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
 
 FILLED = 9, 10  # a turn fills nine of ten workers
 MANY_KV_TILES = 64  # from which chains make up for reading their tiles once more
+HAND_OVER = 2  # steps it takes on an H200 until the next rank of a dQ tile may reduce
+CACHED = 2  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile (the wider a head, the fewer rows)
+SIXTEENTHS = 16  # of a step: in which lags are counted
 
 
-def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) -> int:
+def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, ...]) -> int:
     """Heads of one kind that go side by side before the next kind takes its turn.
 
     As few as fill nine of ten workers, because then the chains of one kind start where those of the other end, one by one; no
     more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head and one segment afford
-    two fillings, which hand over more smoothly.
+    two fillings, which hand over more smoothly. Where the chains of a head wait to start one after the other, it takes more
+    heads to keep the workers busy: as many as the cache holds.
     """
+    segment = max(segments)
     fillings = 2 if problem.group == 1 and segment == problem.kv_tiles >= MANY_KV_TILES else 1
     heads = problem.batch * -(-problem.heads // kinds)  # of the kind that has more
     enough = -(-FILLED[0] * fillings * workers // (FILLED[1] * segment))
+    busy = -(-FILLED[0] * workers // (FILLED[1] * _chains_under_way(problem, len(segments))))
+    enough = max(enough, min(busy, CACHED * problem.tile_kv // problem.q_tiles))
     return -(-heads // max(1, heads // enough))
+
+
+def _chains_under_way(problem: Problem, classes: int) -> int:
+    """Chains of a head that run at the same time where each follows the one before it at the distance of a hand-over.
+
+    Half of the heads walk up, half walk down. A chain starts later than the one before it by a hand-over, less the Q tiles by which
+    its walk begins farther ahead. The first and the last chain stand for all, and half of both lengths for all lengths. Where most
+    chains are as long as the first (queries shorter than keys), that is half of the truth, for which the first chains of all make
+    up: they start one by one on idle workers.
+    """
+    ends = problem.kept[:, [0, -1]]
+    lengths, first = ends.sum(0), ends.argmax(0)
+    gaps = max(1, problem.kv_tiles - 1)
+    ahead = (classes * int(tiles[1] - tiles[0]) for tiles in (first, first + lengths))
+    lag = SIXTEENTHS * sum(max(0, HAND_OVER * gaps - tiles) for tiles in ahead) // gaps
+    return max(1, min(problem.kv_tiles, SIXTEENTHS * int(lengths.sum()) * problem.group // max(1, lag)))
 
 
 GENERATED_BY: dict[str, Callable[[Problem, int], Schedule]] = {}  # by name; generators/ fills it, which this file cannot import
@@ -137,10 +160,12 @@ class Schedule:
         check_starts(problem, order, starts)
         segments = (problem.kv_tiles,) if segments is None else segments
         gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
-        if gang > 1 or len(starts) == 1:
-            lanes = max(1, workers // (gang if gang > 1 else max(segments)))
+        if gang > 1:
+            lanes = 1  # the chains of a gang start together, so that few of them hold a worker and wait for the rest
+        elif len(starts) == 1:
+            lanes = max(1, workers // max(segments))
         else:
-            lanes = _lanes_in_turns(problem, workers, len(starts), max(segments))
+            lanes = _lanes_in_turns(problem, workers, len(starts), segments)
         in_round = lanes if in_rounds and len(segments) > 1 else 0
         return cls(problem, order, Placement(workers, lanes, starts, segments, in_round))
 

@@ -105,7 +105,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     p.chains[at] = chain;
     for (int head = 0; head < p.heads; head++)
       if (order.ring)
-        write_ticket(head, place, in_gangs(head, place), at, steps);
+        write_ticket(head, place, {head, 1, 0}, at, steps);  // the chains of a gang start together
       else if ((head + p.head_offset) % 2 == kind)
         write_ticket(head, place, in_turns(head), at, steps);
   }
@@ -120,11 +120,11 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   // Q tiles the chain visits, and those that need no element mask.
   DEVICE int rows_of_chain(PackedChain& chain) const {
     const int first_key = kv_tile * KV_ROWS, end_key = min(first_key + KV_ROWS, s.kv_len), width = (int)p.mask.band_width;
-    const int first_row = max(0, first_key - s.band_top), end_row = min(s.q_len, end_key - s.band_top + width);
-    chain.q_first = first_row / Q_ROWS, chain.q_stride = 1;
+    const Visits<Q_ROWS, KV_ROWS> visits(kv_tile, s.q_len, s.kv_len, s.band_top, width);
+    chain.q_first = visits.first, chain.q_stride = 1;
     chain.full_first = tiles_of(max(0, end_key - s.band_top - 1), Q_ROWS);
     chain.full_end = first_key + KV_ROWS > s.kv_len ? 0 : max(0, min(s.q_len, first_key - s.band_top + width + 1)) / Q_ROWS;
-    return first_row < end_row ? (end_row - 1) / Q_ROWS - chain.q_first + 1 : 0;
+    return visits.count;
   }
   DEVICE Place in_classes() const {
     const int number = kv_tile % order.classes, place = kv_tile / order.classes, size = order.size_of_class(number);
@@ -148,11 +148,6 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   struct Lane {
     int before, width, place;
   };
-  DEVICE Lane in_gangs(int head, const Place& place) const {
-    const Dealt dealt = Dealt::to(tiles_of(p.heads, max(1, p.workers / place.gang)), p.heads);
-    const int turn = dealt.turn_of(head);
-    return {dealt.before(turn), dealt.in(turn), head - dealt.before(turn)};
-  }
   DEVICE Lane in_turns(int head) const {
     const Dealt mine = kind ? order.down : order.up, other = kind ? order.up : order.down;
     const int index = head / 2, turn = mine.turn_of(index);

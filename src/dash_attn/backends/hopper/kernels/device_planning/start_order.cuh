@@ -4,6 +4,17 @@
 
 DEVICE int tiles_of(int length, int rows) { return (length + rows - 1) / rows; }
 
+// The Q tiles that a chain visits: those in which a query attends a key of its KV tile.
+template <int Q_ROWS, int KV_ROWS> struct Visits {
+  int first, count;
+  DEVICE Visits(int kv_tile, int q_len, int kv_len, int band_top, int band_width) {
+    const int first_key = kv_tile * KV_ROWS, end_key = min(first_key + KV_ROWS, kv_len);
+    const int first_row = max(0, first_key - band_top), end_row = min(q_len, end_key - band_top + band_width);
+    first = first_row / Q_ROWS;
+    count = first_row < end_row ? (end_row - 1) / Q_ROWS - first + 1 : 0;
+  }
+};
+
 // How the heads of a sequence start: as in scheduling/schedule.py for a batch of one, but in no rounds. In a circle (one kind of head,
 // gangs), or class by class, heads that walk up and heads that walk down in turns.
 template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
@@ -19,7 +30,10 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
     ring = keeps_all && kv_tiles > FEW_KV_TILES;
     classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
     const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && classes == 1 && widest >= MANY_KV_TILES ? 2 : 1;
-    const int enough = (FILLED_WORKERS * fillings * p.workers + FILLED_OF * widest - 1) / (FILLED_OF * widest), heads = (p.heads + 1) / 2;
+    const int filling = (FILLED_WORKERS * fillings * p.workers + FILLED_OF * widest - 1) / (FILLED_OF * widest);
+    const int under_way = FILLED_OF * chains_under_way(p, q_len, kv_len, top);
+    const int busy = (FILLED_WORKERS * p.workers + under_way - 1) / under_way, heads = (p.heads + 1) / 2;
+    const int enough = max(filling, min(busy, CACHED * KV_ROWS / q_tiles));
     const int walk_up = (p.heads + 1 - p.head_offset % 2) / 2;
     turns = tiles_of(max(walk_up, p.heads - walk_up), tiles_of(heads, max(1, heads / enough)));
     up = Dealt::to(turns, walk_up), down = Dealt::to(turns, p.heads - walk_up);
@@ -31,5 +45,14 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
   DEVICE int last_down() const { return shuffled(down.in(turns - 1) * size_of_class(classes - 1)); }
 
  private:
+  // Of a head, where each follows the one before it at the distance of a hand-over.
+  DEVICE int chains_under_way(const PackedParams& p, int q_len, int kv_len, int top) const {
+    using Tiles = Visits<Q_ROWS, KV_ROWS>;
+    const int width = (int)p.mask.band_width, gaps = max(1, kv_tiles - 1);
+    const Tiles one(0, q_len, kv_len, top, width), last(kv_tiles - 1, q_len, kv_len, top, width);
+    const int ahead_up = classes * (last.first - one.first), ahead_down = ahead_up + classes * (last.count - one.count);
+    const int lag = SIXTEENTHS * (max(0, HAND_OVER * gaps - ahead_up) + max(0, HAND_OVER * gaps - ahead_down)) / gaps;
+    return max(1, min(kv_tiles, SIXTEENTHS * (one.count + last.count) * p.group / max(1, lag)));
+  }
   DEVICE int shuffled(int chains) const { return ring || chains > 0xffff ? 0 : chains; }
 };
