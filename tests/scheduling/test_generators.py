@@ -94,14 +94,15 @@ def test_alternating_with_classes_fills_the_machine_whatever_the_length(length: 
 
 
 @pytest.mark.parametrize(
-    ("q_len", "kv_len", "heads", "group", "batch"), [(1024, 8192, 16, 1, 2), (2048, 16384, 8, 4, 1), (512, 4096, 32, 1, 4)]
+    ("q_len", "kv_len", "heads", "group", "batch"),
+    [(1024, 8192, 16, 1, 2), (1024, 8192, 16, 1, 1), (2048, 16384, 8, 4, 1), (512, 4096, 32, 1, 4)],
 )
 def test_alternating_fills_the_machine_where_queries_are_shorter_than_keys(
     q_len: int, kv_len: int, heads: int, group: int, batch: int
 ) -> None:
     problem, machine = Problem(Causal(), q_len, kv_len, 64, 128, heads, group, batch), H200[128]
     ideal = (problem.tasks * machine.compute + problem.chains * machine.startup) / 132
-    assert simulate(generate("alternating", problem, 132), machine).makespan < 1.07 * ideal
+    assert simulate(generate("alternating", problem, 132), machine).makespan < (1.07 if batch * heads > 16 or group > 1 else 1.15) * ideal
 
 
 def test_alternating_deals_square_tiles_into_classes_unless_they_are_few_or_the_group_is_large() -> None:

@@ -144,6 +144,13 @@ def test_a_turn_has_more_heads_where_queries_are_shorter_than_keys(q_tiles: int,
     assert generate("alternating", problem, 132).placement.lanes == lanes
 
 
+def test_both_kinds_start_in_pieces_where_there_are_too_few_heads_of_one() -> None:
+    """With 16 heads of each kind one kind alone keeps the workers busy."""
+    few, many = (generate("alternating", Problem(Causal(), 1024, 8192, 64, 128, heads=16, batch=b), 132).placement for b in (1, 4))
+    assert (few.segments, few.lanes, few.heads_in_round) == ((8,) * 8, 8, 8)
+    assert (many.segments, many.heads_in_round) == ((64,), 0)
+
+
 def test_the_chains_of_a_gang_start_together() -> None:
     problem = Problem.from_tiles("full", 32, 16, heads=3, batch=2)
     schedule = generate("shift_blocks", problem, 132)

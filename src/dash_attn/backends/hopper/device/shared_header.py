@@ -11,7 +11,7 @@ from ....scheduling.generators._walks import HAND_OVER
 from ....scheduling.generators.alternating import LARGE_GROUP, ONE_CLASS
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import LARGEST_BLOCK
-from ....scheduling.schedule import CACHED, FILLED, MANY_KV_TILES, SIXTEENTHS
+from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import KERNEL_DIMS, backward_tiles, forward_tiles
 from .parameters import BAD_LENGTHS, HANG, RAGGED, STRUCTURES, Structure
 
@@ -47,6 +47,7 @@ def _constants() -> str:
         "FILLED_OF": FILLED[1],
         "CACHED": CACHED,
         "SIXTEENTHS": SIXTEENTHS,
+        "LATE": LATE,
         "RAGGED": RAGGED,
     }
     return "\n".join(f"constexpr int {name} = {value};" for name, value in found.items())

@@ -128,7 +128,8 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
   DEVICE Place in_classes() const {
     const int number = kv_tile % order.classes, place = kv_tile / order.classes, size = order.size_of_class(number);
-    return {number ? order.size_of_class(0) : 0, size, kind == 0 ? size - 1 - place : place, 1};
+    const int position = kind == 0 ? size - 1 - place : place, first = position / order.piece * order.piece;
+    return {(number ? order.size_of_class(0) : 0) + first, min(order.piece, size - first), position - first, 1};
   }
   DEVICE Place in_ring(PackedChain& chain) const {
     const int q_tiles = order.q_tiles, kv_tiles = order.kv_tiles;

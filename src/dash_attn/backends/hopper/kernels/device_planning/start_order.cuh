@@ -18,7 +18,7 @@ template <int Q_ROWS, int KV_ROWS> struct Visits {
 // How the heads of a sequence start: as in scheduling/schedule.py for a batch of one, but in no rounds. In a circle (one kind of head,
 // gangs), or class by class, heads that walk up and heads that walk down in turns.
 template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
-  int q_tiles, kv_tiles, classes, turns;
+  int q_tiles, kv_tiles, classes, turns, piece;  // piece: chains of a segment, at most
   Dealt up, down;
   bool ring;
 
@@ -31,9 +31,11 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
     classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
     const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && classes == 1 && widest >= MANY_KV_TILES ? 2 : 1;
     const int filling = (FILLED_WORKERS * fillings * p.workers + FILLED_OF * widest - 1) / (FILLED_OF * widest);
-    const int under_way = FILLED_OF * chains_under_way(p, q_len, kv_len, top);
+    const Pace pace = pace_of(p, q_len, kv_len, top);
+    const int under_way = FILLED_OF * max(1, min(kv_tiles, SIXTEENTHS * pace.lengths * p.group / max(1, pace.lag)));
     const int busy = (FILLED_WORKERS * p.workers + under_way - 1) / under_way, heads = (p.heads + 1) / 2;
     const int enough = max(filling, min(busy, CACHED * KV_ROWS / q_tiles));
+    piece = 2 * heads <= busy && pace.lag >= LATE ? min(widest, max(1, q_tiles * p.group / HAND_OVER)) : widest;
     const int walk_up = (p.heads + 1 - p.head_offset % 2) / 2;
     turns = tiles_of(max(walk_up, p.heads - walk_up), tiles_of(heads, max(1, heads / enough)));
     up = Dealt::to(turns, walk_up), down = Dealt::to(turns, p.heads - walk_up);
@@ -41,18 +43,24 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
   DEVICE int size_of_class(int number) const { return (kv_tiles - number + classes - 1) / classes; }
   // Chains that start first, of heads that walk up, and chains that start last, of heads that walk down; none, where they are not
   // shuffled with those of other sequences: in circles, and where the product of two such numbers would not fit 32 bits.
-  DEVICE int first_up() const { return shuffled(up.in(0) * size_of_class(0)); }
-  DEVICE int last_down() const { return shuffled(down.in(turns - 1) * size_of_class(classes - 1)); }
+  DEVICE int first_up() const { return shuffled(up.in(0) * min(piece, size_of_class(0))); }
+  DEVICE int last_down() const {
+    const int last_class = size_of_class(classes - 1);
+    return shuffled(down.in(turns - 1) * (last_class - max(0, last_class - 1) / piece * piece));
+  }
 
  private:
-  // Of a head, where each follows the one before it at the distance of a hand-over.
-  DEVICE int chains_under_way(const PackedParams& p, int q_len, int kv_len, int top) const {
+  // Sixteenths of a step by which a chain starts later than the one before it, and the lengths of the first and the last chain.
+  struct Pace {
+    int lag, lengths;
+  };
+  DEVICE Pace pace_of(const PackedParams& p, int q_len, int kv_len, int top) const {
     using Tiles = Visits<Q_ROWS, KV_ROWS>;
     const int width = (int)p.mask.band_width, gaps = max(1, kv_tiles - 1);
     const Tiles one(0, q_len, kv_len, top, width), last(kv_tiles - 1, q_len, kv_len, top, width);
     const int ahead_up = classes * (last.first - one.first), ahead_down = ahead_up + classes * (last.count - one.count);
-    const int lag = SIXTEENTHS * (max(0, HAND_OVER * gaps - ahead_up) + max(0, HAND_OVER * gaps - ahead_down)) / gaps;
-    return max(1, min(kv_tiles, SIXTEENTHS * (one.count + last.count) * p.group / max(1, lag)));
+    const int late = max(0, HAND_OVER * gaps - ahead_up) + max(0, HAND_OVER * gaps - ahead_down);
+    return {SIXTEENTHS * late / gaps, one.count + last.count};
   }
   DEVICE int shuffled(int chains) const { return ring || chains > 0xffff ? 0 : chains; }
 };
