@@ -15,7 +15,7 @@ from dash_attn.backends.hopper.device import shared_header
 from dash_attn.backends.hopper.device.compile import CompileError, compile_uncached, sources
 from dash_attn.backends.hopper.device.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
-from dash_attn.scheduling.schedule import MANY_KV_TILES
+from dash_attn.scheduling.schedule import CACHED, MANY_KV_TILES
 from kernel_variants import DIMS, VARIANTS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
@@ -89,10 +89,17 @@ def test_sizes(header: str, config: str, size: int) -> None:
 def test_the_device_plans_by_the_generators_constants() -> None:
     """They are written into the header. The control: one that the text would not follow."""
     text = shared_header.shared_header()
-    for name, value in {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES, "ONE_CLASS": alternating.ONE_CLASS}.items():
+    for name, value in {
+        "FEW_KV_TILES": FEW_KV_TILES,
+        "MANY_KV_TILES": MANY_KV_TILES,
+        "ONE_CLASS": alternating.ONE_CLASS,
+        "CACHED": CACHED,
+    }.items():
         assert f"constexpr int {name} = {value};" in text
     planning = "".join(source for name, source in sources().items() if name.startswith("device_planning/"))
-    assert not re.search(r"constexpr int (FEW_KV_TILES|ONE_CLASS|LARGE_GROUP|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK)", planning)
+    assert not re.search(
+        r"constexpr int (FEW_KV_TILES|ONE_CLASS|ONE_CAUSAL_CLASS|LARGE_GROUP|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK|CACHED|LATE)", planning
+    )
 
 
 def test_the_hash_is_of_the_machine_code() -> None:

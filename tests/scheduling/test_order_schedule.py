@@ -179,9 +179,9 @@ def test_a_round_of_heads_goes_through_all_segments() -> None:
 
 
 def test_alternating_keeps_the_workers_busy_with_one_class_of_few_heads() -> None:
-    problem = Problem.from_tiles("causal", 16, 16, heads=64)
-    assert generate("alternating", problem, 32).placement.heads_in_round == 4  # of both kinds: 8 heads, 8 chains each
-    assert generate("weave", problem, 16).placement.heads_in_round == 0
+    problem = Problem.from_tiles("causal", 64, 64, heads=64)
+    assert generate("alternating", problem, 128).placement.heads_in_round == 4  # of both kinds: 8 heads, 32 chains each
+    assert generate("weave", problem, 128).placement.heads_in_round == 0
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, True, None, "4"])

@@ -111,7 +111,7 @@ def _in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, .
     busy = -(-FILLED[0] * workers // (FILLED[1] * _chains_under_way(problem, lag)))
     enough = max(enough, min(busy, CACHED * problem.tile_kv // problem.q_tiles))
     if 2 * heads <= busy and lag >= LATE:
-        segments = _cut(segments, max(1, problem.q_tiles * problem.group // HAND_OVER))
+        segments = _cut(segments, -(-problem.q_tiles * problem.group // HAND_OVER))
     return -(-heads // max(1, heads // enough)), segments
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import cache
 
 from ....scheduling.generators._walks import HAND_OVER
-from ....scheduling.generators.alternating import LARGE_GROUP, ONE_CLASS
+from ....scheduling.generators.alternating import LARGE_GROUP, ONE_CAUSAL_CLASS, ONE_CLASS
 from ....scheduling.generators.auto import FEW_KV_TILES
-from ....scheduling.generators.shift import LARGEST_BLOCK
+from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import KERNEL_DIMS, backward_tiles, forward_tiles
 from .parameters import BAD_LENGTHS, HANG, RAGGED, STRUCTURES, Structure
@@ -39,8 +39,10 @@ def _constants() -> str:
     found = {
         "FEW_KV_TILES": FEW_KV_TILES,
         "ONE_CLASS": ONE_CLASS,
+        "ONE_CAUSAL_CLASS": ONE_CAUSAL_CLASS,
         "LARGE_GROUP": LARGE_GROUP,
         "LARGEST_BLOCK": LARGEST_BLOCK,
+        "SINGLE_CHAINS": SINGLE_CHAINS,
         "HAND_OVER": HAND_OVER,
         "MANY_KV_TILES": MANY_KV_TILES,
         "FILLED_WORKERS": FILLED[0],

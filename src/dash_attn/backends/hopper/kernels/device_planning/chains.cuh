@@ -133,12 +133,12 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
   DEVICE Place in_ring(PackedChain& chain) const {
     const int q_tiles = order.q_tiles, kv_tiles = order.kv_tiles;
-    const int largest = min(max(1, min(LARGEST_BLOCK, q_tiles / 2)), kv_tiles), blocks = (kv_tiles + largest - 1) / largest;
+    const int blocks = tiles_of(kv_tiles, min(largest_block(q_tiles), kv_tiles));
     const int block = kv_tile * blocks / kv_tiles, first = (block * kv_tiles + blocks - 1) / blocks,
               widest = (kv_tiles + blocks - 1) / blocks;
     chain.ring = q_tiles;
     chain.place = kv_tile - first;
-    chain.spacing = max(1, min(q_tiles / widest, HAND_OVER));
+    chain.spacing = (widest - 1) * HAND_OVER < q_tiles ? HAND_OVER : 1;
     chain.members = ((block + 1) * kv_tiles + blocks - 1) / blocks - first;
     chain.rank_first = first;
     chain.q_first = chain.place * chain.spacing % q_tiles;

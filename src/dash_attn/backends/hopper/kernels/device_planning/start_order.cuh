@@ -4,6 +4,9 @@
 
 DEVICE int tiles_of(int length, int rows) { return (length + rows - 1) / rows; }
 
+// Chains of a block of `shift_blocks`.
+DEVICE int largest_block(int q_tiles) { return q_tiles <= SINGLE_CHAINS ? 1 : min(LARGEST_BLOCK, (q_tiles + 1) / 2); }
+
 // The Q tiles that a chain visits: those in which a query attends a key of its KV tile.
 template <int Q_ROWS, int KV_ROWS> struct Visits {
   int first, count;
@@ -26,16 +29,18 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
       : q_tiles(max(1, tiles_of(q_len, Q_ROWS))), kv_tiles(tiles_of(kv_len, KV_ROWS)) {
     const int top = band_top(p.mask, q_len, kv_len),
               low_row = top - (int)p.mask.band_width;  // low_row: first key of query 0, before clipping
-    const bool keeps_all = min(Q_ROWS, q_len) + top > (kv_tiles - 1) * KV_ROWS && (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, kv_len);
-    ring = keeps_all && kv_tiles > FEW_KV_TILES;
-    classes = kv_tiles <= ONE_CLASS || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
+    const bool first_sees_last = min(Q_ROWS, q_len) + top > (kv_tiles - 1) * KV_ROWS;
+    const bool last_sees_first = (q_tiles - 1) * Q_ROWS + low_row < min(KV_ROWS, kv_len);
+    ring = first_sees_last && last_sees_first && (kv_tiles > FEW_KV_TILES || (kv_tiles > 1 && kv_tiles <= largest_block(q_tiles)));
+    const int one_class = last_sees_first && !first_sees_last ? ONE_CAUSAL_CLASS : ONE_CLASS;
+    classes = kv_tiles <= one_class || p.group >= LARGE_GROUP ? 1 : chain_classes(Q_ROWS, KV_ROWS);
     const int widest = max(1, size_of_class(0)), fillings = p.group == 1 && classes == 1 && widest >= MANY_KV_TILES ? 2 : 1;
     const int filling = (FILLED_WORKERS * fillings * p.workers + FILLED_OF * widest - 1) / (FILLED_OF * widest);
     const Pace pace = pace_of(p, q_len, kv_len, top);
     const int under_way = FILLED_OF * max(1, min(kv_tiles, SIXTEENTHS * pace.lengths * p.group / max(1, pace.lag)));
     const int busy = (FILLED_WORKERS * p.workers + under_way - 1) / under_way, heads = (p.heads + 1) / 2;
     const int enough = max(filling, min(busy, CACHED * KV_ROWS / q_tiles));
-    piece = 2 * heads <= busy && pace.lag >= LATE ? min(widest, max(1, q_tiles * p.group / HAND_OVER)) : widest;
+    piece = 2 * heads <= busy && pace.lag >= LATE ? min(widest, tiles_of(q_tiles * p.group, HAND_OVER)) : widest;
     const int walk_up = (p.heads + 1 - p.head_offset % 2) / 2;
     turns = tiles_of(max(walk_up, p.heads - walk_up), tiles_of(heads, max(1, heads / enough)));
     up = Dealt::to(turns, walk_up), down = Dealt::to(turns, p.heads - walk_up);
