@@ -61,7 +61,7 @@ CHOICES = (
         '`"auto"`, or one that serves the mask ([support](support.md)).',
     ),
     (
-        'generate("auto", Problem(Full(), 4096, 4096), workers=16)  # a slice of a GPU with 16 SMs',
+        'generate("auto", Problem(Full(), 4096, 4096), workers=8)  # a slice of a GPU with 8 SMs',
         '`schedule="alternating"`, on every machine of the run, or more SMs.',
     ),
     ('flash_attn_func(q, k, v, accumulation="atomic")', '`"unordered"` gives up every guarantee.'),

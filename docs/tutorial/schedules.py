@@ -134,13 +134,13 @@ draw("latency", *runs)
 # `alternating` is the symmetric idea without fixed pairs. Even heads walk up, the chain on the diagonal first; odd heads walk down, as
 # their mirror image. A worker that finishes a short chain of one head takes a long chain of the next. Workers get free one after another,
 # so the next chains start one after another, and follow each other at that distance to the end. No chain waits for one that starts later,
-# so there is no gang and any number of workers will do. On square tiles like these, from nine KV tiles on, it takes every
+# so there is no gang and any number of workers will do. On square tiles like these, from 49 KV tiles on, it takes every
 # second KV tile first, then the others, so that neighbours are two steps apart.
 #
 # ## Any mask
 #
 # `weave` makes a schedule for any mask; here three documents packed in one sequence, with Q tiles half as long as KV tiles. `auto`
-# chooses by the kept tiles: `shift_blocks` for full masks of more than 16 KV tiles, `alternating` for shorter ones, causal masks and
+# chooses by the kept tiles: `shift_blocks` for full masks (`alternating` for some of at most 8 KV tiles), `alternating` for causal masks and
 # windows that end on the right, `weave` for the rest.
 
 # %%

@@ -139,20 +139,20 @@ def test_a_gang_must_fit_the_machine(machine: Machine) -> None:
     found = layout.Layout.of(flat, OPTIONS, offsets(20000))
     tiles = shapes.backward_tiles(*found.backward_dims)
     gang = packed.largest_gang(found, tiles, Full())
-    assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (64, 64)
+    assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (16, 16)
     assert packed.largest_gang(found, tiles, Causal()) == packed.largest_gang(found, tiles, Window(-1, 0)) == 1
     support.check_gang(gang, 132)
-    said = r"need 64 SMs at once; this GPU .* has 16\. Causal masks run on any number of SMs, .* schedule='alternating'"
+    said = r"need 16 SMs at once; this GPU .* has 8\. Causal masks run on any number of SMs, .* schedule='alternating'"
     with pytest.raises(support.Unsupported, match=said):
-        support.check_gang(gang, 16)
+        support.check_gang(gang, 8)
 
 
 @pytest.mark.parametrize("tiles", [(64, 128), (128, 128), (64, 64)])
 def test_a_causal_sequence_has_no_gang(tiles: tuple[int, int]) -> None:
     """Not even where few queries attend so many keys that every tile is kept."""
     kept = 0
-    for q_len in (1, 63, 64, 65, 128, 129, 192, 193, 256, 257, 320):
-        for kv_len in (17 * 128, 17 * 128 + 1, 4095, 4096, 4097):
+    for q_len in (1, 63, 64, 65, 128, 129, 191, 192, 193, 255, 256, 257, 320):
+        for kv_len in (100, 200, 256, 500, 9 * 128, 17 * 128, 17 * 128 + 1, 4095, 4096, 4097):
             schedule = generate("auto", Problem(Causal(), q_len, kv_len, *tiles), 1)
             assert schedule.gang == 1
             kept += schedule.name == "shift_blocks"
@@ -195,20 +195,20 @@ def test_tiles_are_those_of_a_kernel() -> None:
 def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
     full = AttentionOptions(Full(), 0.1)
-    assert setup.dense_setup(q, q, q, full).gang == 32
-    monkeypatch.setattr(setup, "sm_count", lambda index: 16)
-    with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 32 workers at once \(SMs of a GPU.*there are 16\."):
+    assert setup.dense_setup(q, q, q, full).gang == 16
+    monkeypatch.setattr(setup, "sm_count", lambda index: 8)
+    with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 16 workers at once \(SMs of a GPU.*there are 8\."):
         setup.dense_setup(q, q, q, full)
     for runs_there in (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1)):
-        assert setup.dense_setup(q, q, q, runs_there).plan.workers == 16
+        assert setup.dense_setup(q, q, q, runs_there).plan.workers == 8
 
 
 def test_documents_say_how_many_sms_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 6000, 1, 128, dtype=torch.bfloat16, device="meta")
     full = explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
-    assert (full.gang, full.guarantees[2]) == (32, "worker-count-invariant (32 workers or more)")  # room for 4096 tokens
+    assert (full.gang, full.guarantees[2]) == (16, "worker-count-invariant (16 workers or more)")
     causal = explain(q, q, q, mask=Documents((3000, 3000)), backend="hopper")
     assert (causal.gang, causal.guarantees[2]) == (1, "worker-count-invariant")
-    monkeypatch.setattr(setup, "sm_count", lambda index: 16)
-    with pytest.raises(support.Unsupported, match="need 32 SMs at once"):  # as the call would
+    monkeypatch.setattr(setup, "sm_count", lambda index: 8)
+    with pytest.raises(support.Unsupported, match="need 16 SMs at once"):  # as the call would
         explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")

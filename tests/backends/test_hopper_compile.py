@@ -16,7 +16,7 @@ from dash_attn.backends.hopper.device.compile import CompileError, compile_uncac
 from dash_attn.backends.hopper.device.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
 from dash_attn.scheduling.problem import ROWS_OF_A_CHAIN
-from dash_attn.scheduling.schedule import MANY_KV_TILES
+from dash_attn.scheduling.schedule import CACHED, MANY_KV_TILES
 from kernel_variants import BACKWARD_DIMS, DIMS, VARIANTS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
@@ -106,12 +106,14 @@ def test_sizes(header: str, config: str, size: int) -> None:
 def test_the_device_plans_by_the_generators_constants() -> None:
     """They are written into the header. The control: one that the text would not follow."""
     text = shared_header.shared_header()
-    constants = {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES, "ONE_CLASS": alternating.ONE_CLASS}
+    constants = {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES, "ONE_CLASS": alternating.ONE_CLASS, "CACHED": CACHED}
     for name, value in {**constants, "MANY_MEMBERS": alternating.MANY_MEMBERS, "ROWS_OF_A_CHAIN": ROWS_OF_A_CHAIN}.items():
         assert f"constexpr int {name} = {value};" in text
     planning = "".join(source for name, source in sources().items() if name.startswith("device_planning/"))
+    words = "FEW_KV_TILES|ONE_CLASS|ONE_CAUSAL_CLASS|MANY_MEMBERS|ROWS_OF_A_CHAIN|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK|CACHED|LATE"
     assert not re.search(
-        r"constexpr int (FEW_KV_TILES|ONE_CLASS|MANY_MEMBERS|ROWS_OF_A_CHAIN|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK)", planning
+        rf"constexpr int ({words})",
+        planning,
     )
 
 

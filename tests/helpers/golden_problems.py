@@ -16,13 +16,15 @@ from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, W
 SMALL = {
     "full 8x4": Problem.from_tiles("full", 8, 4, heads=2),
     "full 5x7": Problem.from_tiles("full", 5, 7, heads=2),
-    "full 10x16, group 2": Problem.from_tiles("full", 10, 16, group=2),  # the last that auto alternates
+    "full 10x16, group 2": Problem.from_tiles("full", 10, 16, group=2),
+    "full 10x8, group 2": Problem.from_tiles("full", 10, 8, group=2),  # the last that auto alternates
     "full 10x17, group 2": Problem.from_tiles("full", 10, 17, group=2),  # auto's shift_blocks: four blocks
     "causal 8x4": Problem.from_tiles("causal", 8, 4, heads=2),
     "causal 7x7": Problem.from_tiles("causal", 7, 7, heads=2),
     "causal 4x9": Problem.from_tiles("causal", 4, 9, heads=2),
     "causal 6x3, group 4": Problem.from_tiles("causal", 6, 3, heads=2, group=4),
-    "causal 9x9, group 3, batch 2": Problem.from_tiles("causal", 9, 9, heads=3, group=3, batch=2),  # two classes
+    "causal 9x9, group 3, batch 2": Problem.from_tiles("causal", 9, 9, heads=3, group=3, batch=2),
+    "window 12x12, group 3, batch 2": Problem.from_tiles("window:8,0", 12, 12, heads=3, group=3, batch=2),  # two classes
     "causal 9x9, group 4": Problem.from_tiles("causal", 9, 9, heads=2, group=4),  # one class
     "causal 6x4, head offset 1": Problem.from_tiles("causal", 6, 4, heads=3, group=2, head_offset=1),
     "causal 8x8, group 3 in 3 parts": Problem(Causal(), 4096, 4096, 512, 512, heads=2, group=3),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cases import REFUSED, SERVED
-from dash_attn import Causal, Documents, Machine, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, simulate
+from dash_attn import Causal, Documents, Full, Machine, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, simulate
+from dash_attn.scheduling.engine import run_in_model_time
 from dash_attn.simulation.machines import H200
 from reference import mirrored
 
@@ -68,7 +69,35 @@ def test_auto_picks_by_the_mask() -> None:
         "prefix:3": "weave",
     }.items():
         assert generate("auto", Problem.from_tiles(mask, 34, 17), 32).name == order
-    assert generate("auto", Problem.from_tiles("full", 34, 16), 32).name == "alternating", "few KV tiles: no circle"
+
+
+@pytest.mark.parametrize(
+    ("q_tiles", "kv_tiles", "order", "gang"),
+    [
+        (32, 16, "shift_blocks", 16),  # one circle
+        (16, 16, "shift_blocks", 8),  # two Q tiles for each of its chains
+        (17, 17, "shift_blocks", 9),
+        (8, 4, "shift_blocks", 4),
+        (8, 8, "alternating", 1),  # too few for two
+        (4, 8, "alternating", 1),
+        (2, 1, "alternating", 1),
+        (3, 9, "shift_blocks", 1),
+    ],
+)
+def test_auto_goes_in_circles_on_full_masks(q_tiles: int, kv_tiles: int, order: str, gang: int) -> None:
+    schedule = generate("auto", Problem.from_tiles("full", q_tiles, kv_tiles), 132)
+    assert (schedule.name, schedule.gang) == (order, gang)
+
+
+@pytest.mark.parametrize("length", [2048, 2500, 3072, 5000, 6144, 8192])
+@pytest.mark.parametrize("tile_q", [64, 128])
+@pytest.mark.parametrize(("heads", "batch"), [(16, 1), (16, 2)])
+def test_full_masks_wait_for_nobody_whatever_the_length(length: int, tile_q: int, heads: int, batch: int) -> None:
+    """Circles of at most 16 chains, which start together: also where a head is no divisor of the machine."""
+    schedule = generate("auto", Problem(Full(), length, length, tile_q, 128, heads=heads, batch=batch), 132)
+    costs = H200[128 if tile_q == 64 else 64].costs
+    ordered, unordered = (run_in_model_time(schedule, costs, ordered=mode).chain_end.max() for mode in (True, False))
+    assert ordered < 1.03 * unordered
 
 
 def test_alternating_is_its_own_mirror_image_in_time() -> None:
@@ -117,12 +146,40 @@ def test_alternating_with_classes_fills_the_machine_whatever_the_length(length: 
     )
 
 
-def test_alternating_deals_square_tiles_into_classes_unless_they_are_few_or_the_group_is_large() -> None:
-    def classes(**shape: int) -> int:
-        return len(generate("alternating", Problem.from_tiles("causal", **shape), 16).placement.segments)
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "heads", "group", "batch"),
+    [(1024, 8192, 16, 1, 2), (1024, 8192, 16, 1, 1), (2048, 16384, 8, 4, 1), (512, 4096, 32, 1, 4)],
+)
+def test_alternating_fills_the_machine_where_queries_are_shorter_than_keys(
+    q_len: int, kv_len: int, heads: int, group: int, batch: int
+) -> None:
+    problem, machine = Problem(Causal(), q_len, kv_len, 64, 128, heads, group, batch), H200[128]
+    ideal = (problem.tasks * machine.compute + problem.chains * machine.startup) / 132
+    assert simulate(generate("alternating", problem, 132), machine).makespan < (1.07 if batch * heads > 16 or group > 1 else 1.15) * ideal
 
-    assert classes(q_tiles=9, kv_tiles=9, group=3) == 2
-    assert classes(q_tiles=9, kv_tiles=9, group=4) == classes(q_tiles=8, kv_tiles=8) == classes(q_tiles=32, kv_tiles=16) == 1
+
+@pytest.mark.parametrize(
+    ("mask", "shape", "classes"),
+    [
+        ("causal", {"q_tiles": 49, "kv_tiles": 49, "group": 3}, 2),
+        ("causal", {"q_tiles": 49, "kv_tiles": 49, "group": 4}, 1),  # a large group
+        ("causal", {"q_tiles": 48, "kv_tiles": 48}, 1),  # few KV tiles
+        ("causal", {"q_tiles": 128, "kv_tiles": 64}, 1),  # neighbours are two steps apart
+        ("window:8,0", {"q_tiles": 12, "kv_tiles": 12}, 2),  # its walks are short, so the second class is not late
+        ("window:8,0", {"q_tiles": 8, "kv_tiles": 8}, 1),
+        ("full", {"q_tiles": 9, "kv_tiles": 9}, 2),
+    ],
+)
+def test_alternating_deals_square_tiles_into_classes(mask: str, shape: dict[str, int], classes: int) -> None:
+    assert len(generate("alternating", Problem.from_tiles(mask, **shape), 16).placement.segments) == classes
+
+
+@pytest.mark.parametrize(("heads", "batch"), [(8, 1), (16, 1), (32, 4)])
+@pytest.mark.parametrize("length", [1536, 2048, 3072, 4096])
+def test_one_order_of_square_tiles_serves_few_heads_and_many(length: int, heads: int, batch: int) -> None:
+    problem, machine = Problem(Causal(), length, length, 128, 128, heads=heads, batch=batch), H200[64]
+    timeline = simulate(generate("auto", problem, 132), machine)
+    assert timeline.gap < 0.2, "with two classes up to 0.45"
 
 
 @pytest.mark.parametrize("name", ["alternating", "shift", "shift_blocks"])

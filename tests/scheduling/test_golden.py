@@ -20,7 +20,7 @@ FLIPPED = (
     "full 8x4",
     "full 10x17, group 2",
     "causal 6x3, group 4",
-    "causal 9x9, group 3, batch 2",
+    "window 12x12, group 3, batch 2",
     "causal 4x4, group 5 in 3 parts, head offset 1",
     "documents, not causal",
     "random 9x7",
@@ -56,7 +56,7 @@ def test_golden_files_hold_what_is_special() -> None:
     alternating, auto = recorded("alternating"), recorded("auto")
     assert auto["full 10x17, group 2"]["order"] == "shift_blocks"
     assert auto["full 10x17, group 2"]["segments"] == "5 4 4 4"
-    assert alternating["causal 9x9, group 3, batch 2"]["segments"] == "5 4", "classes"
+    assert alternating["window 12x12, group 3, batch 2"]["segments"] == "6 6", "classes"
     assert alternating["causal 9x9, group 4"]["segments"] == "9", "no classes"
     assert auto["causal 4x4, group 5 in 3 parts, head offset 1"]["parts"] == "1 2 2"
     assert auto["full 10x17, group 2 in 2 parts"]["order"] == "shift_blocks"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import SERVED
-from dash_attn import GENERATORS, Placement, Problem, Schedule, ScheduleError, generate, lower
+from dash_attn import GENERATORS, Causal, Placement, Problem, Schedule, ScheduleError, generate, lower
 from dash_attn.scheduling.order import HeadOrder, Order, rank_within
 from reference import mirrored
 from strategies import examples, problems, seeds
@@ -132,13 +132,43 @@ def test_a_turn_of_classes_fills_the_workers_once() -> None:
     assert (placement.segments, placement.lanes, placement.heads_in_round) == ((64, 64), 2, 2)
 
 
+@pytest.mark.parametrize(
+    ("q_tiles", "kv_tiles", "shape", "lanes"),
+    [
+        (16, 64, {"heads": 16, "batch": 2}, 16),  # at most 8 chains of a head run at the same time
+        (16, 64, {"heads": 16, "batch": 8}, 16),  # no more than the cache holds
+        (32, 128, {"heads": 8, "group": 4}, 4),
+        (64, 256, {"heads": 8, "group": 4}, 2),
+        (128, 64, {"heads": 8}, 4),  # square, by contrast: all chains do
+    ],
+)
+def test_a_turn_has_more_heads_where_queries_are_shorter_than_keys(q_tiles: int, kv_tiles: int, shape: dict[str, int], lanes: int) -> None:
+    problem = Problem(Causal(), 64 * q_tiles, 128 * kv_tiles, 64, 128, **shape)
+    assert generate("alternating", problem, 132).placement.lanes == lanes
+
+
+def test_both_kinds_start_in_pieces_where_there_are_too_few_heads_of_one() -> None:
+    """With 16 heads of each kind one kind alone keeps the workers busy."""
+    few, many = (generate("alternating", Problem(Causal(), 1024, 8192, 64, 128, heads=16, batch=b), 132).placement for b in (1, 4))
+    assert (few.segments, few.lanes, few.heads_in_round) == ((8,) * 8, 8, 8)
+    assert (many.segments, many.heads_in_round) == ((64,), 0)
+
+
+def test_the_chains_of_a_gang_start_together() -> None:
+    problem = Problem.from_tiles("full", 32, 16, heads=3, batch=2)
+    schedule = generate("shift_blocks", problem, 132)
+    tickets = schedule.tickets.reshape(-1, schedule.gang, 3)
+    assert schedule.gang > 1
+    assert (tickets[:, :, :2] == tickets[:, :1, :2]).all(), "one head of one sequence at a time"
+
+
 def test_gangs_of_two_kinds_fit_the_workers() -> None:
     """Two kinds of heads whose chains wait in a circle: more side by side would hang."""
     problem = Problem.from_tiles("full", 16, 8, heads=16)
     ring = generate("shift_blocks", problem, 20)
     starts = ring.placement.starts[0]
     twice = Schedule.build(problem, Order("rings", ring.order.kinds * 2), (starts, starts), 20, ring.placement.segments)
-    assert (twice.gang, twice.placement.lanes) == (ring.gang, 20 // ring.gang)
+    assert (twice.gang, twice.placement.lanes) == (ring.gang, 1)
 
 
 def test_a_round_of_heads_goes_through_all_segments() -> None:
@@ -152,9 +182,9 @@ def test_a_round_of_heads_goes_through_all_segments() -> None:
 
 
 def test_alternating_keeps_the_workers_busy_with_one_class_of_few_heads() -> None:
-    problem = Problem.from_tiles("causal", 16, 16, heads=64)
-    assert generate("alternating", problem, 32).placement.heads_in_round == 4  # of both kinds: 8 heads, 8 chains each
-    assert generate("weave", problem, 16).placement.heads_in_round == 0
+    problem = Problem.from_tiles("causal", 64, 64, heads=64)
+    assert generate("alternating", problem, 128).placement.heads_in_round == 4  # of both kinds: 8 heads, 32 chains each
+    assert generate("weave", problem, 128).placement.heads_in_round == 0
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, True, None, "4"])

@@ -376,12 +376,12 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 RING = Case(17 * 128, 1, 1, 8, 1, "full")
-FEWER_REFUSED = "same bits on 17 workers or more, fewer refused"
+FEWER_REFUSED = "same bits on 9 workers or more, fewer refused"
 
 
 def test_every_number_of_workers_is_tried_and_refusals_are_reported() -> None:
     outcome = CaseTest(RING, "cpu", 2)._worker_counts()
-    detail = "3 compared; refused on 1, 2, 7, 16 workers: 17 are needed at once"
+    detail = "4 compared; refused on 1, 2, 7 workers: 9 are needed at once"
     assert outcome == Outcome(FEWER_REFUSED, "pass", detail)
     outcome = CaseTest(SMALL_CASE, "cpu", 2)._worker_counts()
     assert outcome == Outcome("same bits on any number of workers", "pass", "5 compared")
@@ -391,7 +391,7 @@ def test_an_order_that_depends_on_the_workers_is_caught(monkeypatch: pytest.Monk
     """Few workers get the order of another schedule: that would run, with other bits."""
     plan_for = cpu.plan_for
     test = CaseTest(RING, "cpu", 2)
-    monkeypatch.setattr(cpu, "plan_for", lambda p, name, workers: plan_for(p, "alternating" if workers < 17 else name, workers))
+    monkeypatch.setattr(cpu, "plan_for", lambda p, name, workers: plan_for(p, "alternating" if workers < 9 else name, workers))
     outcome = test._worker_counts()
     assert (outcome.guarantee, outcome.status) == (FEWER_REFUSED, "fail")
     assert outcome.detail.startswith("1 workers: dq[")
@@ -403,7 +403,7 @@ def test_a_refusal_where_none_was_announced_is_caught(monkeypatch: pytest.Monkey
     monkeypatch.setattr(CaseTest, "explain", lambda self: replace(explained, gang=1))
     outcome = test._worker_counts()
     assert (outcome.guarantee, outcome.status) == ("same bits on any number of workers", "fail")
-    assert outcome.detail.startswith("refused on 1 workers: auto (here shift_blocks) needs 17 workers at once")
+    assert outcome.detail.startswith("refused on 1 workers: auto (here shift_blocks) needs 9 workers at once")
 
 
 def test_differences_are_of_bits() -> None:

@@ -91,19 +91,56 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
 
 FILLED = 9, 10  # a turn fills nine of ten workers
 MANY_KV_TILES = 64  # from which chains make up for reading their tiles once more
+HAND_OVER = 2  # steps it takes on an H200 until the next rank of a dQ tile may reduce
+CACHED = 2  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile (the wider a head, the fewer rows)
+SIXTEENTHS = 16  # of a step: in which lags are counted
+LATE = 56  # sixteenths that a chain lags behind the one before it, in both kinds of head: nearly all start at the same Q tile
 
 
-def _lanes_in_turns(problem: Problem, workers: int, kinds: int, segment: int) -> int:
-    """Heads of one kind that go side by side before the next kind takes its turn.
+def _in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Heads of one kind that go side by side before the next kind takes its turn, and the segments in which they do.
 
-    As few as fill nine of ten workers, because then the chains of one kind start where those of the other end, one by one; no
+    As few heads as fill nine of ten workers, because then the chains of one kind start where those of the other end, one by one; no
     more, because the cache holds the tiles of few heads (docs/log.md). Long chains of one query head and one segment afford
-    two fillings, which hand over more smoothly.
+    two fillings, which hand over more smoothly. Where the chains of a head wait to start one after the other, it takes more
+    heads to keep the workers busy: as many as the cache holds. If one kind has less than half of them, the other one takes its turn
+    as soon as it helps: segments are cut into as many chains as can run at the same time.
     """
+    segment, lag = max(segments), _lag(problem, len(segments))
     fillings = 2 if problem.most_members == 1 and segment == problem.kv_tiles >= MANY_KV_TILES else 1
     heads = problem.batch * -(-problem.all_parts // kinds)  # of the kind that has more
     enough = -(-FILLED[0] * fillings * workers // (FILLED[1] * segment))
-    return -(-heads // max(1, heads // enough))
+    busy = -(-FILLED[0] * workers // (FILLED[1] * _chains_under_way(problem, lag)))
+    enough = max(enough, min(busy, CACHED * problem.tile_kv // problem.q_tiles))
+    if 2 * heads <= busy and lag >= LATE:
+        segments = _cut(segments, -(-problem.q_tiles * problem.most_members // HAND_OVER))
+    return -(-heads // max(1, heads // enough)), segments
+
+
+def _lag(problem: Problem, classes: int) -> int:
+    """Sixteenths of a step by which a chain starts later than the one before it, in a head that walks up and one that walks down
+    together: a hand-over each, less the Q tiles by which its walk begins farther ahead. The first and the last chain stand for all.
+    """
+    ends = problem.kept[:, [0, -1]]
+    first, behind_last = ends.argmax(0), ends.argmax(0) + ends.sum(0)
+    gaps = max(1, problem.kv_tiles - 1)
+    ahead = (classes * int(tiles[1] - tiles[0]) for tiles in (first, behind_last))
+    return SIXTEENTHS * sum(max(0, HAND_OVER * gaps - tiles) for tiles in ahead) // gaps
+
+
+def _chains_under_way(problem: Problem, lag: int) -> int:
+    """Chains of a head that run at the same time if each lags behind the one before it.
+
+    Half of the lengths of the first and the last chain stands for all lengths. Where most chains are as long as the first (queries
+    shorter than keys), that is half of the truth, for which the first chains of all make up: they start one by one on idle workers.
+    """
+    lengths = int(problem.chain_lengths[0] + problem.chain_lengths[-1])
+    return max(1, min(problem.kv_tiles, SIXTEENTHS * lengths * problem.most_members // max(1, lag)))
+
+
+def _cut(segments: tuple[int, ...], piece: int) -> tuple[int, ...]:
+    """Segments of at most `piece` chains."""
+    return tuple(min(piece, segment - first) for segment in segments for first in range(0, segment, piece))
 
 
 GENERATED_BY: dict[str, Callable[[Problem, int], Schedule]] = {}  # by name; generators/ fills it, which this file cannot import
@@ -139,10 +176,12 @@ class Schedule:
         check_starts(problem, order, starts)
         segments = (problem.kv_tiles,) if segments is None else segments
         gang = max(kind.gang(start) for kind, start in zip(order.kinds, starts, strict=True))
-        if gang > 1 or len(starts) == 1:
-            lanes = max(1, workers // (gang if gang > 1 else max(segments)))
+        if gang > 1:
+            lanes = 1  # the chains of a gang start together, so that few of them hold a worker and wait for the rest
+        elif len(starts) == 1:
+            lanes = max(1, workers // max(segments))
         else:
-            lanes = _lanes_in_turns(problem, workers, len(starts), max(segments))
+            lanes, segments = _in_turns(problem, workers, len(starts), segments)
         in_round = lanes if in_rounds and len(segments) > 1 else 0
         return cls(problem, order, Placement(workers, lanes, starts, segments, in_round))
 

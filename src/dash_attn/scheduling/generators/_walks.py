@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
+from ..schedule import HAND_OVER
 
-HAND_OVER = 2  # steps it takes on an H200 until the next rank of a dQ tile may reduce
+__all__ = ["HAND_OVER", "downward", "upward"]
 Tasks = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 

@@ -8,6 +8,7 @@ A hand-over takes about two steps. Where tiles are so shaped that neighbours wou
 dealt into classes (even tiles, then odd tiles): neighbours within a class are far enough apart. Heads go in rounds:
 those of a round start a class before any of them starts the next. Two cases need no classes: with few KV tiles the
 delays do not add up to much, and chains of many query heads drift apart from one to the next.
+On causal masks few are many: the second class ends a walk later than the first, which a few heads alone do not hide.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from ..schedule import Schedule
 from ._walks import HAND_OVER, downward, upward
 
 ONE_CLASS = 8  # KV tiles up to which there are no classes (H200, head dim 64) ...
+ONE_CAUSAL_CLASS = 48  # ... on causal masks (H200, head dims 64 and 256) ...
 MANY_MEMBERS = 4  # ... and query heads of a chain from which there are none
 
 
 def alternating(problem: Problem, workers: int) -> Schedule:
-    apart = max(1, -(-HAND_OVER * problem.tile_q // problem.tile_kv))  # KV tiles that are a hand-over apart
-    classes = 1 if problem.kv_tiles <= ONE_CLASS or problem.most_members >= MANY_MEMBERS else min(problem.kv_tiles, apart)
+    classes = _classes(problem)
     kv = np.arange(problem.kv_tiles)
     by_class = [kv[kv % classes == c] for c in range(classes)]
     delay = (kv % classes) * problem.q_tiles  # a class starts when the one before has ended
@@ -38,3 +39,11 @@ def alternating(problem: Problem, workers: int) -> Schedule:
     return Schedule.build(
         problem, Order("alternating", (up, down), ALL_GUARANTEES), starts, workers, tuple(map(len, by_class)), in_rounds=True
     )
+
+
+def _classes(problem: Problem) -> int:
+    causal = problem.kept[-1, 0] and not problem.kept[0, -1]  # the last queries see the first keys, the first not the last
+    if problem.kv_tiles <= (ONE_CAUSAL_CLASS if causal else ONE_CLASS) or problem.most_members >= MANY_MEMBERS:
+        return 1
+    apart = max(1, -(-HAND_OVER * problem.tile_q // problem.tile_kv))  # KV tiles that are a hand-over apart
+    return min(problem.kv_tiles, apart)

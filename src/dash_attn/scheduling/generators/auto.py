@@ -8,18 +8,23 @@ from ...masks import EMPTY, Causal, Window
 from ..problem import Problem
 from ..schedule import Schedule
 from .alternating import alternating
-from .shift import shift_blocks
+from .shift import largest_block, shift_blocks
 from .weave import weave
 
-FEW_KV_TILES = 16  # a circle moves at the pace of its slowest start, which short chains do not make up for (H200, head dims 64 and 128)
+FEW_KV_TILES = 8  # too few for more than one circle, which is slower to start than chains that follow each other (H200, head dim 64)
 
 
 def auto(problem: Problem, workers: int) -> Schedule:
     if problem.kept.all():
-        return (alternating if problem.kv_tiles <= FEW_KV_TILES else shift_blocks)(problem, workers)
+        return (shift_blocks if goes_in_circles(problem.q_tiles, problem.kv_tiles) else alternating)(problem, workers)
     if _is_window_on_the_past(problem) or _keeps_causal_tiles(problem):
         return alternating(problem, workers)
     return weave(problem, workers)
+
+
+def goes_in_circles(q_tiles: int, kv_tiles: int) -> bool:
+    """Where every tile is kept: as one circle, or as several of many chains."""
+    return kv_tiles > FEW_KV_TILES or 1 < kv_tiles <= largest_block(q_tiles)
 
 
 def _is_window_on_the_past(problem: Problem) -> bool:

@@ -22,16 +22,17 @@ def shift(problem: Problem, workers: int) -> Schedule:
     return _build(problem, workers, "shift", largest, (RUN_TO_RUN, BATCH_INVARIANT))
 
 
-LARGEST_BLOCK = 64  # chains of a block of shift_blocks, and so SMs it needs at once
+LARGEST_BLOCK = 16  # chains of a block of shift_blocks, and so SMs it needs at once: eight blocks leave four SMs of an H200 idle
+SINGLE_CHAINS = 3  # Q tiles up to which blocks are single chains: of so few, causal masks may keep every tile, and they need no gang
 
 
 def largest_block(q_tiles: int) -> int:
-    """Chains of a block of shift_blocks. (Packed batches, which are planned on the device, use the same rule.)"""
-    return max(1, min(LARGEST_BLOCK, q_tiles // 2))
+    """Chains of a block of shift_blocks: two Q tiles each. (Packed batches, which are planned on the device, use the same rule.)"""
+    return 1 if q_tiles <= SINGLE_CHAINS else min(LARGEST_BLOCK, (q_tiles + 1) // 2)
 
 
 def shift_blocks(problem: Problem, workers: int) -> Schedule:
-    """Blocks of at most 64 chains, two steps apart or more: a function of the problem alone."""
+    """Blocks of at most 16 chains, two steps apart (of an odd number of Q tiles one step, once): a function of the problem alone."""
     return _build(problem, workers, "shift_blocks", largest_block(problem.q_tiles), ALL_GUARANTEES)
 
 
@@ -44,7 +45,8 @@ def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: 
     block = kv * blocks // kv_tiles  # blocks of equal size, give or take one
     place = kv - np.searchsorted(block, block, side="left")
     # Far enough apart for a hand-over, but no farther: chains that follow each other closely share Q tiles in the cache.
-    spacing = max(1, min(q_tiles // int(np.bincount(block).max()), HAND_OVER))
+    widest = int(np.bincount(block).max())
+    spacing = HAND_OVER if (widest - 1) * HAND_OVER < q_tiles else 1
     step = np.tile(np.arange(q_tiles), kv_tiles)
     chain = np.repeat(kv, q_tiles)
     q_tile = (place[chain] * spacing + step) % q_tiles

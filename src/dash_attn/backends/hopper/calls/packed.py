@@ -8,7 +8,6 @@ from typing import Any
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Mask
-from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import largest_block
 from ..device.driver import flag
 from ..device.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceStarts
@@ -72,7 +71,7 @@ def largest_gang(layout: PackedLayout, tiles: BackwardTiles, mask: Mask) -> int:
     if mask.is_causal:
         return 1
     q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-layout.longest_keys // tiles.kv_rows)
-    return 1 if kv_tiles <= FEW_KV_TILES else min(largest_block(q_tiles), kv_tiles)
+    return min(largest_block(q_tiles), kv_tiles)
 
 
 class PackedPlanner:

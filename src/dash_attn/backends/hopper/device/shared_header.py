@@ -8,11 +8,11 @@ from __future__ import annotations
 from functools import cache
 
 from ....scheduling.generators._walks import HAND_OVER
-from ....scheduling.generators.alternating import MANY_MEMBERS, ONE_CLASS
+from ....scheduling.generators.alternating import MANY_MEMBERS, ONE_CAUSAL_CLASS, ONE_CLASS
 from ....scheduling.generators.auto import FEW_KV_TILES
-from ....scheduling.generators.shift import LARGEST_BLOCK
+from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
-from ....scheduling.schedule import FILLED, MANY_KV_TILES
+from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import BACKWARD_DIMS, KERNEL_DIMS, backward_tiles, forward_tiles
 from .parameters import BAD_LENGTHS, HANG, RAGGED, STRUCTURES, Structure
 
@@ -40,13 +40,18 @@ def _constants() -> str:
     found = {
         "FEW_KV_TILES": FEW_KV_TILES,
         "ONE_CLASS": ONE_CLASS,
+        "ONE_CAUSAL_CLASS": ONE_CAUSAL_CLASS,
         "MANY_MEMBERS": MANY_MEMBERS,
         "ROWS_OF_A_CHAIN": ROWS_OF_A_CHAIN,
         "LARGEST_BLOCK": LARGEST_BLOCK,
+        "SINGLE_CHAINS": SINGLE_CHAINS,
         "HAND_OVER": HAND_OVER,
         "MANY_KV_TILES": MANY_KV_TILES,
         "FILLED_WORKERS": FILLED[0],
         "FILLED_OF": FILLED[1],
+        "CACHED": CACHED,
+        "SIXTEENTHS": SIXTEENTHS,
+        "LATE": LATE,
         "RAGGED": RAGGED,
     }
     return "\n".join(f"constexpr int {name} = {value};" for name, value in found.items())

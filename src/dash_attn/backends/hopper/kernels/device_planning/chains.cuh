@@ -109,7 +109,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     p.chains[at] = chain;
     for (int part = 0; part < order.heads; part++)
       if (order.ring)
-        write_ticket(part, place, in_gangs(part, place), at, steps);
+        write_ticket(part, place, {part, 1, 0}, at, steps);  // the chains of a gang start together
       else if ((part + p.head_offset * order.parts) % 2 == kind)
         write_ticket(part, place, in_turns(part), at, steps);
   }
@@ -130,24 +130,25 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   // Q tiles the chain visits, and those that need no element mask.
   DEVICE int rows_of_chain(PackedChain& chain) const {
     const int first_key = kv_tile * KV_ROWS, end_key = min(first_key + KV_ROWS, s.kv_len), width = (int)p.mask.band_width;
-    const int first_row = max(0, first_key - s.band_top), end_row = min(s.q_len, end_key - s.band_top + width);
-    chain.q_first = first_row / Q_ROWS, chain.q_stride = 1;
+    const Visits<Q_ROWS, KV_ROWS> visits(kv_tile, s.q_len, s.kv_len, s.band_top, width);
+    chain.q_first = visits.first, chain.q_stride = 1;
     chain.full_first = tiles_of(max(0, end_key - s.band_top - 1), Q_ROWS);
     chain.full_end = first_key + KV_ROWS > s.kv_len ? 0 : max(0, min(s.q_len, first_key - s.band_top + width + 1)) / Q_ROWS;
-    return first_row < end_row ? (end_row - 1) / Q_ROWS - chain.q_first + 1 : 0;
+    return visits.count;
   }
   DEVICE Place in_classes() const {
     const int number = kv_tile % order.classes, place = kv_tile / order.classes, size = order.size_of_class(number);
-    return {number ? order.size_of_class(0) : 0, size, kind == 0 ? size - 1 - place : place, 1};
+    const int position = kind == 0 ? size - 1 - place : place, first = position / order.piece * order.piece;
+    return {(number ? order.size_of_class(0) : 0) + first, min(order.piece, size - first), position - first, 1};
   }
   DEVICE Place in_ring(PackedChain& chain) const {
     const int q_tiles = order.q_tiles, kv_tiles = order.kv_tiles;
-    const int largest = min(max(1, min(LARGEST_BLOCK, q_tiles / 2)), kv_tiles), blocks = (kv_tiles + largest - 1) / largest;
+    const int blocks = tiles_of(kv_tiles, min(largest_block(q_tiles), kv_tiles));
     const int block = kv_tile * blocks / kv_tiles, first = (block * kv_tiles + blocks - 1) / blocks,
               widest = (kv_tiles + blocks - 1) / blocks;
     chain.ring = q_tiles;
     chain.place = kv_tile - first;
-    chain.spacing = max(1, min(q_tiles / widest, HAND_OVER));
+    chain.spacing = (widest - 1) * HAND_OVER < q_tiles ? HAND_OVER : 1;
     chain.members = ((block + 1) * kv_tiles + blocks - 1) / blocks - first;
     chain.rank_first = first;
     chain.q_first = chain.place * chain.spacing % q_tiles;
@@ -158,11 +159,6 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   struct Lane {
     int before, width, place;
   };
-  DEVICE Lane in_gangs(int head, const Place& place) const {
-    const Dealt dealt = Dealt::to(tiles_of(order.heads, max(1, p.workers / place.gang)), order.heads);
-    const int turn = dealt.turn_of(head);
-    return {dealt.before(turn), dealt.in(turn), head - dealt.before(turn)};
-  }
   DEVICE Lane in_turns(int head) const {
     const Dealt mine = kind ? order.down : order.up, other = kind ? order.up : order.down;
     const int index = head / 2, turn = mine.turn_of(index);

@@ -1,6 +1,6 @@
 // Packed sequences: the walk of a chain, computed from the lengths of its sequence instead of read from a table, because the
 // lengths are known on the device only. The orders are those of scheduling/generators/auto.py: where a sequence keeps every tile,
-// `shift_blocks` if it has more than a few KV tiles; else `alternating`. Tests compare bits and tickets with those of the same
+// `shift_blocks`, unless it has few KV tiles; else `alternating`. Tests compare bits and tickets with those of the same
 // sequence alone.
 #pragma once
 #include "common/plan_tables.cuh"
