@@ -162,7 +162,7 @@ def test_alternating_fills_the_machine_where_queries_are_shorter_than_keys(
     ("mask", "shape", "classes"),
     [
         ("causal", {"q_tiles": 49, "kv_tiles": 49, "group": 3}, 2),
-        ("causal", {"q_tiles": 49, "kv_tiles": 49, "group": 4}, 1),  # a large group
+        ("causal", {"q_tiles": 49, "kv_tiles": 49, "group": 4, "group_parts": 1}, 1),  # many query heads per chain
         ("causal", {"q_tiles": 48, "kv_tiles": 48}, 1),  # few KV tiles
         ("causal", {"q_tiles": 128, "kv_tiles": 64}, 1),  # neighbours are two steps apart
         ("window:8,0", {"q_tiles": 12, "kv_tiles": 12}, 2),  # its walks are short, so the second class is not late

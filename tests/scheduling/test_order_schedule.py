@@ -137,8 +137,8 @@ def test_a_turn_of_classes_fills_the_workers_once() -> None:
     [
         (16, 64, {"heads": 16, "batch": 2}, 16),  # at most 8 chains of a head run at the same time
         (16, 64, {"heads": 16, "batch": 8}, 16),  # no more than the cache holds
-        (32, 128, {"heads": 8, "group": 4}, 4),
-        (64, 256, {"heads": 8, "group": 4}, 2),
+        (32, 128, {"heads": 8, "group": 4}, 8),  # two parts of two query heads each
+        (64, 256, {"heads": 8, "group": 4}, 4),
         (128, 64, {"heads": 8}, 4),  # square, by contrast: all chains do
     ],
 )
