@@ -140,8 +140,8 @@ draw("latency", *runs)
 # ## Any mask
 #
 # `weave` makes a schedule for any mask; here three documents packed in one sequence, with Q tiles half as long as KV tiles. `auto`
-# chooses by the kept tiles: `shift_blocks` for full masks (`alternating` for some of at most 8 KV tiles), `alternating` for causal masks and
-# windows that end on the right, `weave` for the rest.
+# chooses by the kept tiles: `shift_blocks` for full masks (`alternating` for some of at most 8 KV tiles), `alternating` for causal masks
+# and windows that end on the right, `weave` for the rest.
 
 # %%
 documents = Problem.from_tiles("documents:3,1,4", q_tiles=16, kv_tiles=8, heads=6)
