@@ -82,7 +82,7 @@ def test_unordered_execution_is_caught_and_its_first_element_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cpu, "run_plan", lambda plan, kernel, ordered, chosen: run_plan(plan, kernel, False, chosen))
-    assert main(["verify", *SMALL]) == 1
+    assert main(["verify", *SMALL, "--runs", "8"]) == 1  # tiles have up to four contributions: two of three interleavings add alike
     out = capsys.readouterr().out
     assert out.endswith("result: fail\n")
     said = re.search(r"any interleaving: fail: interleaving \d+.*: dq\[0, (\d+), 0, \d+\]: (\S+) against (\S+); \d+ of 6400 elements", out)

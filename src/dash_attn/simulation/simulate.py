@@ -181,7 +181,8 @@ class Timeline:
             return self.task(index)
         ticket = index // self.execution.add_start.shape[1]
         first, end = self.execution.offsets[ticket : ticket + 2].tolist()
-        return self.task(end - 1) if end > first else self.schedule.problem.task(*self.schedule.tickets[ticket].tolist(), q_tile=0)
+        sequence, part, kv_tile = self.schedule.tickets[ticket].tolist()
+        return self.task(end - 1) if end > first else self.schedule.problem.task(sequence, part, kv_tile, q_tile=0)
 
 
 def simulate(schedule: Schedule, machine: Machine | None = None, progress: Progress | None = None) -> Timeline:
