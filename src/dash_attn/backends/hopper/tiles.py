@@ -39,15 +39,15 @@ def backward_tiles(dim: int) -> BackwardTiles:
     """As BackwardConfig: K, V, Q and dO, scores, dQ staging, row statistics, notes, barriers."""
     columns = -(-dim // 64) * 64
     if dim > 128:  # WideConfig
-        rows = 64
-        tiles = (2 + 3) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
-        return BackwardTiles(rows, rows, columns, tiles + 3 * rows * 4 + _NOTES)
+        rows, do_stages = 64, 2 if dim == 192 else 1
+        tiles = (2 + 2 + do_stages) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
+        return BackwardTiles(rows, rows, columns, tiles + (2 + do_stages) * rows * 4 + _NOTES)
     rows = 128 if dim == 64 else 64
     tiles = 2 * 128 * columns * 2 + 2 * (2 * rows * columns * 2 + rows * 128 * 2 + rows * columns * 4)
     return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES)
 
 
-_NOTES = 8 * 16 + 2 * 48 + 320  # step notes, chain notes, barriers
+_NOTES = 8 * 16 + 2 * 48 + 352  # step notes, chain notes, barriers
 
 
 def forward_tiles(dim: int, consumers: int) -> ForwardTiles:

@@ -32,16 +32,17 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
 
  private:
   DEVICE void drain_step(u32 number, u32 use) {
-    bars.dq_full(W).wait(C::DQ_PIECES == 2 ? 0 : use & 1);
+    await_part(0, use);
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
     const u32 turn = RECORD ? cycles() : 0;
-    add_piece(note, 0);
-    if constexpr (C::DQ_PIECES == 2) {
-      bars.dq_full(W).wait(1);
-      add_piece(note, 1);
+    add_part(note, 0);
+#pragma unroll 1
+    for (int part = 1; part < C::DQ_PARTS; part++) {
+      await_part(part, use);
+      add_part(note, part);
     }
     if (ORDERED) {
       bulk_wait();
@@ -51,17 +52,19 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
     if (RECORD) record(note, ready, turn);
   }
 
+  DEVICE void await_part(int part, u32 use) { bars.dq_full(W, part >> 1).wait(C::part_phase(part, use)); }
+
   // The first rank stores: dQ needs no zeroing.
-  DEVICE void add_piece(const StepNote& note, int piece) {
-    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + (piece ? C::piece_bytes(0) / 4 : 0);
-    const u32 source = shared + C::dq_staging(W);
+  DEVICE void add_part(const StepNote& note, int part) {
+    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + C::part_offset(part) / 4;
+    const u32 source = shared + C::part_staging(W, part);
     if (ORDERED && note.rank == 0)
-      bulk_store(to, source, C::piece_bytes(piece));
+      bulk_store(to, source, C::part_bytes(part));
     else
-      bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
+      bulk_reduce_add_f32(to, source, C::part_bytes(part));
     bulk_commit();
     bulk_wait_read();
-    bars.dq_empty(W).arrive();
+    bars.dq_empty(C::part_empty(W, part)).arrive();
   }
 
   DEVICE void await_rank(const StepNote& note) {

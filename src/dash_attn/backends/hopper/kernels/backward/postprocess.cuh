@@ -6,13 +6,11 @@
 // Row and column of element e of float4 `i` of an accumulator tile.
 template <int D> DEVICE int2 place_in_tile(int i, int e) {
   using C = BackwardConfig<D>;
-  constexpr int OWN = D > 128 ? C::Q_ROWS * 64 / 4 : C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup in the first piece
-  const bool inner = i >= 2 * OWN;                                              // wide heads: second piece
-  const int size = inner ? C::Q_ROWS * C::WIDTH / 8 - OWN : OWN, in_piece = i - (inner ? 2 * OWN : 0);
-  const int wg = in_piece / size, rest = in_piece % size, group = rest / 128, warp = rest % 128 / 32, lane = rest % 32;
+  constexpr int SIZE = C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup
+  const int wg = i / SIZE, rest = i % SIZE, group = rest / 128, warp = rest % 128 / 32, lane = rest % 32;
   const int m = 16 * warp + (lane >> 2) + 8 * (e >> 1), n = 8 * group + 2 * (lane & 3) + (e & 1);
   if constexpr (D > 128)
-    return make_int2(m, n + (inner ? C::inner_column(wg) : 64 * C::own_panel(wg)));
+    return make_int2(m, n < 64 ? C::own_column(wg) + n : C::inner_column(wg) + n - 64);
   else if constexpr (C::DQ_TRANSPOSED)
     return make_int2(wg * (C::Q_ROWS / 2) + n, m);
   else
