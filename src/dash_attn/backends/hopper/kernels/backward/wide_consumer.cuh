@@ -31,13 +31,11 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
       if (steps < 0) break;
 #pragma unroll
       for (int i = 0; i < SUM; i++) sum[i] = 0.f;
-      if (steps > 0) {
-        walk_chain(steps, kv_loads & 1);
-        arrive(bars.kv_empty());
-        kv_loads++;
-      }
-      if constexpr (VALUES) await_p_read(pipe.steps + steps);
-      store_sum(map, notes.chain(pipe));
+      if (steps > 0)
+        walk_chain(steps, kv_loads++ & 1, map);
+      else
+        store_panels<0>(map);
+      store_panels<C::OUT_PANELS>(map);
       arrive(bars.chain_empty(pipe.chain_slot()));
       pipe.finish_chain(steps);
     }
@@ -51,7 +49,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   }
   DEVICE void sync_warpgroup() { named_barrier_sync<VALUES ? FIRST_HALF : SECOND_HALF>(WARPGROUP); }
 
-  DEVICE void walk_chain(int steps, u32 kv_phase) {
+  DEVICE void walk_chain(int steps, u32 kv_phase, const TensorMap* map) {
     bars.k_full().wait(kv_phase);
     if constexpr (!VALUES) bars.v_full().wait(kv_phase);
     multiply_scores(0);
@@ -67,7 +65,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
       for (int j = 1; j < last; j++) step<true, true>(j);
       step<true, false>(last);
     }
-    finish(last);
+    finish(last, map);
   }
 
   // One Q tile, whose scores are there. BEFORE: dQ of the step before; NEXT: scores of the next. No product is left running: the
@@ -97,7 +95,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     if constexpr (BEFORE) multiply_dq(inner, j - 1, C::inner_column(WG));
     if constexpr (!VALUES || BEFORE) fence_async_shared();  // behind the products: it waits until what was stored has landed
     if constexpr (!VALUES) arrive(bars.ds_full(stage(j)));
-    if constexpr (BEFORE) arrive(bars.dq_full(stage(j - 1), WG));
+    if constexpr (BEFORE) arrive(bars.dq_full(WG));
     if constexpr (VALUES && NEXT) multiply_scores(j + 1);
     wgmma_wait<BEFORE + (VALUES && NEXT)>();  // dV or dK
     arrive(VALUES ? bars.do_empty(do_stage(j)) : bars.q_empty(stage(j)));
@@ -105,34 +103,38 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     if constexpr (BEFORE) {
       wgmma_wait<NEXT>();
       pin(inner);
-      put_inner(inner, j - 1);
+      arrive(bars.ds_empty(stage(j - 1)));
+      bars.dq_empty(WG).wait(0);
+      put_part(inner);
+      publish_part();
     }
     wgmma_wait<0>();
     pin(scores);
     pin(sum);
   }
 
-  // dQ of the last step.
-  DEVICE void finish(int j) {
+  // dQ of the last step, and the first panels of the sum while the drain reads the first piece.
+  DEVICE void finish(int j, const TensorMap* map) {
     float own[OWN], inner[INNER];
     bars.ds_full(stage(j)).wait(phase(j));
     multiply_dq(own, j, C::own_column(WG));
     multiply_dq(inner, j, C::inner_column(WG));
-    wgmma_wait<1>();
+    wgmma_wait<0>();
     pin(own);
+    pin(inner);
+    arrive(bars.ds_empty(stage(j)));
+    arrive(bars.kv_empty());
     bars.dq_empty(WG).wait(1);
     put_part(own);
-    publish_part(j);
-    wgmma_wait<0>();
-    pin(inner);
-    put_inner(inner, j);
-    if constexpr (!VALUES) bars.ds_empty(stage(j)).wait(phase(j));  // dK leaves through the dS buffers
-  }
-  template <int N> DEVICE void put_inner(const float (&inner)[N], int j) {
-    arrive(bars.ds_empty(stage(j)));
+    publish_part();
+    if constexpr (VALUES)  // the other warpgroup is through with the buffer in which the sum leaves
+      await_p_read(pipe.steps + j + 1);
+    else
+      bars.ds_empty(stage(j)).wait(phase(j));
+    store_panels<0>(map);
     bars.dq_empty(WG).wait(0);
     put_part(inner);
-    publish_part(j);
+    publish_part();
   }
 
   // ---- where step j is
@@ -233,29 +235,28 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     for (int i = 0; i < N / 4; i++)
       store_shared_f32x4(at + i * (WARPGROUP * 16), part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
   }
-  DEVICE void publish_part(int j) {
+  DEVICE void publish_part() {
     fence_async_shared();
-    arrive(bars.dq_full(stage(j), WG));
+    arrive(bars.dq_full(WG));
   }
   // Until the last store has read the buffer that P or dS and the sums share.
   DEVICE void await_stored() {
     if (warp == 0 && lane == 0) bulk_wait_read();
     sync_warpgroup();
   }
-  // A finished tile of dV or dK, as many panels at a time as there is room for.
-  DEVICE void store_sum(const TensorMap* map, const ChainNote& chain) {
+  // Panels of a finished tile of dV or dK, as many as there is room for.
+  template <int FIRST> DEVICE void store_panels(const TensorMap* map) {
+    constexpr int COUNT = FIRST + C::OUT_PANELS < C::PANELS ? C::OUT_PANELS : C::PANELS - FIRST;
+    await_stored();
 #pragma unroll
-    for (int panel = 0; panel < C::PANELS; panel += C::OUT_PANELS) {
-      await_stored();
-#pragma unroll
-      for (int i = 0; i < C::OUT_PANELS && panel + i < C::PANELS; i++) put_panel(sum + 32 * (panel + i), shared + OUT + i * C::KV_PANEL);
-      fence_async_shared();
-      sync_warpgroup();
-      if (warp != 0 || lane != 0) continue;
-      for (int i = 0; i < C::OUT_PANELS && panel + i < C::PANELS; i++)
-        tma_store<MASK == MaskKind::Packed>(map, shared + OUT + i * C::KV_PANEL, (panel + i) * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
-      bulk_commit();
-    }
+    for (int i = 0; i < COUNT; i++) put_panel(sum + 32 * (FIRST + i), shared + OUT + i * C::KV_PANEL);
+    fence_async_shared();
+    sync_warpgroup();
+    if (warp != 0 || lane != 0) return;
+    const ChainNote chain = notes.chain(pipe);
+    for (int i = 0; i < COUNT; i++)
+      tma_store<MASK == MaskKind::Packed>(map, shared + OUT + i * C::KV_PANEL, (FIRST + i) * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+    bulk_commit();
   }
   DEVICE void put_panel(const float* columns, u32 at) {
     const float factor = VALUES ? 1.f : p.scale;
