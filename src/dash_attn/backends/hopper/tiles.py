@@ -47,7 +47,7 @@ def backward_tiles(dim: int) -> BackwardTiles:
     return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES)
 
 
-_NOTES = 8 * 16 + 2 * 48 + 336  # step notes, chain notes, barriers
+_NOTES = 8 * 16 + 2 * 48 + 352  # step notes, chain notes, barriers
 
 
 def forward_tiles(dim: int, consumers: int) -> ForwardTiles:

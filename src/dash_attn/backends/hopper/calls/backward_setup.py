@@ -48,7 +48,7 @@ class BackwardSetup:
             "lse": 4 * rows,
             "delta": 4 * rows,
             "dq": 4 * rows * self.tiles.columns,
-            "semaphores": 8 * self.dq_tiles,
+            "semaphores": 4 * self.dq_tiles,
             "next_ticket": 8,
             "tickets": ChainRecord.bytes() * self.chains,
         }

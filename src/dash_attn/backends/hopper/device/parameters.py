@@ -196,7 +196,7 @@ class BackwardParams(Structure):
         ("const float*", "lse", "[dQ tile][Q_ROWS], times log2(e); FAR where a row attends nothing or does not exist"),
         ("const float*", "delta", "same layout: rowsum(dO * O) - dLSE"),
         ("float*", "dq", "[dQ tile][Q_ROWS * WIDTH], in accumulator-fragment order"),
-        ("int*", "semaphores", "[dQ tile], wide heads [dQ tile][half]: reduces that have landed"),
+        ("int*", "semaphores", "[dQ tile]: reduces that have landed"),
         ("int*", "next_ticket", "... and, after it, how many there are"),
         ("const ChainRecord*", "tickets", ""),
         ("int*", "report", "host memory: what went wrong, where, in which call"),

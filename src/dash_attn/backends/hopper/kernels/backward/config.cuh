@@ -6,7 +6,6 @@
 
 constexpr int STAGES = 2;  // Q tiles in flight (also dO, dS and dQ buffers, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
-constexpr int CONSUMER_WARPS = 8, DRAINS = 2, LOADERS = 1;
 
 // Up to head dim 128: a warpgroup owns 64 of 128 KV rows. P and dS stay in registers as A operands of dV and dK.
 template <int D_> struct TallConfig {
@@ -32,11 +31,14 @@ template <int D_> struct TallConfig {
   static constexpr int OUT = OFFSET_OF(Tiles, ds);
   static_assert(STAGES * DS_BYTES >= KV_BYTES, "dK and dV leave through the dS buffers");
 
-  // Each drain has every second step, whose dQ tile leaves at once.
-  static constexpr int TURNS = 1, DQ_PIECES = 1;
-  DEVICE static constexpr int dq_staging(int drain) { return OFFSET_OF(Tiles, dq) + drain * DQ_BYTES; }
-  DEVICE static constexpr int piece_offset(int, int) { return 0; }
-  DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
+  // A dQ tile leaves at once, through the staging buffer of its stage.
+  static constexpr int DQ_PARTS = 1, DQ_FULLS = 1;
+  DEVICE static constexpr int part_warpgroup(int) { return 0; }  // both
+  DEVICE static constexpr int part_staging(int stage, int) { return OFFSET_OF(Tiles, dq) + stage * DQ_BYTES; }
+  DEVICE static constexpr int part_bytes(int) { return DQ_BYTES; }
+  DEVICE static constexpr int part_offset(int) { return 0; }
+  DEVICE static constexpr u32 part_phase(int, u32 use) { return use & 1; }
+  DEVICE static constexpr u32 part_empty(int stage, int) { return stage; }
 };
 
 // Beyond: accumulators of 64 KV rows fill the registers, so the warpgroups share the work: the first has S, P and dV, the second
@@ -64,11 +66,14 @@ template <int D_> struct WideConfig {
   DEVICE static int own_column(int wg) { return wg * (D - 64); }
   DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }
 
-  // Each drain has the half of one warpgroup, which leaves in two pieces and has turns of its own.
-  static constexpr int TURNS = 2, DQ_PIECES = 2;
-  DEVICE static constexpr int dq_staging(int drain) { return OFFSET_OF(Tiles, dq) + drain * OWN_BYTES; }
-  DEVICE static constexpr int piece_offset(int drain, int piece) { return drain * (OWN_BYTES + INNER_BYTES) + piece * OWN_BYTES; }
-  DEVICE static constexpr int piece_bytes(int piece) { return piece ? INNER_BYTES : OWN_BYTES; }
+  // A dQ tile leaves in four parts: own columns of both warpgroups, then inner columns.
+  static constexpr int DQ_PARTS = 4, DQ_FULLS = 2;
+  DEVICE static constexpr int part_warpgroup(int part) { return part & 1; }
+  DEVICE static constexpr int part_staging(int, int part) { return OFFSET_OF(Tiles, dq) + (part & 1) * OWN_BYTES; }
+  DEVICE static constexpr int part_bytes(int part) { return part < 2 ? OWN_BYTES : INNER_BYTES; }
+  DEVICE static constexpr int part_offset(int part) { return (part & 1) * (OWN_BYTES + INNER_BYTES) + (part >> 1) * OWN_BYTES; }
+  DEVICE static constexpr u32 part_phase(int part, u32) { return part >> 1; }
+  DEVICE static constexpr u32 part_empty(int, int part) { return part & 1; }
 };
 
 // What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.
@@ -92,7 +97,8 @@ struct BackwardBarriers {
   u64 do_empty[STAGES];
   u64 p_full, p_empty;  // wide heads
   u64 ds_full[STAGES], ds_empty[STAGES];
-  u64 dq_full[DRAINS], dq_empty[DRAINS];
+  u64 dq_full[2 * STAGES];  // by stage; wide heads: by stage and warpgroup
+  u64 dq_empty[STAGES];     // by stage; wide heads: by warpgroup
   u64 note_full[NOTES];  // the note of a step
   u64 note_empty[NOTES];
 };
@@ -122,6 +128,8 @@ template <int D> struct BackwardConfig : Choice<(D > 128), WideConfig<D>, TallCo
 // Barriers of warps (bar.sync has 16): of both warpgroups of consumers, or of one.
 enum NamedBarrier : int { BOTH = 1, FIRST_HALF = 2, SECOND_HALF = 3 };
 
+constexpr int CONSUMER_WARPS = 8, DRAINS = 2, LOADERS = 1;
+
 // Handles of the barriers. `shared`: address of the storage.
 #define BARRIER(name) \
   Barrier { shared + C::BARRIERS + OFFSET_OF(BackwardBarriers, name) }
@@ -142,8 +150,8 @@ template <typename C> struct Barriers {
   DEVICE Barrier p_empty() const { return BARRIER(p_empty); }
   DEVICE Barrier ds_full(u32 stage) const { return BARRIER(ds_full)[stage]; }
   DEVICE Barrier ds_empty(u32 stage) const { return BARRIER(ds_empty)[stage]; }
-  DEVICE Barrier dq_full(u32 drain) const { return BARRIER(dq_full)[drain]; }
-  DEVICE Barrier dq_empty(u32 drain) const { return BARRIER(dq_empty)[drain]; }
+  DEVICE Barrier dq_full(u32 stage, u32 wg = 0) const { return BARRIER(dq_full)[stage * C::DQ_FULLS + wg]; }
+  DEVICE Barrier dq_empty(u32 stage_or_wg) const { return BARRIER(dq_empty)[stage_or_wg]; }
   DEVICE Barrier note_full(u32 number) const { return BARRIER(note_full)[number % NOTES]; }
   DEVICE Barrier note_empty(u32 number) const { return BARRIER(note_empty)[number % NOTES]; }
 
@@ -157,12 +165,12 @@ template <typename C> struct Barriers {
       do_empty(s).init(CONSUMER_WARPS);
       ds_full(s).init(C::ROLE_WARPS);
       ds_empty(s).init(CONSUMER_WARPS);
-      dq_full(s).init(C::ROLE_WARPS);
+      for (int wg = 0; wg < C::DQ_FULLS; wg++) dq_full(s, wg).init(C::ROLE_WARPS);
       dq_empty(s).init(1);
     }
     for (int n = 0; n < NOTES; n++) {
       note_full(n).init(1);
-      note_empty(n).init(C::TURNS);
+      note_empty(n).init(1);
     }
     p_full().init(C::ROLE_WARPS);
     p_empty().init(C::ROLE_WARPS);

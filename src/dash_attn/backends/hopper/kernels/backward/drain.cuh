@@ -1,7 +1,6 @@
 // Two threads in two warps: add finished dQ tiles to global memory, each in its turn.
 //
-// Drain W takes the steps W, W + 2, ... of a chain, so that the hand-over of one tile overlaps the reduce of the next. Of wide heads it
-// takes the half of warpgroup W of every step: the halves come half a step apart, and neither waits for the other.
+// Drain W takes the steps W, W + 2, ... of a chain, so that the hand-over of one tile overlaps the reduce of the next.
 // The hand-over between SMs: poll with ld.acquire, then a proxy fence; reduce; wait until the writes have LANDED (not just
 // until shared memory was read), proxy fence, st.release. Anything weaker gives wrong dQ at full size, rarely at small sizes.
 #pragma once
@@ -23,7 +22,7 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
       const int steps = notes.chain(pipe).steps;
       if (steps < 0) break;
 #pragma unroll 1
-      for (u32 number = pipe.steps + FIRST; (int)(number - pipe.steps) < steps; number += EVERY) drain_step(number, uses++);
+      for (u32 number = pipe.steps + W; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
       bars.chain_empty(pipe.chain_slot()).arrive();
       pipe.finish_chain(steps);
     }
@@ -32,45 +31,44 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
   }
 
  private:
-  static constexpr int FIRST = C::TURNS == 2 ? 0 : W, EVERY = DRAINS / C::TURNS;
-
   DEVICE void drain_step(u32 number, u32 use) {
-    bars.dq_full(W).wait(C::DQ_PIECES == 2 ? 0 : use & 1);
+    await_part(0, use);
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
     const u32 turn = RECORD ? cycles() : 0;
-    add_piece(note, 0);
-    if constexpr (C::DQ_PIECES == 2) {
-      bars.dq_full(W).wait(1);
-      add_piece(note, 1);
+    add_part(note, 0);
+#pragma unroll 1
+    for (int part = 1; part < C::DQ_PARTS; part++) {
+      await_part(part, use);
+      add_part(note, part);
     }
     if (ORDERED) {
       bulk_wait();
       fence_async_global();
-      store_release(semaphore(note), note.rank + 1);
+      store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
-    if (RECORD && (C::TURNS == 1 || W == 1)) record(note, ready, turn);
+    if (RECORD) record(note, ready, turn);
   }
+
+  DEVICE void await_part(int part, u32 use) { bars.dq_full(W, C::part_warpgroup(part)).wait(C::part_phase(part, use)); }
 
   // The first rank stores: dQ needs no zeroing.
-  DEVICE void add_piece(const StepNote& note, int piece) {
-    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + C::piece_offset(W, piece) / 4;
-    const u32 source = shared + C::dq_staging(W);
+  DEVICE void add_part(const StepNote& note, int part) {
+    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + C::part_offset(part) / 4;
+    const u32 source = shared + C::part_staging(W, part);
     if (ORDERED && note.rank == 0)
-      bulk_store(to, source, C::piece_bytes(piece));
+      bulk_store(to, source, C::part_bytes(part));
     else
-      bulk_reduce_add_f32(to, source, C::piece_bytes(piece));
+      bulk_reduce_add_f32(to, source, C::part_bytes(part));
     bulk_commit();
     bulk_wait_read();
-    bars.dq_empty(W).arrive();
+    bars.dq_empty(C::part_empty(W, part)).arrive();
   }
 
-  DEVICE int* semaphore(const StepNote& note) const { return p.semaphores + note.dq_tile * C::TURNS + (C::TURNS == 2 ? W : 0); }
-
   DEVICE void await_rank(const StepNote& note) {
-    await_semaphore<false>(p, semaphore(note), note.dq_tile, note.rank);
+    await_semaphore<false>(p, note.dq_tile, note.rank);
     fence_async_global();
   }
 

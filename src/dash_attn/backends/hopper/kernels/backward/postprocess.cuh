@@ -19,13 +19,13 @@ template <int D> DEVICE int2 place_in_tile(int i, int e) {
 
 // Blocks start where CTAs of the attention kernel have ended, while others still run: each waits for its tile only, until all
 // ranks have landed. Unordered, for the whole kernel. False: nothing was added, the accumulator was never written.
-template <int TURNS> DEVICE bool await_sum(const PostprocessParams& p, int tile) {
+DEVICE bool await_sum(const PostprocessParams& p, int tile) {
   if (p.q_ranks == nullptr) {
     await_kernel_before();
     return true;
   }
   const int ranks = p.q_ranks[tile % p.tiles.head_tiles];
-  if (threadIdx.x < TURNS) await_semaphore<true>(p, p.semaphores + tile * TURNS + threadIdx.x, tile, ranks);
+  if (threadIdx.x == 0) await_semaphore<true>(p, tile, ranks);
   __syncthreads();
   return ranks > 0;
 }
@@ -36,7 +36,7 @@ template <typename Half, int D, bool PACKED> __global__ void __launch_bounds__(2
   constexpr int PITCH = C::WIDTH + 8;  // padded rows: no bank conflicts
   __shared__ alignas(16) unsigned short rows[C::Q_ROWS * PITCH];
   const float4* tile = (const float4*)(p.dq_accumulator + (i64)blockIdx.x * (C::Q_ROWS * C::WIDTH));
-  const bool visited = await_sum<C::TURNS>(p, blockIdx.x);
+  const bool visited = await_sum(p, blockIdx.x);
   for (int i = threadIdx.x; i < C::Q_ROWS * C::WIDTH / 4; i += 256) {
     const float4 v = visited ? __ldcg(tile + i) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float x[4] = {v.x, v.y, v.z, v.w};

@@ -11,7 +11,7 @@ template <typename Half, int LANES, int Q_ROWS, bool PACKED> __global__ void __l
   allow_next_kernel();
   const i64 thread = (i64)blockIdx.x * 256 + threadIdx.x, threads = (i64)gridDim.x * 256;
   if (thread == 0) p.next_ticket[0] = 0;
-  if (thread < 2 * tile_count(p.tiles)) p.semaphores[thread] = 0;  // wide heads have two per tile
+  if (thread < tile_count(p.tiles)) p.semaphores[thread] = 0;
   if constexpr (!PACKED) {
     if (thread == 0) p.next_ticket[1] = p.plan.tickets;
     for (i64 t = thread; t < p.plan.tickets; t += threads) {

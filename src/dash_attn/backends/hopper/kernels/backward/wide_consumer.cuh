@@ -1,7 +1,7 @@
 // The consumers of wide heads (WideConfig). The first warpgroup (VALUES) computes S and P and sums dV = P^T dO; the second computes
 // dP and dS and sums dK = dS^T Q. P goes to the second in fp32: both have the same fragments, so every thread reads what its
-// counterpart wrote. dS goes through shared memory for dQ = dS K, of which each warpgroup computes half of the columns one step
-// late, behind its element-wise work and its sum. They meet at no barrier: each waits only for the tile it needs next.
+// counterpart wrote. dS goes through shared memory for dQ = dS K, of which each warpgroup computes half of the columns, in two
+// pieces, where its tensor cores would wait else. They meet at no barrier: each waits only for the tile it needs next.
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
@@ -32,9 +32,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
 #pragma unroll
       for (int i = 0; i < SUM; i++) sum[i] = 0.f;
       if (steps > 0)
-        walk_chain(steps, kv_loads++ & 1, map);
-      else
-        store_panels<0>(map);
+        walk_chain(steps, kv_loads++ & 1);
+      store_panels<0>(map);
       store_panels<C::OUT_PANELS>(map);
       arrive(bars.chain_empty(pipe.chain_slot()));
       pipe.finish_chain(steps);
@@ -47,9 +46,14 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     __syncwarp();
     if (lane == 0) barrier.arrive();
   }
+  // What this warp has stored may be read by wgmma and TMA.
+  DEVICE void publish(Barrier barrier) {
+    fence_async_shared();
+    arrive(barrier);
+  }
   DEVICE void sync_warpgroup() { named_barrier_sync<VALUES ? FIRST_HALF : SECOND_HALF>(WARPGROUP); }
 
-  DEVICE void walk_chain(int steps, u32 kv_phase, const TensorMap* map) {
+  DEVICE void walk_chain(int steps, u32 kv_phase) {
     bars.k_full().wait(kv_phase);
     if constexpr (!VALUES) bars.v_full().wait(kv_phase);
     multiply_scores(0);
@@ -65,76 +69,94 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
       for (int j = 1; j < last; j++) step<true, true>(j);
       step<true, false>(last);
     }
-    finish(last, map);
+    finish(last);
   }
 
-  // One Q tile, whose scores are there. BEFORE: dQ of the step before; NEXT: scores of the next. No product is left running: the
+  // One Q tile, whose scores are there. BEFORE: there was a step before; NEXT: scores of the next. No product is left running: the
   // loop's back edge would make ptxas serialise them.
   template <bool BEFORE, bool NEXT> DEVICE void step(int j) {
-    float own[OWN], inner[INNER];
-    u32 packed[SCORES / 2];
-    if constexpr (BEFORE) {
-      bars.ds_full(stage(j - 1)).wait(phase(j - 1));
-      multiply_dq(own, j - 1, C::own_column(WG));
-    }
     if constexpr (VALUES)
-      exponentiate(j, packed);
+      sum_values<BEFORE, NEXT>(j);
     else
-      differentiate(j, packed);
-    if constexpr (BEFORE) {
-      wgmma_wait<0>();
-      pin(own);
-      bars.dq_empty(WG).wait(1);
-      put_part(own);
-    }
-    if constexpr (VALUES)
-      await_grad_out(j);
-    else
-      bars.q_full(stage(j)).wait(phase(j));
-    multiply_sum(j, packed);
-    if constexpr (BEFORE) multiply_dq(inner, j - 1, C::inner_column(WG));
-    if constexpr (!VALUES || BEFORE) fence_async_shared();  // behind the products: it waits until what was stored has landed
-    if constexpr (!VALUES) arrive(bars.ds_full(stage(j)));
-    if constexpr (BEFORE) arrive(bars.dq_full(WG));
-    if constexpr (VALUES && NEXT) multiply_scores(j + 1);
-    wgmma_wait<BEFORE + (VALUES && NEXT)>();  // dV or dK
-    arrive(VALUES ? bars.do_empty(do_stage(j)) : bars.q_empty(stage(j)));
-    if constexpr (!VALUES && NEXT) multiply_scores(j + 1);
-    if constexpr (BEFORE) {
-      wgmma_wait<NEXT>();
-      pin(inner);
-      arrive(bars.ds_empty(stage(j - 1)));
-      bars.dq_empty(WG).wait(0);
-      put_part(inner);
-      publish_part();
-    }
+      sum_keys<BEFORE, NEXT>(j);
     wgmma_wait<0>();
     pin(scores);
     pin(sum);
   }
 
-  // dQ of the last step, and the first panels of the sum while the drain reads the first piece.
-  DEVICE void finish(int j, const TensorMap* map) {
+  // P and dV; dQ of the step before.
+  template <bool BEFORE, bool NEXT> DEVICE void sum_values(int j) {
     float own[OWN], inner[INNER];
-    bars.ds_full(stage(j)).wait(phase(j));
+    u32 packed[SCORES / 2];
+    if constexpr (BEFORE) {
+      await_ds(j - 1);
+      multiply_dq(own, j - 1, C::own_column(WG));
+    }
+    exponentiate(j, packed);
+    if constexpr (BEFORE) {
+      wgmma_wait<0>();
+      put_own(own);
+    }
+    await_grad_out(j);
+    multiply_sum(j, packed);
+    if constexpr (BEFORE) {
+      multiply_dq(inner, j - 1, C::inner_column(WG));
+      publish(bars.dq_full(stage(j - 1), WG));  // behind the products: the fence waits until what was stored has landed
+    }
+    if constexpr (NEXT) multiply_scores(j + 1);
+    wgmma_wait<BEFORE + NEXT>();
+    arrive(bars.do_empty(do_stage(j)));
+    if constexpr (BEFORE) {
+      wgmma_wait<NEXT>();
+      put_inner(inner, j - 1);
+      publish(bars.dq_full(stage(j - 1), WG));
+    }
+  }
+
+  // dS and dK; the second piece of dQ of the step before, and the first of this one, as soon as there is dS.
+  template <bool BEFORE, bool NEXT> DEVICE void sum_keys(int j) {
+    float own[OWN], inner[INNER];
+    u32 packed[SCORES / 2];
+    if constexpr (BEFORE) multiply_dq(inner, j - 1, C::inner_column(WG));
+    differentiate(j, packed);
+    if constexpr (BEFORE) {
+      wgmma_wait<0>();
+      put_inner(inner, j - 1);
+    }
+    bars.q_full(stage(j)).wait(phase(j));
+    multiply_sum(j, packed);
+    publish(bars.ds_full(stage(j)));
+    if constexpr (BEFORE) arrive(bars.dq_full(stage(j - 1), WG));
+    await_ds(j);
     multiply_dq(own, j, C::own_column(WG));
+    if constexpr (NEXT) multiply_scores(j + 1);
+    wgmma_wait<1 + NEXT>();
+    arrive(bars.q_empty(stage(j)));
+    wgmma_wait<NEXT>();
+    put_own(own);
+    publish(bars.dq_full(stage(j), WG));
+  }
+
+  // What is left of dQ of the last step.
+  DEVICE void finish(int j) {
+    if constexpr (VALUES) {
+      float own[OWN];
+      await_ds(j);
+      multiply_dq(own, j, C::own_column(WG));
+      wgmma_wait<0>();
+      put_own(own);
+      publish(bars.dq_full(stage(j), WG));
+    }
+    float inner[INNER];
     multiply_dq(inner, j, C::inner_column(WG));
     wgmma_wait<0>();
-    pin(own);
-    pin(inner);
-    arrive(bars.ds_empty(stage(j)));
     arrive(bars.kv_empty());
-    bars.dq_empty(WG).wait(1);
-    put_part(own);
-    publish_part();
+    put_inner(inner, j);
+    publish(bars.dq_full(stage(j), WG));
     if constexpr (VALUES)  // the other warpgroup is through with the buffer in which the sum leaves
       await_p_read(pipe.steps + j + 1);
     else
       bars.ds_empty(stage(j)).wait(phase(j));
-    store_panels<0>(map);
-    bars.dq_empty(WG).wait(0);
-    put_part(inner);
-    publish_part();
   }
 
   // ---- where step j is
@@ -142,6 +164,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   DEVICE u32 phase(int j) const { return pipe.phase(j); }
   static DEVICE u32 do_stage(int j) { return C::DO_STAGES == 2 ? stage(j) : 0; }
   DEVICE void await_grad_out(int j) { bars.do_full(do_stage(j)).wait(C::DO_STAGES == 2 ? phase(j) : (pipe.steps + j) & 1); }
+  DEVICE void await_ds(int j) { bars.ds_full(stage(j)).wait(phase(j)); }
   DEVICE void await_p_read(u32 number) { bars.p_empty().wait((number & 1) ^ 1); }  // the P before that one
 
   // ---- products
@@ -189,13 +212,11 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     const int rows = load_shared_i32(notes.step_at(pipe.steps + j));
     if constexpr (SOFTCAP) cap_scores(scores, p.cap_scale);
     mask_partial(rows);
-    await_p_read(pipe.steps + j);
 #pragma unroll
-    for (int g = 0; g < SCORES / 4; g++) {
-      float* s = scores + 4 * g;
-      exponentiate_group<Half, SOFTCAP>(s, row_pair(C::LSE, stage(j), g), p.scale_log2, packed + 2 * g);
-      store_shared_f32x4(my_float4(C::P) + g * (WARPGROUP * 16), s[0], s[1], s[2], s[3]);
-    }
+    for (int g = 0; g < SCORES / 4; g++)
+      exponentiate_group<Half, SOFTCAP>(scores + 4 * g, row_pair(C::LSE, stage(j), g), p.scale_log2, packed + 2 * g);
+    await_p_read(pipe.steps + j);
+    put_fragments(scores, C::P);
     arrive(bars.p_full());
   }
   DEVICE void mask_partial(int rows) {
@@ -228,16 +249,23 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   }
 
   // ---- what leaves the registers
-  // 2 N columns of an accumulator to this warpgroup's staging buffer, in fragment order: the postprocess kernel unscrambles.
-  template <int N> DEVICE void put_part(const float (&part)[N]) {
-    const u32 at = my_float4(C::DQ + WG * C::OWN_BYTES);
+  // 2 N columns of a tile in fragment order. Of dQ the postprocess kernel unscrambles them.
+  template <int N> DEVICE void put_fragments(const float (&tile)[N], int at) {
 #pragma unroll
     for (int i = 0; i < N / 4; i++)
-      store_shared_f32x4(at + i * (WARPGROUP * 16), part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
+      store_shared_f32x4(my_float4(at) + i * (WARPGROUP * 16), tile[4 * i], tile[4 * i + 1], tile[4 * i + 2], tile[4 * i + 3]);
   }
-  DEVICE void publish_part() {
-    fence_async_shared();
-    arrive(bars.dq_full(WG));
+  // The pieces of dQ go through one buffer in turn.
+  DEVICE void put_own(float (&own)[OWN]) {
+    pin(own);
+    bars.dq_empty(WG).wait(1);
+    put_fragments(own, C::DQ + WG * C::OWN_BYTES);
+  }
+  DEVICE void put_inner(float (&inner)[INNER], int j) {
+    pin(inner);
+    arrive(bars.ds_empty(stage(j)));
+    bars.dq_empty(WG).wait(0);
+    put_fragments(inner, C::DQ + WG * C::OWN_BYTES);
   }
   // Until the last store has read the buffer that P or dS and the sums share.
   DEVICE void await_stored() {

@@ -93,10 +93,10 @@ DEVICE void report_and_trap(volatile int* report, Trouble what, int call, int x,
   __trap();
 }
 
-// Waits until a semaphore of a dQ tile has a value. A validated plan cannot hang; if it does anyway (a corrupted table, a broken driver), the
+// Waits until a semaphore has a value. A validated plan cannot hang; if it does anyway (a corrupted table, a broken driver), the
 // kernel stops with the task's name.
-template <bool SLEEP, typename Params> DEVICE void await_semaphore(const Params& p, const int* semaphore, int tile, int value) {
-  for (u32 polls = 0; load_acquire(semaphore) != value; polls++) {
+template <bool SLEEP, typename Params> DEVICE void await_semaphore(const Params& p, int tile, int value) {
+  for (u32 polls = 0; load_acquire(p.semaphores + tile) != value; polls++) {
     if (polls > p.most_polls) report_and_trap(p.report, Trouble::Hang, p.call, tile, value);
     if constexpr (SLEEP) __nanosleep(200);
   }
