@@ -66,14 +66,14 @@ template <int D_> struct WideConfig {
   DEVICE static int own_column(int wg) { return wg * (D - 64); }
   DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }
 
-  // A dQ tile leaves in four parts: own columns of both warpgroups, then inner columns.
+  // A dQ tile leaves in four parts, as they become ready: own and inner columns of the first warpgroup, then of the second.
   static constexpr int DQ_PARTS = 4, DQ_FULLS = 2;
-  DEVICE static constexpr int part_warpgroup(int part) { return part & 1; }
-  DEVICE static constexpr int part_staging(int, int part) { return OFFSET_OF(Tiles, dq) + (part & 1) * OWN_BYTES; }
-  DEVICE static constexpr int part_bytes(int part) { return part < 2 ? OWN_BYTES : INNER_BYTES; }
-  DEVICE static constexpr int part_offset(int part) { return (part & 1) * (OWN_BYTES + INNER_BYTES) + (part >> 1) * OWN_BYTES; }
-  DEVICE static constexpr u32 part_phase(int part, u32) { return part >> 1; }
-  DEVICE static constexpr u32 part_empty(int, int part) { return part & 1; }
+  DEVICE static constexpr int part_warpgroup(int part) { return part >> 1; }
+  DEVICE static constexpr int part_staging(int, int part) { return OFFSET_OF(Tiles, dq) + (part >> 1) * OWN_BYTES; }
+  DEVICE static constexpr int part_bytes(int part) { return part & 1 ? INNER_BYTES : OWN_BYTES; }
+  DEVICE static constexpr int part_offset(int part) { return (part >> 1) * (OWN_BYTES + INNER_BYTES) + (part & 1) * OWN_BYTES; }
+  DEVICE static constexpr u32 part_phase(int part, u32) { return part & 1; }
+  DEVICE static constexpr u32 part_empty(int, int part) { return part >> 1; }
 };
 
 // What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.

@@ -1,7 +1,8 @@
 // The consumers of wide heads (WideConfig). The first warpgroup (VALUES) computes S and P and sums dV = P^T dO; the second computes
 // dP and dS and sums dK = dS^T Q. P goes to the second in fp32: both have the same fragments, so every thread reads what its
-// counterpart wrote. dS goes through shared memory for dQ = dS K, of which each warpgroup computes half of the columns, in two
-// pieces, where its tensor cores would wait else. They meet at no barrier: each waits only for the tile it needs next.
+// counterpart wrote. dS goes through shared memory for dQ = dS K, of which each warpgroup computes half of the columns one step
+// late, in two pieces: behind its element-wise work and behind its sum. They meet at no barrier: each waits only for the tile it needs
+// next.
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
@@ -72,87 +73,52 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     finish(last);
   }
 
-  // One Q tile, whose scores are there. BEFORE: there was a step before; NEXT: scores of the next. No product is left running: the
+  // One Q tile, whose scores are there. BEFORE: dQ of the step before; NEXT: scores of the next. No product is left running: the
   // loop's back edge would make ptxas serialise them.
   template <bool BEFORE, bool NEXT> DEVICE void step(int j) {
-    if constexpr (VALUES)
-      sum_values<BEFORE, NEXT>(j);
-    else
-      sum_keys<BEFORE, NEXT>(j);
-    wgmma_wait<0>();
-    pin(scores);
-    pin(sum);
-  }
-
-  // P and dV; dQ of the step before.
-  template <bool BEFORE, bool NEXT> DEVICE void sum_values(int j) {
     float own[OWN], inner[INNER];
     u32 packed[SCORES / 2];
     if constexpr (BEFORE) {
       await_ds(j - 1);
       multiply_dq(own, j - 1, C::own_column(WG));
     }
-    exponentiate(j, packed);
+    if constexpr (VALUES)
+      exponentiate(j, packed);
+    else
+      differentiate(j, packed);
     if constexpr (BEFORE) {
       wgmma_wait<0>();
       put_own(own);
     }
-    await_grad_out(j);
+    await_summand(j);
     multiply_sum(j, packed);
-    if constexpr (BEFORE) {
-      multiply_dq(inner, j - 1, C::inner_column(WG));
-      publish(bars.dq_full(stage(j - 1), WG));  // behind the products: the fence waits until what was stored has landed
-    }
+    if constexpr (BEFORE) multiply_dq(inner, j - 1, C::inner_column(WG));
+    if constexpr (!VALUES || BEFORE) fence_async_shared();  // behind the products: it waits until what was stored has landed
+    if constexpr (!VALUES) arrive(bars.ds_full(stage(j)));
+    if constexpr (BEFORE) arrive(bars.dq_full(stage(j - 1), WG));
     if constexpr (NEXT) multiply_scores(j + 1);
-    wgmma_wait<BEFORE + NEXT>();
-    arrive(bars.do_empty(do_stage(j)));
+    wgmma_wait<BEFORE + NEXT>();  // dV or dK
+    arrive(VALUES ? bars.do_empty(do_stage(j)) : bars.q_empty(stage(j)));
     if constexpr (BEFORE) {
       wgmma_wait<NEXT>();
       put_inner(inner, j - 1);
-      publish(bars.dq_full(stage(j - 1), WG));
     }
+    wgmma_wait<0>();
+    pin(scores);
+    pin(sum);
   }
 
-  // dS and dK; the second piece of dQ of the step before, and the first of this one, as soon as there is dS.
-  template <bool BEFORE, bool NEXT> DEVICE void sum_keys(int j) {
+  // dQ of the last step.
+  DEVICE void finish(int j) {
     float own[OWN], inner[INNER];
-    u32 packed[SCORES / 2];
-    if constexpr (BEFORE) multiply_dq(inner, j - 1, C::inner_column(WG));
-    differentiate(j, packed);
-    if constexpr (BEFORE) {
-      wgmma_wait<0>();
-      put_inner(inner, j - 1);
-    }
-    bars.q_full(stage(j)).wait(phase(j));
-    multiply_sum(j, packed);
-    publish(bars.ds_full(stage(j)));
-    if constexpr (BEFORE) arrive(bars.dq_full(stage(j - 1), WG));
     await_ds(j);
     multiply_dq(own, j, C::own_column(WG));
-    if constexpr (NEXT) multiply_scores(j + 1);
-    wgmma_wait<1 + NEXT>();
-    arrive(bars.q_empty(stage(j)));
-    wgmma_wait<NEXT>();
-    put_own(own);
-    publish(bars.dq_full(stage(j), WG));
-  }
-
-  // What is left of dQ of the last step.
-  DEVICE void finish(int j) {
-    if constexpr (VALUES) {
-      float own[OWN];
-      await_ds(j);
-      multiply_dq(own, j, C::own_column(WG));
-      wgmma_wait<0>();
-      put_own(own);
-      publish(bars.dq_full(stage(j), WG));
-    }
-    float inner[INNER];
     multiply_dq(inner, j, C::inner_column(WG));
     wgmma_wait<0>();
     arrive(bars.kv_empty());
-    put_inner(inner, j);
+    put_own(own);
     publish(bars.dq_full(stage(j), WG));
+    put_inner(inner, j);
     if constexpr (VALUES)  // the other warpgroup is through with the buffer in which the sum leaves
       await_p_read(pipe.steps + j + 1);
     else
@@ -164,6 +130,12 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   DEVICE u32 phase(int j) const { return pipe.phase(j); }
   static DEVICE u32 do_stage(int j) { return C::DO_STAGES == 2 ? stage(j) : 0; }
   DEVICE void await_grad_out(int j) { bars.do_full(do_stage(j)).wait(C::DO_STAGES == 2 ? phase(j) : (pipe.steps + j) & 1); }
+  DEVICE void await_summand(int j) {  // dO or Q
+    if constexpr (VALUES)
+      await_grad_out(j);
+    else
+      bars.q_full(stage(j)).wait(phase(j));
+  }
   DEVICE void await_ds(int j) { bars.ds_full(stage(j)).wait(phase(j)); }
   DEVICE void await_p_read(u32 number) { bars.p_empty().wait((number & 1) ^ 1); }  // the P before that one
 
@@ -266,6 +238,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     arrive(bars.ds_empty(stage(j)));
     bars.dq_empty(WG).wait(0);
     put_fragments(inner, C::DQ + WG * C::OWN_BYTES);
+    publish(bars.dq_full(stage(j), WG));
   }
   // Until the last store has read the buffer that P or dS and the sums share.
   DEVICE void await_stored() {
