@@ -31,14 +31,14 @@ template <int D_> struct TallConfig {
   static constexpr int OUT = OFFSET_OF(Tiles, ds);
   static_assert(STAGES * DS_BYTES >= KV_BYTES, "dK and dV leave through the dS buffers");
 
-  // A dQ tile leaves at once, through the staging buffer of its stage.
-  static constexpr int DQ_PARTS = 1, DQ_FULLS = 1;
-  DEVICE static constexpr int part_warpgroup(int) { return 0; }  // both
-  DEVICE static constexpr int part_staging(int stage, int) { return OFFSET_OF(Tiles, dq) + stage * DQ_BYTES; }
-  DEVICE static constexpr int part_bytes(int) { return DQ_BYTES; }
-  DEVICE static constexpr int part_offset(int) { return 0; }
-  DEVICE static constexpr u32 part_phase(int, u32 use) { return use & 1; }
-  DEVICE static constexpr u32 part_empty(int stage, int) { return stage; }
+  // A dQ tile leaves at once, through the staging buffer of its stage. DQ_FULLS: barriers per stage.
+  static constexpr int DQ_PIECES = 1, DQ_FULLS = 1, REDUCE_BYTES = DQ_BYTES;
+  DEVICE static constexpr int piece_warpgroup(int) { return 0; }  // both
+  DEVICE static constexpr int dq_staging(int stage, int) { return OFFSET_OF(Tiles, dq) + stage * DQ_BYTES; }
+  DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
+  DEVICE static constexpr int piece_offset(int) { return 0; }
+  DEVICE static constexpr u32 piece_phase(int, u32 use) { return use & 1; }
+  DEVICE static constexpr u32 piece_empty(int stage, int) { return stage; }
 };
 
 // Beyond: accumulators of 64 KV rows fill the registers, so the warpgroups share the work: the first has S, P and dV, the second
@@ -66,14 +66,16 @@ template <int D_> struct WideConfig {
   DEVICE static int own_column(int wg) { return wg * (D - 64); }
   DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }
 
-  // A dQ tile leaves in four parts, as they become ready: own and inner columns of the first warpgroup, then of the second.
-  static constexpr int DQ_PARTS = 4, DQ_FULLS = 2;
-  DEVICE static constexpr int part_warpgroup(int part) { return part >> 1; }
-  DEVICE static constexpr int part_staging(int, int part) { return OFFSET_OF(Tiles, dq) + (part >> 1) * OWN_BYTES; }
-  DEVICE static constexpr int part_bytes(int part) { return part & 1 ? INNER_BYTES : OWN_BYTES; }
-  DEVICE static constexpr int part_offset(int part) { return (part >> 1) * (OWN_BYTES + INNER_BYTES) + (part & 1) * OWN_BYTES; }
-  DEVICE static constexpr u32 part_phase(int part, u32) { return part & 1; }
-  DEVICE static constexpr u32 part_empty(int, int part) { return part >> 1; }
+  // A dQ tile leaves in four pieces, as they become ready: own and inner columns of the first warpgroup, then of the second.
+  static constexpr int DQ_PIECES = 4, DQ_FULLS = 2;
+  static constexpr int REDUCE_BYTES = 4096;  // larger ones hold up the loads of the next tiles
+  static_assert(OWN_BYTES % REDUCE_BYTES == 0 && INNER_BYTES % REDUCE_BYTES == 0, "whole reduces");
+  DEVICE static constexpr int piece_warpgroup(int piece) { return piece >> 1; }
+  DEVICE static constexpr int dq_staging(int, int piece) { return OFFSET_OF(Tiles, dq) + (piece >> 1) * OWN_BYTES; }
+  DEVICE static constexpr int piece_bytes(int piece) { return piece & 1 ? INNER_BYTES : OWN_BYTES; }
+  DEVICE static constexpr int piece_offset(int piece) { return (piece >> 1) * (OWN_BYTES + INNER_BYTES) + (piece & 1) * OWN_BYTES; }
+  DEVICE static constexpr u32 piece_phase(int piece, u32) { return piece & 1; }
+  DEVICE static constexpr u32 piece_empty(int, int piece) { return piece >> 1; }
 };
 
 // What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.

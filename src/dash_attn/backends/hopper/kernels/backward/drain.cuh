@@ -22,7 +22,7 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
       const int steps = notes.chain(pipe).steps;
       if (steps < 0) break;
 #pragma unroll 1
-      for (u32 number = pipe.steps + W; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
+      for (u32 number = pipe.steps + W, end = pipe.steps + steps; (int)(number - end) < 0; number += DRAINS) drain_step(number, uses++);
       bars.chain_empty(pipe.chain_slot()).arrive();
       pipe.finish_chain(steps);
     }
@@ -32,39 +32,39 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
 
  private:
   DEVICE void drain_step(u32 number, u32 use) {
-    await_part(0, use);
+    await_piece(0, use);
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
-    const u32 turn = RECORD ? cycles() : 0;
-    add_part(note, 0);
+    if (RECORD) store_u32x2(record(note), ready, cycles());
 #pragma unroll 1
-    for (int part = 1; part < C::DQ_PARTS; part++) {
-      await_part(part, use);
-      add_part(note, part);
+    for (int piece = 0; piece < C::DQ_PIECES; piece++) {
+      await_piece(piece, use);  // the first is there
+      add_piece(note, piece);
     }
     if (ORDERED) {
       bulk_wait();
       fence_async_global();
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
-    if (RECORD) record(note, ready, turn);
+    if (RECORD) store_u32x2((u32*)record(note) + 2, cycles(), cta_index());
   }
 
-  DEVICE void await_part(int part, u32 use) { bars.dq_full(W, C::part_warpgroup(part)).wait(C::part_phase(part, use)); }
+  DEVICE void await_piece(int piece, u32 use) { bars.dq_full(W, C::piece_warpgroup(piece)).wait(C::piece_phase(piece, use)); }
 
   // The first rank stores: dQ needs no zeroing.
-  DEVICE void add_part(const StepNote& note, int part) {
-    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + C::part_offset(part) / 4;
-    const u32 source = shared + C::part_staging(W, part);
+  DEVICE void add_piece(const StepNote& note, int piece) {
+    float* to = p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) + C::piece_offset(piece) / 4;
+    const u32 source = shared + C::dq_staging(W, piece);
     if (ORDERED && note.rank == 0)
-      bulk_store(to, source, C::part_bytes(part));
+      bulk_store(to, source, C::piece_bytes(piece));
     else
-      bulk_reduce_add_f32(to, source, C::part_bytes(part));
+#pragma unroll
+      for (int at = 0; at < C::piece_bytes(piece); at += C::REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, C::REDUCE_BYTES);
     bulk_commit();
     bulk_wait_read();
-    bars.dq_empty(C::part_empty(W, part)).arrive();
+    bars.dq_empty(C::piece_empty(W, piece)).arrive();
   }
 
   DEVICE void await_rank(const StepNote& note) {
@@ -72,10 +72,8 @@ template <int D, bool ORDERED, bool RECORD, int W> struct Drain {
     fence_async_global();
   }
 
-  // One store, late: registers are scarcer than anything.
-  DEVICE void record(const StepNote& note, u32 ready, u32 turn) const {
-    store_u32x4(p.record + ((u32)note.dq_tile * p.record_ranks + note.rank), ready, turn, cycles(), cta_index());
-  }
+  // Written in two halves: registers are scarcer than anything.
+  DEVICE void* record(const StepNote& note) const { return p.record + ((u32)note.dq_tile * p.record_ranks + note.rank); }
 
   // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.
   DEVICE void note_clocks(u32 offset) {

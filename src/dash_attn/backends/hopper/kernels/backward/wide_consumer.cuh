@@ -12,6 +12,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   using C = BackwardConfig<D>;
   static constexpr int WG = VALUES ? 0 : 1, SCORES = 32, SUM = D / 2, OWN = 32, INNER = C::INNER / 2;  // registers
   static constexpr int OUT = VALUES ? C::P : C::DS;
+  static constexpr bool DQ_LATE = VALUES && SOFTCAP && D == 256;  // behind the element-wise work, which needs the registers
 
   const BackwardParams& p;
   Notes<C> notes;
@@ -32,8 +33,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
       if (steps < 0) break;
 #pragma unroll
       for (int i = 0; i < SUM; i++) sum[i] = 0.f;
-      if (steps > 0)
-        walk_chain(steps, kv_loads++ & 1);
+      if (steps > 0) walk_chain(steps, kv_loads++ & 1);
       store_panels<0>(map);
       store_panels<C::OUT_PANELS>(map);
       arrive(bars.chain_empty(pipe.chain_slot()));
@@ -78,15 +78,13 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   template <bool BEFORE, bool NEXT> DEVICE void step(int j) {
     float own[OWN], inner[INNER];
     u32 packed[SCORES / 2];
-    if constexpr (BEFORE) {
-      await_ds(j - 1);
-      multiply_dq(own, j - 1, C::own_column(WG));
-    }
+    if constexpr (BEFORE && !DQ_LATE) multiply_own(own, j - 1);
     if constexpr (VALUES)
       exponentiate(j, packed);
     else
       differentiate(j, packed);
     if constexpr (BEFORE) {
+      if constexpr (DQ_LATE) multiply_own(own, j - 1);
       wgmma_wait<0>();
       put_own(own);
     }
@@ -111,8 +109,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   // dQ of the last step.
   DEVICE void finish(int j) {
     float own[OWN], inner[INNER];
-    await_ds(j);
-    multiply_dq(own, j, C::own_column(WG));
+    multiply_own(own, j);
     multiply_dq(inner, j, C::inner_column(WG));
     wgmma_wait<0>();
     arrive(bars.kv_empty());
@@ -136,7 +133,6 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     else
       bars.q_full(stage(j)).wait(phase(j));
   }
-  DEVICE void await_ds(int j) { bars.ds_full(stage(j)).wait(phase(j)); }
   DEVICE void await_p_read(u32 number) { bars.p_empty().wait((number & 1) ^ 1); }  // the P before that one
 
   // ---- products
@@ -162,6 +158,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
       wgmma_rs<Half, 1>(sum, packed + 4 * k, descriptor(b + descriptor_low((VALUES ? C::DO : C::Q) + k * SIXTEEN_ROWS, C::Q_PANEL)));
     wgmma_commit();
   }
+  DEVICE void multiply_own(float (&own)[OWN], int j) {
+    bars.ds_full(stage(j)).wait(phase(j));
+    multiply_dq(own, j, C::own_column(WG));
+  }
   template <int N> DEVICE void multiply_dq(float (&d)[N], int j, int column) {  // dQ = dS K, 2 N columns of it
     const u32 b = opaque(shared >> 4), a = b + stage(j) * (C::DS_BYTES / DESCRIPTOR_UNIT);
     const u32 k_at = b + (column / 64) * (C::KV_PANEL / DESCRIPTOR_UNIT) + (column % 64) * 2 / DESCRIPTOR_UNIT;
@@ -181,9 +181,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
 
   // P, packed, and in fp32 for the other warpgroup.
   DEVICE void exponentiate(int j, u32 (&packed)[SCORES / 2]) {
-    const int rows = load_shared_i32(notes.step_at(pipe.steps + j));
     if constexpr (SOFTCAP) cap_scores(scores, p.cap_scale);
-    mask_partial(rows);
+    mask_partial(load_shared_i32(notes.step_at(pipe.steps + j)));
 #pragma unroll
     for (int g = 0; g < SCORES / 4; g++)
       exponentiate_group<Half, SOFTCAP>(scores + 4 * g, row_pair(C::LSE, stage(j), g), p.scale_log2, packed + 2 * g);
@@ -256,7 +255,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
     if (warp != 0 || lane != 0) return;
     const ChainNote chain = notes.chain(pipe);
     for (int i = 0; i < COUNT; i++)
-      tma_store<MASK == MaskKind::Packed>(map, shared + OUT + i * C::KV_PANEL, (FIRST + i) * 64, chain.kv_head, chain.kv_row, chain.kv_plane);
+      tma_store<MASK == MaskKind::Packed>(map, shared + OUT + i * C::KV_PANEL, (FIRST + i) * 64, chain.kv_head, chain.kv_row,
+                                          chain.kv_plane);
     bulk_commit();
   }
   DEVICE void put_panel(const float* columns, u32 at) {

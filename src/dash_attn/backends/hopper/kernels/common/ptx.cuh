@@ -127,9 +127,7 @@ DEVICE u32 cta_index() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(v));
   return v;
 }
-DEVICE void store_u32x4(void* p, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
+DEVICE void store_u32x2(void* p, u32 x, u32 y) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory"); }
 
 // ---- wgmma control (the products themselves are in the generated common/wgmma.cuh)
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
