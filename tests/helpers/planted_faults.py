@@ -10,11 +10,11 @@ HAND_OVER = """      bulk_wait();
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
 """
 PLAIN_STORE = "*(volatile int*)(p.semaphores + note.dq_tile) = note.rank + 1;"
-FIRST_PIECE = "    add_piece(note, 0);\n"
+PIECES = "#pragma unroll 1\n    for (int piece = 0; piece < C::DQ_PIECES; piece++) {\n"
 
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "nobody waits": [("if (ORDERED && note.rank > 0) await_rank(note);", ""), (RELEASE, COUNT)],
-    "handed over before the reduce": [(FIRST_PIECE, f"    if (ORDERED) {PLAIN_STORE}\n{FIRST_PIECE}"), (HAND_OVER, "")],
+    "handed over before the reduce": [(PIECES, f"    if (ORDERED) {PLAIN_STORE}\n{PIECES}"), (HAND_OVER, "")],
     "handed over before the writes have landed": [(HAND_OVER, f"      {PLAIN_STORE}\n")],
 }
 

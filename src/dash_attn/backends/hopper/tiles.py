@@ -52,9 +52,9 @@ def backward_tiles(dim: int, v_dim: int | None = None) -> BackwardTiles:
     if v_dim != dim:
         return _tiles_of_narrow_values(columns, v_dim)
     if dim > 128:  # WideConfig
-        rows = 64
-        tiles = (2 + 3) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
-        return BackwardTiles(rows, rows, columns, tiles + 3 * rows * 4 + _NOTES, sum_pieces=2)
+        rows, do_stages = 64, 2 if dim == 192 else 1
+        tiles = (2 + 2 + do_stages) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
+        return BackwardTiles(rows, rows, columns, tiles + (2 + do_stages) * rows * 4 + _NOTES, sum_pieces=2)
     rows = 128 if dim == 64 else 64
     tiles = 2 * 128 * columns * 2 + 2 * (2 * rows * columns * 2 + rows * 128 * 2 + rows * columns * 4)
     return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES, sum_pieces=4)
@@ -67,7 +67,7 @@ def _tiles_of_narrow_values(columns: int, v_columns: int) -> BackwardTiles:
     return BackwardTiles(rows, 128, columns, tiles + 3 * rows * 4 + _NOTES, sum_pieces=4)
 
 
-_NOTES = 8 * 16 + 2 * 64 + 320  # step notes, chain notes, barriers
+_NOTES = 8 * 16 + 2 * 64 + 352  # step notes, chain notes, barriers
 
 
 def forward_tiles(dim: int, consumers: int) -> ForwardTiles:

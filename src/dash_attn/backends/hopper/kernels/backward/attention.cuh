@@ -39,7 +39,9 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
       Consumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
     else if constexpr (is_tall(DV))
       NarrowValueConsumer<Half, D, DV, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
+    else if (warp < 8)
+      WideConsumer<Half, D, SOFTCAP, MASK, true>(p, shared, warp, lane).run(&dv_map);
     else
-      WideConsumer<Half, D, SOFTCAP, MASK>(p, shared, warp, lane).run(&dk_map, &dv_map);
+      WideConsumer<Half, D, SOFTCAP, MASK, false>(p, shared, warp, lane).run(&dk_map);
   }
 }

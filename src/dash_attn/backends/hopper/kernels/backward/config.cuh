@@ -24,7 +24,7 @@ template <int D_, int DV_> struct TallConfig {
   static constexpr int K_BYTES = KV_ROWS * WIDTH * 2, V_BYTES = KV_ROWS * V_WIDTH * 2, Q_BYTES = Q_ROWS * WIDTH * 2;
   static constexpr int DO_BYTES = Q_ROWS * V_WIDTH * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2, OUT_BYTES = V_BYTES;
   static constexpr int DQ_BYTES = Q_ROWS * WIDTH * 4, ROW_BYTES = Q_ROWS * 4;
-  static constexpr int DQ_PIECES = 1;  // a dQ tile leaves through its staging buffer at once
+  static constexpr int ROLE_WARPS = 8;  // every warp has a share of everything
   static constexpr int KV_PANEL = KV_ROWS * PANEL_ROW, Q_PANEL = Q_ROWS * PANEL_ROW;
 
   struct Tiles {
@@ -36,47 +36,63 @@ template <int D_, int DV_> struct TallConfig {
   // dV, then dK, leave through the dS buffers, so that the next K and V can load meanwhile.
   static constexpr int OUT = OFFSET_OF(Tiles, ds);
   static_assert(STAGES * DS_BYTES >= OUT_BYTES, "dK and dV leave through the dS buffers");
-  // Where they go to sums instead, they leave through the dQ buffers, as they are in registers: dV, then dK, in four equal pieces. Each
-  // stage has two, so that a chain leaves both in the phase of its last step.
-  static constexpr int SUM_PIECES = 4, SUM_REGISTERS = (D + DV) / 8, SUM_FLOATS = 2 * WARPGROUP * SUM_REGISTERS;
-  static_assert(4 * SUM_FLOATS <= DQ_BYTES && SUM_REGISTERS % 4 == 0, "a piece fits a dQ buffer");
-  DEVICE static constexpr int sum_piece_bytes(int) { return 4 * SUM_FLOATS; }
-  DEVICE static constexpr int dq_staging(int stage) { return OFFSET_OF(Tiles, dq) + (DQ_STAGES == 2 ? stage : 0) * DQ_BYTES; }
+
+  // A dQ tile leaves at once, through the staging buffer of its stage, or the only one. DQ_FULLS: barriers per stage.
+  static constexpr int DQ_PIECES = 1, DQ_FULLS = 1, REDUCE_BYTES = DQ_BYTES;
+  DEVICE static constexpr int piece_warpgroup(int) { return 0; }  // both
+  DEVICE static constexpr int dq_staging(int stage, int) { return OFFSET_OF(Tiles, dq) + (DQ_STAGES == 2 ? stage : 0) * DQ_BYTES; }
   DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
+  DEVICE static constexpr int piece_offset(int) { return 0; }
+  DEVICE static constexpr u32 piece_phase(int, u32 use) { return use & 1; }
+  DEVICE static constexpr u32 piece_empty(int stage, int) { return stage; }
   // Column n of a warpgroup's part of dQ: a panel, or, with D = 192, the first or last panel and half of the middle one.
   DEVICE static int dq_column(int wg, int n) { return D <= 128 || n < 64 ? wg * (WIDTH - 64) + n : wg * 32 + n; }
+
+  // dV and dK that go to sums leave as they are in registers, through the dQ buffers: four equal pieces. Each stage has two, so that a
+  // chain leaves both in the phase of its last step.
+  static constexpr int SUM_PIECES = 4, SUM_REGISTERS = (D + DV) / 8, SUM_FLOATS = 2 * WARPGROUP * SUM_REGISTERS;
+  static_assert(4 * SUM_FLOATS <= DQ_BYTES && SUM_REGISTERS % 4 == 0, "a piece fits a dQ buffer");
 };
 
-// Beyond: accumulators of 64 KV rows fill the registers, so a warpgroup owns half of the columns of dK, dV and dQ and half of
-// the scores; P and dS go through shared memory. Its columns are a panel of its own and the inner panel next to it, or, with
-// D = 192, half of the one inner panel. dQ leaves in two pieces: own panels first, inner panels second.
+// Beyond: accumulators of 64 KV rows fill the registers, so the warpgroups share the work: the first has S, P and dV, the second
+// dP, dS and dK. P goes from one to the other in fp32, in fragment order. Of dQ each has half of the columns: a panel of its own
+// and the inner panel next to it, or, with D = 192, half of the one inner panel. They leave one after the other, through 16 KB.
 template <int D_> struct WideConfig {
-  static constexpr int D = D_, Q_ROWS = backward_q_rows(D, D), KV_ROWS = backward_kv_rows(D, D), DO_STAGES = 1;
+  static constexpr int D = D_, Q_ROWS = backward_q_rows(D, D), KV_ROWS = backward_kv_rows(D, D), DO_STAGES = D == 192 ? 2 : 1;
   static constexpr int HELPER_REGISTERS = D == 192 ? 40 : 24, CONSUMER_REGISTERS = D == 192 ? 232 : 240;
   static constexpr int PANELS = D / 64, WIDTH = D, INNER = D / 2 - 64;  // INNER: columns of a warpgroup in inner panels
-  static constexpr int KV_BYTES = KV_ROWS * D * 2, Q_BYTES = Q_ROWS * D * 2, TILE = Q_ROWS * KV_ROWS * 2;
-  static constexpr int OWN_BYTES = 2 * Q_ROWS * 64 * 4, INNER_BYTES = 2 * Q_ROWS * INNER * 4, ROW_BYTES = Q_ROWS * 4;
-  static constexpr int DQ_PIECES = 2;
+  static constexpr int KV_BYTES = KV_ROWS * D * 2, Q_BYTES = Q_ROWS * D * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2, ROW_BYTES = Q_ROWS * 4;
+  static constexpr int OWN_BYTES = Q_ROWS * 64 * 4, INNER_BYTES = Q_ROWS * INNER * 4;  // of dQ
   static constexpr int KV_PANEL = KV_ROWS * PANEL_ROW, Q_PANEL = Q_ROWS * PANEL_ROW;
+  static constexpr int ROLE_WARPS = 4;  // S, P, dS and dQ are in one warpgroup's hands
 
   struct Tiles {
     unsigned char k[KV_BYTES], v[KV_BYTES];
-    unsigned char q[STAGES][Q_BYTES], grad_out[1][Q_BYTES];
-    unsigned char p[STAGES][TILE], ds[STAGES][TILE];
-    unsigned char dq[OWN_BYTES];
+    unsigned char q[STAGES][Q_BYTES], grad_out[DO_STAGES][Q_BYTES];
+    unsigned char p[2 * DS_BYTES], ds[STAGES][DS_BYTES];
+    unsigned char dq[2][OWN_BYTES];
   };
   static constexpr int P = OFFSET_OF(Tiles, p);
-  static constexpr int OUT = P;  // dV, then dK, leave through the P and dS buffers
-  static_assert(2 * STAGES * TILE >= KV_BYTES, "dK and dV leave through the P and dS buffers");
+  // dV leaves through the P buffer, dK through the dS buffers, some panels at a time.
+  static constexpr int OUT_PANELS = 2 * DS_BYTES / KV_PANEL;
   static_assert(D == 192 || D == 256, "whole inner panels, or two halves of one");
-  // Where they go to sums instead, they leave as dQ does: dV, then dK.
+  DEVICE static int own_column(int wg) { return wg * (D - 64); }
+  DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }
+
+  // A dQ tile leaves in four pieces, as they become ready: own and inner columns of the first warpgroup, then of the second.
+  static constexpr int DQ_PIECES = 4, DQ_FULLS = 2;
+  static constexpr int REDUCE_BYTES = 4096;  // larger ones hold up the loads of the next tiles
+  static_assert(OWN_BYTES % REDUCE_BYTES == 0 && INNER_BYTES % REDUCE_BYTES == 0, "whole reduces");
+  DEVICE static constexpr int piece_warpgroup(int piece) { return piece >> 1; }
+  DEVICE static constexpr int dq_staging(int, int piece) { return OFFSET_OF(Tiles, dq) + (piece >> 1) * OWN_BYTES; }
+  DEVICE static constexpr int piece_bytes(int piece) { return piece & 1 ? INNER_BYTES : OWN_BYTES; }
+  DEVICE static constexpr int piece_offset(int piece) { return (piece >> 1) * (OWN_BYTES + INNER_BYTES) + (piece & 1) * OWN_BYTES; }
+  DEVICE static constexpr u32 piece_phase(int piece, u32) { return piece & 1; }
+  DEVICE static constexpr u32 piece_empty(int, int piece) { return piece >> 1; }
+
+  // dV and dK that go to sums leave as dQ does: half of the first warpgroup's dV beside half of the second's dK, then the others.
   static constexpr int SUM_PIECES = 2, SUM_FLOATS = KV_ROWS * D;
-  static_assert(KV_ROWS == Q_ROWS, "dV and dK have the shape of a dQ tile");
-  DEVICE static constexpr int sum_piece_bytes(int piece) { return piece_bytes(piece); }
-  DEVICE static constexpr int dq_staging(int) { return OFFSET_OF(Tiles, dq); }
-  DEVICE static constexpr int piece_bytes(int piece) { return piece ? INNER_BYTES : OWN_BYTES; }
-  DEVICE static int own_panel(int wg) { return wg * (PANELS - 1); }
-  DEVICE static int inner_column(int wg) { return 64 + wg * INNER; }  // of the whole tile
+  static_assert(KV_ROWS == Q_ROWS, "both halves together have the size of a dQ tile");
 };
 
 // What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.
@@ -98,8 +114,10 @@ struct BackwardBarriers {
   u64 q_empty[STAGES];
   u64 do_full[STAGES];  // [DO_STAGES] dO and delta
   u64 do_empty[STAGES];
+  u64 p_full, p_empty;  // wide heads
   u64 ds_full[STAGES], ds_empty[STAGES];
-  u64 dq_full[STAGES], dq_empty[STAGES];
+  u64 dq_full[2 * STAGES];  // by stage; wide heads: by stage and warpgroup
+  u64 dq_empty[STAGES];     // by stage; wide heads: by warpgroup
   u64 note_full[NOTES];  // the note of a step
   u64 note_empty[NOTES];
 };
@@ -129,8 +147,8 @@ template <int D, int DV = D> struct BackwardConfig : Choice<is_tall(DV), TallCon
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
 };
 
-// Barriers of warps (bar.sync has 16): of both warpgroups of consumers, or of one. Tall heads use three, wide heads two.
-enum NamedBarrier : int { BOTH = 1, BOTH_AGAIN = 2, FIRST_HALF = 2, SECOND_HALF = 3 };
+// Barriers of warps (bar.sync has 16): of both warpgroups of consumers, or of one.
+enum NamedBarrier : int { BOTH = 1, FIRST_HALF = 2, SECOND_HALF = 3 };
 
 constexpr int CONSUMER_WARPS = 8, DRAINS = 2, LOADERS = 1;
 
@@ -150,10 +168,12 @@ template <typename C> struct Barriers {
   DEVICE Barrier q_empty(u32 stage) const { return BARRIER(q_empty)[stage]; }
   DEVICE Barrier do_full(u32 stage) const { return BARRIER(do_full)[stage]; }
   DEVICE Barrier do_empty(u32 stage) const { return BARRIER(do_empty)[stage]; }
+  DEVICE Barrier p_full() const { return BARRIER(p_full); }
+  DEVICE Barrier p_empty() const { return BARRIER(p_empty); }
   DEVICE Barrier ds_full(u32 stage) const { return BARRIER(ds_full)[stage]; }
   DEVICE Barrier ds_empty(u32 stage) const { return BARRIER(ds_empty)[stage]; }
-  DEVICE Barrier dq_full(u32 stage) const { return BARRIER(dq_full)[stage]; }
-  DEVICE Barrier dq_empty(u32 stage) const { return BARRIER(dq_empty)[stage]; }
+  DEVICE Barrier dq_full(u32 stage, u32 wg = 0) const { return BARRIER(dq_full)[stage * C::DQ_FULLS + wg]; }
+  DEVICE Barrier dq_empty(u32 stage_or_wg) const { return BARRIER(dq_empty)[stage_or_wg]; }
   DEVICE Barrier note_full(u32 number) const { return BARRIER(note_full)[number % NOTES]; }
   DEVICE Barrier note_empty(u32 number) const { return BARRIER(note_empty)[number % NOTES]; }
 
@@ -162,18 +182,20 @@ template <typename C> struct Barriers {
       chain_full(s).init(1);
       chain_empty(s).init(CONSUMER_WARPS + DRAINS + LOADERS);
       q_full(s).init(1);
-      q_empty(s).init(CONSUMER_WARPS);
+      q_empty(s).init(C::ROLE_WARPS);
       do_full(s).init(1);
       do_empty(s).init(CONSUMER_WARPS);
-      ds_full(s).init(CONSUMER_WARPS);
+      ds_full(s).init(C::ROLE_WARPS);
       ds_empty(s).init(CONSUMER_WARPS);
-      dq_full(s).init(CONSUMER_WARPS);
+      for (int wg = 0; wg < C::DQ_FULLS; wg++) dq_full(s, wg).init(C::ROLE_WARPS);
       dq_empty(s).init(1);
     }
     for (int n = 0; n < NOTES; n++) {
       note_full(n).init(1);
       note_empty(n).init(1);
     }
+    p_full().init(C::ROLE_WARPS);
+    p_empty().init(C::ROLE_WARPS);
     chain_loaded().init(1);
     k_full().init(1);
     v_full().init(1);
@@ -194,6 +216,7 @@ struct Pipeline {
   DEVICE u32 chain_slot() const { return chain & 1; }
   DEVICE u32 chain_phase() const { return (chain >> 1) & 1; }
   template <int STAGE> DEVICE u32 phase(int step) const { return ((u32)(step >> 1) + flips[STAGE]) & 1; }
+  DEVICE u32 phase(int step) const { return ((u32)(step >> 1) + (step & 1 ? flips[1] : flips[0])) & 1; }
   DEVICE void finish_chain(int count, int more_notes = 0) {
     chain++;
     steps += count + more_notes;

@@ -23,7 +23,7 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
       if (steps < 0) break;
       steps += sum_pieces<C>(p);
 #pragma unroll 1
-      for (u32 number = pipe.steps + W; (int)(number - pipe.steps) < steps; number += DRAINS) drain_step(number, uses++);
+      for (u32 number = pipe.steps + W, end = pipe.steps + steps; (int)(number - end) < 0; number += DRAINS) drain_step(number, uses++);
       bars.chain_empty(pipe.chain_slot()).arrive();
       pipe.finish_chain(steps);
     }
@@ -33,41 +33,54 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
 
  private:
   DEVICE void drain_step(u32 number, u32 use) {
-    bars.dq_full(W).wait(C::DQ_PIECES == 2 ? 0 : use & 1);
+    await_piece(0, use);
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
-    const u32 turn = RECORD ? cycles() : 0;
-    add_piece(note, 0);
-    if constexpr (C::DQ_PIECES == 2) {
-      bars.dq_full(W).wait(1);
-      add_piece(note, 1);
+    if (RECORD && of_dq(note)) store_u32x2(record(note), ready, cycles());
+#pragma unroll 1
+    for (int piece = 0; piece < C::DQ_PIECES; piece++) {
+      await_piece(piece, use);  // the first is there
+      add_piece(note, piece);
     }
     // Of the two pieces of a sum that a drain adds, the first need not have landed before the second is added.
-    const bool another_follows = C::SUM_PIECES == 4 && note.dq_tile >= p.first_sum && (note.dq_tile - p.first_sum) % 4 < 2;
+    const bool another_follows = C::SUM_PIECES == 4 && !of_dq(note) && (note.dq_tile - p.first_sum) % 4 < 2;
     if (ORDERED && !another_follows) {
       bulk_wait();
       fence_async_global();
-      if (C::SUM_PIECES == 4 && note.dq_tile >= p.first_sum) store_release(p.semaphores + note.dq_tile - 2, note.rank + 1);
+      if (C::SUM_PIECES == 4 && !of_dq(note)) store_release(p.semaphores + note.dq_tile - 2, note.rank + 1);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
-    if (RECORD && note.dq_tile < p.first_sum) record(note, ready, turn);
+    if (RECORD && of_dq(note)) store_u32x2((u32*)record(note) + 2, cycles(), cta_index());
   }
+
+  // Else of a sum of dK and dV.
+  DEVICE bool of_dq(const StepNote& note) const { return note.dq_tile < p.first_sum; }
+
+  // Sums lie behind dQ.
+  DEVICE float* tile_of(const StepNote& note) const {
+    constexpr int DQ_FLOATS = C::Q_ROWS * C::WIDTH;
+    if (C::SUM_FLOATS == DQ_FLOATS || of_dq(note)) return p.dq + (i64)note.dq_tile * DQ_FLOATS;
+    return p.sums + (i64)(note.dq_tile - p.first_sum) * C::SUM_FLOATS;
+  }
+
+  DEVICE void await_piece(int piece, u32 use) { bars.dq_full(W, C::piece_warpgroup(piece)).wait(C::piece_phase(piece, use)); }
 
   // The first rank stores: dQ needs no zeroing.
   DEVICE void add_piece(const StepNote& note, int piece) {
-    const bool of_dq = note.dq_tile < p.first_sum;
-    float* to = (of_dq ? p.dq + (i64)note.dq_tile * (C::Q_ROWS * C::WIDTH) : p.sums + (i64)(note.dq_tile - p.first_sum) * C::SUM_FLOATS) +
-                (piece ? C::piece_bytes(0) / 4 : 0);
-    const u32 source = shared + C::dq_staging(W), bytes = of_dq ? C::piece_bytes(piece) : C::sum_piece_bytes(piece);
+    float* to = tile_of(note) + C::piece_offset(piece) / 4;
+    const u32 source = shared + C::dq_staging(W, piece),
+              bytes = C::DQ_PIECES > 1 || of_dq(note) ? C::piece_bytes(piece) : 4 * C::SUM_FLOATS;
     if (ORDERED && note.rank == 0)
       bulk_store(to, source, bytes);
     else
-      bulk_reduce_add_f32(to, source, bytes);
+#pragma unroll
+      for (int at = 0; at < C::piece_bytes(piece); at += C::REDUCE_BYTES)
+        bulk_reduce_add_f32((char*)to + at, source + at, C::DQ_PIECES > 1 ? C::REDUCE_BYTES : bytes);
     bulk_commit();
     bulk_wait_read();
-    bars.dq_empty(W).arrive();
+    bars.dq_empty(C::piece_empty(W, piece)).arrive();
   }
 
   DEVICE void await_rank(const StepNote& note) {
@@ -75,10 +88,8 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
     fence_async_global();
   }
 
-  // One store, late: registers are scarcer than anything.
-  DEVICE void record(const StepNote& note, u32 ready, u32 turn) const {
-    store_u32x4(p.record + ((u32)note.dq_tile * p.record_ranks + note.rank), ready, turn, cycles(), cta_index());
-  }
+  // Written in two halves: registers are scarcer than anything.
+  DEVICE void* record(const StepNote& note) const { return p.record + ((u32)note.dq_tile * p.record_ranks + note.rank); }
 
   // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.
   DEVICE void note_clocks(u32 offset) {

@@ -27,3 +27,13 @@ template <typename Half> DEVICE void differentiate_group(const float* s, const f
   packed[0] = pack<Half>(s[0] * (dp[0] - delta.x), s[1] * (dp[1] - delta.y));
   packed[1] = pack<Half>(s[2] * (dp[2] - delta.x), s[3] * (dp[3] - delta.y));
 }
+
+// The same in two steps, with P from elsewhere.
+DEVICE void subtract_delta(float* dp, float2 delta) {
+#pragma unroll
+  for (int e = 0; e < 4; e++) dp[e] -= (e & 1) ? delta.y : delta.x;
+}
+template <typename Half> DEVICE void multiply_by_p(const float* dp, float4 probability, u32* packed) {
+  packed[0] = pack<Half>(probability.x * dp[0], probability.y * dp[1]);
+  packed[1] = pack<Half>(probability.z * dp[2], probability.w * dp[3]);
+}

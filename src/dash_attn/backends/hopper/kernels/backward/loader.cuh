@@ -40,8 +40,8 @@ template <int D, int DV, MaskKind MASK> struct Loader {
     const ChainNote chain = notes.chain(pipe);
     full.arrive_expect(PANELS * C::KV_PANEL);
     for (int i = 0; i < PANELS; i++)
-      tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head,
-                       chain.kv_row, chain.kv_plane);
+      tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head, chain.kv_row,
+                       chain.kv_plane);
   }
 
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {

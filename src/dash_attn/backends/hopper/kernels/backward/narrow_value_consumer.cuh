@@ -173,9 +173,8 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-      wgmma_ss<Half, 0, 0>(
-          k > 0, s, descriptor(a + descriptor_low(C::K + C::k_panel(k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
-          descriptor(b + descriptor_low(C::Q + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
+      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::K + C::k_panel(k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
+                           descriptor(b + descriptor_low(C::Q + STAGE * C::Q_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
   DEVICE void multiply_dp(float (&dp)[SCORES]) {  // dP^T = V dO^T
@@ -199,9 +198,9 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KV_ROWS / 16; k++)
-      wgmma_ss<Half, 0, 1>(
-          k > 0, dq, descriptor(a + descriptor_low(C::DS + STAGE * C::DS_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
-          descriptor(b + descriptor_low(C::K + k * SIXTEEN_ROWS, 2 * C::KV_PANEL)));
+      wgmma_ss<Half, 0, 1>(k > 0, dq,
+                           descriptor(a + descriptor_low(C::DS + STAGE * C::DS_BYTES + (k / 4) * C::Q_PANEL + (k % 4) * SIXTEEN_COLUMNS)),
+                           descriptor(b + descriptor_low(C::K + k * SIXTEEN_ROWS, 2 * C::KV_PANEL)));
     wgmma_commit();
   }
 
@@ -219,8 +218,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     mask_scores(s, p.mask, low, high, query, p.masked_score);
   }
   // Of sixteen queries: two groups of registers.
-  template <int STAGE>
-  DEVICE void exponentiate(int k, const float2 (&early)[EARLY_LSE], u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
+  template <int STAGE> DEVICE void exponentiate(int k, const float2 (&early)[EARLY_LSE], u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
 #pragma unroll
     for (int g = 2 * k; g < 2 * k + 2; g++) {
       const float2 lse = g < EARLY_LSE ? early[g < EARLY_LSE ? g : 0] : row_pair(C::LSE + STAGE * C::ROW_BYTES, g);
@@ -298,7 +296,8 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     named_barrier_sync<BOTH>(2 * WARPGROUP);
   }
   // Some columns of a finished half of dK or dV, through this warpgroup's part of the dS buffers.
-  template <int COLUMN, int END, int N> DEVICE void store_tile(float (&tile)[N], float factor, const TensorMap* map, const ChainNote& chain) {
+  template <int COLUMN, int END, int N>
+  DEVICE void store_tile(float (&tile)[N], float factor, const TensorMap* map, const ChainNote& chain) {
     await_stored();
     const u32 own = opaque(thread), lane = own % WARP, warp = own / WARP;
 #pragma unroll
@@ -314,8 +313,8 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     wg == 0 ? named_barrier_sync<FIRST_HALF>(WARPGROUP) : named_barrier_sync<SECOND_HALF>(WARPGROUP);
     if (elects()) {
       for (int i = 0; i < (END - COLUMN) / 64; i++)
-        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::OUT_BYTES / 2) + i * HALF_PANEL, COLUMN + i * 64,
-                                            chain.kv_head, chain.kv_row + wg * 64, chain.kv_plane);
+        tma_store<MASK == MaskKind::Packed>(map, shared + C::OUT + wg * (C::OUT_BYTES / 2) + i * HALF_PANEL, COLUMN + i * 64, chain.kv_head,
+                                            chain.kv_row + wg * 64, chain.kv_plane);
       bulk_commit();
     }
   }

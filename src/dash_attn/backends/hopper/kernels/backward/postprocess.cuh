@@ -7,22 +7,19 @@
 // Row and column of element e of float4 `i` of an accumulator tile.
 template <int D, int DV> DEVICE int2 place_in_tile(int i, int e) {
   using C = BackwardConfig<D, DV>;
-  constexpr int OWN = !is_tall(DV) ? C::Q_ROWS * 64 / 4 : C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup in the first piece
-  const bool inner = i >= 2 * OWN;                                              // wide heads: second piece
-  const int size = inner ? C::Q_ROWS * C::WIDTH / 8 - OWN : OWN, in_piece = i - (inner ? 2 * OWN : 0);
-  const int wg = in_piece / size, rest = in_piece % size, group = rest / 128, warp = rest % 128 / 32, lane = rest % 32;
+  constexpr int SIZE = C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup
+  const int wg = i / SIZE, rest = i % SIZE, group = rest / 128, warp = rest % 128 / 32, lane = rest % 32;
   const int m = 16 * warp + (lane >> 2) + 8 * (e >> 1), n = 8 * group + 2 * (lane & 3) + (e & 1);
   if constexpr (!is_tall(DV))
-    return make_int2(m, n + (inner ? C::inner_column(wg) : 64 * C::own_panel(wg)));
+    return make_int2(m, n < 64 ? C::own_column(wg) + n : C::inner_column(wg) + n - 64);
   else if constexpr (C::DQ_TRANSPOSED)
     return make_int2(wg * (C::Q_ROWS / 2) + n, m);
   else
     return make_int2(m, C::dq_column(wg, n));
 }
 
-// Row and column of element e of float4 `i` of 64 rows of dV or dK: a warpgroup's registers, or all columns of a wide head's tile.
-template <int D, int DV> DEVICE int2 place_in_sum(int i, int e) {
-  if constexpr (!is_tall(DV)) return place_in_tile<D, DV>(i, e);
+// Row and column of element e of float4 `i` of 64 rows of dV or dK: the registers of a warpgroup.
+DEVICE int2 place_in_sum(int i, int e) {
   const int group = i / 128, warp = i % 128 / 32, lane = i % 32;
   return make_int2(16 * warp + (lane >> 2) + 8 * (e >> 1), 8 * group + 2 * (lane & 3) + (e & 1));
 }
@@ -55,7 +52,8 @@ template <typename Half, int D, int DV> struct FinishedRows {
   }
 };
 
-template <typename Half, int D, int DV, bool PACKED> DEVICE void finish_dq(const PostprocessParams& p, FinishedRows<Half, D, DV> out, int block) {
+template <typename Half, int D, int DV, bool PACKED>
+DEVICE void finish_dq(const PostprocessParams& p, FinishedRows<Half, D, DV> out, int block) {
   using C = BackwardConfig<D, DV>;
   const float4* tile = (const float4*)(p.dq_accumulator + (i64)block * (C::Q_ROWS * C::WIDTH));
   const bool visited = await_sum(p, block);
@@ -73,7 +71,7 @@ template <typename Half, int D, int DV, bool PACKED> DEVICE void finish_dq(const
 // 64 rows of dV or of dK: the sums of both kinds added up, that of the first part first.
 template <typename Half, int D, int DV, bool PACKED> struct SumFinisher {
   using C = BackwardConfig<D, DV>;
-  static constexpr int HALVES = C::KV_ROWS / 64;  // warpgroups that own rows
+  static constexpr int HALVES = C::KV_ROWS / 64;
   const PostprocessParams& p;
   const SumPlaces& s;
   int tile, half, of_dk;  // half: which 64 rows
@@ -95,7 +93,7 @@ template <typename Half, int D, int DV, bool PACKED> struct SumFinisher {
       }
       const float x[4] = {v.x, v.y, v.z, v.w}, scale = of_dk ? p.scale : 1.f;
 #pragma unroll
-      for (int e = 0; e < 4; e++) out.put(place_in_sum<D, DV>(i, e), x[e] * scale);
+      for (int e = 0; e < 4; e++) out.put(place_in_sum(i, e), x[e] * scale);
     }
     __syncthreads();
     i64 first_row;  // in the caller's tensor, whose rows are `stride` apart
@@ -114,12 +112,13 @@ template <typename Half, int D, int DV, bool PACKED> struct SumFinisher {
 
  private:
   DEVICE int first_piece(int sum) const { return (tile * s.count + sum) * C::SUM_PIECES; }
-  // float4 `i` of these rows. A piece holds registers of all warpgroups that own rows, one behind the other; dK's are behind dV's.
+  // float4 `i` of these rows. A piece holds registers of the first warpgroup, then of the second. A warpgroup of tall heads has dK
+  // behind dV; of wide heads, one of them.
   DEVICE float4 read(int sum, int i) const {
-    constexpr int IN_PIECE = C::SUM_FLOATS / 4 / HALVES;
-    const int quad = i + of_dk * (64 * DV / 4);
+    constexpr int IN_PIECE = C::SUM_FLOATS / 8;
+    const int wg = is_tall(DV) ? half : of_dk, quad = i + (is_tall(DV) ? of_dk * (64 * DV / 4) : 0);
     const float4* from = (const float4*)(s.sums + (i64)(first_piece(sum) + quad / IN_PIECE) * C::SUM_FLOATS);
-    return __ldcg(from + half * IN_PIECE + quad % IN_PIECE);
+    return __ldcg(from + wg * IN_PIECE + quad % IN_PIECE);
   }
   DEVICE void await(int first_parts, int second_parts) const {
     if (p.q_ranks == nullptr) return await_kernel_before();  // unordered

@@ -127,9 +127,7 @@ DEVICE u32 cta_index() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(v));
   return v;
 }
-DEVICE void store_u32x4(void* p, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
+DEVICE void store_u32x2(void* p, u32 x, u32 y) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory"); }
 
 // ---- wgmma control (the products themselves are in the generated common/wgmma.cuh)
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -203,6 +201,11 @@ DEVICE int4 load_shared_i32x4(u32 a) {
 }
 DEVICE void store_shared_i32x4(u32 a, int4 v) {
   asm volatile("st.shared.v4.s32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE float4 load_shared_f32x4(u32 a) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory");
+  return v;
 }
 DEVICE void store_shared_f32x4(u32 a, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
