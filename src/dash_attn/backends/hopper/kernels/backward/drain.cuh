@@ -44,12 +44,9 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
       await_piece(piece, use);  // the first is there
       add_piece(note, piece);
     }
-    // Of the two pieces of a sum that a drain adds, the first need not have landed before the second is added.
-    const bool another_follows = C::SUM_PIECES == 4 && !of_dq(note) && (note.dq_tile - p.first_sum) % 4 < 2;
-    if (ORDERED && !another_follows) {
+    if (ORDERED) {
       bulk_wait();
       fence_async_global();
-      if (C::SUM_PIECES == 4 && !of_dq(note)) store_release(p.semaphores + note.dq_tile - 2, note.rank + 1);
       store_release(p.semaphores + note.dq_tile, note.rank + 1);
     }
     if (RECORD && of_dq(note)) store_u32x2((u32*)record(note) + 2, cycles(), cta_index());
