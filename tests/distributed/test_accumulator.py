@@ -265,6 +265,12 @@ def subclass_gradient() -> nn.Module:
     return model
 
 
+def without_values() -> nn.Module:
+    model = nn.Linear(2, 1, device="meta")
+    model(torch.ones(1, 2, device="meta")).sum().backward()
+    return model
+
+
 class FullyShardedDataParallel(nn.Linear):
     """A stand-in: it is known by its name."""
 
@@ -274,6 +280,7 @@ class FullyShardedDataParallel(nn.Linear):
     [
         (sparse, ValueError, r"gradient of 'weight' must be dense; got layout torch.sparse_coo: build its layer with sparse=False"),
         (complex_numbers, ValueError, r"gradient of 'weight' must have one of torch.float64, .*; got torch.complex64"),
+        (without_values, ValueError, "gradient of 'weight' must have values; got one on the meta device"),
         (frozen_with_gradient, ValueError, r"parameter '0.weight' is frozen but has a gradient"),
         (lambda: mlp().requires_grad_(False), ValueError, "no parameter that requires a gradient"),
         (subclass_gradient, TypeError, "gradient of 'weight' must be a plain tensor with all elements; got Sharded"),

@@ -92,7 +92,8 @@ def test_other_orders_are_other_formulas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "fitting"), [(1, [1]), (3, [1, 2, 3]), (5, [1, 2, 3, 5]), (6, [1, 2, 3, 6]), (12, [1, 2, 3, 6, 12]), (64, [1, 2, 4, 8, 16, 32, 64])]
+    ("count", "fitting"),
+    [(1, [1]), (3, [1, 2, 3]), (5, [1, 2, 3, 5]), (6, [1, 2, 3, 6]), (12, [1, 2, 3, 6, 12]), (64, [1, 2, 4, 8, 16, 32, 64])],
 )
 def test_which_numbers_of_ranks_fit(count: int, fitting: list[int]) -> None:
     assert fitting_ranks(count) == fitting

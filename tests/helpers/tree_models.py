@@ -78,7 +78,9 @@ def mean_by_definition(model: nn.Module, micro_batches: int) -> dict[str, Tensor
     for index in range(micro_batches):
         model.zero_grad()
         backward(model, index)
-        found.append({name: None if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradients(model).items()})
+        found.append(
+            {name: None if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradients(model).items()}
+        )
     model.zero_grad()
     sums = {name: tree_by_definition([one[name] for one in found]) for name in found[0]}
     dtypes = {name: p.dtype for name, p in model.named_parameters()}

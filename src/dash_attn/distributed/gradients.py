@@ -76,6 +76,8 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         return
     if type(gradient) not in (Tensor, nn.Parameter):
         raise TypeError(f"the gradient of {name!r} must be a plain tensor with all elements; got {type(gradient).__name__}")
+    if gradient.is_meta:
+        raise ValueError(f"the gradient of {name!r} must have values; got one on the meta device")
     if gradient.layout is not torch.strided:
         raise ValueError(f"the gradient of {name!r} must be dense; got layout {gradient.layout}: build its layer with sparse=False")
     if gradient.dtype is not dtype:
