@@ -10,8 +10,8 @@ import pytest
 import tree_workers
 from dash_attn.distributed.tree import fitting_ranks
 from processes import run_processes
-from tree_models import bits, mean_by_definition
-from tree_workers import COUNTS, MODELS, RANKS
+from tree_models import OddModel, bits, mean_by_definition
+from tree_workers import COUNTS, DDP_OPTIONS, MANY_RANKS, MODELS, RANKS
 
 Found = list[dict[str, dict[Any, Any]]]
 
@@ -85,10 +85,26 @@ def test_training_ends_with_the_same_weights(found: Found) -> None:
     assert len(set(own)) == 3  # the control
 
 
+def test_ddp_changes_no_bits(found: Found) -> None:
+    """Unused and frozen parameters, three dtypes, ranks with unequal shares."""
+    expected = found[0]["means"]["odd", 7, 1]
+    assert {outcome for one in found for outcome in one["odd in DDP"].values()} == {expected}
+    assert len(found[0]["odd in DDP"]) == len(DDP_OPTIONS) == 3
+
+
 def test_a_late_rank_is_an_error_within_the_limit(found: Found) -> None:
     """The limit of its group is two seconds."""
     assert found[0]["late"]["words"].startswith("RuntimeError: rank 0 of 2 could not reach the others: another rank has ended, has not")
     assert 1 < found[0]["late"]["seconds"] < 5
+
+
+@pytest.mark.exhaustive
+def test_more_ranks_more_micro_batches_and_small_buckets(tmp_path: Path) -> None:
+    found = run_processes(tree_workers.many_means, MANY_RANKS, tmp_path, limit=600)
+    for (count, ranks, size), outcome in found[0].items():
+        expected = bits(mean_by_definition(OddModel(), count).values())
+        assert [found[rank][count, ranks, size] for rank in range(ranks)] == [expected] * ranks, (count, ranks, size, outcome)
+    assert {ranks for _, ranks, _ in found[0]} == set(range(1, MANY_RANKS + 1))
 
 
 def test_a_dead_rank_is_an_error_at_once(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from dash_attn.distributed.tree import fitting_ranks, tree_sum
 from tree_models import OddModel, backward, bits, gradients, mlp
 
 RANKS = 4
+MANY_RANKS = 7  # no power of two
 COUNTS = [*range(1, 18), 64]
+DDP_OPTIONS: list[dict[str, bool]] = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "odd": OddModel}
 
 
@@ -161,8 +163,15 @@ def _training(rank: int, groups: dict[int, Any]) -> dict[str, dict[Any, str]]:
     return {
         "in DDP": {(count, ranks): _trained(count, groups[ranks], _tree_step_in_ddp, wrapped=True) for count, ranks in mine},
         "bare": {(count, ranks): _trained(count, groups[ranks], _tree_step, wrapped=False) for count, ranks in mine},
+        "odd in DDP": {repr(options): _odd_in_ddp(options) for options in DDP_OPTIONS},
         "by DDP": {(count, ranks): _trained(count, groups[ranks], _ddp_step, wrapped=True) for count, ranks in mine if count == 8},
     }
+
+
+def _odd_in_ddp(options: dict[str, bool]) -> str:
+    model = DistributedDataParallel(OddModel(), **options)  # type: ignore[arg-type]
+    with model.no_sync():
+        return mean(model, 7, None)
 
 
 def _trained(count: int, group: Any, step: Callable[..., None], wrapped: bool) -> str:
@@ -199,6 +208,18 @@ def _ddp_step(model: DistributedDataParallel, micro_batches: list[Tensor], _: Tr
         for x in first:
             (model(x).square().sum() / (2 * len(micro_batches))).backward()
     (model(last).square().sum() / (2 * len(micro_batches))).backward()
+
+
+def many_means(rank: int) -> dict[tuple[int, int, int], str]:
+    """(micro-batches, ranks, bytes per bucket) -> bits."""
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, MANY_RANKS + 1)}
+    found = {}
+    for buckets.BUCKET_BYTES in (1, 100):
+        for count in (*range(1, 15), 20, 24, 28, 40):
+            for ranks in fitting_ranks(count):
+                if rank < ranks <= MANY_RANKS:
+                    found[count, ranks, buckets.BUCKET_BYTES] = mean(OddModel(), count, groups[ranks])
+    return found
 
 
 def _late(rank: int) -> dict[str, Any]:
