@@ -27,6 +27,7 @@ class OddModel(nn.Module):
         self.narrow = nn.Linear(6, 6).to(torch.bfloat16)
         self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
         self.seldom = nn.Parameter(torch.randn(6))
+        self.seldom.register_hook(lambda gradient: torch.cat([gradient.new_tensor([-0.0]), gradient[1:]]))  # a zero added would show
         self.never = nn.Parameter(torch.randn(3))
         self.empty = nn.Parameter(torch.randn(0, 4))
         storage = torch.randn(12)

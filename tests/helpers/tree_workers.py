@@ -22,6 +22,7 @@ from tree_models import OddModel, backward, bits, gradients, mlp
 
 RANKS = 4
 MANY_RANKS = 7  # no power of two
+LATE_LIMIT = 4  # seconds; a busy machine needs some to build a group
 COUNTS = [*range(1, 18), 64]
 DDP_OPTIONS: list[dict[str, bool]] = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "odd": OddModel}
@@ -225,10 +226,10 @@ def many_means(rank: int) -> dict[tuple[int, int, int], str]:
 def _late(rank: int) -> dict[str, Any]:
     """Rank 1 comes long after the group's time limit."""
     dist.barrier()
-    pair = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=LATE_LIMIT))
     if rank > 1:
         return {}
-    time.sleep(6 * rank)
+    time.sleep(2 * LATE_LIMIT * rank)
     return _finish_a_step(pair)
 
 
