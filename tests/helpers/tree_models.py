@@ -27,7 +27,7 @@ class OddModel(nn.Module):
         self.narrow = nn.Linear(6, 6).to(torch.bfloat16)
         self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
         self.seldom = nn.Parameter(torch.randn(6))
-        self.seldom.register_hook(lambda gradient: torch.cat([gradient.new_tensor([-0.0]), gradient[1:]]))  # a zero added would show
+        self.seldom.register_hook(lambda gradient: torch.cat([gradient.new_full((1,), -0.0), gradient[1:]]))  # a zero added would show
         self.never = nn.Parameter(torch.randn(3))
         self.empty = nn.Parameter(torch.randn(0, 4))
         storage = torch.randn(12)
@@ -47,7 +47,8 @@ def micro_batch(index: int) -> Tensor:
 
 
 def backward(model: nn.Module, index: int) -> None:
-    model(micro_batch(index)).square().sum().backward()
+    device = next(model.parameters()).device
+    model(micro_batch(index).to(device)).square().sum().backward()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -56,7 +57,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 def bits(tensors: Iterable[Tensor | None]) -> str:
     """A hash that tells -0.0 from 0.0 and no gradient from zeros."""
-    found = [b"none" if t is None else str(t.dtype).encode() + t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+    found = [
+        b"none" if t is None else str(t.dtype).encode() + t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors
+    ]
     return hashlib.sha256(b"|".join(found)).hexdigest()[:16]
 
 
@@ -85,4 +88,6 @@ def mean_by_definition(model: nn.Module, micro_batches: int) -> dict[str, Tensor
     model.zero_grad()
     sums = {name: tree_by_definition([one[name] for one in found]) for name in found[0]}
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    return {name: None if total is None else (total / micro_batches).to(dtypes[name]) for name, total in sums.items()}
+    return {
+        name: None if total is None else (total / torch.full_like(total, micro_batches)).to(dtypes[name]) for name, total in sums.items()
+    }

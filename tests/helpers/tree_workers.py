@@ -223,6 +223,13 @@ def many_means(rank: int) -> dict[tuple[int, int, int], str]:
     return found
 
 
+def means_on_one_gpu(rank: int) -> dict[tuple[str, int, int], str]:
+    """As by hand on the CPU; all ranks share the GPU, and gloo carries the messages."""
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (1, 2, 4)}
+    cases = [(name, count, ranks) for name in MODELS for count in (4, 8, 13) for ranks in groups if rank < ranks]
+    return {(name, count, ranks): mean(MODELS[name]().cuda(), count, groups[ranks]) for name, count, ranks in cases}
+
+
 def _late(rank: int) -> dict[str, Any]:
     """Rank 1 comes long after the group's time limit."""
     dist.barrier()
