@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -18,12 +19,13 @@ import dash_attn
 import stand_ins
 from dash_attn import GENERATORS, Mask, Problem, ScheduleError, generate
 from dash_attn.cli.main import main
+from dash_attn.distributed.tree import fitting_ranks, tree_sum
 from dash_attn.scheduling.order import ALL_GUARANTEES
 from dash_attn.tools.doctor import CHECKS
 
 DOCS = Path(__file__).parents[2] / "docs"
 DETERMINISM, MIGRATION, INDEX = ((DOCS / name).read_text() for name in ("determinism.md", "migration.md", "index.md"))
-LOG, ROADMAP, EXAMPLES = ((DOCS / name).read_text() for name in ("log.md", "roadmap.md", "examples.md"))
+LOG, ROADMAP, EXAMPLES, DISTRIBUTED = ((DOCS / name).read_text() for name in ("log.md", "roadmap.md", "examples.md", "distributed.md"))
 
 
 def blocks(page: str, fence: str) -> list[str]:
@@ -53,6 +55,23 @@ def test_determinism_commands_work(command: str, tmp_path: Path, monkeypatch: py
     if "--against" in command:
         main(["verify", "--output", "here.json", *quick])
     assert main([*shlex.split(command, comments=True)[1:], *quick]) == 0
+
+
+def test_blocks_for_many_ranks_run() -> None:
+    """One after another, in the only process of a group, as torchrun would start it."""
+    code = "import torch\ntorch.distributed.init_process_group('gloo')\n" + "\n".join(blocks(DISTRIBUTED, "python"))
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_tables_for_many_ranks_are_what_the_code_says() -> None:
+    sums = {int(count): cell.strip("`") for count, cell in rows(DISTRIBUTED, 2) if count.isdecimal() and "+" in cell}
+    fitting = {int(count): cell for count, cell in rows(DISTRIBUTED, 2) if count.isdecimal() and "," in cell}
+    assert len(sums) == len(fitting) == 4
+    assert fitting == {count: ", ".join(map(str, fitting_ranks(count))) for count in fitting}
+    for count, formula in sums.items():
+        assert f"({formula})" == tree_sum([str(index) for index in range(count)], lambda left, right: f"({left} + {right})")
 
 
 FROM_SOME_NUMBER_ON = (*ALL_GUARANTEES[:2], f"{ALL_GUARANTEES[2]} (N workers or more)")

@@ -1,0 +1,85 @@
+"""The ranks of a process group, and the few messages that they exchange. All messages are copies: nothing is summed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = ProcessGroup | DeviceMesh | None
+NOT_A_MEMBER = "only members of a group may use it; this process, global rank {}, is none"
+
+
+@dataclass(frozen=True)
+class Peers:
+    """`group` None: this process is alone, and nothing is sent."""
+
+    group: ProcessGroup | None
+    rank: int
+    count: int
+
+    @classmethod
+    def of(cls, group: Group) -> Peers:
+        """None: all processes of torch.distributed, or this one alone where it is not initialised."""
+        found = _process_group(group)
+        if found is None:
+            return cls(None, 0, 1)
+        rank = dist.get_rank(found)
+        if rank < 0:
+            raise ValueError(NOT_A_MEMBER.format(dist.get_rank()))
+        return cls(found, rank, dist.get_world_size(found))
+
+    def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Those of every rank, by rank. All ranks give equally many."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        found: list[list[int]] = self.gather(mine).view(self.count, -1).tolist()
+        return found
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """The flat tensors of all ranks, end to end. They have one shape."""
+        if self.count == 1:
+            return mine
+        everything = mine.new_empty(self.count * mine.numel())
+        self._send(lambda: dist.all_gather(list(_bytes(everything).chunk(self.count)), _bytes(mine), self.group))
+        return everything
+
+    def exchange(self, flat: Tensor) -> Tensor:
+        """Of `count` equal pieces, piece r goes to rank r. Row r of the result came from rank r."""
+        if self.count == 1:
+            return flat[None]
+        received = torch.empty_like(flat)
+        self._send(lambda: dist.all_to_all_single(_bytes(received), _bytes(flat), group=self.group))
+        return received.view(self.count, -1)
+
+    def _send(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:  # what every backend raises
+            raise RuntimeError(
+                f"rank {self.rank} of {self.count} could not reach the others: another rank has ended, has not come within the "
+                f"group's time limit, or the backend does not serve the device of the parameters. The backend says: {error}"
+            ) from error
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """Backends need not know the dtype: they copy."""
+    return flat.view(torch.uint8)
+
+
+def _process_group(group: Group) -> ProcessGroup | None:
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a mesh of one dimension; got {group.ndim} dimensions: pass mesh['name'] of one of them")
+        return group.get_group()
+    if not isinstance(group, ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
+            raise ValueError(NOT_A_MEMBER.format(dist.get_rank()))
+        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh of one dimension or None; got {type(group).__name__}")
+    return group

@@ -1,0 +1,39 @@
+"""Runs a function in several processes of torch.distributed (gloo), and returns what each gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Worker = Callable[[int], Any]
+
+
+def run_processes(worker: Worker, count: int, folder: Path, group_limit: float = 60, limit: float = 240) -> list[Any]:
+    """By rank; None of a process that ended early. `worker` is a function of a module, so that processes can import it.
+
+    group_limit: seconds a rank waits for another. limit: seconds for all; processes that run longer are killed.
+    """
+    context = mp.spawn(_enter, (worker, count, str(folder), group_limit), nprocs=count, join=False)
+    end = time.monotonic() + limit
+    while not context.join(timeout=1):
+        if time.monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{worker.__name__} on {count} processes has not ended after {limit} s")
+    files = [folder / f"result-{rank}" for rank in range(count)]
+    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def _enter(rank: int, worker: Worker, count: int, folder: str, group_limit: float) -> None:
+    torch.set_num_threads(1)  # as many in every process, whatever the machine
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, rank=rank, world_size=count, timeout=timedelta(seconds=group_limit))
+    torch.save(worker(rank), Path(folder) / f"result-{rank}")
+    dist.destroy_process_group()
