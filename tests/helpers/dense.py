@@ -23,6 +23,11 @@ class Results(NamedTuple):
     dk: Tensor
     dv: Tensor
 
+    def of_heads(self, queries: slice, keys: slice) -> Results:
+        """Those of some query heads and some KV heads."""
+        of_queries = self.out[:, :, queries], self.lse[:, queries], self.dq[:, :, queries]
+        return Results(*of_queries, self.dk[:, :, keys], self.dv[:, :, keys])
+
 
 class WithSinks(NamedTuple):
     out: Tensor
