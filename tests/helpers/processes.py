@@ -33,7 +33,10 @@ def run_processes(worker: Worker, count: int, folder: Path, group_limit: float =
 
 def _enter(rank: int, worker: Worker, count: int, folder: str, group_limit: float) -> None:
     torch.set_num_threads(1)  # as many in every process, whatever the machine
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, rank=rank, world_size=count, timeout=timedelta(seconds=group_limit))
+    store = dist.FileStore(f"{folder}/store", count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=group_limit))
+    # Gloo's first connections fail if a rank ends while another still makes them: go on when all have theirs.
+    store.set(f"connected-{rank}", "")
+    store.wait([f"connected-{other}" for other in range(count)])
     torch.save(worker(rank), Path(folder) / f"result-{rank}")
     dist.destroy_process_group()
