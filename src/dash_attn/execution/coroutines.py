@@ -5,13 +5,12 @@ from __future__ import annotations
 from random import Random
 
 from ..scheduling.plan import Plan
-from .rules import Chain, Ledger, TileArithmetic, chains_in_order, deadlock
+from .rules import Chain, Ledger, Starts, TileArithmetic, deadlock
 
 
-def run_coroutines(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, rng: Random | None) -> None:
+def run_coroutines(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, starts: Starts, rng: Random | None) -> None:
     """One thread plays all workers. Without `rng` the oldest chain that can move does, and a start comes last."""
-    waiting = iter(chains_in_order(plan))
-    upcoming = next(waiting, None)
+    upcoming = next(starts, None)
     resident: list[Chain] = []
     while resident or upcoming is not None:
         startable = upcoming is not None and len(resident) < plan.workers
@@ -20,8 +19,8 @@ def run_coroutines(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, rng: 
             raise deadlock(plan, ledger, resident)
         if chain is None:
             assert upcoming is not None
-            resident.append(Chain(plan, arithmetic, upcoming))
-            upcoming = next(waiting, None)
+            resident.append(upcoming())
+            upcoming = next(starts, None)
         elif chain.pending is not None:
             ledger.land(chain, arithmetic)
         elif chain.compute():

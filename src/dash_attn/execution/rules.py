@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -55,10 +56,13 @@ class Ending(NamedTuple):
     value: Any
 
 
+Coroutine = Iterator[Contribution | Ending]
+
+
 class TileArithmetic(Protocol):
     """What a backend supplies: the arithmetic. The executor decides when it runs."""
 
-    def chain(self, place: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution | Ending]:
+    def chain(self, place: ChainPlace, steps: Ints, members: list[int]) -> Coroutine:
         """Walk `steps` (rows q_tile, rank, partial flag), yield each contribution to dQ; it has landed when the walk resumes.
         At last yield dK and dV."""
 
@@ -77,13 +81,13 @@ def chains_in_order(plan: Plan) -> list[ChainPlace]:
 class Chain:
     """A resident chain: a coroutine and what it wants to land, if it has computed anything."""
 
-    def __init__(self, plan: Plan, arithmetic: TileArithmetic, place: ChainPlace) -> None:
+    def __init__(self, plan: Plan, place: ChainPlace, coroutine: Coroutine) -> None:
         self.place, self.problem = place, plan.problem
         self.kind = plan.kind_of(place.part)
         self.sum = plan.sum_of(place.part)
         self.pending: Contribution | Ending | None = None
         self.task = plan.problem.task(*place, q_tile=0)  # the last task computed
-        self._coroutine = arithmetic.chain(place, plan.steps(self.kind, place.kv_tile), plan.members(place.part))
+        self._coroutine = coroutine
 
     def compute(self) -> bool:
         """Run to the next contribution, or to the sums at the end. False when those have landed."""
@@ -112,6 +116,19 @@ class Chain:
 
     def __str__(self) -> str:
         return f"dK and dV of b{self.place.sequence}.part{self.place.part}.kv{self.place.kv_tile}" if self.is_ending else str(self.task)
+
+
+Starts = Iterator[Callable[[], Chain]]  # each starts a chain
+
+
+def whole_chains(plan: Plan, arithmetic: TileArithmetic) -> Starts:
+    """All chains of a plan, from beginning to end, in the order they start."""
+    return (partial(_start, plan, arithmetic, place) for place in chains_in_order(plan))
+
+
+def _start(plan: Plan, arithmetic: TileArithmetic, place: ChainPlace) -> Chain:
+    steps = plan.steps(plan.kind_of(place.part), place.kv_tile)
+    return Chain(plan, place, arithmetic.chain(place, steps, plan.members(place.part)))
 
 
 class Ledger:
@@ -169,18 +186,21 @@ class Ledger:
                 return chain.task._replace(kv_tile=kv_tile)
         return None
 
-    def finish(self) -> None:
-        """Raise unless every rank of every dQ tile has landed, and every part of every sum."""
+    def finish(self, q_tiles: Sequence[int] | None = None, chains: int | None = None) -> None:
+        """Raise unless every rank of every dQ tile has landed, and every part of every sum: of all, or of these Q tiles and of as many
+        chains."""
         problem = self.plan.problem
+        q_tiles = range(problem.q_tiles) if q_tiles is None else q_tiles
+        chains = problem.chains if chains is None else chains
         ranks = self.plan.ranks_per_q_tile.tolist()
-        for tile in product(range(problem.batch), range(problem.heads * problem.group), range(problem.q_tiles)):
+        for tile in product(range(problem.batch), range(problem.heads * problem.group), q_tiles):
             sequence, head, q_tile = tile
             landed = self._landed.get(tile, 0)
             if landed != ranks[q_tile]:
                 raise ExecutionError(f"dQ tile b{sequence}.h{head}.q{q_tile} has {ranks[q_tile]} ranks, but {landed} landed")
         ended = sum(landed for target, landed in self._landed.items() if target[0] == "sum")
-        if ended != problem.chains:
-            raise ExecutionError(f"the plan has {problem.chains} chains, but {ended} landed their dK and dV")
+        if ended != chains:
+            raise ExecutionError(f"the plan has {chains} chains, but {ended} landed their dK and dV")
 
 
 def deadlock(plan: Plan, ledger: Ledger, blocked: list[Chain]) -> Deadlock:

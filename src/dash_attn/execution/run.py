@@ -13,16 +13,20 @@ from random import Random
 from ..scheduling.plan import Plan
 from .coroutines import run_coroutines
 from .interleaving import Interleaving
-from .rules import Ledger, TileArithmetic
+from .rules import Ledger, Starts, TileArithmetic, whole_chains
 from .threads import run_threads
 
 
 def run_plan(plan: Plan, arithmetic: TileArithmetic, ordered: bool = True, chosen: Interleaving | None = None) -> None:
     """Run every chain of the plan to its end, or raise ExecutionError."""
-    chosen = Interleaving() if chosen is None else chosen
     ledger = Ledger(plan, ordered)
-    if chosen.threads:
-        run_threads(plan, arithmetic, ledger, chosen.seed, chosen.record)
-    else:
-        run_coroutines(plan, arithmetic, ledger, None if chosen.seed is None else Random(chosen.seed))
+    run_chains(plan, arithmetic, ledger, whole_chains(plan, arithmetic), Interleaving() if chosen is None else chosen)
     ledger.finish()
+
+
+def run_chains(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, starts: Starts, chosen: Interleaving) -> None:
+    """Run chains of a plan, or stretches of them, to their end. They start in this order."""
+    if chosen.threads:
+        run_threads(plan, arithmetic, ledger, starts, chosen.seed, chosen.record)
+    else:
+        run_coroutines(plan, arithmetic, ledger, starts, None if chosen.seed is None else Random(chosen.seed))

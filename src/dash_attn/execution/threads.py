@@ -8,7 +8,7 @@ from random import Random
 
 from ..scheduling.plan import Plan
 from .interleaving import TaskTime
-from .rules import Chain, ExecutionError, Ledger, Target, TileArithmetic, chains_in_order, deadlock
+from .rules import Chain, ExecutionError, Ledger, Starts, Target, TileArithmetic, deadlock
 
 LONGEST_SLEEP = 3e-4  # seconds; about one task on a CPU, so that chains overtake each other
 
@@ -17,21 +17,36 @@ class _Abandoned(Exception):
     """Another worker has failed."""
 
 
-def run_threads(plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTime] | None = None) -> None:
+def run_threads(
+    plan: Plan,
+    arithmetic: TileArithmetic,
+    ledger: Ledger,
+    starts: Starts,
+    seed: int | None,
+    record: list[TaskTime] | None = None,
+) -> None:
     """Run every chain. With a seed, workers sleep at random before they compute and before they land.
 
     `record` gets a row for every task, in the order they land.
     """
-    _Team(plan, arithmetic, ledger, seed, record).run()
+    _Team(plan, arithmetic, ledger, starts, seed, record).run()
 
 
 class _Team:
     """Workers that share the ledger under one lock. A worker that must wait parks on the event of its dQ tile and rank."""
 
-    def __init__(self, plan: Plan, arithmetic: TileArithmetic, ledger: Ledger, seed: int | None, record: list[TaskTime] | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        arithmetic: TileArithmetic,
+        ledger: Ledger,
+        starts: Starts,
+        seed: int | None,
+        record: list[TaskTime] | None,
+    ) -> None:
         self.plan, self.arithmetic, self.ledger, self.seed, self.record = plan, arithmetic, ledger, seed, record
         self.lock = threading.Lock()
-        self.waiting = iter(chains_in_order(plan))
+        self.starts = starts
         self.parked: dict[tuple[Target, int], tuple[Chain, threading.Event]] = {}
         self.size = min(plan.workers, plan.problem.chains)
         self.active = self.size
@@ -70,8 +85,8 @@ class _Team:
 
     def _take(self) -> Chain | None:
         with self.lock:
-            place = None if self.failure is not None else next(self.waiting, None)
-            return None if place is None else Chain(self.plan, self.arithmetic, place)
+            start = None if self.failure is not None else next(self.starts, None)
+            return None if start is None else start()
 
     def _compute(self, chain: Chain, sleeper: Random | None) -> bool:
         _sleep(sleeper)

@@ -22,7 +22,20 @@ from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.run import run_plan
 from ...masks import Documents
 from ...scheduling.plan import Plan
-from .tiles import TILE_KV, TILE_Q, BackwardTiles, Scores, arithmetic, attend, fixed_arithmetic, from_tiles, to_tiles
+from ...scheduling.problem import Problem
+from .tiles import (
+    TILE_KV,
+    TILE_Q,
+    BackwardTiles,
+    Scores,
+    Share,
+    arithmetic,
+    attend,
+    fixed_arithmetic,
+    from_tiles,
+    sink_gradients,
+    to_tiles,
+)
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -109,6 +122,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: 
     if no_pairs(q, k):
         return forward_of_nothing(q, v, sinks)
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
+    return forward_of_share(q, k, v, options, sinks, problem, Share.whole(problem))
+
+
+def forward_of_share(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, share: Share
+) -> tuple[Tensor, Tensor]:
+    """The queries of a share on all keys of the problem."""
     with fixed_arithmetic():
         scores = Scores(problem, options)
         q_tiles, k_tiles, v_tiles = to_tiles(q, TILE_Q), to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
@@ -116,10 +136,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: 
         out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
         lse = q_tiles.new_empty(q_tiles.shape[:-1])
         for place in product(*map(range, q_tiles.shape[:3])):
-            sequence, head, q_tile = place
-            kv_head = sequence, head // problem.group
+            sequence, head, local = place
+            kv_head, q_tile = (sequence, head // problem.group), share.q_tiles[local]
             out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, q_tile)
-        return from_tiles(out, problem.q_len, q.dtype), lse.flatten(2)[:, :, : problem.q_len].contiguous()
+        return from_tiles(out, q.shape[1], q.dtype), lse.flatten(2)[:, :, : q.shape[1]].contiguous()
 
 
 def _backward(
@@ -127,7 +147,7 @@ def _backward(
 ) -> Gradients:
     """A batch of sequences of one length, (dout, q, k, v, out) and (LSE, its gradient). The sinks' gradient is (batch, query heads):
     a part for each sequence."""
-    _, q, k, v, _ = tensors
+    dout, q, k, v, out = tensors
     if no_pairs(q, k):
         dq, dk, dv, _ = backward_of_nothing(q, k, v, None)
         return dq, dk, dv, None if sinks is None else _sink_parts_of_nothing(q, sinks, of_rows[1])
@@ -138,10 +158,10 @@ def _backward(
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
     plan = plan_for(problem, options.schedule, chosen.workers or DEFAULT_WORKERS)
     with fixed_arithmetic():
-        tiles = BackwardTiles(plan, options, tensors, of_rows)
-        tiles.dq[:, :, plan.ranks_per_q_tile == 0] = 0
+        tiles = BackwardTiles(plan, options, (dout, q, out), of_rows, Share.whole(problem))
+        tiles.take_keys(k, v)
         run_plan(plan, tiles, options.ordered, chosen)
-        dsinks = None if sinks is None else tiles.sink_gradients(sinks.detach().to(tiles.lse.dtype))
+        dsinks = None if sinks is None else sink_gradients(tiles.lse, tiles.delta, sinks.detach().to(tiles.lse.dtype))
         dk, dv = tiles.dk_dv
         return (
             from_tiles(tiles.dq * options.scale, problem.q_len, q.dtype),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -17,13 +19,34 @@ import torch
 from torch import Tensor
 
 from ...call.options import AttentionOptions
-from ...execution.rules import ChainPlace, Contribution, Ending, SumPlace
+from ...execution.rules import ChainPlace, Contribution, Coroutine, Ending, SumPlace
 from ...masks import EMPTY, PARTIAL
 from ...scheduling.order import Ints
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem, Task
 
 TILE_Q, TILE_KV = 64, 128
+State = tuple[Tensor, Tensor]  # dK and dV of a chain so far; dK lacks the scale
+
+
+@dataclass(frozen=True)
+class Share:
+    """The tiles of queries and of keys that somebody has, in the order in which they are kept. The last one may be short."""
+
+    q_tiles: tuple[int, ...]
+    kv_tiles: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, problem: Problem) -> Share:
+        return cls(tuple(range(problem.q_tiles)), tuple(range(problem.kv_tiles)))
+
+    @cached_property
+    def place_of_q_tile(self) -> dict[int, int]:
+        return {tile: place for place, tile in enumerate(self.q_tiles)}
+
+    @cached_property
+    def place_of_kv_tile(self) -> dict[int, int]:
+        return {tile: place for place, tile in enumerate(self.kv_tiles)}
 
 
 class Scores:
@@ -76,15 +99,20 @@ def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Sc
 
 
 class BackwardTiles:
-    """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale."""
+    """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale.
 
-    def __init__(self, plan: Plan, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]) -> None:
-        """tensors: dout, q, k, v, out; of_rows: LSE and, where it was used, its gradient."""
-        problem = self.problem = plan.problem
-        self.scores = Scores(problem, options)
-        dout, q, k, v, out = tensors
+    Queries, dQ and the sums of dK and dV are those of a share. `keys` has all keys and values of the KV heads that are worked on.
+    """
+
+    def __init__(
+        self, plan: Plan, options: AttentionOptions, rows: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None], share: Share
+    ) -> None:
+        """rows: dout, q and out of the share; of_rows: its LSE and, where it was used, the gradient of that."""
+        self.problem, self.share = plan.problem, share
+        self.scores = Scores(plan.problem, options)
+        dout, q, out = rows
         self.q, self.dout = to_tiles(q, TILE_Q), to_tiles(dout, TILE_Q)
-        self.k, self.v = to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
+        self.keys: dict[int, tuple[Tensor, Tensor]] = {}  # by KV head: tiles (batch, KV tiles, rows, dim)
         lse, dlse = of_rows
         self.lse = self._pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf), torch.inf)
         self.delta = self._delta(to_tiles(out, TILE_Q))
@@ -93,12 +121,20 @@ class BackwardTiles:
             # Rows without a weight have none.
             self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
         self.dq = torch.empty_like(self.q)
-        self.sums = [(torch.empty_like(self.k), torch.empty_like(self.v)) for _ in range(plan.sums)]
+        self.dq[:, :, [plan.ranks_per_q_tile[tile] == 0 for tile in share.q_tiles]] = 0
+        tiles = (plan.problem.batch, plan.problem.heads, len(share.kv_tiles), TILE_KV)
+        dims = q.shape[-1], dout.shape[-1]
+        self.sums = [tuple(self.q.new_empty(*tiles, dim) for dim in dims) for _ in range(plan.sums)]
+
+    def take_keys(self, k: Tensor, v: Tensor, first_head: int = 0) -> None:
+        """All keys and values of some KV heads."""
+        for head, (k_tiles, v_tiles) in enumerate(zip(to_tiles(k, TILE_KV).unbind(1), to_tiles(v, TILE_KV).unbind(1), strict=True)):
+            self.keys[first_head + head] = k_tiles, v_tiles
 
     def _pack_rows(self, values: Tensor, beyond: float) -> Tensor:
         """A number per row, by Q tile. An LSE of +inf, of rows that attend nothing, makes their weights exp(-inf) = 0."""
-        padded = self.q.new_full((*values.shape[:2], self.problem.q_tiles * TILE_Q), beyond)
-        padded[:, :, : self.problem.q_len] = values
+        padded = self.q.new_full((*values.shape[:2], len(self.share.q_tiles) * TILE_Q), beyond)
+        padded[:, :, : values.shape[2]] = values
         by_tile: Tensor = padded.unflatten(2, (-1, TILE_Q))
         return by_tile
 
@@ -109,32 +145,33 @@ class BackwardTiles:
             delta[place] = (self.dout[place] * out[place]).sum(1)
         return delta
 
-    def sink_gradients(self, sinks: Tensor) -> Tensor:
-        """The part of each sequence and query head, tile by tile: a sink takes exp(sink - LSE) of a row's weight and has value 0."""
-        parts = sinks.new_zeros(self.lse.shape[:2])
-        for sequence, head, q_tile in product(*map(range, self.lse.shape[:3])):
-            share = torch.exp(sinks[head] - self.lse[sequence, head, q_tile])
-            parts[sequence, head] -= (share * self.delta[sequence, head, q_tile]).sum()
-        return parts
-
-    def chain(self, at: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution | Ending]:
+    def chain(self, at: ChainPlace, steps: Ints, members: list[int]) -> Coroutine:
         """Walk one KV tile's Q tiles; dK and dV stay with the chain to its end."""
-        kv_tile = at.sequence, at.part // self.problem.parts, at.kv_tile
-        k, v = self.k[kv_tile], self.v[kv_tile]
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        first_head = self.problem.members(at.part).start
+        k, v = self._tiles_of(at)
+        state = torch.zeros_like(k), torch.zeros_like(v)
         for member in members:
-            for q_tile, rank, partial in steps.tolist():
-                place = at.sequence, first_head + member, q_tile
-                weights, dscores = self._gradients(place, k, v, at.kv_tile, bool(partial))
-                dv.addmm_(weights.t(), self.dout[place])
-                dk.addmm_(dscores.t(), self.q[place])
-                yield Contribution(member, q_tile, rank, torch.mm(dscores, k))
-        yield Ending((dk, dv))
+            yield from self.walk(at, steps, member, state)
+        yield Ending(state)
 
-    def _gradients(self, place: tuple[int, int, int], k: Tensor, v: Tensor, kv_tile: int, partial: bool) -> tuple[Tensor, Tensor]:
+    def walk(self, at: ChainPlace, steps: Ints, member: int, state: State) -> Coroutine:
+        """Walk some Q tiles for one query head. dK and dV are added to the state, in its memory."""
+        k, v = self._tiles_of(at)
+        dk, dv = state
+        head = self.problem.members(at.part).start + member
+        for q_tile, rank, partial in steps.tolist():
+            place = at.sequence, head, self.share.place_of_q_tile[q_tile]
+            weights, dscores = self._gradients(place, k, v, (q_tile, at.kv_tile), bool(partial))
+            dv.addmm_(weights.t(), self.dout[place])
+            dk.addmm_(dscores.t(), self.q[place])
+            yield Contribution(member, q_tile, rank, torch.mm(dscores, k))
+
+    def _tiles_of(self, at: ChainPlace) -> tuple[Tensor, Tensor]:
+        k, v = self.keys[at.part // self.problem.parts]
+        return k[at.sequence, at.kv_tile], v[at.sequence, at.kv_tile]
+
+    def _gradients(self, place: tuple[int, int, int], k: Tensor, v: Tensor, tiles: tuple[int, int], partial: bool) -> tuple[Tensor, Tensor]:
         """P and dS of one tile, dS before the scale."""
-        scores, tanh = self.scores.tile(self.q[place], k, place[2], kv_tile, partial)
+        scores, tanh = self.scores.tile(self.q[place], k, *tiles, partial)
         weights = scores.sub_(self.lse[place][:, None]).exp_()
         dscores = torch.mm(self.dout[place], v.t()).sub_(self.delta[place][:, None]).mul_(weights)
         if tanh is not None:
@@ -142,16 +179,16 @@ class BackwardTiles:
         return weights, dscores
 
     def land(self, task: Task, value: Any, first: bool) -> None:
-        tile = self.dq[task.sequence, task.head, task.q_tile]
+        tile = self.dq[task.sequence, task.head, self.share.place_of_q_tile[task.q_tile]]
         if first:
             tile.copy_(value)
         else:
             tile.add_(value)
 
-    def land_sum(self, place: SumPlace, value: tuple[Tensor, Tensor], first: bool) -> None:
-        number, *tile = place
-        for total, part in zip(self.sums[number], value, strict=True):
-            total[tuple(tile)] = part if first else total[tuple(tile)] + part
+    def land_sum(self, place: SumPlace, value: State, first: bool) -> None:
+        tile = place.sequence, place.kv_head, self.share.place_of_kv_tile[place.kv_tile]
+        for total, part in zip(self.sums[place.number], value, strict=True):
+            total[tile] = part if first else total[tile] + part
 
     @property
     def dk_dv(self) -> tuple[Tensor, Tensor]:
@@ -160,6 +197,18 @@ class BackwardTiles:
         for more_dk, more_dv in self.sums[1:]:
             dk, dv = dk + more_dk, dv + more_dv
         return dk, dv
+
+
+def sink_gradients(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """The part of each sequence and query head, tile by tile: a sink takes exp(sink - LSE) of a row's weight and has value 0.
+
+    lse and delta are those of all rows, by Q tile.
+    """
+    parts = sinks.new_zeros(lse.shape[:2])
+    for sequence, head, q_tile in product(*map(range, lse.shape[:3])):
+        share = torch.exp(sinks[head] - lse[sequence, head, q_tile])
+        parts[sequence, head] -= (share * delta[sequence, head, q_tile]).sum()
+    return parts
 
 
 def to_tiles(x: Tensor, rows: int) -> Tensor:

@@ -1,0 +1,132 @@
+"""One of several devices that share a sequence, on the CPU: the forward of its queries, and its units of the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...call.options import AttentionOptions
+from ...execution.interleaving import Interleaving, current_interleaving
+from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Ledger
+from ...execution.run import run_chains
+from ...scheduling.devices.sharding import Sharding
+from ...scheduling.devices.units import SharedSchedule, Unit
+from ...scheduling.plan import Plan
+from ...scheduling.problem import Problem
+from .passes import forward_of_share
+from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, State, fixed_arithmetic, from_tiles, sink_gradients
+
+TILES = TILE_Q, TILE_KV
+
+
+def share_of(problem: Problem, sharding: Sharding, device: int) -> Share:
+    """The tiles of a device."""
+    q_tiles, kv_tiles = (
+        tuple(index for index, chunk in enumerate(sharding.chunk_of_tiles(tile).tolist()) if sharding.owners[chunk] == device)
+        for tile in (problem.tile_q, problem.tile_kv)
+    )
+    return Share(q_tiles, kv_tiles)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, sharding: Sharding, device: int
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the device's queries. k and v are those of the whole sequence."""
+    return forward_of_share(q, k, v, options, sinks, problem, share_of(problem, sharding, device))
+
+
+class DeviceBackward:
+    """The backward of a device. `run` its units in their sequence; states come from and go to whoever has the leg before and after."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        shared: SharedSchedule,
+        device: int,
+        options: AttentionOptions,
+        rows: tuple[Tensor, ...],
+        of_rows: tuple[Tensor, Tensor | None],
+    ) -> None:
+        """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that."""
+        self.plan, self.shared, self.device, self.options = plan, shared, device, options
+        self.share = share_of(plan.problem, shared.sharding, device)
+        self.rows, self.dtype = rows[1].shape[1], rows[1].dtype
+        with fixed_arithmetic():
+            self.tiles = BackwardTiles(plan, options, rows, of_rows, self.share)
+        self.ledger = Ledger(plan, ordered=True)
+        self.dims = rows[1].shape[-1], rows[0].shape[-1]
+
+    def take_keys(self, k: Tensor, v: Tensor, first_head: int) -> None:
+        """All keys and values of some KV heads, before the first unit that needs them."""
+        self.tiles.take_keys(k, v, first_head)
+
+    def drop_keys(self, first_head: int, heads: int) -> None:
+        for head in range(first_head, first_head + heads):
+            del self.tiles.keys[head]
+
+    def state_size(self, unit: Unit) -> int:
+        """Numbers in the states of a unit."""
+        return self.shared.state_tiles(unit) * TILE_KV * sum(self.dims)
+
+    def new_state(self, unit: Unit) -> Tensor:
+        """Where a trip begins."""
+        return self.tiles.q.new_zeros(self.state_size(unit))
+
+    def run(self, unit: Unit, state: Tensor) -> None:
+        """Walk a leg, or end a trip. The states are added to in their memory."""
+        states = self._states(unit, state)
+        if unit.leg is None:
+            walks = {place: partial(_ending, ended) for place, ended in states.items()}
+        else:
+            walks = {place: self._walk(unit, place, states[place]) for place in self._places(unit, self.shared.leg_of(unit).kv_tiles)}
+        starts = (partial(_chain, self.plan, place, walk) for place, walk in walks.items())
+        with fixed_arithmetic():
+            run_chains(self.plan, self.tiles, self.ledger, starts, current_interleaving() or Interleaving())
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of the device's rows."""
+        endings = (unit for unit in self.shared.by_device[self.device] if unit.leg is None)
+        self.ledger.finish(self.share.q_tiles, sum(map(self.shared.state_tiles, endings)))
+        with fixed_arithmetic():
+            dk, dv = self.tiles.dk_dv
+            scale = self.options.scale
+            return tuple(from_tiles(x, self.rows, self.dtype) for x in (self.tiles.dq * scale, dk * scale, dv))  # type: ignore[return-value]
+
+    @property
+    def rows_of_sinks(self) -> Tensor:
+        """LSE and delta, by Q tile: (2, batch, query heads, tiles, rows). Sums over all rows need those of all devices."""
+        return torch.stack([self.tiles.lse, self.tiles.delta])
+
+    def sink_gradients(self, rows: Tensor, sinks: Tensor) -> Tensor:
+        """(batch, query heads), from the `rows_of_sinks` of all devices, tiles in the order of the sequence."""
+        with fixed_arithmetic():
+            return sink_gradients(rows[0], rows[1], sinks.detach().to(rows.dtype))
+
+    def _walk(self, unit: Unit, place: ChainPlace, state: State) -> Callable[[], Coroutine]:
+        assert unit.leg is not None
+        steps = self.plan.steps(unit.kind, place.kv_tile)[self.shared.trips[unit.kind].steps(place.kv_tile, unit.leg)]
+        return partial(self.tiles.walk, place, steps, self.plan.members(place.part)[unit.member], state)
+
+    def _places(self, unit: Unit, kv_tiles: tuple[int, ...]) -> list[ChainPlace]:
+        return [ChainPlace(*head, kv_tile) for head in unit.heads for kv_tile in kv_tiles]
+
+    def _states(self, unit: Unit, state: Tensor) -> dict[ChainPlace, State]:
+        """The states of a unit, side by side in one piece of memory: dK and dV of each KV tile, head by head."""
+        places = self._places(unit, self.shared.column_of(unit).kv_tiles)
+        sizes = [TILE_KV * dim for dim in self.dims]
+        found = {}
+        for place, one in zip(places, state.view(len(places), sum(sizes)), strict=True):
+            dk, dv = one.split(sizes)
+            found[place] = dk.view(TILE_KV, self.dims[0]), dv.view(TILE_KV, self.dims[1])
+        return found
+
+
+def _chain(plan: Plan, place: ChainPlace, walk: Callable[[], Coroutine]) -> Chain:
+    return Chain(plan, place, walk())
+
+
+def _ending(state: State) -> Coroutine:
+    yield Ending(state)

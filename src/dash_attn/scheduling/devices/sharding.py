@@ -1,0 +1,124 @@
+"""Which device has which rows of a sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..order import frozen_ints
+from ..problem import Problem, whole_number
+
+SHARDINGS = ("zigzag", "contiguous")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Chunk i of a sequence is `lengths[i]` rows that follow each other. Device `owners[i]` has it.
+
+    `zigzag` and `contiguous` make the usual ones, with chunks of one length. Other lengths are for sequences that those do not fit.
+    """
+
+    lengths: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(whole_number("the length of a chunk", length) for length in self.lengths))
+        object.__setattr__(self, "owners", tuple(whole_number("the device of a chunk", owner, least=0) for owner in self.owners))
+        if not self.lengths or len(self.lengths) != len(self.owners):
+            raise ValueError(f"a sharding has one device per chunk; got {len(self.lengths)} lengths and {len(self.owners)} devices")
+        without = set(range(self.devices)) - set(self.owners)
+        if without:
+            raise ValueError(f"every device needs a chunk; device {min(without)} of {self.devices} has none")
+
+    @classmethod
+    def zigzag(cls, rows: int, devices: int) -> Sharding:
+        """Device p has chunks p and 2 * devices - 1 - p: equal work under a causal mask."""
+        there = list(range(whole_number("devices", devices)))
+        return cls.equal(rows, (*there, *reversed(there)), "zigzag")
+
+    @classmethod
+    def contiguous(cls, rows: int, devices: int) -> Sharding:
+        return cls.equal(rows, tuple(range(whole_number("devices", devices))), "contiguous")
+
+    @classmethod
+    def named(cls, name: str, rows: int, devices: int) -> Sharding:
+        if name not in SHARDINGS:
+            raise ValueError(f"unknown sharding {name!r}; choose from {', '.join(SHARDINGS)}, or give a Sharding")
+        made: Sharding = getattr(cls, name)(rows, devices)
+        return made
+
+    @classmethod
+    def equal(cls, rows: int, owners: tuple[int, ...], name: str) -> Sharding:
+        """Chunks of one length."""
+        chunks = len(owners)
+        if whole_number("rows", rows) % chunks:
+            below = rows // chunks * chunks
+            fitting = " or ".join(str(fits) for fits in (below, below + chunks) if fits)
+            raise ValueError(
+                f"{name} sharding of {max(owners) + 1} devices has {chunks} chunks of one length; {rows} rows cannot be dealt so"
+                f" (but {fitting} can). A Sharding with lengths of its own can"
+            )
+        return cls((rows // chunks,) * chunks, owners)
+
+    @property
+    def rows(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def devices(self) -> int:
+        return max(self.owners) + 1
+
+    @property
+    def chunks(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The row behind each chunk."""
+        return tuple(accumulate(self.lengths))
+
+    def rows_of_chunk(self, chunk: int) -> range:
+        end = self.ends[chunk]
+        return range(end - self.lengths[chunk], end)
+
+    def chunks_of(self, device: int) -> list[int]:
+        """Of a device, in the order in which it keeps them."""
+        return [chunk for chunk, owner in enumerate(self.owners) if owner == device]
+
+    def rows_of(self, device: int) -> NDArray[np.int32]:
+        """The rows of a device, in the order in which it keeps them."""
+        return frozen_ints(np.concatenate([np.array(self.rows_of_chunk(chunk)) for chunk in self.chunks_of(device)]))
+
+    def chunk_of_tiles(self, tile: int) -> NDArray[np.int32]:
+        """The chunk of each tile of `tile` rows. Chunks are multiples of a tile."""
+        firsts = np.arange(0, self.rows, tile)
+        return frozen_ints(np.searchsorted(self.ends, firsts, side="right"))
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError unless this shards the problem's queries and keys and cuts no tile."""
+        if not problem.q_len == problem.kv_len == self.rows:
+            raise ValueError(
+                f"queries and keys of a sharded sequence are the same {self.rows} rows; got {problem.q_len} queries and"
+                f" {problem.kv_len} keys"
+            )
+        unit = math.lcm(problem.tile_q, problem.tile_kv)
+        cut = [length for length in self.lengths[:-1] if length % unit]
+        if cut:
+            raise ValueError(
+                f"chunks must be multiples of {unit} rows, so that no tile of {problem.tile_q} queries or {problem.tile_kv} keys is cut"
+                f" (the last chunk may end anywhere); got a chunk of {cut[0]}.{self._that_fit(unit)}"
+            )
+
+    def _that_fit(self, unit: int) -> str:
+        if len(set(self.lengths)) > 1:
+            return ""
+        step = unit * self.chunks
+        below = self.rows // step * step
+        fitting = " or ".join(str(rows) for rows in (below, below + step) if rows)
+        return (
+            f" {self.chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"
+        )
