@@ -79,7 +79,7 @@ class DeviceBackward:
         """Walk a leg, or end a trip. The states are added to in their memory."""
         states = self._states(unit, state)
         if unit.leg is None:
-            walks = {place: partial(_ending, ended) for place, ended in states.items()}
+            walks: dict[ChainPlace, Callable[[], Coroutine]] = {place: partial(_ending, ended) for place, ended in states.items()}
         else:
             walks = {place: self._walk(unit, place, states[place]) for place in self._places(unit, self.shared.leg_of(unit).kv_tiles)}
         starts = (partial(_chain, self.plan, place, walk) for place, walk in walks.items())
