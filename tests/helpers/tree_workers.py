@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dash_attn.distributed import MicroBatchSampler, TreeAccumulator, buckets
-from dash_attn.distributed.tree import fitting_ranks, tree_sum
+from dash_attn.distributed import MicroBatchSampler, TreeAccumulator
+from dash_attn.distributed.micro_batches import buckets
+from dash_attn.distributed.micro_batches.tree import fitting_ranks, tree_sum
 from tree_models import OddModel, backward, bits, gradients, mlp
 
 RANKS = 4

@@ -19,7 +19,7 @@ import dash_attn
 import stand_ins
 from dash_attn import GENERATORS, Mask, Problem, ScheduleError, generate
 from dash_attn.cli.main import main
-from dash_attn.distributed.tree import fitting_ranks, tree_sum
+from dash_attn.distributed.micro_batches.tree import fitting_ranks, tree_sum
 from dash_attn.scheduling.order import ALL_GUARANTEES
 from dash_attn.tools.doctor import CHECKS
 

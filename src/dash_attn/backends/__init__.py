@@ -16,6 +16,9 @@ from torch import Tensor
 from ..call.explanation import Explanation
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
+from ..scheduling.devices.sharding import Sharding
+from ..scheduling.devices.units import Unit
+from ..scheduling.problem import Problem
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 
@@ -59,6 +62,66 @@ class Backend(Protocol):
         """What forward and backward of these dense tensors, which may be on the meta device, would do."""
 
 
+class DeviceBackward(Protocol):
+    """The backward of one of several devices that share a sequence."""
+
+    @property
+    def rows_of_sinks(self) -> Tensor:
+        """What the sinks' gradient needs of the device's rows, by Q tile: (..., tiles, rows of a tile)."""
+
+    def take_keys(self, k: Tensor, v: Tensor, first_head: int) -> None:
+        """All keys and values of some KV heads, before the first unit that needs them."""
+
+    def drop_keys(self, first_head: int, heads: int) -> None:
+        """No unit needs them any more."""
+
+    def state_size(self, unit: Unit) -> int:
+        """Numbers in the states of a unit."""
+
+    def new_state(self, unit: Unit) -> Tensor:
+        """Where a trip begins."""
+
+    def run(self, unit: Unit, state: Tensor) -> None:
+        """Walk a leg, or end a trip. The states are added to in their memory."""
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of the device's rows."""
+
+    def sink_gradients(self, rows: Tensor, sinks: Tensor) -> Tensor:
+        """(batch, query heads), from the `rows_of_sinks` of all devices."""
+
+
+class Devices(Protocol):
+    """The module `devices` of a backend that can run one of several devices that share a sequence."""
+
+    DeviceBackward: type  # (plan, shared, device, options, rows, of_rows) -> DeviceBackward
+
+    def backward_tiles(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Rows of a Q tile and of a KV tile."""
+
+    def tile_size(self, head_dim: int, value_dim: int) -> int:
+        """Numbers in the state of a KV tile."""
+
+    def heads_together(self, problem: Problem, sharding: Sharding) -> int:
+        """How many heads a unit should have side by side."""
+
+    def machine_code(self) -> str:
+        """What must be equal on all devices besides the plan, because it decides the bits."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        sinks: Tensor | None,
+        problem: Problem,
+        sharding: Sharding,
+        device: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and LSE of the device's queries; k and v are those of the whole sequence, all of some heads."""
+
+
 def resolve(name: str, device: torch.device) -> str:
     """The backend for tensors on this device, or an error if the one asked for does not run there."""
     if name == "auto":
@@ -84,6 +147,19 @@ def resolve_to_explain(name: str, device: torch.device) -> str:
 def backend_for(name: str, device: torch.device) -> Backend:
     """The module that runs calls of tensors on this device."""
     return import_backend(resolve(name, device))
+
+
+@cache
+def import_devices(name: str) -> Devices:
+    """The module of a backend for devices that share a sequence."""
+    module = f"{__name__}.{name}.devices"
+    if find_spec(module) is None:
+        served = [other for other in DEVICE_OF if find_spec(f"{__name__}.{other}.devices") is not None]
+        raise NotImplementedError(
+            f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot share a sequence between ranks in this version of dash-attn;"
+            f" {' and '.join(map(repr, served))} can. With ulysses equal to the number of ranks nothing is shared but heads"
+        )
+    return cast(Devices, import_module(module))
 
 
 @cache

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .accumulator import TreeAccumulator
-from .sampler import MicroBatchSampler
+from ..scheduling.devices.sharding import Sharding
+from .context.attention import context_parallel_attention
+from .context.layout import positions, shard, unshard
+from .micro_batches.accumulator import TreeAccumulator
+from .micro_batches.sampler import MicroBatchSampler
 
-__all__ = ["MicroBatchSampler", "TreeAccumulator"]
+__all__ = ["MicroBatchSampler", "Sharding", "TreeAccumulator", "context_parallel_attention", "positions", "shard", "unshard"]

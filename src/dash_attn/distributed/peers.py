@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,14 @@ class Peers:
             raise ValueError(NOT_A_MEMBER.format(dist.get_rank()))
         return cls(found, rank, dist.get_world_size(found))
 
+    @property
+    def time_limit(self) -> timedelta:
+        """How long a rank waits for another."""
+        assert self.group is not None
+        options = self.group._get_backend(torch.device("cpu" if dist.get_backend(self.group) == "gloo" else "cuda")).options
+        limit: timedelta = options._timeout
+        return limit
+
     def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Those of every rank, by rank. All ranks give equally many."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -42,11 +52,17 @@ class Peers:
 
     def gather(self, mine: Tensor) -> Tensor:
         """The flat tensors of all ranks, end to end. They have one shape."""
+        return self.start_gather(mine).wait()
+
+    def start_gather(self, mine: Tensor) -> Pending:
+        """The same, on its way."""
         if self.count == 1:
-            return mine
+            return Pending(self, None, mine)
         everything = mine.new_empty(self.count * mine.numel())
-        self._send(lambda: dist.all_gather(list(_bytes(everything).chunk(self.count)), _bytes(mine), self.group))
-        return everything
+        into = list(_bytes(everything).chunk(self.count))
+        work: list[Any] = []
+        self._send(lambda: work.append(dist.all_gather(into, _bytes(mine), self.group, async_op=True)))
+        return Pending(self, work[0], everything)
 
     def exchange(self, flat: Tensor) -> Tensor:
         """Of `count` equal pieces, piece r goes to rank r. Row r of the result came from rank r."""
@@ -56,14 +72,36 @@ class Peers:
         self._send(lambda: dist.all_to_all_single(_bytes(received), _bytes(flat), group=self.group))
         return received.view(self.count, -1)
 
+    def send(self, flat: Tensor, to: int, tag: int) -> Any:
+        """Begins to send to a rank; `wait` of the result ends it."""
+        return dist.isend(_bytes(flat), group=self.group, group_dst=to, tag=tag)
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Any:
+        """Begins to receive from a rank; `wait` of the result ends it."""
+        return dist.irecv(_bytes(flat), group=self.group, group_src=source, tag=tag)
+
     def _send(self, collective: Callable[[], object]) -> None:
         try:
             collective()
         except RuntimeError as error:  # what every backend raises
             raise RuntimeError(
                 f"rank {self.rank} of {self.count} could not reach the others: another rank has ended, has not come within the "
-                f"group's time limit, or the backend does not serve the device of the parameters. The backend says: {error}"
+                f"group's time limit, or the backend does not serve the device of the tensors. The backend says: {error}"
             ) from error
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A gather that is on its way."""
+
+    peers: Peers
+    work: Any
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.peers._send(self.work.wait)
+        return self.result
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -19,7 +19,24 @@ from ...scheduling.problem import Problem
 from .passes import forward_of_share
 from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, State, fixed_arithmetic, from_tiles, sink_gradients
 
-TILES = TILE_Q, TILE_KV
+
+def backward_tiles(head_dim: int, value_dim: int) -> tuple[int, int]:
+    return TILE_Q, TILE_KV
+
+
+def tile_size(head_dim: int, value_dim: int) -> int:
+    """Numbers in the state of a KV tile."""
+    return TILE_KV * (head_dim + value_dim)
+
+
+def heads_together(problem: Problem, sharding: Sharding) -> int:
+    """One: there is nothing to fill, and states are smallest."""
+    return 1
+
+
+def machine_code() -> str:
+    """PyTorch's products decide the bits."""
+    return f"PyTorch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def share_of(problem: Problem, sharding: Sharding, device: int) -> Share:
@@ -69,7 +86,7 @@ class DeviceBackward:
 
     def state_size(self, unit: Unit) -> int:
         """Numbers in the states of a unit."""
-        return self.shared.state_tiles(unit) * TILE_KV * sum(self.dims)
+        return self.shared.state_tiles(unit) * tile_size(*self.dims)
 
     def new_state(self, unit: Unit) -> Tensor:
         """Where a trip begins."""

@@ -118,13 +118,15 @@ class _Draft(NamedTuple):
 
 
 def _bundles(schedule: Schedule, heads_together: int) -> Iterator[tuple[int, int, tuple[Head, ...]]]:
-    """(kind, turn, heads side by side) of all heads. Those of a bundle have equally many members."""
+    """(kind, turn, heads side by side) of all heads. Those of a bundle have equally many members.
+
+    The sequences of a KV head follow each other, so that its keys are needed for a short time."""
     problem, kinds = schedule.problem, len(schedule.order.kinds)
     for kind in range(kinds):
         heads = [
             (sequence, part)
-            for sequence in range(problem.batch)
             for part in range(problem.all_parts)
+            for sequence in range(problem.batch)
             if schedule.order.kind_of(problem, part) == kind
         ]
         turn, bundle = 0, list[Head]()

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from dash_attn.distributed import MicroBatchSampler, sampler
+from dash_attn.distributed import MicroBatchSampler
+from dash_attn.distributed.micro_batches import sampler
+from dash_attn.distributed.micro_batches.tree import fitting_ranks
 from dash_attn.distributed.peers import Peers
-from dash_attn.distributed.tree import fitting_ranks
 
 
 def of_rank(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, *arguments: Any, **options: Any) -> MicroBatchSampler:

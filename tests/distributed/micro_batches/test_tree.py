@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.distributed.tree import CarryStack, fitting_ranks, share_of, tree_sum
+from dash_attn.distributed.micro_batches.tree import CarryStack, fitting_ranks, share_of, tree_sum
 from strategies import examples
 from tree_models import tree_by_definition
 

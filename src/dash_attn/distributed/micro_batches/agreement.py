@@ -6,9 +6,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from ..peers import Peers
 from .buckets import Presence
 from .gradients import Parameters
-from .peers import Peers
 from .tree import share_of
 
 

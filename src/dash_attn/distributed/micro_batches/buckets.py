@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..peers import Peers
 from .gradients import Parameters, add, gradient_dtype, sum_dtype
-from .peers import Peers
 from .tree import tree_sum
 
 BUCKET_BYTES = 25 * 2**20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import tree_workers
-from dash_attn.distributed.tree import fitting_ranks
+from dash_attn.distributed.micro_batches.tree import fitting_ranks
 from processes import run_processes
 from tree_models import OddModel, bits, mean_by_definition
 from tree_workers import COUNTS, DDP_OPTIONS, LATE_LIMIT, MANY_RANKS, MODELS, RANKS

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from ..masks import is_whole
+from ...masks import is_whole
 
 Sum = TypeVar("Sum")
 

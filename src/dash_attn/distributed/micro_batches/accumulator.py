@@ -7,11 +7,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..call.tensor_checks import check_flags
+from ...call.tensor_checks import check_flags
+from ..peers import Group, Peers
 from .agreement import Report, compare, presence_on
 from .buckets import buckets_of, reduce_bucket
 from .gradients import Layout, Parameters, add, hash_of, layout_of, take, trainable
-from .peers import Group, Peers
 from .tree import CarryStack, check_whole, share_of
 
 

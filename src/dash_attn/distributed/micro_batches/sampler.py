@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from ..call.tensor_checks import check_flags
-from .peers import Group, Peers
+from ...call.tensor_checks import check_flags
+from ..peers import Group, Peers
 from .tree import check_whole, share_of
 
 

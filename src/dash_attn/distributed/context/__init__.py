@@ -1,0 +1,1 @@
+"""One sequence on several ranks, with the bits of one."""

@@ -1,0 +1,114 @@
+"""context_parallel_attention: the rows of one rank in, the rows of one rank out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.autograd import FirstGradientsOnly
+from ...attention.transforms import refuse_transforms
+from ...call.options import Choices, options_for
+from ...call.tensor_checks import check_flags, check_sinks, check_tensors
+from ...masks import Mask
+from ...scheduling.devices.sharding import Sharding
+from ...scheduling.schedule import Schedule
+from ..peers import Group, Peers
+from .of_rank import OfRank
+from .rows import sharding_for
+from .same_call import Facts, agree
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Mask | None = None,
+    sinks: Tensor | None = None,
+    schedule: str | Schedule = "auto",
+    backend: str = "auto",
+    head_offset: int = 0,
+    sharding: str | Sharding = "zigzag",
+    ulysses: int = 1,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence that the ranks of a group share, with the bits that one rank would give.
+
+    q is (batch, rows, q_heads, dim), k and v are (batch, rows, kv_heads, dim): this rank's rows of one sequence. The output, and the
+    gradients, are those of these rows. All ranks must call it, in the same order and with the same choices.
+
+    group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+    sharding: which rows a rank has. "zigzag" (as PyTorch's context_parallel and Megatron deal them: of 2P chunks, rank p has p and
+        2P - 1 - p), "contiguous", or a Sharding with chunks of other lengths. Chunks are multiples of a tile (128 rows; the error of
+        others says which lengths fit).
+    ulysses: a factor of the group's size. Inside as many neighbouring ranks, heads are exchanged for rows; outside, states travel.
+        It must divide the KV heads. On its own (ulysses = the group's size) no state travels.
+    sinks: the same on every rank. Their gradient is complete on the first rank of the group and zero on the others, so that the sum
+        over ranks, which every replicated parameter needs, is the gradient.
+    head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
+    The other arguments are those of flash_attn_func, for the whole sequence. Sums are always ordered.
+
+    Returns out, or (out, lse) with `return_lse`. Masks whose order would make ranks wait in a circle raise and name
+    schedule="alternating".
+    """
+    refuse_transforms()
+    check_flags(return_lse=return_lse)
+    choices = Choices(
+        mask=mask,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        schedule=schedule,
+        backend=backend,
+        head_offset=head_offset,
+    )
+    peers = Peers.of(group)
+
+    def make() -> OfRank:
+        check_tensors(q, k, v)
+        check_sinks(sinks, q)
+        chosen = sharding_for(sharding, sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * peers.count, peers.count)
+        differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+        more: Facts = {"whether there are sinks": sinks is not None, "whether gradients are needed": differentiable}
+        return OfRank.make(q, k, v, options_for(choices, q.shape[-1]), peers, chosen, ulysses, more)
+
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    rank = agree(peers, device, make)
+    out, lse = SharedAttention.apply(q, k, v, sinks, rank)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+class SharedAttention(torch.autograd.Function):
+    """SharedAttention.apply(q, k, v, sinks, rank) -> (out, lse). Only this rank's rows are saved for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank) -> tuple[Tensor, Tensor]:
+        out, lse = rank.forward(q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.rank = rank
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        # Unlike one rank alone, this one cannot leave out what it does not need: others wait for its states.
+        dout = torch.zeros_like(out) if dout is None else dout
+        with torch.no_grad():
+            gradients = ctx.rank.backward((dout, q, k, v, out), lse, sinks, dlse)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
+        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+        return *wanted, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("dash_attn attention has no forward-mode derivative; use loss.backward() or torch.autograd.grad")

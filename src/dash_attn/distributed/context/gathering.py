@@ -1,0 +1,71 @@
+"""Rows of all ranks, put together in the order of the sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...scheduling.devices.sharding import Sharding
+from ..peers import Peers, Pending
+from .rows import rows_of
+from .shared_call import SharedCall
+
+
+def gather_rows(peers: Peers, sharding: Sharding, x: Tensor) -> Tensor:
+    """(rows of a rank, ...) -> (all rows, ...)."""
+    return _Gather(peers, sharding, x).rows()
+
+
+def gather_tiles(call: SharedCall, peers: Peers, x: Tensor) -> Tensor:
+    """(..., Q tiles of a rank, rows of a tile) -> (..., all Q tiles, rows of a tile)."""
+    tile = x.shape[-1]
+    chunk_of_tile = call.sharding.chunk_of_tiles(tile).tolist()
+    tiles = Sharding(tuple(chunk_of_tile.count(chunk) for chunk in range(call.sharding.chunks)), call.sharding.owners)
+    return gather_rows(peers, tiles, x.movedim(-2, 0)).movedim(0, -2)
+
+
+class _Gather:
+    """One that is on its way. Ranks with fewer rows send as many as the others, because a gather has one shape."""
+
+    def __init__(self, peers: Peers, sharding: Sharding, x: Tensor) -> None:
+        self.peers, self.sharding = peers, sharding
+        most = max(len(sharding.rows_of(rank)) for rank in range(peers.count))
+        padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+        self.shape = most, *x.shape[1:]
+        self.pending: Pending = peers.start_gather(padded.contiguous().flatten())
+
+    def rows(self) -> Tensor:
+        everything = self.pending.wait().view(self.peers.count, *self.shape)
+        whole = everything.new_empty(self.sharding.rows, *self.shape[1:])
+        for rank, part in enumerate(everything):
+            mine = rows_of(self.sharding, rank, whole.device)
+            whole[mine] = part[: len(mine)]
+        return whole
+
+
+class GatheredKeys:
+    """The keys and values of all ranks, some KV heads at a time."""
+
+    def __init__(self, call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> None:
+        self.call, self.peers, self.k, self.v = call, peers, k, v
+        self.started: list[_Gather | None] = []
+
+    def start(self, number: int) -> None:
+        while len(self.started) <= number:
+            heads = self.call.gathers[len(self.started)]
+            both = torch.cat([x[:, :, heads.start : heads.stop].flatten(2) for x in (self.k, self.v)], dim=2)
+            self.started.append(_Gather(self.peers, self.call.sharding, both.transpose(0, 1)))
+
+    def get(self, number: int) -> tuple[Tensor, Tensor]:
+        gather, self.started[number] = self.started[number], None
+        assert gather is not None, "keys are taken once"
+        both = gather.rows().transpose(0, 1)
+        heads = len(self.call.gathers[number])
+        k, v = both.split([heads * dim for dim in self.call.dims], dim=2)
+        return k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
+
+    def finish(self) -> None:
+        """Wait for gathers that nobody took: other ranks need what this one sends."""
+        for gather in self.started:
+            if gather is not None:
+                gather.pending.wait()

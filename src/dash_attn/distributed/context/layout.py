@@ -1,0 +1,48 @@
+"""Tokens, labels and positions of a sequence that ranks share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...scheduling.devices.sharding import Sharding
+from ..peers import Group, Peers
+from .gathering import gather_rows
+from .rows import rows_of, sharding_for
+
+
+def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
+    """The part of `x`, which every rank has whole, that belongs to this rank: tokens, labels, position ids, hidden states.
+
+    dim: that of the sequence. sharding: as for context_parallel_attention. Gradients go through it, to the rank's own rows.
+    """
+    _check(x, dim)
+    peers = Peers.of(group)
+    return x.index_select(dim, rows_of(sharding_for(sharding, x.shape[dim], peers.count), peers.rank, x.device))
+
+
+def unshard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
+    """The whole of what ranks have parts of, in the order of the sequence, on every rank. It has no gradient."""
+    _check(x, dim)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()")
+    peers = Peers.of(group)
+    rows = sharding.rows if isinstance(sharding, Sharding) else x.shape[dim] * peers.count
+    chosen = sharding_for(sharding, rows, peers.count)
+    mine = len(chosen.rows_of(peers.rank))
+    if x.shape[dim] != mine:
+        raise ValueError(f"rank {peers.rank} has {mine} of {rows} rows; got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}")
+    return gather_rows(peers, chosen, x.movedim(dim, 0)).movedim(0, dim).contiguous()
+
+
+def positions(seq_len: int, group: Group = None, *, sharding: str | Sharding = "zigzag", device: torch.device | str = "cpu") -> Tensor:
+    """The place in the whole sequence of each of this rank's tokens, (seq_len / ranks,): for RoPE and position ids."""
+    peers = Peers.of(group)
+    return rows_of(sharding_for(sharding, seq_len, peers.count), peers.rank, torch.device(device)).clone()
+
+
+def _check(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor; got {type(x).__name__}")
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be one of the {x.ndim} dimensions of x; got {dim!r}")

@@ -1,0 +1,72 @@
+"""One process plays all ranks that share a sequence, unit by unit in the global sequence: to test and to prove, without processes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...scheduling.devices.units import Unit
+from .passes import BackwardPass, forward_pass
+from .rows import rows_of
+from .shared_call import SharedCall
+
+
+class Results(NamedTuple):
+    """Of the whole sequence. `dsinks` is None without sinks."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class WholeKeys:
+    """All keys are here already."""
+
+    def __init__(self, call: SharedCall, k: Tensor, v: Tensor) -> None:
+        self.call, self.k, self.v = call, k, v
+
+    def start(self, number: int) -> None:
+        pass
+
+    def get(self, number: int) -> tuple[Tensor, Tensor]:
+        heads = self.call.gathers[number]
+        return self.k[:, :, heads.start : heads.stop], self.v[:, :, heads.start : heads.stop]
+
+
+class Mailbox:
+    """States that are on their way. The sender's memory is overwritten, as a real sender's might be."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, Tensor] = {}
+
+    def send(self, unit: Unit, state: Tensor) -> None:
+        self.states[unit.number] = state.clone()
+        state.fill_(torch.nan)
+
+    def receive(self, unit: Unit, size: int) -> Tensor:
+        assert unit.before is not None
+        return self.states.pop(unit.before)
+
+
+def play_all_ranks(call: SharedCall, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mailbox: Mailbox | None = None) -> Results:
+    """Forward and backward of whole tensors, each rank with its own rows."""
+    mailbox = Mailbox() if mailbox is None else mailbox
+    keys, devices = WholeKeys(call, k, v), range(call.sharding.devices)
+    out, lse = torch.empty_like(dout), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    ranks = []
+    for device in devices:
+        mine = rows_of(call.sharding, device, q.device)
+        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, None)
+        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), (lse[:, :, mine], None), keys, mailbox))
+    for unit in call.shared.units:
+        ranks[unit.device].step(unit)
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    for device in devices:
+        mine = rows_of(call.sharding, device, q.device)
+        for whole, part in zip(gradients, ranks[device].finish(), strict=True):
+            whole[:, mine] = part
+    return Results(out, lse, *gradients)

@@ -1,0 +1,88 @@
+"""States that hop between ranks, over torch.distributed.
+
+A message is known by the number of the unit that sends it. Between two ranks, messages of both directions are begun in the order of
+their numbers on both sides. Backends that run the messages of a pair one after another (NCCL) then never wait in a circle: the first
+message that has not ended was sent by a unit that waits for no later one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...scheduling.devices.units import SharedSchedule, Unit
+from ..peers import Peers
+
+
+class _Letter(NamedTuple):
+    """A message that is on its way, and its memory."""
+
+    work: Any
+    state: Tensor
+    unit: Unit  # that sent it
+    other: int  # the rank at the other end
+
+
+class RankMail:
+    """The messages of one rank."""
+
+    def __init__(self, peers: Peers, shared: SharedSchedule, tile_size: int, like: Tensor) -> None:
+        """tile_size: numbers in the state of one KV tile. like: a tensor with the dtype and the device of states."""
+        self.peers, self.shared, self.tile_size, self.like = peers, shared, tile_size, like
+        self.awaited: dict[int, deque[Unit]] = defaultdict(deque)  # by rank: units that will send here, in order
+        for unit in shared.units:
+            if shared.hops(unit) and unit.after is not None and shared.units[unit.after].device == peers.rank:
+                self.awaited[unit.device].append(unit)
+        self.coming: dict[int, _Letter] = {}  # by the number of the unit that sends it
+        self.leaving: list[_Letter] = []
+
+    def send(self, unit: Unit, state: Tensor) -> None:
+        assert unit.after is not None
+        to = self.shared.units[unit.after].device
+        self._expect(to, unit.number)
+        try:
+            work = self.peers.send(state, to, unit.number)
+        except RuntimeError as error:
+            raise self._lost("send", unit, to, error) from error
+        self.leaving.append(_Letter(work, state, unit, to))
+        self.leaving = [letter for letter in self.leaving if not letter.work.is_completed()]
+
+    def receive(self, unit: Unit, size: int) -> Tensor:
+        assert unit.before is not None
+        source = self.shared.units[unit.before]
+        self._expect(source.device, source.number + 1)
+        letter = self.coming.pop(source.number)
+        self._wait("receive", letter)
+        return letter.state
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        for letter in self.leaving:
+            self._wait("send", letter)
+
+    def _expect(self, source: int, before: int) -> None:
+        """Begin to receive all messages from a rank that were sent before this number."""
+        while self.awaited[source] and self.awaited[source][0].number < before:
+            unit = self.awaited[source].popleft()
+            state = torch.empty(self.shared.state_tiles(unit) * self.tile_size, dtype=self.like.dtype, device=self.like.device)
+            try:
+                work = self.peers.receive(state, source, unit.number)
+            except RuntimeError as error:
+                raise self._lost("receive", unit, source, error) from error
+            self.coming[unit.number] = _Letter(work, state, unit, source)
+
+    def _wait(self, what: str, letter: _Letter) -> None:
+        try:
+            letter.work.wait()
+        except RuntimeError as error:
+            raise self._lost(what, letter.unit, letter.other, error) from error
+
+    def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> RuntimeError:
+        way = "to" if what == "send" else "from"
+        return RuntimeError(
+            f"rank {self.peers.rank} of {self.peers.count} could not {what} the states of {self.shared.describe(unit)} {way} rank {other}:"
+            f" that rank has ended, or has not come within the group's time limit. The backend says: {error}"
+        )

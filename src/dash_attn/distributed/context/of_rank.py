@@ -1,0 +1,128 @@
+"""A call as one rank sees it: exchange heads, gather keys, work through its units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...attention.autograd import attention_backward, attention_forward
+from ...backends import resolve
+from ...call.options import AttentionOptions
+from ...scheduling.devices.sharding import Sharding
+from ..peers import Peers
+from .gathering import GatheredKeys, gather_tiles
+from .mail import RankMail
+from .passes import BackwardPass, forward_pass
+from .same_call import Facts
+from .shared_call import SharedCall
+from .ulysses import HeadExchange, check_factor, inside_and_outside, outer_sharding
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dout, q, k, v, out
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """options: those of the rank's own heads. call: what the ranks outside share; None where there is no other."""
+
+    options: AttentionOptions
+    call: SharedCall | None
+    exchange: HeadExchange
+    outside: Peers
+    facts: Facts
+
+    @classmethod
+    def make(
+        cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharding: Sharding, ulysses: int, more: Facts
+    ) -> OfRank:
+        """Raises where this rank's tensors do not fit. Messages are sent only to make groups for `ulysses`."""
+        rows = len(sharding.rows_of(peers.rank))
+        if not q.shape[1] == k.shape[1] == rows:
+            raise ValueError(
+                f"rank {peers.rank} has {rows} of the {sharding.rows} rows, queries and keys alike; got {q.shape[1]} queries and"
+                f" {k.shape[1]} keys"
+            )
+        check_factor(ulysses, peers.count, k.shape[2])
+        options.mask.check(sharding.rows, sharding.rows)
+        place = peers.rank % ulysses
+        own = replace(options, head_offset=options.head_offset + place * (k.shape[2] // ulysses))
+        outer = outer_sharding(sharding, ulysses)
+        call = SharedCall.of(q, k, v, own, outer, ulysses) if outer.devices > 1 else None
+        facts = _facts(q, k, v, options) | {"sharding": sharding, "ulysses": ulysses} | more
+        if call is not None:
+            facts["the machine code"] = call.devices.machine_code()
+        inside, outside = inside_and_outside(peers, ulysses)
+        return cls(own, call, HeadExchange(inside, sharding, peers.rank - place), outside, facts)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output and LSE of this rank's rows."""
+        q, k, v = map(self.exchange.to_heads, (q, k, v))
+        own_sinks = self._own(sinks)
+        if self.call is None:
+            out, lse = attention_forward(q, k, v, self.options, None, own_sinks)
+        else:
+            out, lse = forward_pass(self.call, self.outside.rank, q, GatheredKeys(self.call, self.outside, k, v), own_sinks)
+        return self.exchange.to_rows(out), _by_head(self.exchange.to_rows(_by_row(lse)))
+
+    def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+        """dQ, dK and dV of this rank's rows. The sinks' gradient is that of all ranks on the first one, and zero on the others."""
+        dout, q, k, v, out = map(self.exchange.to_heads, rows)
+        lse = _by_head(self.exchange.to_heads(_by_row(lse)))
+        dlse = None if dlse is None else _by_head(self.exchange.to_heads(_by_row(dlse)))
+        own_sinks = self._own(sinks)
+        if self.call is None:
+            *gradients, dsinks = attention_backward(dout, q, k, v, out, lse, self.options, None, own_sinks, dlse)
+        else:
+            *gradients, dsinks = self._share(self.call, (dout, q, k, v, out), lse, own_sinks, dlse)
+        dq, dk, dv = map(self.exchange.to_rows, gradients)
+        return dq, dk, dv, None if dsinks is None else self._on_first_rank(dsinks)
+
+    def _share(self, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+        dout, q, k, v, out = rows
+        keys = GatheredKeys(call, self.outside, k, v)
+        mail = RankMail(self.outside, call.shared, call.devices.tile_size(*call.dims), lse)
+        work = BackwardPass(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, mail)
+        for unit in work.units:
+            work.step(unit)
+        dq, dk, dv = work.finish()
+        mail.finish()
+        keys.finish()
+        if sinks is None:
+            return dq, dk, dv, None
+        # A sum over all rows in a fixed order: every rank gathers what it needs of all rows.
+        everybody = gather_tiles(call, self.outside, work.backward.rows_of_sinks)
+        return dq, dk, dv, sum_in_order(work.backward.sink_gradients(everybody, sinks)).to(sinks.dtype)
+
+    def _own(self, sinks: Tensor | None) -> Tensor | None:
+        return None if sinks is None else sinks[self.exchange.heads(len(sinks))]
+
+    def _on_first_rank(self, dsinks: Tensor) -> Tensor:
+        whole = self.exchange.inside.gather(dsinks.contiguous())
+        return whole if self.exchange.inside.rank == 0 and self.outside.rank == 0 else torch.zeros_like(whole)
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Over sequences, first to last."""
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    return total
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
+    """What must be the same on every rank."""
+    facts: Facts = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    facts["backend"] = resolve(options.backend, q.device)
+    facts |= {"the batch size": q.shape[0], "the numbers of heads": (q.shape[2], k.shape[2]), "the head dims": (q.shape[3], v.shape[3])}
+    return facts | {"the dtype": q.dtype}
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """(batch, heads, rows) -> (batch, rows, heads, 1)."""
+    return x.transpose(1, 2)[..., None].contiguous()
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x[..., 0].transpose(1, 2).contiguous()

@@ -1,0 +1,29 @@
+"""The rows of a rank, as indices."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...scheduling.devices.sharding import Sharding
+
+
+@lru_cache(maxsize=256)
+def rows_of(sharding: Sharding, device: int, where: torch.device) -> Tensor:
+    """The places of a rank's rows in the whole sequence, in the order in which it keeps them."""
+    return torch.from_numpy(sharding.rows_of(device).copy()).long().to(where)
+
+
+def sharding_for(name: str | Sharding, rows: int, ranks: int) -> Sharding:
+    """By name, or the one given, for as many rows and ranks."""
+    if not isinstance(name, Sharding):
+        if not isinstance(name, str):
+            raise TypeError(f"sharding must be a name or a Sharding; got {type(name).__name__}")
+        return Sharding.named(name, rows, ranks)
+    if name.devices != ranks:
+        raise ValueError(f"the sharding that was given is for {name.devices} ranks; the group has {ranks}")
+    if name.rows != rows:
+        raise ValueError(f"the sharding that was given is for {name.rows} rows; got {rows}")
+    return name

@@ -1,0 +1,79 @@
+"""A call of attention whose sequence is shared by ranks: what all of them must agree on, and the plans that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from torch import Tensor
+
+from ...backends import Devices, import_devices, resolve
+from ...call.documents import runs_packed
+from ...call.given_schedule import schedule_for
+from ...call.options import AttentionOptions
+from ...call.planning import DEFAULT_WORKERS, plan_for
+from ...scheduling.devices.sharding import Sharding
+from ...scheduling.devices.units import SharedSchedule, share
+from ...scheduling.plan import Plan
+from ...scheduling.problem import Problem
+from ...scheduling.validate import ANY_WORKERS
+
+MOST_GATHERS = 4  # in which keys and values of all KV heads come
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """Heads are those of one rank: with Ulysses, its share of the KV heads and their query heads."""
+
+    options: AttentionOptions
+    sharding: Sharding
+    batch: int
+    kv_heads: int
+    group: int
+    dims: tuple[int, int]  # of q and k, and of v
+    backend: str
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sharding: Sharding, heads_of: int = 1) -> SharedCall:
+        """Of a rank's tensors. heads_of: among how many ranks their heads are dealt. Raises where they cannot be shared."""
+        kv_heads, group = k.shape[2] // heads_of, q.shape[2] // k.shape[2]
+        backend = resolve(options.backend, q.device)
+        call = cls(options, sharding, q.shape[0], kv_heads, group, (q.shape[3], v.shape[3]), backend)
+        call._check()
+        return call
+
+    def _check(self) -> None:
+        if runs_packed(self.options):
+            raise ValueError(
+                f"documents cannot be shared by ranks: each is planned by itself, and chunks would cut it. schedule={ANY_WORKERS!r}"
+                " plans the row as a whole; its bits are then those of that schedule on one rank"
+            )
+        self.shared  # noqa: B018  raises where lengths do not fit, or where the order has circles
+
+    @property
+    def devices(self) -> Devices:
+        return import_devices(self.backend)
+
+    @cached_property
+    def problem(self) -> Problem:
+        rows, tiles = self.sharding.rows, self.devices.backward_tiles(*self.dims)
+        return Problem(self.options.mask, rows, rows, *tiles, self.kv_heads, self.group, self.batch, self.options.head_offset)
+
+    @property
+    def plan(self) -> Plan:
+        return plan_for(self.problem, self.options.schedule, DEFAULT_WORKERS)
+
+    @property
+    def shared(self) -> SharedSchedule:
+        return _shared(self.problem, self.options.schedule, self.sharding, self.devices.heads_together(self.problem, self.sharding))
+
+    @property
+    def gathers(self) -> list[range]:
+        """KV heads whose keys and values come together. While some are worked on, the next are on their way."""
+        each = -(-self.kv_heads // MOST_GATHERS)
+        return [range(first, min(first + each, self.kv_heads)) for first in range(0, self.kv_heads, each)]
+
+
+@lru_cache(maxsize=64)
+def _shared(problem: Problem, schedule: str, sharding: Sharding, heads_together: int) -> SharedSchedule:
+    return share(schedule_for(problem, schedule, DEFAULT_WORKERS), sharding, heads_together)

@@ -1,0 +1,121 @@
+"""Ranks inside and outside: neighbours exchange heads for rows, the others pass states on.
+
+P ranks with a factor U are P / U groups of U neighbours. Inside such a group each rank gives up its rows of most heads and gets the
+other rows of its own heads. So the group acts as one rank with more rows, and ranks with the same place in their groups share a
+sequence of fewer heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...scheduling.devices.sharding import Sharding
+from ...scheduling.problem import whole_number
+from ..peers import Peers
+from .rows import rows_of
+
+ALONE = Peers(None, 0, 1)
+_made: WeakKeyDictionary[ProcessGroup, dict[int, tuple[Peers, Peers]]] = WeakKeyDictionary()
+
+
+def check_factor(ulysses: int, ranks: int, kv_heads: int) -> None:
+    whole_number("ulysses", ulysses)
+    if ranks % ulysses:
+        raise ValueError(f"ulysses must divide the number of ranks, which is {ranks}; got {ulysses}")
+    if kv_heads % ulysses:
+        fitting = [factor for factor in range(1, ranks + 1) if ranks % factor == 0 and kv_heads % factor == 0]
+        raise ValueError(
+            f"ulysses must divide the {kv_heads} KV heads, because ranks get whole KV heads; got {ulysses}. On {ranks} ranks,"
+            f" {' and '.join(map(str, fitting))} do"
+        )
+
+
+def inside_and_outside(peers: Peers, ulysses: int) -> tuple[Peers, Peers]:
+    """The ranks with which this one exchanges heads, and those with which it shares the sequence of its heads. The groups are made
+    once; only their members take part in that."""
+    if ulysses == 1 or peers.group is None:
+        return ALONE, peers
+    if ulysses == peers.count:
+        return peers, ALONE
+    kept = _made.setdefault(peers.group, {})
+    if ulysses not in kept:
+        group, place = divmod(peers.rank, ulysses)
+        inside = [group * ulysses + other for other in range(ulysses)]
+        outside = [other * ulysses + place for other in range(peers.count // ulysses)]
+        kept[ulysses] = _subgroup(peers, inside), _subgroup(peers, outside)
+    return kept[ulysses]
+
+
+def _subgroup(peers: Peers, ranks: list[int]) -> Peers:
+    assert peers.group is not None
+    everybody = [dist.get_global_rank(peers.group, rank) for rank in ranks]
+    return Peers.of(
+        dist.new_group(everybody, timeout=peers.time_limit, backend=dist.get_backend(peers.group), use_local_synchronization=True)
+    )
+
+
+def outer_sharding(sharding: Sharding, ulysses: int) -> Sharding:
+    """How groups of `ulysses` neighbours share the sequence. Chunks that follow each other and belong to one group are one chunk."""
+    owners = [owner // ulysses for owner in sharding.owners]
+    starts = [i for i in range(len(owners)) if i == 0 or owners[i] != owners[i - 1]]
+    lengths = np.add.reduceat(sharding.lengths, starts).tolist()
+    return Sharding(tuple(lengths), tuple(owners[i] for i in starts))
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Rows of a rank for heads of a rank, and back, inside of a group of neighbours."""
+
+    inside: Peers
+    sharding: Sharding  # of all ranks
+    first_rank: int  # of the neighbours, in the whole group
+
+    @cached_property
+    def places(self) -> list[Tensor]:
+        """Where the rows of each neighbour are among those of all neighbours."""
+        rows = [rows_of(self.sharding, self.first_rank + rank, torch.device("cpu")) for rank in range(self.inside.count)]
+        everything = torch.cat(rows).sort().values
+        return [torch.searchsorted(everything, mine) for mine in rows]
+
+    @property
+    def most_rows(self) -> int:
+        return max(map(len, self.places))
+
+    def heads(self, count: int) -> slice:
+        """This rank's share of as many heads."""
+        each = count // self.inside.count
+        return slice(self.inside.rank * each, (self.inside.rank + 1) * each)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """(batch, rows of the rank, heads, dim) -> (batch, rows of all neighbours, heads of the rank, dim)."""
+        if self.inside.count == 1:
+            return x
+        batch, rows, heads, dim = x.shape
+        each = heads // self.inside.count
+        sent = x.new_zeros(self.inside.count, batch, self.most_rows, each, dim)
+        sent[:, :, :rows] = x.unflatten(2, (self.inside.count, each)).permute(2, 0, 1, 3, 4)
+        received = self.inside.exchange(sent.flatten()).view(sent.shape)
+        made = x.new_empty(batch, sum(map(len, self.places)), each, dim)
+        for rank, places in enumerate(self.places):
+            made[:, places] = received[rank, :, : len(places)]
+        return made
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """(batch, rows of all neighbours, heads of the rank, dim) -> (batch, rows of the rank, heads, dim)."""
+        if self.inside.count == 1:
+            return x
+        batch, _, each, dim = x.shape
+        sent = x.new_zeros(self.inside.count, batch, self.most_rows, each, dim)
+        for rank, places in enumerate(self.places):
+            sent[rank, :, : len(places)] = x[:, places]
+        received = self.inside.exchange(sent.flatten()).view(sent.shape)
+        mine = received[:, :, : len(self.places[self.inside.rank])]
+        return mine.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()

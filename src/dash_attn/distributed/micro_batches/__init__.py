@@ -1,0 +1,1 @@
+"""Sums over the micro-batches of a step that do not depend on the number of ranks."""
