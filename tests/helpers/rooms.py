@@ -20,7 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "attention": {*CORE, "call", "backends"},
     "distributed": {"masks", "scheduling", "call", "backends", "attention"},
     "nn": {"masks", "attention"},
-    "integrations": {"masks", "call", "attention"},
+    "integrations": {"masks", "call", "attention", "distributed"},
     "tools": {*CORE, "execution", "viewing", "call", "backends", "attention"},
     "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools"},
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = ProcessGroup | DeviceMesh | None
@@ -28,13 +28,22 @@ class Peers:
     @classmethod
     def of(cls, group: Group) -> Peers:
         """None: all processes of torch.distributed, or this one alone where it is not initialised."""
-        found = _process_group(group)
+        found = process_group(group)
         if found is None:
-            return cls(None, 0, 1)
+            return cls.alone()
         rank = dist.get_rank(found)
         if rank < 0:
             raise ValueError(NOT_A_MEMBER.format(dist.get_rank()))
         return cls(found, rank, dist.get_world_size(found))
+
+    @classmethod
+    def alone(cls) -> Peers:
+        return cls(None, 0, 1)
+
+    @classmethod
+    def named(cls, name: str) -> Peers:
+        """By the name of the group, which is what traced programs keep of it."""
+        return cls.of(distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined, arg-type]
 
     @property
     def time_limit(self) -> timedelta:
@@ -109,7 +118,8 @@ def _bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _process_group(group: Group) -> ProcessGroup | None:
+def process_group(group: Group) -> ProcessGroup | None:
+    """None: there is no other process."""
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, DeviceMesh):

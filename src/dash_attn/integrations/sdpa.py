@@ -22,14 +22,16 @@ from ..call.options import is_finite, is_zero
 from ..call.tensor_checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
 
-OPTIONS = ("schedule", "accumulation", "backend", "head_offset")
+OPTIONS = ("schedule", "accumulation", "backend", "head_offset", "context_parallel", "sharding", "ulysses")
 
 
 @contextmanager
 def replace_sdpa(**options: Any) -> Iterator[None]:
     """Inside the block, torch.nn.functional.scaled_dot_product_attention is the function below.
 
-    options: schedule, accumulation, backend or head_offset, as in flash_attn_func.
+    options: schedule, accumulation, backend or head_offset, as in flash_attn_func. With context_parallel=group (a ProcessGroup or a
+    DeviceMesh of one dimension) each call is one of context_parallel_attention: query, key and value are this rank's rows of a
+    sequence that the group shares, dealt by `sharding`, with the factor `ulysses`.
 
     Code that imported the function by name before the block keeps PyTorch's. Blocks nest. The name is one for the
     whole process: other threads also see the replacement, so enter and leave blocks on one thread. Gradients may be
@@ -72,8 +74,24 @@ def scaled_dot_product_attention(
     if is_causal and kv_len > q_len:  # no query attends the keys after the last query
         k, v = k[:, :q_len], v[:, :q_len]
     mask = _first_aligned(q_len, kv_len) if is_causal else Full()
-    out: Tensor = flash_attn_func(q, k, v, 0.0, scale, mask=mask, **options).transpose(1, 2)
+    attend = flash_attn_func if options.get("context_parallel") is None else _attend_on_all_ranks
+    out: Tensor = attend(q, k, v, softmax_scale=scale, mask=mask, **options).transpose(1, 2)
     return out.contiguous() if query.is_contiguous() else out
+
+
+def _attend_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, context_parallel: Any, accumulation: str = "ordered", **rest: Any) -> Tensor:
+    from ..distributed import context_parallel_attention  # few need torch.distributed
+
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"ranks that share a sequence have as many queries as keys; got {q.shape[1]} and {k.shape[1]}: cross attention and caches"
+            " need a block without context_parallel"
+        )
+    if accumulation != "ordered":
+        raise ValueError(f"ranks that share a sequence add in order: accumulation must be 'ordered'; got {accumulation!r}")
+    out = context_parallel_attention(q, k, v, context_parallel, **rest)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _with(options: dict[str, Any]) -> Callable[..., Tensor]:
@@ -95,6 +113,9 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"got an unexpected keyword argument {name!r}; the options of replace_sdpa are {', '.join(OPTIONS)}")
+    alone = [name for name in ("sharding", "ulysses") if name in options and options.get("context_parallel") is None]
+    if alone:
+        raise TypeError(f"{alone[0]} is for ranks that share a sequence: it needs context_parallel=group")
 
 
 def _refuse(attn_mask: Any, dropout_p: Any, scale: Any, **flags: Any) -> None:

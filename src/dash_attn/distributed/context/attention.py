@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from ...attention.autograd import FirstGradientsOnly
+from ...attention.torch_ops import is_traced
 from ...attention.transforms import refuse_transforms
-from ...call.options import Choices, options_for
-from ...call.tensor_checks import check_flags, check_sinks, check_tensors
+from ...call.options import Choices
+from ...call.tensor_checks import check_flags
 from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers
 from .of_rank import OfRank
-from .rows import sharding_for
-from .same_call import Facts, agree
 
 
 def context_parallel_attention(
@@ -70,19 +69,14 @@ def context_parallel_attention(
         backend=backend,
         head_offset=head_offset,
     )
-    peers = Peers.of(group)
+    if is_traced(q, k, v, sinks):
+        from .operator import traced_attention
 
-    def make() -> OfRank:
-        check_tensors(q, k, v)
-        check_sinks(sinks, q)
-        chosen = sharding_for(sharding, sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * peers.count, peers.count)
-        differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-        more: Facts = {"whether there are sinks": sinks is not None, "whether gradients are needed": differentiable}
-        return OfRank.make(q, k, v, options_for(choices, q.shape[-1]), peers, chosen, ulysses, more)
-
-    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    rank = agree(peers, device, make)
-    out, lse = SharedAttention.apply(q, k, v, sinks, rank)  # type: ignore[no-untyped-call]
+        out, lse = traced_attention(q, k, v, sinks, group, choices, sharding, ulysses)
+    else:
+        differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
+        rank = OfRank.agreed(q, k, v, sinks, choices, Peers.of(group), sharding, ulysses, differentiable)
+        out, lse = SharedAttention.apply(q, k, v, sinks, rank)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 

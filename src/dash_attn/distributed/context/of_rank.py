@@ -9,13 +9,15 @@ from torch import Tensor
 
 from ...attention.autograd import attention_backward, attention_forward
 from ...backends import resolve
-from ...call.options import AttentionOptions
+from ...call.options import AttentionOptions, Choices, options_for
+from ...call.tensor_checks import check_sinks, check_tensors
 from ...scheduling.devices.sharding import Sharding
 from ..peers import Peers
 from .gathering import GatheredKeys, gather_tiles
 from .mail import RankMail
 from .passes import BackwardPass, forward_pass
-from .same_call import Facts
+from .rows import sharding_for
+from .same_call import Facts, agree
 from .shared_call import SharedCall
 from .ulysses import HeadExchange, check_factor, inside_and_outside, outer_sharding
 
@@ -34,7 +36,31 @@ class OfRank:
     facts: Facts
 
     @classmethod
-    def make(
+    def agreed(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        choices: Choices,
+        peers: Peers,
+        sharding: str | Sharding,
+        ulysses: int,
+        differentiable: bool,
+    ) -> OfRank:
+        """The same on every rank, or an error on every rank."""
+
+        def make() -> OfRank:
+            check_tensors(q, k, v)
+            check_sinks(sinks, q)
+            rows = sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * peers.count
+            more: Facts = {"whether there are sinks": sinks is not None, "whether gradients are needed": differentiable}
+            return cls._make(q, k, v, options_for(choices, q.shape[-1]), peers, sharding_for(sharding, rows, peers.count), ulysses, more)
+
+        return agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
+
+    @classmethod
+    def _make(
         cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharding: Sharding, ulysses: int, more: Facts
     ) -> OfRank:
         """Raises where this rank's tensors do not fit. Messages are sent only to make groups for `ulysses`."""

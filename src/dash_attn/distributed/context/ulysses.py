@@ -22,7 +22,6 @@ from ...scheduling.problem import whole_number
 from ..peers import Peers
 from .rows import rows_of
 
-ALONE = Peers(None, 0, 1)
 _made: WeakKeyDictionary[ProcessGroup, dict[int, tuple[Peers, Peers]]] = WeakKeyDictionary()
 
 
@@ -42,9 +41,9 @@ def inside_and_outside(peers: Peers, ulysses: int) -> tuple[Peers, Peers]:
     """The ranks with which this one exchanges heads, and those with which it shares the sequence of its heads. The groups are made
     once; only their members take part in that."""
     if ulysses == 1 or peers.group is None:
-        return ALONE, peers
+        return Peers.alone(), peers
     if ulysses == peers.count:
-        return peers, ALONE
+        return peers, Peers.alone()
     kept = _made.setdefault(peers.group, {})
     if ulysses not in kept:
         group, place = divmod(peers.rank, ulysses)
