@@ -86,9 +86,12 @@ def served() -> list[tuple[str, Mask]]:
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """New memory is full of NaN (floating point) or ones (workspaces): what nobody stored to would show in the bits."""
-    torch.use_deterministic_algorithms(True)
+def poisoned_memory(warn_only: bool = False) -> Iterator[None]:
+    """New memory is full of NaN (floating point) or ones (workspaces): what nobody stored to would show in the bits.
+
+    It comes with PyTorch's deterministic setting, which refuses unordered sums. warn_only: it only warns of them.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
