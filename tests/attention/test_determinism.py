@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from dash_attn import GENERATORS, Causal, Documents, Full, Mask, ScheduleError, Window
 from dash_attn.execution.interleaving import interleaving
 from dense import Results, assert_same_bits, digest, random_inputs, run_ours, same_bits
-from gpu_helpers import child_environment
+from gpu_helpers import run_script
 
 MASKS = [Full(), Causal(), Window(200, 100), Documents((300, 20, 320))]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -225,6 +223,6 @@ print(digest(*run_ours(random_inputs(640, 640, (4, 2), 40), Causal())))
 
 
 def test_another_process_gives_the_same_bits() -> None:
-    environment = child_environment(OMP_NUM_THREADS="4", PYTHONHASHSEED="7")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    done = run_script(SCRIPT, OMP_NUM_THREADS="4", PYTHONHASHSEED="7")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == digest(*run_ours(random_inputs(640, 640, (4, 2), 40), Causal()))

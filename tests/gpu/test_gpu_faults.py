@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 
 from dash_attn import Causal, flash_attn_func
 from dense import run_ours, same_bits
-from gpu_helpers import DEVICE, child_environment, full_size, gpu_inputs, hopper, patched_backend
+from gpu_helpers import DEVICE, full_size, gpu_inputs, hopper, patched_backend, run_script
 from planted_faults import FAULTS, plant
 
 pytestmark = pytest.mark.gpu
@@ -47,13 +45,8 @@ print("finished")
 """
 
 
-def run_corrupted_plan(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CORRUPTED_PLAN, *words]
-    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=180, check=False)
-
-
 def test_a_rank_that_never_comes_ends_with_its_name() -> None:
-    done = run_corrupted_plan()
+    done = run_script(CORRUPTED_PLAN)
     assert done.returncode != 0
     assert "finished" not in done.stdout
     assert re.search(r"the reduce of h0\.q[0-7] with rank \d+ waited", done.stderr), done.stderr
@@ -61,7 +54,7 @@ def test_a_rank_that_never_comes_ends_with_its_name() -> None:
 
 def test_the_low_limit_alone_does_no_harm() -> None:
     """The control: the same program with the plan left alone."""
-    done = run_corrupted_plan("healthy")
+    done = run_script(CORRUPTED_PLAN, "healthy")
     assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
 
 

@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Window, explain
+from dash_attn import Causal, Full, Mask, Window, explain
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.problem import parts_of
 from dense import Results, assert_same_bits, run_dense, run_ours, same_bits
-from gpu_helpers import DEVICE, REPEATS, Inputs, assert_accurate, gpu_inputs, hopper, patched_backend, poisoned_memory
+from gpu_helpers import (
+    DEVICE,
+    REPEATS,
+    Inputs,
+    assert_accurate,
+    assert_batch_changes_no_bit,
+    gpu_inputs,
+    hopper,
+    poisoned_memory,
+    run_script,
+)
 from inputs import make_inputs
 from packed_batches import run_packed
 
@@ -28,10 +38,6 @@ ranks, dims, masks = (
     pytest.mark.parametrize("dim", DIMS),
     pytest.mark.parametrize("mask", BOTH, ids=str),
 )
-
-
-def cut(results: Results, rows: slice) -> Results:
-    return Results(*(x[rows] for x in results))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,31 @@ def test_unequal_lengths(dim: int, lengths: tuple[int, int]) -> None:
     """Queries decide the parts. Some keys are attended by nobody; their chains add zeros."""
     for mask in (*BOTH, Window(60, 20)):
         assert_accurate(gpu_inputs(*lengths, (16, 1), dim), mask)
+
+
+EMPTY_CHAINS = """
+import sys
+from dash_attn import Window
+from dense import assert_same_bits, run_ours
+from gpu_helpers import DEVICE, REPEATS, hopper
+from inputs import make_inputs
+
+hopper("calls.backward").MOST_POLLS = 1_000_000
+inputs = make_inputs(DEVICE, (300, 2500), (26, 1), tuple(map(int, sys.argv[1:])), batch=3)
+expected = run_ours(inputs, Window(60, 20))
+assert not expected.dk[:, :2140].any() and not expected.dv[:, :2140].any()
+for run in range(max(100, REPEATS)):
+    assert_same_bits(run_ours(inputs, Window(60, 20)), expected, f"run {run}")
+print("finished")
+"""
+
+
+@pytest.mark.parametrize("dims_of", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_chains_without_steps(dims_of: tuple[int, int]) -> None:
+    """Most keys are attended by nobody. Their chains only add zeros, and are the first of their CTA: no load holds anyone up, so that
+    every role must wait for what the planner has yet to write. In a process of its own, because a fault here loses the CUDA context."""
+    done = run_script(EMPTY_CHAINS, *map(str, dims_of))
+    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -140,13 +171,7 @@ def test_every_kind_of_schedule(schedule: str) -> None:
 @masks
 @ranks
 def test_batch_and_position(heads: tuple[int, int], mask: Mask, dim: int) -> None:
-    together = gpu_inputs(2100, 2100, heads, dim, batch=3)
-    expected = run_ours(together, mask)
-    for position in range(3):
-        alone = run_ours(tuple(x[position : position + 1] for x in together), mask)
-        assert_same_bits(alone, cut(expected, slice(position, position + 1)), f"sequence {position}")
-    moved = run_ours(tuple(x.flip(0) for x in together), mask)
-    assert_same_bits(moved, Results(*(x.flip(0) for x in expected)), "the batch in reverse")
+    assert_batch_changes_no_bit(gpu_inputs(2100, 2100, heads, dim, batch=3), mask)
 
 
 @dims
@@ -178,32 +203,6 @@ def test_packed_with_sequences_without_queries_or_keys(dim: int) -> None:
         assert_same_bits(packed[place], run_ours(parts[place], Causal()), f"sequence {place}")
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_documents(causal: bool) -> None:
-    lengths = (2300, 1, 800, 64)
-    together = gpu_inputs(sum(lengths), sum(lengths), (7, 1), batch=2)
-    out, lse, *gradients = run_ours(together, Documents(lengths, causal))
-    start = 0
-    for length in lengths:
-        rows = slice(start, start + length)
-        alone = run_ours(tuple(x[:, rows] for x in together), Causal() if causal else Full())
-        assert_same_bits(alone, Results(out[:, rows], lse[:, :, rows], *(g[:, rows] for g in gradients)), f"document at {start}")
-        start += length
-
-
-@masks
-@pytest.mark.parametrize(("group", "length"), [(8, 2100), (7, 2100), (3, 2100), (71, 300), (12, 900)])
-def test_shards_of_the_heads(group: int, length: int, mask: Mask) -> None:
-    """Four KV heads whole, and in shards of one and three."""
-    whole = gpu_inputs(length, length, (4 * group, 4))
-    q, k, v, dout = whole
-    expected = run_ours(whole, mask)
-    for first, end in ((0, 1), (1, 4), (0, 2), (2, 4)):
-        queries, keys = slice(group * first, group * end), slice(first, end)
-        shard = run_ours((q[:, :, queries], k[:, :, keys], v[:, :, keys], dout[:, :, queries]), mask, head_offset=first)
-        assert_same_bits(shard, expected.of_heads(queries, keys), f"KV heads {first} to {end}")
-
-
 def test_the_offset_matters() -> None:
     """The control: with three parts, KV heads of odd number begin with the other kind."""
     inputs = gpu_inputs(2100, 2100, (3, 1))
@@ -217,22 +216,6 @@ def test_the_order_of_the_parts_matters() -> None:
     there, back = run_ours((q, k, v, dout), Causal()), run_ours((q.roll(1, 2), k, v, dout.roll(1, 2)), Causal())
     assert relative_error(back.dk, there.dk) < 1e-3
     assert not same_bits(back.dk, there.dk)
-
-
-@masks
-@pytest.mark.parametrize("heads", [(8, 1), (21, 3)], ids=str)
-def test_number_of_workers(heads: tuple[int, int], mask: Mask) -> None:
-    inputs = gpu_inputs(3000, 3000, heads)
-    expected = run_ours(inputs, mask)
-    orders = set()
-    for workers in (132, 100, 66):
-        changes = {(module, "sm_count"): lambda _, n=workers: n for module in ("calls.forward", "calls.backward_setup", "calls.packed")}
-        with patched_backend(changes):
-            plan = hopper("calls.explain").backward_plan(*inputs[:3], AttentionOptions(mask, 128**-0.5))
-            assert plan.workers == workers, "the control: the placement did change"
-            orders.add(plan.order_hash)
-            assert_same_bits(run_ours(inputs, mask), expected, f"{workers} workers")
-    assert len(orders) == 1
 
 
 @dims
@@ -252,7 +235,7 @@ def test_unordered_is_close_and_differs(mask: Mask, dim: int) -> None:
 
 def test_packed_unordered_is_close() -> None:
     parts = [make_inputs(DEVICE, (n, n), (8, 1), (128, 0), seed=n) for n in (2300, 40, 900)]
-    with poisoned_memory():
+    with poisoned_memory(warn_only=True), pytest.warns(UserWarning, match="unordered"):
         packed = run_packed(parts, Causal(), accumulation="unordered")
     for part, found in zip(parts, packed, strict=True):
         for name, a, b in zip(Results._fields, found, run_ours(part, Causal()), strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from dash_attn import Causal, Documents, Full, Mask, Window
 from dash_attn.call.options import AttentionOptions
 from dense import Results, assert_same_bits, digest, run_ours, same_bits
-from gpu_helpers import child_environment, gpu_inputs, hopper, patched_backend
+from gpu_helpers import assert_batch_changes_no_bit, gpu_inputs, hopper, patched_backend, run_script
 
 pytestmark = pytest.mark.gpu
 
@@ -21,13 +19,7 @@ BOTH = [Full(), Causal()]
 @pytest.mark.parametrize("mask", [Full(), Causal(), Documents((300, 400)), Window(200, 50)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_batch_and_position(dim: int, mask: Mask) -> None:
-    together = gpu_inputs(700, 700, (4, 2), dim, batch=5)
-    expected = run_ours(together, mask)
-    for position in range(5):
-        alone = run_ours(tuple(x[position : position + 1] for x in together), mask)
-        assert_same_bits(alone, Results(*(r[position : position + 1] for r in expected)), f"sequence {position}")
-    moved = run_ours(tuple(x[[4, 1, 0]] for x in together), mask)
-    assert_same_bits(moved, Results(*(r[[4, 1, 0]] for r in expected)), "permuted batch")
+    assert_batch_changes_no_bit(gpu_inputs(700, 700, (4, 2), dim, batch=5), mask)
 
 
 @pytest.mark.parametrize("mask", BOTH, ids=str)
@@ -41,10 +33,11 @@ def test_many_short_sequences(dim: int, mask: Mask) -> None:
         assert_same_bits(alone, Results(*(r[position : position + 1] for r in expected)), f"sequence {position}")
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (16, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (7, 1), (16, 1)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_have_the_bits_they_have_alone(causal: bool, heads: tuple[int, int]) -> None:
-    lengths = (2300, 1, 300, 64)
+    """Those of (7, 1) have from one part to seven."""
+    lengths = (2300, 1, 800, 300, 64)
     together = gpu_inputs(sum(lengths), sum(lengths), heads, batch=2)
     expected = run_ours(together, Documents(lengths, causal))
     start = 0
@@ -57,15 +50,16 @@ def test_documents_have_the_bits_they_have_alone(causal: bool, heads: tuple[int,
 
 
 @pytest.mark.parametrize("mask", BOTH, ids=str)
-@pytest.mark.parametrize("group", [1, 2, 12])
-def test_tensor_parallel_rank(group: int, mask: Mask) -> None:
-    whole = gpu_inputs(2300, 2300, (3 * group, 3))
+@pytest.mark.parametrize(("group", "length"), [(1, 2300), (2, 2300), (12, 2300), (8, 2100), (7, 2100), (3, 2100), (71, 300), (12, 900)])
+def test_tensor_parallel_rank(group: int, length: int, mask: Mask) -> None:
+    """Four KV heads whole, and in shards of one, two and three."""
+    whole = gpu_inputs(length, length, (4 * group, 4))
     q, k, v, dout = whole
     expected = run_ours(whole, mask)
-    for first in range(3):
-        queries, keys = slice(group * first, group * (first + 1)), slice(first, first + 1)
-        part = run_ours((q[:, :, queries], k[:, :, keys], v[:, :, keys], dout[:, :, queries]), mask, head_offset=first)
-        assert_same_bits(part, expected.of_heads(queries, keys), f"KV head {first}")
+    for first, end in ((0, 1), (1, 4), (0, 2), (2, 4), (3, 4)):
+        queries, keys = slice(group * first, group * end), slice(first, end)
+        shard = run_ours((q[:, :, queries], k[:, :, keys], v[:, :, keys], dout[:, :, queries]), mask, head_offset=first)
+        assert_same_bits(shard, expected.of_heads(queries, keys), f"KV heads {first} to {end}")
 
 
 def test_head_offset_matters() -> None:
@@ -75,9 +69,10 @@ def test_head_offset_matters() -> None:
     assert not same_bits(even.dk, odd.dk)
 
 
+@pytest.mark.parametrize(("heads", "batch"), [((8, 4), 2), ((8, 1), 1), ((21, 3), 1)])
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(500, 0)], ids=str)
-def test_number_of_workers(mask: Mask) -> None:
-    inputs = gpu_inputs(3000, 3000, (8, 4), batch=2)
+def test_number_of_workers(mask: Mask, heads: tuple[int, int], batch: int) -> None:
+    inputs = gpu_inputs(3000, 3000, heads, batch=batch)
     expected = run_ours(inputs, mask)
     orders = set()
     for workers in (132, 100, 66):
@@ -101,8 +96,7 @@ for mask in (Full(), Causal()):
 
 def test_another_process_with_a_cold_cache(tmp_path: Path) -> None:
     """Kernels compiled anew give the same bits."""
-    environment = child_environment(DASH_ATTN_CACHE=str(tmp_path), PYTHONHASHSEED="7")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = run_script(SCRIPT, limit=300, DASH_ATTN_CACHE=str(tmp_path), PYTHONHASHSEED="7")
     assert done.returncode == 0, done.stderr
     assert "compiling" in done.stderr, "the control: the cache was cold"
     assert done.stdout.split() == [digest(*run_ours(gpu_inputs(1000, 1000), mask)) for mask in BOTH]

@@ -14,7 +14,7 @@ from dash_attn import Causal, Full, Mask, Problem, generate
 from dash_attn.call.options import AttentionOptions
 from dash_attn.viewing.task_times import TaskTimes, task_table
 from dense import same_bits
-from gpu_helpers import Inputs, full_size, gpu_inputs, hopper
+from gpu_helpers import Inputs, full_size, gpu_inputs, hopper, times_the_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,7 @@ def recorded(inputs: Inputs, options: AttentionOptions) -> TaskTimes:
     return hopper("calls.recorder").record_backward(dout, q, k, v, out, lse, options)
 
 
+@times_the_gpu
 @pytest.mark.parametrize(
     ("dim", "mask", "schedule"), [(128, Causal(), "ascending"), (128, Full(), "auto"), (64, Causal(), "auto")], ids=str
 )
@@ -74,6 +75,7 @@ def test_recording_changes_no_bit(length: int, heads: tuple[int, int]) -> None:
     assert recorded(inputs, options).makespan > 0
 
 
+@times_the_gpu
 def test_waits_show_where_the_order_is_bad() -> None:
     """`ascending` makes chains wait, `auto` does not: the measured pictures must show it."""
     inputs = full_size(4096)
@@ -84,6 +86,7 @@ def test_waits_show_where_the_order_is_bad() -> None:
     assert lost["ascending"] > 3 * lost["auto"]
 
 
+@times_the_gpu
 def test_the_command_calibrates_this_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from dash_attn.cli.main import main
 
@@ -95,6 +98,7 @@ def test_the_command_calibrates_this_gpu(tmp_path: Path, capsys: pytest.CaptureF
     assert 0 < constants["reduce"] < constants["compute"] < constants["latency"] * 3
     errors = [abs(row["error"]) for row in found["measured"]]
     assert np.median(errors) < 0.1
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "measured.png"
     words = ["plan", "--seqlen", "2048", "--heads", "16", "--batch", "4", "--schedule", "ascending,auto", "--machine", str(path)]
     assert main([*words, "--measured", "--gantt", str(picture)]) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -12,15 +14,19 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
 from budget import assert_near
 from dash_attn import GENERATORS, Causal, Full, Mask, Problem, ScheduleError, TileMap, Window, generate
-from dense import Results, run_ours
+from dense import Results, assert_same_bits, run_ours
 from inputs import Inputs, make_inputs
 
 DEVICE = torch.device("cuda")
 REPEATS = int(os.environ.get("DASH_ATTN_REPEATS", "1000"))
+times_the_gpu = pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1, reason="times need a GPU that no other process uses: run pytest without -n"
+)
 
 
 def gpu_inputs(
@@ -55,6 +61,17 @@ def assert_accurate(inputs: Inputs, mask: Mask, scale: float | None = None, **op
     return ours
 
 
+def assert_batch_changes_no_bit(together: Inputs, mask: Mask) -> None:
+    """Every sequence has the bits it has alone; so it has in another batch of some of them, in another order."""
+    expected = run_ours(together, mask)
+    count = len(together[0])
+    for position in range(count):
+        alone = run_ours(tuple(x[position : position + 1] for x in together), mask)
+        assert_same_bits(alone, Results(*(r[position : position + 1] for r in expected)), f"sequence {position}")
+    moved = [count - 1, *range(1, count - 1, 2), 0]
+    assert_same_bits(run_ours(tuple(x[moved] for x in together), mask), Results(*(r[moved] for r in expected)), "another batch")
+
+
 def served() -> list[tuple[str, Mask]]:
     """Which schedules serve which masks is decided without a GPU."""
     pairs = []
@@ -69,9 +86,12 @@ def served() -> list[tuple[str, Mask]]:
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """New memory is full of NaN (floating point) or ones (workspaces): what nobody stored to would show in the bits."""
-    torch.use_deterministic_algorithms(True)
+def poisoned_memory(warn_only: bool = False) -> Iterator[None]:
+    """New memory is full of NaN (floating point) or ones (workspaces): what nobody stored to would show in the bits.
+
+    It comes with PyTorch's deterministic setting, which refuses unordered sums. warn_only: it only warns of them.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
@@ -106,7 +126,8 @@ def patched_backend(changes: dict[tuple[str, str], Any]) -> Iterator[None]:
         forget_kernels_and_calls()
 
 
-def child_environment(**changes: str) -> dict[str, str]:
-    """For a Python process that imports the helpers next to this file."""
+def run_script(script: str, *words: str, limit: float = 180, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a Python process of its own, which imports the helpers next to this file."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changes}
+    chosen = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    return subprocess.run([sys.executable, "-c", script, *words], env=chosen, capture_output=True, text=True, timeout=limit, check=False)

@@ -43,5 +43,5 @@ def run_packed(parts: list[Inputs], mask: Mask, room: int = 0, **options: Any) -
     out_parts, *gradient_parts = (x.split(lengths) for x, lengths in by_token)
     return [
         Results(one_out[None], one_lse[None], *(gradient[None] for gradient in one))
-        for one_out, one_lse, *one in zip(out_parts, lse.split(q_lengths, 1), *gradient_parts, strict=True)
+        for one_out, one_lse, *one in zip(out_parts, lse.detach().split(q_lengths, 1), *gradient_parts, strict=True)
     ]
