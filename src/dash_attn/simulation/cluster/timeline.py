@@ -1,0 +1,192 @@
+"""simulate_devices(shared, cluster) -> DeviceTimeline: when each unit of each device runs, and how busy that keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...scheduling.devices.units import SharedSchedule, Unit
+from ...scheduling.engine import Progress
+from ..simulate import simulate
+from .chunks import ChunkModel
+from .machines import Cluster
+from .tiles import TileModel
+from .traffic import Bytes, gather_bytes, hops_by_device, state_bytes
+
+EXECUTIONS = ("launch", "overlap")
+MODELS = ("tiles", "chunks")
+MOST_TASKS_OF_TILES = 8_000_000  # some twenty seconds, with the one device to compare with
+Times = NDArray[np.float64]  # microseconds
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTimeline:
+    """A simulated backward of a shared schedule. `start`, `end` and `ready` are by the number of the unit.
+
+    ready: when the states of a unit, and the keys and values of its heads, are on its device.
+    """
+
+    shared: SharedSchedule
+    cluster: Cluster
+    execution: str
+    model: str
+    start: Times
+    end: Times
+    ready: Times
+
+    @property
+    def devices(self) -> int:
+        return self.shared.sharding.devices
+
+    @property
+    def makespan(self) -> float:
+        return float(self.end.max(initial=0.0))
+
+    @cached_property
+    def one_device(self) -> float:
+        """The same schedule on one device, by the same model."""
+        if self.model == "tiles":
+            return simulate(self.shared.schedule, self.cluster.machine).makespan
+        return self._work
+
+    @property
+    def efficiency(self) -> float:
+        """How many times as fast as one device, per device."""
+        return self._per_device(self.one_device)
+
+    @property
+    def work_efficiency(self) -> float:
+        """Share of all workers' time that is computing."""
+        return self._per_device(self._work)
+
+    def _per_device(self, time: float) -> float:
+        return time / (self.devices * self.makespan) if self.makespan else 1.0
+
+    @property
+    def _work(self) -> float:
+        return self.shared.problem.tasks * self.cluster.machine.compute / self.cluster.workers
+
+    @cached_property
+    def gathered(self) -> Bytes:
+        """Bytes of K and V that each device sends: in the forward, and again in the backward."""
+        return gather_bytes(self.shared.problem, self.shared.sharding, self.cluster.widths)
+
+    @cached_property
+    def states(self) -> Bytes:
+        """Bytes of states that each device sends."""
+        return state_bytes(self.shared, self.cluster.widths)
+
+    @property
+    def sent(self) -> Bytes:
+        """Bytes that each device sends in the backward."""
+        return tuple(keys + states for keys, states in zip(self.gathered, self.states, strict=True))
+
+    @cached_property
+    def hops(self) -> Bytes:
+        """How many times each device sends the states of a unit."""
+        return hops_by_device(self.shared)
+
+    @cached_property
+    def waiting(self) -> tuple[int, ...]:
+        """Most units of each device whose states are there and have to wait. Those in work, and those under way, come on top."""
+        return self._most_at_once([1] * len(self.shared.units))
+
+    @cached_property
+    def waiting_bytes(self) -> Bytes:
+        """The same in bytes."""
+        problem, widths = self.shared.problem, self.cluster.widths
+        return self._most_at_once([widths.states(problem, self.shared.state_tiles(unit)) for unit in self.shared.units])
+
+    def _most_at_once(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        events: list[list[tuple[float, int]]] = [[] for _ in range(self.devices)]
+        for unit, size, start in zip(self.shared.units, sizes, self.start.tolist(), strict=True):
+            if unit.before is not None and self._arrival[unit.number] < start:
+                events[unit.device] += [(self._arrival[unit.number], size), (start, -size)]
+        return tuple(int(np.cumsum([0, *(size for _, size in sorted(each))]).max()) for each in events)
+
+    @cached_property
+    def _arrival(self) -> Times:
+        return self.ready
+
+
+def simulate_devices(
+    shared: SharedSchedule, cluster: Cluster, execution: str = "launch", model: str = "tiles", progress: Progress | None = None
+) -> DeviceTimeline:
+    """Run the backward of a shared schedule in model time. Each device runs its units in the global sequence.
+
+    execution: `launch` starts a unit when the one before it has ended on its device; `overlap` starts its chains in sequence as workers
+    become free. Either waits for all states of the unit.
+    model: `tiles` knows every task, `chunks` the units alone.
+
+    K and V are gathered from the beginning, one KV head after the other in the order of their first use, beside the hops.
+    What it costs to load and to store a state is left out, and so is the forward.
+    """
+    _check(shared, cluster, execution, model)
+    overlap = execution == "overlap"
+    runner = TileModel(shared, cluster, overlap) if model == "tiles" else ChunkModel(shared, cluster, overlap)
+    links = _Links(shared, cluster)
+    times = np.zeros((3, len(shared.units)))
+    for unit in shared.units:
+        ready = links.ready(unit)
+        start, end = runner.run(unit, ready)
+        links.send(unit, end)
+        times[:, unit.number] = start, end, ready
+        if progress is not None:
+            progress(unit.number + 1, len(shared.units))
+    return DeviceTimeline(shared, cluster, execution, model, *times)
+
+
+def _check(shared: SharedSchedule, cluster: Cluster, execution: str, model: str) -> None:
+    if execution not in EXECUTIONS:
+        raise ValueError(f"unknown execution {execution!r}; choose from {', '.join(EXECUTIONS)}")
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}; choose from {', '.join(MODELS)}")
+    if model == "chunks":
+        return
+    if shared.schedule.workers != cluster.workers:
+        raise ValueError(
+            f"the tile model compares with the schedule on one device, which was made for {shared.schedule.workers} workers; the"
+            f" cluster's devices have {cluster.workers}"
+        )
+    if shared.problem.tasks > MOST_TASKS_OF_TILES:
+        raise ValueError(
+            f"{shared.problem.tasks:,} tasks are too many for the tile model; at most {MOST_TASKS_OF_TILES:,} (model='chunks' takes more)"
+        )
+
+
+class _Links:
+    """When states and gathered keys arrive. A device sends one thing after the other; gathers have lanes of their own."""
+
+    def __init__(self, shared: SharedSchedule, cluster: Cluster) -> None:
+        self.shared, self.cluster = shared, cluster
+        self.free = [0.0] * shared.sharding.devices
+        self.arrival: dict[int, float] = {}  # by the number of the unit that the states go to
+        self.gathered: dict[tuple[int, int], float] = {}  # by sequence and KV head
+        fewest = min(len(shared.sharding.rows_of(device)) for device in range(shared.sharding.devices))
+        self.gather_us = cluster.transfer_us(cluster.widths.keys(shared.sharding.rows - fewest))
+
+    def ready(self, unit: Unit) -> float:
+        there = self.arrival.get(unit.number, 0.0)
+        return there if unit.leg is None else max(there, *(self._keys(*head) for head in unit.heads))
+
+    def _keys(self, sequence: int, part: int) -> float:
+        if self.shared.sharding.devices == 1:
+            return 0.0
+        head = sequence, part // self.shared.problem.parts
+        if head not in self.gathered:
+            self.gathered[head] = self.cluster.hop_latency_us + (len(self.gathered) + 1) * self.gather_us
+        return self.gathered[head]
+
+    def send(self, unit: Unit, end: float) -> None:
+        if unit.after is None:
+            return
+        if not self.shared.hops(unit):
+            self.arrival[unit.after] = end
+            return
+        size = self.cluster.widths.states(self.shared.problem, self.shared.state_tiles(unit))
+        self.free[unit.device] = max(self.free[unit.device], end) + self.cluster.transfer_us(size)
+        self.arrival[unit.after] = self.free[unit.device] + self.cluster.hop_latency_us
