@@ -108,6 +108,9 @@ def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> Sh
     return _put_in_sequence(schedule, sharding, heads_together, trips, drafts)
 
 
+ROUND = 2  # bundles per device that take turns, where there is one kind of head
+
+
 class _Draft(NamedTuple):
     """A unit without its number, and which drafts it waits for."""
 
@@ -145,8 +148,13 @@ def _members(problem: Problem, head: Head) -> int:
 
 def _draft(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int) -> Iterator[_Draft]:
     """All units. The first to be launched is the one with the lowest priority: pairs of bundles, one of each kind, take turns; in a
-    pair segment by segment, and then by how many units come before. So the heads of a kind end where those of the other begin."""
+    pair segment by segment, and then by how many units come before. So the heads of a kind end where those of the other begin.
+
+    Heads of a single kind all begin on the same device. There many of them go in a round, segment by segment: the devices are busy
+    with different heads then, because the segments of a head follow each other around all devices.
+    """
     problem, count = schedule.problem, 0
+    in_round = 1 if len(trips) > 1 else ROUND * sharding.devices
     endings: dict[tuple[int, int, int, int], int] = {}  # the last one of a sum: kind, column, sequence, KV head
     for kind, turn, heads in _bundles(schedule, heads_together):
         mine = trips[kind]
@@ -169,7 +177,7 @@ def _draft(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], hea
                     waits = [base + other for other in waits_of[node]] + ([before] if leg == 0 and before is not None else [])
                     level = member * deepest + int(mine.level[node])
                     unit = Unit(0, sharding.owners[there.chunk], kind, heads, column, member, leg, before, after)
-                    yield _Draft(unit, tuple(waits), (turn, found.segment, kind, level, node), len(heads) * there.tasks)
+                    yield _Draft(unit, tuple(waits), (turn // in_round, found.segment, turn, kind, level, node), len(heads) * there.tasks)
         for column, found in enumerate(mine.columns):
             last_leg = count + (members - 1) * width + int(mine.first_node[column]) + len(found.legs) - 1 if found.legs else None
             places = [(kind, column, sequence, part // problem.parts) for sequence, part in heads]
@@ -177,7 +185,8 @@ def _draft(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], hea
             number = count + members * width + column
             endings.update(dict.fromkeys(places, number))
             unit = Unit(0, sharding.owners[found.chunk], kind, heads, column, members - 1, None, last_leg, None)
-            yield _Draft(unit, tuple(sorted(set(waits))), (turn, found.segment, kind, members * deepest, mine.nodes + column), 0)
+            priority = (turn // in_round, found.segment, turn, kind, members * deepest, mine.nodes + column)
+            yield _Draft(unit, tuple(sorted(set(waits))), priority, 0)
         count += members * width + len(mine.columns)
 
 

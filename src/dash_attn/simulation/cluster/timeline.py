@@ -15,7 +15,7 @@ from ..simulate import simulate
 from .chunks import ChunkModel
 from .machines import Cluster
 from .tiles import TileModel
-from .traffic import Bytes, gather_bytes, hops_by_device, state_bytes
+from .traffic import PerDevice, gather_bytes, hops_by_device, state_bytes
 
 EXECUTIONS = ("launch", "overlap")
 MODELS = ("tiles", "chunks")
@@ -25,9 +25,9 @@ Times = NDArray[np.float64]  # microseconds
 
 @dataclass(frozen=True, eq=False)
 class DeviceTimeline:
-    """A simulated backward of a shared schedule. `start`, `end` and `ready` are by the number of the unit.
+    """A simulated backward of a shared schedule. Times are by the number of the unit.
 
-    ready: when the states of a unit, and the keys and values of its heads, are on its device.
+    arrival: when the states of a unit are on its device; 0 where they begin there.
     """
 
     shared: SharedSchedule
@@ -36,7 +36,8 @@ class DeviceTimeline:
     model: str
     start: Times
     end: Times
-    ready: Times
+    arrival: Times
+    given_one_device: float | None = None
 
     @property
     def devices(self) -> int:
@@ -49,6 +50,8 @@ class DeviceTimeline:
     @cached_property
     def one_device(self) -> float:
         """The same schedule on one device, by the same model."""
+        if self.given_one_device is not None:
+            return self.given_one_device
         if self.model == "tiles":
             return simulate(self.shared.schedule, self.cluster.machine).makespan
         return self._work
@@ -71,56 +74,59 @@ class DeviceTimeline:
         return self.shared.problem.tasks * self.cluster.machine.compute / self.cluster.workers
 
     @cached_property
-    def gathered(self) -> Bytes:
+    def gathered(self) -> PerDevice:
         """Bytes of K and V that each device sends: in the forward, and again in the backward."""
         return gather_bytes(self.shared.problem, self.shared.sharding, self.cluster.widths)
 
     @cached_property
-    def states(self) -> Bytes:
+    def states(self) -> PerDevice:
         """Bytes of states that each device sends."""
         return state_bytes(self.shared, self.cluster.widths)
 
     @property
-    def sent(self) -> Bytes:
+    def sent(self) -> PerDevice:
         """Bytes that each device sends in the backward."""
         return tuple(keys + states for keys, states in zip(self.gathered, self.states, strict=True))
 
     @cached_property
-    def hops(self) -> Bytes:
+    def hops(self) -> PerDevice:
         """How many times each device sends the states of a unit."""
         return hops_by_device(self.shared)
 
     @cached_property
-    def waiting(self) -> tuple[int, ...]:
+    def waiting(self) -> PerDevice:
         """Most units of each device whose states are there and have to wait. Those in work, and those under way, come on top."""
         return self._most_at_once([1] * len(self.shared.units))
 
     @cached_property
-    def waiting_bytes(self) -> Bytes:
+    def waiting_bytes(self) -> PerDevice:
         """The same in bytes."""
         problem, widths = self.shared.problem, self.cluster.widths
         return self._most_at_once([widths.states(problem, self.shared.state_tiles(unit)) for unit in self.shared.units])
 
-    def _most_at_once(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _most_at_once(self, sizes: Sequence[int]) -> PerDevice:
         events: list[list[tuple[float, int]]] = [[] for _ in range(self.devices)]
         for unit, size, start in zip(self.shared.units, sizes, self.start.tolist(), strict=True):
-            if unit.before is not None and self._arrival[unit.number] < start:
-                events[unit.device] += [(self._arrival[unit.number], size), (start, -size)]
+            arrival = float(self.arrival[unit.number])
+            if unit.before is not None and arrival < start:
+                events[unit.device] += [(arrival, size), (start, -size)]
         return tuple(int(np.cumsum([0, *(size for _, size in sorted(each))]).max()) for each in events)
-
-    @cached_property
-    def _arrival(self) -> Times:
-        return self.ready
 
 
 def simulate_devices(
-    shared: SharedSchedule, cluster: Cluster, execution: str = "launch", model: str = "tiles", progress: Progress | None = None
+    shared: SharedSchedule,
+    cluster: Cluster,
+    execution: str = "launch",
+    model: str = "tiles",
+    one_device: float | None = None,
+    progress: Progress | None = None,
 ) -> DeviceTimeline:
     """Run the backward of a shared schedule in model time. Each device runs its units in the global sequence.
 
     execution: `launch` starts a unit when the one before it has ended on its device; `overlap` starts its chains in sequence as workers
     become free. Either waits for all states of the unit.
     model: `tiles` knows every task, `chunks` the units alone.
+    one_device: what one device takes, where another run has found that out already.
 
     K and V are gathered from the beginning, one KV head after the other in the order of their first use, beside the hops.
     What it costs to load and to store a state is left out, and so is the forward.
@@ -131,13 +137,13 @@ def simulate_devices(
     links = _Links(shared, cluster)
     times = np.zeros((3, len(shared.units)))
     for unit in shared.units:
-        ready = links.ready(unit)
-        start, end = runner.run(unit, ready)
+        arrival = links.arrival.get(unit.number, 0.0)
+        start, end = runner.run(unit, max(arrival, links.keys(unit)))
         links.send(unit, end)
-        times[:, unit.number] = start, end, ready
+        times[:, unit.number] = start, end, arrival
         if progress is not None:
             progress(unit.number + 1, len(shared.units))
-    return DeviceTimeline(shared, cluster, execution, model, *times)
+    return DeviceTimeline(shared, cluster, execution, model, *times, given_one_device=one_device)
 
 
 def _check(shared: SharedSchedule, cluster: Cluster, execution: str, model: str) -> None:
@@ -169,17 +175,15 @@ class _Links:
         fewest = min(len(shared.sharding.rows_of(device)) for device in range(shared.sharding.devices))
         self.gather_us = cluster.transfer_us(cluster.widths.keys(shared.sharding.rows - fewest))
 
-    def ready(self, unit: Unit) -> float:
-        there = self.arrival.get(unit.number, 0.0)
-        return there if unit.leg is None else max(there, *(self._keys(*head) for head in unit.heads))
-
-    def _keys(self, sequence: int, part: int) -> float:
-        if self.shared.sharding.devices == 1:
+    def keys(self, unit: Unit) -> float:
+        """When K and V of all its heads are there."""
+        if unit.leg is None or self.shared.sharding.devices == 1:
             return 0.0
-        head = sequence, part // self.shared.problem.parts
-        if head not in self.gathered:
-            self.gathered[head] = self.cluster.hop_latency_us + (len(self.gathered) + 1) * self.gather_us
-        return self.gathered[head]
+        for sequence, part in unit.heads:
+            head = sequence, part // self.shared.problem.parts
+            if head not in self.gathered:
+                self.gathered[head] = self.cluster.hop_latency_us + (len(self.gathered) + 1) * self.gather_us
+        return max(self.gathered[sequence, part // self.shared.problem.parts] for sequence, part in unit.heads)
 
     def send(self, unit: Unit, end: float) -> None:
         if unit.after is None:

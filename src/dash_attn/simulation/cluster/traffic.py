@@ -7,16 +7,16 @@ from ...scheduling.devices.units import SharedSchedule
 from ...scheduling.problem import Problem
 from .machines import Widths
 
-Bytes = tuple[int, ...]  # sent by each device
+PerDevice = tuple[int, ...]
 
 
-def gather_bytes(problem: Problem, sharding: Sharding, widths: Widths) -> Bytes:
+def gather_bytes(problem: Problem, sharding: Sharding, widths: Widths) -> PerDevice:
     """K and V of all heads: each device sends its own rows to every other one. The forward needs them, and the backward again."""
     heads, others = problem.heads * problem.batch, sharding.devices - 1
     return tuple(heads * others * widths.keys(len(sharding.rows_of(device))) for device in range(sharding.devices))
 
 
-def state_bytes(shared: SharedSchedule, widths: Widths) -> Bytes:
+def state_bytes(shared: SharedSchedule, widths: Widths) -> PerDevice:
     """States that hop from leg to leg, and from the last leg to the device of the keys."""
     sent = [0] * shared.sharding.devices
     for unit in shared.units:
@@ -25,7 +25,7 @@ def state_bytes(shared: SharedSchedule, widths: Widths) -> Bytes:
     return tuple(sent)
 
 
-def hops_by_device(shared: SharedSchedule) -> Bytes:
+def hops_by_device(shared: SharedSchedule) -> PerDevice:
     """How many times each device sends the states of a unit."""
     sent = [0] * shared.sharding.devices
     for unit in shared.units:
