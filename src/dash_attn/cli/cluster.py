@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ..scheduling.devices.sharding import SHARDINGS, Sharding
+from ..scheduling.devices.together import heads_that_fill
 from ..scheduling.devices.units import SharedSchedule, share
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem, whole_number
@@ -20,7 +21,6 @@ from ..simulation.cluster import (
     DeviceTimeline,
     PeerEstimate,
     Widths,
-    heads_that_fill,
     ring_attention,
     simulate_devices,
     ulysses,

@@ -1,4 +1,7 @@
-"""`dash-attn plan`: simulate schedules of a problem and show them as a table, JSON, a Gantt chart or a trace. cluster.py does so for several devices."""
+"""`dash-attn plan`: simulate schedules of a problem and show them as a table, JSON, a Gantt chart or a trace.
+
+cluster.py does so for several devices that share a sequence.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ machines.py says what a cluster is, timeline.py runs a shared schedule on it by 
 traffic.py counts bytes, peers.py has ring attention and Ulysses. All of it is planning: nothing here was measured on several GPUs.
 """
 
-from .machines import Cluster, Widths, heads_that_fill
+from .machines import Cluster, Widths
 from .peers import PeerEstimate, ring_attention, ulysses
 from .timeline import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES, DeviceTimeline, simulate_devices
 
@@ -16,7 +16,6 @@ __all__ = [
     "DeviceTimeline",
     "PeerEstimate",
     "Widths",
-    "heads_that_fill",
     "ring_attention",
     "simulate_devices",
     "ulysses",

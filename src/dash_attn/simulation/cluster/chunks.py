@@ -21,14 +21,19 @@ class ChunkModel:
         """Start and end of a unit whose states are there at `ready`."""
         start = max(self.free[unit.device], ready)
         if unit.leg is None:
-            adds = self.shared.state_tiles(unit) * self.shared.problem.adds
-            end = start + adds * self.machine.reduce / self.workers
-            self.free[unit.device] = start if self.overlap else end
-            return start, end
+            return self._ending(unit, ready if self.overlap else start)
         work = self.shared.tasks_of(unit) * self.machine.compute
         filled = min(self.workers, len(unit.heads) * len(self.shared.leg_of(unit).kv_tiles))
         # Overlapped units take turns at dQ tiles, so that none ends before the one that started before it.
         end = max(start + self.machine.startup + work / filled, self.last_end[unit.device])
         self.last_end[unit.device] = end
         self.free[unit.device] = start + work / self.workers if self.overlap else end
+        return start, end
+
+    def _ending(self, unit: Unit, start: float) -> tuple[float, float]:
+        """Overlapped, it runs on the side: nothing but other endings waits for it."""
+        adds = self.shared.state_tiles(unit) * self.shared.problem.adds
+        end = start + adds * self.machine.reduce / self.workers
+        if not self.overlap:
+            self.free[unit.device] = end
         return start, end

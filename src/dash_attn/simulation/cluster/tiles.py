@@ -6,6 +6,7 @@ that it waits for, and so do the chains of a unit: each chain runs to its end wh
 
 from __future__ import annotations
 
+import math
 from heapq import heapreplace
 
 from ...scheduling.devices.units import SharedSchedule, Unit
@@ -36,12 +37,12 @@ class TileModel:
 
     def run(self, unit: Unit, ready: float) -> tuple[float, float]:
         """Start and end of a unit whose states are there at `ready`."""
-        device = unit.device
-        earliest = max(self.floor[device], round(ready * self.ticks))
-        if unit.leg is None:
-            start, end = self._ending(unit, earliest)
-        else:
-            start, end = self._leg(unit, earliest)
+        ready_ticks, device = math.ceil(ready * self.ticks), unit.device
+        if unit.leg is None and self.overlap:  # on the side: nothing but other endings waits for it
+            start, end = self._ending(unit, ready_ticks)
+            return start / self.ticks, end / self.ticks
+        earliest = max(self.floor[device], ready_ticks)
+        start, end = self._ending(unit, earliest) if unit.leg is None else self._leg(unit, earliest)
         # Overlapped units still start in sequence; launched ones wait until the one before has ended.
         self.floor[device] = earliest if self.overlap else end
         return start / self.ticks, end / self.ticks
@@ -88,5 +89,3 @@ class TileModel:
         there = problem.members(part)
         member = members(len(there), self.shared.schedule.order.kinds[unit.kind].last_member_first)[unit.member]
         return (sequence * problem.heads * problem.group + there.start + int(member)) * problem.q_tiles
-
-

@@ -124,7 +124,7 @@ def simulate_devices(
     """Run the backward of a shared schedule in model time. Each device runs its units in the global sequence.
 
     execution: `launch` starts a unit when the one before it has ended on its device; `overlap` starts its chains in sequence as workers
-    become free. Either waits for all states of the unit.
+    become free, and adds dK and dV to their sums on the side. Either waits for all states of the unit.
     model: `tiles` knows every task, `chunks` the units alone.
     one_device: what one device takes, where another run has found that out already.
 
@@ -138,12 +138,13 @@ def simulate_devices(
     times = np.zeros((3, len(shared.units)))
     for unit in shared.units:
         arrival = links.arrival.get(unit.number, 0.0)
-        start, end = runner.run(unit, max(arrival, links.keys(unit)))
+        sums = max((times[1, other] for other in shared.waits[unit.number]), default=0.0) if unit.leg is None else 0.0
+        start, end = runner.run(unit, max(arrival, links.keys(unit), sums))
         links.send(unit, end)
         times[:, unit.number] = start, end, arrival
         if progress is not None:
             progress(unit.number + 1, len(shared.units))
-    return DeviceTimeline(shared, cluster, execution, model, *times, given_one_device=one_device)
+    return DeviceTimeline(shared, cluster, execution, model, times[0], times[1], times[2], one_device)
 
 
 def _check(shared: SharedSchedule, cluster: Cluster, execution: str, model: str) -> None:
