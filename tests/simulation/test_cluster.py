@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from dash_attn.simulation.cluster import (
 from dash_attn.simulation.cluster.tiles import TileModel
 from dash_attn.simulation.machines import H200
 
+SIMULATOR_PAGE = Path(__file__).parents[2] / "docs/simulator.md"
 DEVICES = (2, 4, 8, 16)
 ROWS = 1024  # of a chunk
 BLOCK = ROWS // 64 * ROWS // 128  # tasks where a chunk of queries meets one of keys
@@ -74,7 +76,7 @@ def test_heads_of_one_kind_fill_and_drain_the_pipeline(devices: int) -> None:
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("heads", [2, 8])
 def test_hops_hide_behind_other_units(devices: int, heads: int) -> None:
-    """The sequence expects them. One that does not loses 7 to 10 % here."""
+    """The sequence expects them. One that does not loses 7 to 11 % here."""
     assert in_chunks(shared("causal", 2 * devices * ROWS, devices, heads), hop=0.2).efficiency > 0.98
 
 
@@ -173,8 +175,10 @@ def test_the_tile_model_finds_what_the_study_found() -> None:
     """Section 5 of the design: 16k tokens on four devices, 32 heads, 16 side by side: 0.763 and 0.863 with hops of 10 us alone."""
     found = shared("causal", 16384, 4, 32, together=16)
     cluster = Cluster(bandwidth_GBs=math.inf)
-    work = [simulate_devices(found, cluster, execution).work_efficiency for execution in EXECUTIONS]
-    assert work == pytest.approx([0.76, 0.86], abs=0.01)
+    runs = [simulate_devices(found, cluster, execution) for execution in EXECUTIONS]
+    assert [run.work_efficiency for run in runs] == pytest.approx([0.763, 0.863], abs=0.005)
+    row = "| 4, 16k, 32 and 32 | 16 | " + " | ".join(f"{run.efficiency:.3f}" for run in runs)
+    assert row in SIMULATOR_PAGE.read_text()
     chunks = simulate_devices(found, cluster, "launch", "chunks")
     assert chunks.work_efficiency > 0.95
 

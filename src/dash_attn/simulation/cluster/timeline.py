@@ -19,7 +19,7 @@ from .traffic import PerDevice, gather_bytes, hops_by_device, state_bytes
 
 EXECUTIONS = ("launch", "overlap")
 MODELS = ("tiles", "chunks")
-MOST_TASKS_OF_TILES = 8_000_000  # some twenty seconds, with the one device to compare with
+MOST_TASKS_OF_TILES = 10_000_000  # half a minute, with the one device to compare with
 Times = NDArray[np.float64]  # microseconds
 
 
