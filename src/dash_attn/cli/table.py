@@ -18,10 +18,15 @@ def print_table(header: str, runs: Sequence[Named], auto_order: str | None) -> N
     rows = [_row(asked, timeline, auto_order) for asked, timeline in runs]
     fastest = min((timeline.makespan for _, timeline in runs), default=0.0)
     best = [timeline.makespan == fastest for _, timeline in runs]
+    print_rows(header, COLUMNS, rows, best)
+
+
+def print_rows(header: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], best: Sequence[bool]) -> None:
+    """Any table. The best rows are in colour, the first column is flush left."""
     try:
-        _print_rich(header, rows, best)
+        _print_rich(header, columns, rows, best)
     except ModuleNotFoundError:
-        _print_plain(header, rows)
+        _print_plain(header, columns, rows)
 
 
 def _row(asked: str, timeline: Timeline, auto_order: str | None) -> tuple[str, ...]:
@@ -40,7 +45,7 @@ def _row(asked: str, timeline: Timeline, auto_order: str | None) -> tuple[str, .
     )
 
 
-def _print_rich(header: str, rows: Sequence[tuple[str, ...]], best: Sequence[bool]) -> None:
+def _print_rich(header: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], best: Sequence[bool]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -51,17 +56,17 @@ def _print_rich(header: str, rows: Sequence[tuple[str, ...]], best: Sequence[boo
         console.width = PIPE_WIDTH
     console.print(Text(header))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        justify: Literal["left", "right"] = "left" if column == "schedule" else "right"
+    for place, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if place else "left"
         table.add_column(column.replace(" ", "\n"), justify=justify, no_wrap=True, vertical="bottom")
     for row, is_best in zip(rows, best, strict=True):
         table.add_row(*map(Text, row), style="bold green" if is_best else "")
     console.print(table)
 
 
-def _print_plain(header: str, rows: Sequence[tuple[str, ...]]) -> None:
+def _print_plain(header: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     print(header)
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    for row in (COLUMNS, *rows):
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (tuple(columns), *rows):
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join([first.strip().ljust(widths[0]), *others]))

@@ -55,7 +55,7 @@ class Execution(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Chain:
+class Chain:
     """A started chain: `keys[i]` is the dQ tile of task i, relative to `base`; what comes before `landed` has all been reduced.
 
     Behind its tasks a chain of a part adds dK and dV to the sums of its KV tile: reduces without a compute, to keys from `first_sum`
@@ -92,9 +92,9 @@ def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, pr
     tables = _Tables(schedule)
     landed = [0] * tables.keys  # reduces done per dQ tile, and per piece of a sum of dK and dV
     available = landed.copy()  # when the next rank may start there
-    waiting: dict[tuple[int, int], _Chain] = {}  # (key, rank) -> the chain that will reduce there
+    waiting: dict[tuple[int, int], Chain] = {}  # (key, rank) -> the chain that will reduce there
     free = [(0, worker) for worker in range(min(schedule.workers, problem.chains))]  # workers whose next free time is known
-    chains: list[_Chain] = []
+    chains: list[Chain] = []
     ends: dict[int, int] = {}
     tickets = schedule.tickets.tolist()
     for number, ticket in enumerate(tickets):
@@ -107,9 +107,9 @@ def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, pr
         ready = [chain]
         while ready:
             runner = ready.pop()
-            _advance(runner, costs, ordered, landed, available, waiting, ready)
+            advance(runner, costs, ordered, landed, available, waiting, ready)
             if runner.ended and id(runner) not in ends:
-                ends[id(runner)] = _chain_end(runner, costs)
+                ends[id(runner)] = chain_end(runner, costs)
                 heappush(free, (ends[id(runner)], runner.worker))
         if progress is not None and number % 256 == 0:
             progress(number, len(tickets))
@@ -128,14 +128,14 @@ def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, pr
     )
 
 
-def _advance(
-    chain: _Chain,
+def advance(
+    chain: Chain,
     costs: Costs,
     ordered: bool,
     landed: list[int],
     available: list[int],
-    waiting: dict[tuple[int, int], _Chain],
-    ready: list[_Chain],
+    waiting: dict[tuple[int, int], Chain],
+    ready: list[Chain],
 ) -> None:
     """Run a chain as far as its ranks allow. Chains it releases are appended to `ready`.
 
@@ -179,7 +179,7 @@ def _advance(
         chain.landed += 1
 
 
-def _chain_end(chain: _Chain, costs: Costs) -> int:
+def chain_end(chain: Chain, costs: Costs) -> int:
     last = chain.reduce_start[-max(1, costs.overlap) :]
     return max(last) + costs.reduce if last else chain.start
 
@@ -194,15 +194,15 @@ class _Tables:
         self.keys = self.dq_tiles + self.problem.batch * self.problem.heads * self.sums * self.problem.kv_tiles * self.problem.adds
         self._expanded: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
 
-    def chain(self, worker: int, start: int, sequence: int, part: int, kv_tile: int) -> _Chain:
+    def chain(self, worker: int, start: int, sequence: int, part: int, kv_tile: int) -> Chain:
         problem, members = self.problem, self.problem.members(part)
         keys, ranks = self._of(self.schedule.order.kind_of(problem, part), len(members))[kv_tile]
         base = (sequence * problem.heads * problem.group + members.start) * problem.q_tiles
         if not self.sums:
-            return _Chain(worker, start, base, keys, ranks)
+            return Chain(worker, start, base, keys, ranks)
         number, turn = Sum.of_part(problem, part, self.kinds)
         tile = ((sequence * problem.heads + part // problem.parts) * self.sums + number) * problem.kv_tiles + kv_tile
-        return _Chain(worker, start, base, keys, ranks, problem.adds, self.dq_tiles + tile * problem.adds, turn)
+        return Chain(worker, start, base, keys, ranks, problem.adds, self.dq_tiles + tile * problem.adds, turn)
 
     def _of(self, kind: int, count: int) -> list[tuple[list[int], list[int]]]:
         if (kind, count) not in self._expanded:
@@ -216,7 +216,7 @@ def _expand(kind: HeadOrder, count: int, q_tiles: int) -> list[tuple[list[int], 
     return [((member * q_tiles + q_tile).tolist(), rank.tolist()) for q_tile, rank, member in tasks]
 
 
-def _blocked(schedule: Schedule, chains: list[_Chain], waiting: dict[tuple[int, int], _Chain]) -> list[tuple[int, Task, int, str]]:
+def _blocked(schedule: Schedule, chains: list[Chain], waiting: dict[tuple[int, int], Chain]) -> list[tuple[int, Task, int, str]]:
     """What every parked chain waits for."""
     tickets = schedule.tickets.tolist()
     number_of = {id(chain): number for number, chain in enumerate(chains)}
@@ -233,7 +233,7 @@ def _blocked(schedule: Schedule, chains: list[_Chain], waiting: dict[tuple[int, 
 
 
 def _blocked_task(
-    schedule: Schedule, chain: _Chain, key: int, rank: int, place: tuple[int, int, int], started: set[tuple[int, ...]]
+    schedule: Schedule, chain: Chain, key: int, rank: int, place: tuple[int, int, int], started: set[tuple[int, ...]]
 ) -> tuple[int, Task, int, str]:
     problem, (sequence, part, kv_tile) = schedule.problem, place
     member, q_tile = divmod(key - chain.base, problem.q_tiles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..scheduling.problem import Problem
+from ..simulation.cluster import Cluster
 from ..simulation.simulate import Machine
 
 
@@ -40,3 +41,17 @@ def describe_machine(machine: Machine, workers: int) -> str:
     startup = f", chain start {plain_number(machine.startup)}" if machine.startup else ""
     costs = f"compute {plain_number(machine.compute)}, reduce {plain_number(machine.reduce)}"
     return f"{counted(workers, 'worker')}; {costs}, {background}{latency}{startup}"
+
+
+def describe_cluster(cluster: Cluster, devices: int, sharding: str, heads_together: int) -> str:
+    """One line: the devices, what lies between them, and how much of the work they take at once."""
+    between = f"hop {plain_number(cluster.hop_latency_us)} us, {plain_number(cluster.bandwidth_GBs)} GB/s"
+    return f"{counted(devices, 'device')}, {sharding} sharding, {between}; {counted(heads_together, 'head')} side by side in a unit"
+
+
+def bytes_in_words(size: int) -> str:
+    """1.41 GB for 1409286144: powers of ten, as bandwidths are given."""
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"

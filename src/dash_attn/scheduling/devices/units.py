@@ -108,6 +108,9 @@ def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> Sh
     return _put_in_sequence(schedule, sharding, heads_together, trips, drafts)
 
 
+ROUND = 2  # bundles per device that take turns, where there is one kind of head
+
+
 class _Draft(NamedTuple):
     """A unit without its number, and which drafts it waits for."""
 
@@ -145,8 +148,13 @@ def _members(problem: Problem, head: Head) -> int:
 
 def _draft(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int) -> Iterator[_Draft]:
     """All units. The first to be launched is the one with the lowest priority: pairs of bundles, one of each kind, take turns; in a
-    pair segment by segment, and then by how many units come before. So the heads of a kind end where those of the other begin."""
+    pair segment by segment, and then by how many units come before. So the heads of a kind end where those of the other begin.
+
+    Heads of a single kind all begin on the same device. There many of them go in a round, segment by segment: the devices are busy
+    with different heads then, because the segments of a head follow each other around all devices.
+    """
     problem, count = schedule.problem, 0
+    in_round = 1 if len(trips) > 1 else ROUND * sharding.devices
     endings: dict[tuple[int, int, int, int], int] = {}  # the last one of a sum: kind, column, sequence, KV head
     for kind, turn, heads in _bundles(schedule, heads_together):
         mine = trips[kind]
@@ -169,7 +177,7 @@ def _draft(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], hea
                     waits = [base + other for other in waits_of[node]] + ([before] if leg == 0 and before is not None else [])
                     level = member * deepest + int(mine.level[node])
                     unit = Unit(0, sharding.owners[there.chunk], kind, heads, column, member, leg, before, after)
-                    yield _Draft(unit, tuple(waits), (turn, found.segment, kind, level, node), len(heads) * there.tasks)
+                    yield _Draft(unit, tuple(waits), (turn // in_round, found.segment, turn, kind, level, node), len(heads) * there.tasks)
         for column, found in enumerate(mine.columns):
             last_leg = count + (members - 1) * width + int(mine.first_node[column]) + len(found.legs) - 1 if found.legs else None
             places = [(kind, column, sequence, part // problem.parts) for sequence, part in heads]
@@ -177,44 +185,81 @@ def _draft(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], hea
             number = count + members * width + column
             endings.update(dict.fromkeys(places, number))
             unit = Unit(0, sharding.owners[found.chunk], kind, heads, column, members - 1, None, last_leg, None)
-            yield _Draft(unit, tuple(sorted(set(waits))), (turn, found.segment, kind, members * deepest, mine.nodes + column), 0)
+            priority = (turn // in_round, found.segment, turn, kind, members * deepest, mine.nodes + column)
+            yield _Draft(unit, tuple(sorted(set(waits))), priority, 0)
         count += members * width + len(mine.columns)
+
+
+HOP = 20  # what a hop is thought to take: one part in so many of the largest unit
 
 
 def _put_in_sequence(
     schedule: Schedule, sharding: Sharding, heads_together: int, trips: tuple[Trips, ...], drafts: list[_Draft]
 ) -> SharedSchedule:
-    """By a list schedule in which a task takes one unit of time and a hop none: a free device starts the ready unit of least priority."""
-    waiting = [len(draft.waits) for draft in drafts]
-    edges = np.array([(earlier, later) for later, draft in enumerate(drafts) for earlier in draft.waits], dtype=np.int64).reshape(-1, 2)
-    followers = followers_of(len(drafts), edges)
-    ready: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(sharding.devices)]
-    for index, draft in enumerate(drafts):
-        if not waiting[index]:
-            heappush(ready[draft.unit.device], (draft.priority, index))
-    idle, running, sequence, now = set(range(sharding.devices)), list[tuple[int, int]](), list[int](), 0
-    while True:
-        for device in sorted(idle):
-            if ready[device]:
-                index = heappop(ready[device])[1]
-                sequence.append(index)
-                heappush(running, (now + drafts[index].cost, index))
-                idle.remove(device)
-        if not running:
-            break
-        now = running[0][0]
-        while running and running[0][0] == now:
-            index = heappop(running)[1]
-            idle.add(drafts[index].unit.device)
-            for follower in followers[index]:
-                waiting[follower] -= 1
-                if not waiting[follower]:
-                    heappush(ready[drafts[follower].unit.device], (drafts[follower].priority, follower))
+    sequence = _Sequencer(drafts, sharding.devices).run()
     assert len(sequence) == len(drafts), "trips have no circle, and sums are added part after part"
     number_of = {index: number for number, index in enumerate(sequence)}
     units = [_numbered(drafts[index].unit, number, number_of) for number, index in enumerate(sequence)]
     waits = tuple(tuple(sorted(number_of[earlier] for earlier in drafts[index].waits)) for index in sequence)
     return SharedSchedule(schedule, sharding, heads_together, trips, tuple(units), waits)
+
+
+class _Sequencer:
+    """A list schedule in which a task takes one unit of time: a free device starts the ready unit of least priority.
+
+    Devices keep to the sequence. So a hop must take some time here: else a device would be told to wait for states that have just left
+    another one, with other work at hand. How long hardly matters (docs/simulator.md).
+    """
+
+    def __init__(self, drafts: list[_Draft], devices: int) -> None:
+        self.drafts, self.devices = drafts, devices
+        self.hop = max((draft.cost for draft in drafts), default=0) // HOP
+        self.waiting = [len(draft.waits) for draft in drafts]
+        edges = [(earlier, later) for later, draft in enumerate(drafts) for earlier in draft.waits]
+        self.followers = followers_of(len(drafts), np.array(edges, dtype=np.int64).reshape(-1, 2))
+        self.ready: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(devices)]
+        self.events: list[tuple[int, bool, int]] = []  # when, whether something has arrived at this draft (else: it has ended), which
+
+    def run(self) -> list[int]:
+        """The drafts in the order in which they start."""
+        for index, waiting in enumerate(self.waiting):
+            if not waiting:
+                self._make_ready(index)
+        idle, sequence, now = set(range(self.devices)), list[int](), 0
+        while True:
+            for device in sorted(idle):
+                if self.ready[device]:
+                    index = heappop(self.ready[device])[1]
+                    sequence.append(index)
+                    heappush(self.events, (now + self.drafts[index].cost, False, index))
+                    idle.remove(device)
+            if not self.events:
+                return sequence
+            now = self.events[0][0]
+            while self.events and self.events[0][0] == now:
+                _, arrived, index = heappop(self.events)
+                if arrived:
+                    self._arrive(index)
+                else:
+                    idle.add(self.drafts[index].unit.device)
+                    self._end(index, now)
+
+    def _end(self, index: int, now: int) -> None:
+        for follower in self.followers[index]:
+            hops = self.drafts[follower].unit.device != self.drafts[index].unit.device
+            if hops and self.hop:
+                heappush(self.events, (now + self.hop, True, follower))
+            else:
+                self._arrive(follower)
+
+    def _arrive(self, index: int) -> None:
+        self.waiting[index] -= 1
+        if not self.waiting[index]:
+            self._make_ready(index)
+
+    def _make_ready(self, index: int) -> None:
+        draft = self.drafts[index]
+        heappush(self.ready[draft.unit.device], (draft.priority, index))
 
 
 def _numbered(unit: Unit, number: int, number_of: dict[int, int]) -> Unit:

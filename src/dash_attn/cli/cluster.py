@@ -1,0 +1,220 @@
+"""`dash-attn plan --devices P`: one sequence on several devices, beside ring attention and Ulysses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from ..scheduling.devices.sharding import SHARDINGS, Sharding
+from ..scheduling.devices.together import heads_that_fill
+from ..scheduling.devices.units import SharedSchedule, share
+from ..scheduling.generators import generate
+from ..scheduling.problem import Problem, whole_number
+from ..simulation.cluster import (
+    EXECUTIONS,
+    MODELS,
+    MOST_TASKS_OF_TILES,
+    Cluster,
+    DeviceTimeline,
+    PeerEstimate,
+    Widths,
+    ring_attention,
+    simulate_devices,
+    ulysses,
+)
+from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, plain_number
+from .arguments import COSTS, read_machine, read_problem, read_schedules
+from .progress import progress_bar
+from .table import print_rows
+
+DEFAULTS: dict[str, Any] = {"sharding": "zigzag", "hop_latency": 10.0, "bandwidth": 400.0, "heads_together": None, "execution": None}
+ONLY_HERE = (*DEFAULTS, "model")
+COLUMNS = ("", "makespan us", "efficiency", "hops", "sent forward", "sent backward", "states waiting")
+DEFAULT_HEAD_DIM = 128
+DEFAULT_MACHINE = "h200"
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    about = "one sequence shared by several devices (context parallelism); times in microseconds, by default of an H200"
+    cluster = parser.add_argument_group("cluster", about)
+    cluster.add_argument("--devices", type=int, metavar="P", help="how many share the sequence")
+    cluster.add_argument("--sharding", choices=SHARDINGS, help=f"who has which rows (default: {DEFAULTS['sharding']})")
+    hop_help = f"microseconds from device to device, beside the transfer (default: {DEFAULTS['hop_latency']:g})"
+    cluster.add_argument("--hop-latency", type=float, metavar="TIME", help=hop_help)
+    bandwidth_help = f"GB per second that a device can send (default: {DEFAULTS['bandwidth']:g})"
+    cluster.add_argument("--bandwidth", type=float, metavar="N", help=bandwidth_help)
+    cluster.add_argument("--execution", choices=EXECUTIONS, help="how a device runs its units (default: show both)")
+    together_help = "heads of one kind that a unit has side by side (default: as many as fill the workers)"
+    cluster.add_argument("--heads-together", type=int, metavar="N", help=together_help)
+    model_help = f"every task, or units as blocks of work (default: tiles up to {MOST_TASKS_OF_TILES:,} tasks, else chunks)"
+    cluster.add_argument("--model", choices=MODELS, help=model_help)
+
+
+def refuse_without_devices(arguments: argparse.Namespace) -> None:
+    for name in ONLY_HERE:
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --devices")
+
+
+class _Planned(NamedTuple):
+    problem: Problem
+    shared: SharedSchedule
+    cluster: Cluster
+    runs: list[DeviceTimeline]
+    peers: list[PeerEstimate | str]  # a reason, where a peer cannot serve the problem
+    one_device: float
+
+
+def run_cluster(arguments: argparse.Namespace) -> int:
+    _refuse_ignored(arguments)
+    cluster = _read_cluster(arguments)
+    problem = read_problem(arguments)
+    shared = _share(arguments, problem, cluster)
+    planned = _plan(arguments, shared, cluster)
+    if arguments.json:
+        _print_json(arguments, planned)
+    else:
+        _print(arguments, planned)
+    if arguments.gantt is not None:
+        from ..viewing.gantt_devices import gantt_of_devices
+
+        gantt_of_devices(planned.runs, arguments.gantt, _title(arguments, planned))
+        print(f"wrote {arguments.gantt}", file=sys.stderr)
+    return 0
+
+
+def _refuse_ignored(arguments: argparse.Namespace) -> None:
+    """What a cluster of the simulator cannot do."""
+    for name in ("trace", "save", "threads"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} does not go with --devices")
+    if arguments.measured or arguments.device != "auto":
+        raise ValueError("--devices is a simulation; --measured and --device do not go with it")
+    if arguments.seqlen is None:
+        raise ValueError("--devices needs --seqlen: rows are dealt to devices, and bytes are counted, in tokens")
+
+
+def _read_cluster(arguments: argparse.Namespace) -> Cluster:
+    """Also settles machine, workers and tiles."""
+    if arguments.machine is None and all(getattr(arguments, name) is None for name in COSTS):
+        arguments.machine = DEFAULT_MACHINE
+    machine = read_machine(arguments)
+    head_dim = DEFAULT_HEAD_DIM if arguments.head_dim is None else whole_number("head_dim", arguments.head_dim)
+    hop_latency, bandwidth = (_chosen(arguments, name) for name in ("hop_latency", "bandwidth"))
+    if not 0 <= hop_latency < float("inf"):
+        raise ValueError(f"--hop-latency must be a finite number >= 0; got {hop_latency:g}")
+    if not bandwidth > 0:
+        raise ValueError(f"--bandwidth must be a number > 0; got {bandwidth:g}")
+    return Cluster(machine, arguments.workers, hop_latency, bandwidth, Widths(head_dim, head_dim))
+
+
+def _chosen(arguments: argparse.Namespace, name: str) -> Any:
+    given = getattr(arguments, name)
+    return DEFAULTS[name] if given is None else given
+
+
+def _share(arguments: argparse.Namespace, problem: Problem, cluster: Cluster) -> SharedSchedule:
+    names = read_schedules(arguments.schedule or ["auto"])
+    if len(names) != 1:
+        raise ValueError(f"--devices takes one schedule; name it with --schedule (got {len(names)})")
+    sharding = Sharding.named(_chosen(arguments, "sharding"), problem.q_len, arguments.devices)
+    sharding.check(problem)  # before the work
+    schedule = generate(names[0], problem, cluster.workers)
+    together = arguments.heads_together
+    return share(schedule, sharding, heads_that_fill(schedule, sharding, cluster.workers) if together is None else together)
+
+
+def _plan(arguments: argparse.Namespace, shared: SharedSchedule, cluster: Cluster) -> _Planned:
+    problem = shared.problem
+    model = arguments.model or ("tiles" if problem.tasks <= MOST_TASKS_OF_TILES else "chunks")
+    runs: list[DeviceTimeline] = []
+    for execution in [arguments.execution] if arguments.execution else EXECUTIONS:
+        with progress_bar(f"simulating {execution}", problem.tasks if model == "tiles" else 0) as progress:
+            one_device = runs[0].one_device if runs else None
+            runs.append(simulate_devices(shared, cluster, execution, model, one_device=one_device, progress=progress))
+    one_device = runs[0].one_device
+    peers = [peer(problem, shared.sharding, cluster, one_device) for peer in (ring_attention, ulysses)]
+    return _Planned(problem, shared, cluster, runs, peers, one_device)
+
+
+def _title(arguments: argparse.Namespace, planned: _Planned) -> str:
+    sharding = _chosen(arguments, "sharding")
+    lines = (
+        describe_problem(planned.problem, arguments.mask),
+        describe_cluster(planned.cluster, arguments.devices, sharding, planned.shared.heads_together),
+        describe_machine(planned.cluster.machine, planned.cluster.workers),
+    )
+    return "\n".join(lines)
+
+
+def _print(arguments: argparse.Namespace, planned: _Planned) -> None:
+    rows = [_row(run) for run in planned.runs] + [_peer_row(peer) for peer in planned.peers if isinstance(peer, PeerEstimate)]
+    best = max(run.efficiency for run in planned.runs)
+    size = f"{counted(planned.problem.tasks, 'task')} in {counted(len(planned.shared.units), 'unit')}"
+    header = f"{_title(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one device takes {_us(planned.one_device)} us"
+    print_rows(header, COLUMNS, rows, [run.efficiency == best for run in planned.runs] + [False] * (len(rows) - len(planned.runs)))
+    for peer in planned.peers:
+        if isinstance(peer, str):
+            print(f"Ulysses cannot serve this problem: it {peer}")
+    print(_about_the_model(arguments, planned))
+
+
+def _about_the_model(arguments: argparse.Namespace, planned: _Planned) -> str:
+    if planned.runs[0].model == "tiles":
+        text = "Simulated task by task."
+    else:
+        asked = "" if arguments.model else f", because there are more than {MOST_TASKS_OF_TILES:,} tasks"
+        text = f"Simulated by the chunk model{asked}. It knows no hand-overs inside of a unit, so it is kinder than the tile model."
+    return f"{text} Ring attention and Ulysses are models, shown at their best. Bytes are those of the device that sends most."
+
+
+def _us(time: float) -> str:
+    return f"{time:,.0f}"
+
+
+def _row(run: DeviceTimeline) -> tuple[str, ...]:
+    waiting = f"{max(run.waiting)} ({bytes_in_words(max(run.waiting_bytes))})"
+    sent = bytes_in_words(max(run.gathered)), bytes_in_words(max(run.sent))
+    return f"dash-attn, {run.execution}", _us(run.makespan), f"{run.efficiency:.3f}", plain_number(max(run.hops)), *sent, waiting
+
+
+def _peer_row(peer: PeerEstimate) -> tuple[str, ...]:
+    sent = bytes_in_words(peer.forward_bytes), bytes_in_words(peer.backward_bytes)
+    return peer.name, _us(peer.makespan), f"{peer.efficiency:.3f}", "-", *sent, "-"
+
+
+def _print_json(arguments: argparse.Namespace, planned: _Planned) -> None:
+    value = {
+        "devices": arguments.devices,
+        "sharding": _chosen(arguments, "sharding"),
+        "schedule": planned.shared.schedule.name,
+        "mask": arguments.mask,
+        "model": planned.runs[0].model,
+        "tasks": planned.problem.tasks,
+        "units": len(planned.shared.units),
+        "heads_together": planned.shared.heads_together,
+        "one_device_us": planned.one_device,
+        "runs": [_json_run(run) for run in planned.runs],
+        "peers": [asdict(peer) for peer in planned.peers if isinstance(peer, PeerEstimate)],
+    }
+    for peer in planned.peers:
+        if isinstance(peer, str):
+            print(f"dash-attn: Ulysses cannot serve this problem: it {peer}", file=sys.stderr)
+    print(json.dumps(value, indent=2))
+
+
+def _json_run(run: DeviceTimeline) -> dict[str, Any]:
+    return {
+        "execution": run.execution,
+        "makespan_us": run.makespan,
+        "efficiency": run.efficiency,
+        "work_efficiency": run.work_efficiency,
+        "hops": list(run.hops),
+        "forward_bytes": list(run.gathered),
+        "backward_bytes": list(run.sent),
+        "states_waiting": list(run.waiting),
+        "states_waiting_bytes": list(run.waiting_bytes),
+    }

@@ -1,0 +1,22 @@
+"""Several devices that share a sequence, in model time: when each of their units runs, what they send, and their peers.
+
+machines.py says what a cluster is, timeline.py runs a shared schedule on it by one of two models of a unit (chunks.py, tiles.py),
+traffic.py counts bytes, peers.py has ring attention and Ulysses. All of it is planning: nothing here was measured on several GPUs.
+"""
+
+from .machines import Cluster, Widths
+from .peers import PeerEstimate, ring_attention, ulysses
+from .timeline import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES, DeviceTimeline, simulate_devices
+
+__all__ = [
+    "EXECUTIONS",
+    "MODELS",
+    "MOST_TASKS_OF_TILES",
+    "Cluster",
+    "DeviceTimeline",
+    "PeerEstimate",
+    "Widths",
+    "ring_attention",
+    "simulate_devices",
+    "ulysses",
+]

@@ -1,0 +1,197 @@
+"""simulate_devices(shared, cluster) -> DeviceTimeline: when each unit of each device runs, and how busy that keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...scheduling.devices.units import SharedSchedule, Unit
+from ...scheduling.engine import Progress
+from ..simulate import simulate
+from .chunks import ChunkModel
+from .machines import Cluster
+from .tiles import TileModel
+from .traffic import PerDevice, gather_bytes, hops_by_device, state_bytes
+
+EXECUTIONS = ("launch", "overlap")
+MODELS = ("tiles", "chunks")
+MOST_TASKS_OF_TILES = 10_000_000  # half a minute, with the one device to compare with
+Times = NDArray[np.float64]  # microseconds
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTimeline:
+    """A simulated backward of a shared schedule. Times are by the number of the unit.
+
+    arrival: when the states of a unit are on its device; 0 where they begin there.
+    """
+
+    shared: SharedSchedule
+    cluster: Cluster
+    execution: str
+    model: str
+    start: Times
+    end: Times
+    arrival: Times
+    given_one_device: float | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.shared.sharding.devices
+
+    @property
+    def makespan(self) -> float:
+        return float(self.end.max(initial=0.0))
+
+    @cached_property
+    def one_device(self) -> float:
+        """The same schedule on one device, by the same model."""
+        if self.given_one_device is not None:
+            return self.given_one_device
+        if self.model == "tiles":
+            return simulate(self.shared.schedule, self.cluster.machine).makespan
+        return self._work
+
+    @property
+    def efficiency(self) -> float:
+        """How many times as fast as one device, per device."""
+        return self._per_device(self.one_device)
+
+    @property
+    def work_efficiency(self) -> float:
+        """Share of all workers' time that is computing."""
+        return self._per_device(self._work)
+
+    def _per_device(self, time: float) -> float:
+        return time / (self.devices * self.makespan) if self.makespan else 1.0
+
+    @property
+    def _work(self) -> float:
+        return self.shared.problem.tasks * self.cluster.machine.compute / self.cluster.workers
+
+    @cached_property
+    def gathered(self) -> PerDevice:
+        """Bytes of K and V that each device sends: in the forward, and again in the backward."""
+        return gather_bytes(self.shared.problem, self.shared.sharding, self.cluster.widths)
+
+    @cached_property
+    def states(self) -> PerDevice:
+        """Bytes of states that each device sends."""
+        return state_bytes(self.shared, self.cluster.widths)
+
+    @property
+    def sent(self) -> PerDevice:
+        """Bytes that each device sends in the backward."""
+        return tuple(keys + states for keys, states in zip(self.gathered, self.states, strict=True))
+
+    @cached_property
+    def hops(self) -> PerDevice:
+        """How many times each device sends the states of a unit."""
+        return hops_by_device(self.shared)
+
+    @cached_property
+    def waiting(self) -> PerDevice:
+        """Most units of each device whose states are there and have to wait. Those in work, and those under way, come on top."""
+        return self._most_at_once([1] * len(self.shared.units))
+
+    @cached_property
+    def waiting_bytes(self) -> PerDevice:
+        """The same in bytes."""
+        problem, widths = self.shared.problem, self.cluster.widths
+        return self._most_at_once([widths.states(problem, self.shared.state_tiles(unit)) for unit in self.shared.units])
+
+    def _most_at_once(self, sizes: Sequence[int]) -> PerDevice:
+        events: list[list[tuple[float, int]]] = [[] for _ in range(self.devices)]
+        for unit, size, start in zip(self.shared.units, sizes, self.start.tolist(), strict=True):
+            arrival = float(self.arrival[unit.number])
+            if unit.before is not None and arrival < start:
+                events[unit.device] += [(arrival, size), (start, -size)]
+        return tuple(int(np.cumsum([0, *(size for _, size in sorted(each))]).max()) for each in events)
+
+
+def simulate_devices(
+    shared: SharedSchedule,
+    cluster: Cluster,
+    execution: str = "launch",
+    model: str = "tiles",
+    one_device: float | None = None,
+    progress: Progress | None = None,
+) -> DeviceTimeline:
+    """Run the backward of a shared schedule in model time. Each device runs its units in the global sequence.
+
+    execution: `launch` starts a unit when the one before it has ended on its device; `overlap` starts its chains in sequence as workers
+    become free, and adds dK and dV to their sums on the side. Either waits for all states of the unit.
+    model: `tiles` knows every task, `chunks` the units alone.
+    one_device: what one device takes, where another run has found that out already.
+
+    K and V are gathered from the beginning, one KV head after the other in the order of their first use, beside the hops.
+    What it costs to load and to store a state is left out, and so is the forward.
+    """
+    _check(shared, cluster, execution, model)
+    overlap = execution == "overlap"
+    runner = TileModel(shared, cluster, overlap) if model == "tiles" else ChunkModel(shared, cluster, overlap)
+    links = _Links(shared, cluster)
+    times = np.zeros((3, len(shared.units)))
+    for unit in shared.units:
+        arrival = links.arrival.get(unit.number, 0.0)
+        sums = max((times[1, other] for other in shared.waits[unit.number]), default=0.0) if unit.leg is None else 0.0
+        start, end = runner.run(unit, max(arrival, links.keys(unit), sums))
+        links.send(unit, end)
+        times[:, unit.number] = start, end, arrival
+        if progress is not None:
+            progress(unit.number + 1, len(shared.units))
+    return DeviceTimeline(shared, cluster, execution, model, times[0], times[1], times[2], one_device)
+
+
+def _check(shared: SharedSchedule, cluster: Cluster, execution: str, model: str) -> None:
+    if execution not in EXECUTIONS:
+        raise ValueError(f"unknown execution {execution!r}; choose from {', '.join(EXECUTIONS)}")
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}; choose from {', '.join(MODELS)}")
+    if model == "chunks":
+        return
+    if shared.schedule.workers != cluster.workers:
+        raise ValueError(
+            f"the tile model compares with the schedule on one device, which was made for {shared.schedule.workers} workers; the"
+            f" cluster's devices have {cluster.workers}"
+        )
+    if shared.problem.tasks > MOST_TASKS_OF_TILES:
+        raise ValueError(
+            f"{shared.problem.tasks:,} tasks are too many for the tile model; at most {MOST_TASKS_OF_TILES:,} (model='chunks' takes more)"
+        )
+
+
+class _Links:
+    """When states and gathered keys arrive. A device sends one thing after the other; gathers have lanes of their own."""
+
+    def __init__(self, shared: SharedSchedule, cluster: Cluster) -> None:
+        self.shared, self.cluster = shared, cluster
+        self.free = [0.0] * shared.sharding.devices
+        self.arrival: dict[int, float] = {}  # by the number of the unit that the states go to
+        self.gathered: dict[tuple[int, int], float] = {}  # by sequence and KV head
+        fewest = min(len(shared.sharding.rows_of(device)) for device in range(shared.sharding.devices))
+        self.gather_us = cluster.transfer_us(cluster.widths.keys(shared.sharding.rows - fewest))
+
+    def keys(self, unit: Unit) -> float:
+        """When K and V of all its heads are there."""
+        if unit.leg is None or self.shared.sharding.devices == 1:
+            return 0.0
+        for sequence, part in unit.heads:
+            head = sequence, part // self.shared.problem.parts
+            if head not in self.gathered:
+                self.gathered[head] = self.cluster.hop_latency_us + (len(self.gathered) + 1) * self.gather_us
+        return max(self.gathered[sequence, part // self.shared.problem.parts] for sequence, part in unit.heads)
+
+    def send(self, unit: Unit, end: float) -> None:
+        if unit.after is None:
+            return
+        if not self.shared.hops(unit):
+            self.arrival[unit.after] = end
+            return
+        size = self.cluster.widths.states(self.shared.problem, self.shared.state_tiles(unit))
+        self.free[unit.device] = max(self.free[unit.device], end) + self.cluster.transfer_us(size)
+        self.arrival[unit.after] = self.free[unit.device] + self.cluster.hop_latency_us
