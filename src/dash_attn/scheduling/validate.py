@@ -32,8 +32,8 @@ class TooFewWorkers(StuckOnWorkers):
     def __init__(self, name: str, needed: int, workers: int, details: str = "") -> None:
         self.name, self.needed, self.workers = name, needed, workers
         super().__init__(
-            f"{name} needs {needed} workers at once (SMs of a GPU, simulated or recorded workers): that many chains of a head wait for each other;"
-            f" there are {workers}. schedule={ANY_WORKERS!r} runs on any number of workers;"
+            f"{name} needs {needed} workers at once (SMs of a GPU, simulated or recorded workers): that many chains of a head wait for each"
+            f" other; there are {workers}. schedule={ANY_WORKERS!r} runs on any number of workers;"
             " its bits are different, so use it on every machine of a run" + (f"\n{details}" if details else "")
         )
 

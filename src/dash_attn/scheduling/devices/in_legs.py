@@ -1,7 +1,7 @@
 """Any schedule on any number of workers of one device: no chain has to be resident from the beginning of its walk to its end.
 
 The chains of a gang wait for each other in a circle. Cut into legs, with states kept in memory between them, they do not: of a circle
-of tasks there is none, so a cut that is fine enough always helps.
+of tasks there is none, so a cut that is fine enough always helps. It costs the time to load and store the states.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from .units import SharedSchedule, deal
 
 
 def in_legs(schedule: Schedule, workers: int) -> SharedSchedule:
-    """The schedule in legs, as few as possible, for one device with as many workers. Its bits are those of the schedule."""
+    """The schedule in legs for one device with so many workers. Its bits are those of the schedule."""
     sharding, trips = _least_cut(schedule)
     return deal(schedule, sharding, workers, trips)  # side by side as many heads as keep every worker busy, with one chain each
 
 
 def _least_cut(schedule: Schedule) -> tuple[Sharding, tuple[Trips, ...]]:
-    """Chunks of the queries, and the legs that they make. Chains with the same route travel together, unless that alone is a circle."""
+    """The fewest chunks of the queries that leave no circle, and the legs that they make. Two do on full masks."""
     for sharding in _cuts(schedule.problem):
         try:
             return sharding, trips_of(schedule, sharding)
         except Circle:
             continue
-    return sharding, trips_of(schedule, sharding, alone=True)  # tile by tile, chain by chain: a leg is one task
+    # Tile by tile, chains with the same route together, there may still be a circle. Alone, a leg is one task.
+    return sharding, trips_of(schedule, sharding, alone=True)
 
 
 def _cuts(problem: Problem) -> Iterator[Sharding]:
