@@ -1,7 +1,7 @@
 """Any schedule on any number of workers of one device: no chain has to be resident from the beginning of its walk to its end.
 
-The chains of a gang wait for each other in a circle. Cut into legs, with states kept in memory between them, they do not: of a circle
-of tasks there is none, so a cut that is fine enough always helps. It costs the time to load and store the states.
+The chains of a gang wait for each other in a circle, but single tasks do not. So a cut of the walks that is fine enough leaves legs
+without a circle; states rest in memory between them. It costs the time to load and store the states.
 """
 
 from __future__ import annotations
