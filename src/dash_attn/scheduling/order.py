@@ -28,6 +28,11 @@ def worker_invariance(least: int) -> str:
     return WORKER_INVARIANT if least <= 1 else f"{WORKER_INVARIANT} ({least} workers or more)"
 
 
+def reported(guarantees: Iterable[str], least: int) -> tuple[str, ...]:
+    """Guarantees where `least` workers are needed at once."""
+    return tuple(worker_invariance(least) if promises([said], WORKER_INVARIANT) else said for said in guarantees)
+
+
 def promises(guarantees: Iterable[str], name: str) -> bool:
     """Whether a reported list has this guarantee, on any number of workers or from some number on."""
     return any(said == name or said.startswith(f"{name} (") for said in guarantees)

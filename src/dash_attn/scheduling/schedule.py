@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .json_fields import as_lists, as_whole, as_wholes, load_json, read_fields
-from .order import RUN_TO_RUN, WORKER_INVARIANT, HeadOrder, Ints, Order, frozen_ints, worker_invariance
+from .order import RUN_TO_RUN, HeadOrder, Ints, Order, frozen_ints, reported
 from .problem import Problem, whole_number
 from .validate import ScheduleError, check_starts, validate
 
@@ -205,8 +205,7 @@ class Schedule:
     @cached_property
     def guarantees(self) -> tuple[str, ...]:
         """Those of the order; with a gang, the number of workers says from how many on."""
-        reported = {WORKER_INVARIANT: worker_invariance(self.gang)}
-        return tuple(reported.get(name, name) for name in self.order.guarantees)
+        return reported(self.order.guarantees, self.gang)
 
     @cached_property
     def tickets(self) -> NDArray[np.int64]:

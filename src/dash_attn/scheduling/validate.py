@@ -22,14 +22,18 @@ class ScheduleError(ValueError):
     """A schedule that is incomplete, ambiguous or can hang."""
 
 
-class TooFewWorkers(ScheduleError):
+class StuckOnWorkers(ScheduleError):
+    """Its walks and ranks are sound, but whole chains on so many workers would wait for each other for ever."""
+
+
+class TooFewWorkers(StuckOnWorkers):
     """Chains wait for each other in a circle, and not all of them can be resident."""
 
     def __init__(self, name: str, needed: int, workers: int, details: str = "") -> None:
         self.name, self.needed, self.workers = name, needed, workers
         super().__init__(
-            f"{name} needs {needed} workers at once (SMs of a GPU, threads on a CPU): that many chains of a head wait for each other;"
-            f" there are {workers}. schedule={ANY_WORKERS!r} runs on any number of workers;"
+            f"{name} needs {needed} workers at once (SMs of a GPU, simulated or recorded workers): that many chains of a head wait for each"
+            f" other; there are {workers}. schedule={ANY_WORKERS!r} runs on any number of workers;"
             " its bits are different, so use it on every machine of a run" + (f"\n{details}" if details else "")
         )
 
@@ -117,13 +121,14 @@ def _check_progress(schedule: Schedule) -> None:
     if fits and acyclic:
         return  # every gang becomes resident and completes
     few = acyclic and schedule.gang > schedule.workers
+    other = StuckOnWorkers if acyclic else ScheduleError
     if schedule.problem.tasks > MOST_TASKS:
-        raise _too_few(schedule) if few else ScheduleError(_too_large(schedule))
+        raise _too_few(schedule) if few else other(_too_large(schedule))
     try:
         run_in_model_time(schedule, Costs(0, 0, 0, 0))
     except Stuck as stuck:
         report = _deadlock_report(schedule, stuck, acyclic)
-        raise (_too_few(schedule, report) if few else ScheduleError(report)) from None
+        raise (_too_few(schedule, report) if few else other(report)) from None
 
 
 def _too_few(schedule: Schedule, details: str = "") -> TooFewWorkers:

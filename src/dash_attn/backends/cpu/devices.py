@@ -16,8 +16,7 @@ from ...scheduling.devices.sharding import Sharding
 from ...scheduling.devices.units import SharedSchedule, Unit
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
-from .passes import forward_of_share
-from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, State, fixed_arithmetic, from_tiles, sink_gradients
+from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, State, fixed_arithmetic, forward_of_share, sink_gradients
 
 
 def backward_tiles(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -42,8 +41,8 @@ def machine_code() -> str:
 def share_of(problem: Problem, sharding: Sharding, device: int) -> Share:
     """The tiles of a device."""
     q_tiles, kv_tiles = (
-        tuple(index for index, chunk in enumerate(sharding.chunk_of_tiles(tile).tolist()) if sharding.owners[chunk] == device)
-        for tile in (problem.tile_q, problem.tile_kv)
+        tuple(index for index, chunk in enumerate(chunks.tolist()) if sharding.owners[chunk] == device)
+        for chunks in (sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_kv_tiles(problem))
     )
     return Share(q_tiles, kv_tiles)
 
@@ -70,7 +69,7 @@ class DeviceBackward:
         """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that."""
         self.plan, self.shared, self.device, self.options = plan, shared, device, options
         self.share = share_of(plan.problem, shared.sharding, device)
-        self.rows, self.dtype = rows[1].shape[1], rows[1].dtype
+        self.dtype = rows[1].dtype
         with fixed_arithmetic():
             self.tiles = BackwardTiles(plan, options, rows, of_rows, self.share)
         self.ledger = Ledger(plan, ordered=True)
@@ -105,12 +104,14 @@ class DeviceBackward:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the device's rows."""
+        self.check()
+        with fixed_arithmetic():
+            return self.tiles.gradients(self.options.scale, self.dtype)
+
+    def check(self) -> None:
+        """Raise ExecutionError unless every unit of the device has run."""
         endings = (unit for unit in self.shared.by_device[self.device] if unit.leg is None)
         self.ledger.finish(self.share.q_tiles, sum(map(self.shared.state_tiles, endings)))
-        with fixed_arithmetic():
-            dk, dv = self.tiles.dk_dv
-            scale = self.options.scale
-            return tuple(from_tiles(x, self.rows, self.dtype) for x in (self.tiles.dq * scale, dk * scale, dv))  # type: ignore[return-value]
 
     @property
     def rows_of_sinks(self) -> Tensor:
@@ -139,6 +140,23 @@ class DeviceBackward:
             dk, dv = one.split(sizes)
             found[place] = dk.view(TILE_KV, self.dims[0]), dv.view(TILE_KV, self.dims[1])
         return found
+
+
+def run_in_legs(
+    plan: Plan, legs: SharedSchedule, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
+) -> BackwardTiles:
+    """A backward on one device that has too few workers for whole chains. tensors: dout, q, k, v and out."""
+    dout, q, k, v, out = tensors
+    backward = DeviceBackward(plan, legs, 0, options, (dout, q, out), of_rows)
+    backward.take_keys(k, v, 0)
+    resting: dict[int, Tensor] = {}  # states, by the unit that they come from
+    for unit in legs.units:
+        state = backward.new_state(unit) if unit.before is None else resting.pop(unit.before)
+        backward.run(unit, state)
+        if unit.after is not None:
+            resting[unit.number] = state
+    backward.check()
+    return backward.tiles
 
 
 def _chain(plan: Plan, place: ChainPlace, walk: Callable[[], Coroutine]) -> Chain:

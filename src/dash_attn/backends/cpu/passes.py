@@ -7,35 +7,25 @@ each alone.
 from __future__ import annotations
 
 import secrets
-from itertools import product
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ...call.any_workers import plan_on_any
 from ...call.documents import backward_of_documents, document_ends, forward_of_documents, of_a_document, runs_packed
 from ...call.empty import backward_of_nothing, forward_of_nothing, no_pairs, sink_gradient_of_nothing
 from ...call.explanation import Explanation
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
-from ...call.planning import DEFAULT_WORKERS, explanation_of, explanation_of_documents, plan_for, plan_in_words, problem_of
+from ...call.planning import DEFAULT_WORKERS, explanation_of, explanation_of_documents, plan_in_words, problem_of
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.run import run_plan
 from ...masks import Documents
+from ...scheduling.order import reported
 from ...scheduling.plan import Plan
-from ...scheduling.problem import Problem
-from .tiles import (
-    TILE_KV,
-    TILE_Q,
-    BackwardTiles,
-    Scores,
-    Share,
-    arithmetic,
-    attend,
-    fixed_arithmetic,
-    from_tiles,
-    sink_gradients,
-    to_tiles,
-)
+from .devices import run_in_legs
+from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, arithmetic, fixed_arithmetic, forward_of_share, sink_gradients
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -95,7 +85,7 @@ def _offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
-    return plan_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS)
+    return plan_on_any(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, DEFAULT_WORKERS).plan
 
 
 def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
@@ -110,11 +100,16 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     note = "the CPU backend is for reference, its time is not modelled"
     fields = {"backward_tiles": tiles, "forward_tiles": tiles, "prediction_note": note}
     if not runs_packed(options):
-        return explanation_of(backward_plan(q, k, v, options), "cpu", (q, k, v), options, **fields)
+        return _without_gang(explanation_of(backward_plan(q, k, v, options), "cpu", (q, k, v), options, **fields))
     assert isinstance(options.mask, Documents)
     alone = of_a_document(options)
     plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
-    return explanation_of_documents(plans, "cpu", (q, k, v), options, **fields)
+    return _without_gang(explanation_of_documents(plans, "cpu", (q, k, v), options, **fields))
+
+
+def _without_gang(described: Explanation) -> Explanation:
+    """Chains rest in memory between the legs of their walks where they are too many to be resident together: no number is too few."""
+    return replace(described, gang=1, guarantees=reported(described.guarantees, 1))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,23 +118,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: 
         return forward_of_nothing(q, v, sinks)
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
     return forward_of_share(q, k, v, options, sinks, problem, Share.whole(problem))
-
-
-def forward_of_share(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, share: Share
-) -> tuple[Tensor, Tensor]:
-    """The queries of a share on all keys of the problem."""
-    with fixed_arithmetic():
-        scores = Scores(problem, options)
-        q_tiles, k_tiles, v_tiles = to_tiles(q, TILE_Q), to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
-        sink_of = q_tiles.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks.detach().to(q_tiles.dtype)
-        out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
-        lse = q_tiles.new_empty(q_tiles.shape[:-1])
-        for place in product(*map(range, q_tiles.shape[:3])):
-            sequence, head, local = place
-            kv_head, q_tile = (sequence, head // problem.group), share.q_tiles[local]
-            out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, q_tile)
-        return from_tiles(out, q.shape[1], q.dtype), lse.flatten(2)[:, :, : q.shape[1]].contiguous()
 
 
 def _backward(
@@ -156,19 +134,16 @@ def _backward(
         # "unordered" promises nothing, and the control must show it: every call arrives differently.
         chosen = Interleaving(None if options.ordered else secrets.randbits(64))
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
-    plan = plan_for(problem, options.schedule, chosen.workers or DEFAULT_WORKERS)
+    planned = plan_on_any(problem, options.schedule, chosen.workers or DEFAULT_WORKERS)
     with fixed_arithmetic():
-        tiles = BackwardTiles(plan, options, (dout, q, out), of_rows, Share.whole(problem))
-        tiles.take_keys(k, v)
-        run_plan(plan, tiles, options.ordered, chosen)
+        if not options.ordered or planned.legs is None:  # unordered sums wait for nobody
+            tiles = BackwardTiles(planned.plan, options, (dout, q, out), of_rows, Share.whole(problem))
+            tiles.take_keys(k, v)
+            run_plan(planned.plan, tiles, options.ordered, chosen)
+        else:
+            tiles = run_in_legs(planned.plan, planned.legs, options, tensors, of_rows)
         dsinks = None if sinks is None else sink_gradients(tiles.lse, tiles.delta, sinks.detach().to(tiles.lse.dtype))
-        dk, dv = tiles.dk_dv
-        return (
-            from_tiles(tiles.dq * options.scale, problem.q_len, q.dtype),
-            from_tiles(dk * options.scale, problem.kv_len, k.dtype),
-            from_tiles(dv, problem.kv_len, v.dtype),
-            dsinks,
-        )
+        return (*tiles.gradients(options.scale, q.dtype), dsinks)
 
 
 def _sink_parts_of_nothing(q: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:

@@ -23,10 +23,12 @@ def record_backward(
     """Run one backward of these tensors on `workers` threads and tell when every task ran. Times are microseconds."""
     if runs_packed(options):  # what runs must be what the schedule says
         raise ValueError("documents run one by one, each with an order of its own; name a schedule to record the whole mask")
+    # Before anything runs: a chart shows whole chains, so workers that are too few for them are refused here.
+    schedule = schedule_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, workers)
     record: list[TaskTime] = []
     with interleaving(None, threads=True, workers=workers, record=record):
         backward(dout, q, k, v, out, lse, options)
-    return read_record(schedule_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, workers), record)
+    return read_record(schedule, record)
 
 
 def read_record(schedule: Schedule, record: list[TaskTime]) -> TaskTimes:

@@ -40,6 +40,12 @@ class Share:
     def whole(cls, problem: Problem) -> Share:
         return cls(tuple(range(problem.q_tiles)), tuple(range(problem.kv_tiles)))
 
+    def rows(self, problem: Problem) -> tuple[int, int]:
+        """How many queries and keys they have."""
+        in_tiles = (self.q_tiles, problem.q_len, problem.tile_q), (self.kv_tiles, problem.kv_len, problem.tile_kv)
+        queries, keys = (sum(min(size, length - tile * size) for tile in tiles) for tiles, length, size in in_tiles)
+        return queries, keys
+
     @cached_property
     def place_of_q_tile(self) -> dict[int, int]:
         return {tile: place for place, tile in enumerate(self.q_tiles)}
@@ -96,6 +102,23 @@ def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Sc
     nothing = total == 0
     out.div_(total[:, None]).masked_fill_(nothing[:, None], 0)
     return out, (highest + total.log()).masked_fill_(nothing, -torch.inf)
+
+
+def forward_of_share(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, share: Share
+) -> tuple[Tensor, Tensor]:
+    """The queries of a share on all keys of the problem."""
+    with fixed_arithmetic():
+        scores = Scores(problem, options)
+        q_tiles, k_tiles, v_tiles = to_tiles(q, TILE_Q), to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
+        sink_of = q_tiles.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks.detach().to(q_tiles.dtype)
+        out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
+        lse = q_tiles.new_empty(q_tiles.shape[:-1])
+        for place in product(*map(range, q_tiles.shape[:3])):
+            sequence, head, local = place
+            kv_head, q_tile = (sequence, head // problem.group), share.q_tiles[local]
+            out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, q_tile)
+        return from_tiles(out, q.shape[1], q.dtype), lse.flatten(2)[:, :, : q.shape[1]].contiguous()
 
 
 class BackwardTiles:
@@ -197,6 +220,12 @@ class BackwardTiles:
         for more_dk, more_dv in self.sums[1:]:
             dk, dv = dk + more_dk, dv + more_dv
         return dk, dv
+
+    def gradients(self, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of the share's rows."""
+        queries, keys = self.share.rows(self.problem)
+        dk, dv = self.dk_dv
+        return from_tiles(self.dq * scale, queries, dtype), from_tiles(dk * scale, keys, dtype), from_tiles(dv, keys, dtype)
 
 
 def sink_gradients(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:

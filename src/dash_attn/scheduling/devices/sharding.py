@@ -20,6 +20,7 @@ class Sharding:
     """Chunk i of a sequence is `lengths[i]` rows that follow each other. Device `owners[i]` has it.
 
     `zigzag` and `contiguous` make the usual ones, with chunks of one length. Other lengths are for sequences that those do not fit.
+    One device alone has chunks of queries; its keys may be of another length.
     """
 
     lengths: tuple[int, ...]
@@ -97,6 +98,10 @@ class Sharding:
         """The chunk of each tile of `tile` rows. Chunks are multiples of a tile."""
         firsts = np.arange(0, self.rows, tile)
         return frozen_ints(np.searchsorted(self.ends, firsts, side="right"))
+
+    def chunk_of_kv_tiles(self, problem: Problem) -> NDArray[np.int32]:
+        """The chunk of each tile of keys. One device has all of them, so there they count as the first chunk's."""
+        return frozen_ints(np.zeros(problem.kv_tiles, dtype=np.int32)) if self.devices == 1 else self.chunk_of_tiles(problem.tile_kv)
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError unless this shards the problem's queries and keys and cuts no tile."""

@@ -25,6 +25,10 @@ from .sharding import Sharding
 Edges = NDArray[np.int64]  # rows (earlier, later)
 
 
+class Circle(ScheduleError):
+    """Legs wait for each other in a circle. Shorter legs may not."""
+
+
 class Leg(NamedTuple):
     """A stretch of the walks of a column that lies in one chunk of the queries."""
 
@@ -73,15 +77,18 @@ class Trips:
         return slice(bounds[leg], bounds[leg + 1])
 
 
-def trips_of(schedule: Schedule, sharding: Sharding) -> tuple[Trips, ...]:
-    """Of every kind of head. Raises ScheduleError where legs would wait for each other in a circle."""
+def trips_of(schedule: Schedule, sharding: Sharding, alone: bool = False) -> tuple[Trips, ...]:
+    """Of every kind of head. Raises Circle where legs would wait for each other in one.
+
+    alone: every KV tile is a column of its own.
+    """
     placement = schedule.placement
     cuts = np.cumsum(placement.segments)
     found = []
     for number, (order, start) in enumerate(zip(schedule.order.kinds, placement.starts, strict=True)):
         segment = np.empty(order.kv_tiles, dtype=np.int64)
         segment[start] = np.searchsorted(cuts, np.arange(order.kv_tiles), side="right")
-        found.append(_Cut(schedule.problem, order, sharding, segment, f"{schedule.name}, kind {number}").trips())
+        found.append(_Cut(schedule.problem, order, sharding, segment, f"{schedule.name}, kind {number}").trips(alone))
     return tuple(found)
 
 
@@ -90,18 +97,19 @@ class _Cut:
 
     def __init__(self, problem: Problem, order: HeadOrder, sharding: Sharding, segment: NDArray[np.int64], name: str) -> None:
         self.order, self.segment, self.name = order, segment, name
-        self.chunk_of_q, self.chunk_of_kv = sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_tiles(problem.tile_kv)
+        self.chunk_of_q, self.chunk_of_kv = sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_kv_tiles(problem)
 
-    def trips(self) -> Trips:
+    def trips(self, alone: bool) -> Trips:
         bounds = {kv_tile: self._bounds(self.order.walk(kv_tile)) for kv_tile in range(self.order.kv_tiles)}
         together: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for kv_tile, cut in bounds.items():
             route = self.chunk_of_q[self.order.walk(kv_tile)[list(cut[:-1])]].tolist()
-            together[(int(self.segment[kv_tile]), int(self.chunk_of_kv[kv_tile]), *route)].append(kv_tile)
+            place = int(self.segment[kv_tile]), int(self.chunk_of_kv[kv_tile]), kv_tile if alone else 0
+            together[(*place, *route)].append(kv_tile)
         node, first_node = self._nodes(together, bounds)
         between, inside = self._waits(node)
         columns, edges = [], list(between)
-        for first, ((segment, chunk, *route), kv_tiles) in zip(first_node, together.items(), strict=True):
+        for first, ((segment, chunk, _, *route), kv_tiles) in zip(first_node, together.items(), strict=True):
             legs = []
             for leg, where in enumerate(route):
                 tasks = sum(bounds[kv_tile][leg + 1] - bounds[kv_tile][leg] for kv_tile in kv_tiles)
@@ -126,7 +134,7 @@ class _Cut:
                 offset, cut = int(self.order.offsets[kv_tile]), bounds[kv_tile]
                 for leg, (begin, end) in enumerate(pairwise(cut)):
                     node[offset + begin : offset + end] = count + leg
-            count += len(key) - 2
+            count += len(key) - 3
         return node, first_node
 
     def _waits(self, node: NDArray[np.int64]) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
@@ -150,7 +158,7 @@ class _Cut:
         level = levels(len(kv_tiles), edges)
         if (level < 0).any():
             stuck = [f"kv{kv_tiles[index]}" for index in np.flatnonzero(level < 0)]
-            raise ScheduleError(self._in_a_circle(f"chains {', '.join(stuck[:4])} of chunk {chunk}"))
+            raise Circle(self._in_a_circle(f"chains {', '.join(stuck[:4])} of chunk {chunk}"))
         return tuple(kv_tiles[index] for index in np.argsort(level, kind="stable"))
 
     def _check(self, trips: Trips) -> None:
@@ -158,7 +166,7 @@ class _Cut:
             return
         names = [f"{column} in chunk {leg.chunk}" for column in trips.columns for leg in column.legs]
         stuck = [names[node] for node in np.flatnonzero(trips.level < 0)]
-        raise ScheduleError(self._in_a_circle("; ".join(stuck[:4])))
+        raise Circle(self._in_a_circle("; ".join(stuck[:4])))
 
     def _in_a_circle(self, who: str) -> str:
         return (

@@ -103,7 +103,11 @@ def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> Sh
             f"devices that share a sequence need an order that is a function of the sequence alone; that of {schedule.name} is not"
             f" known to be. Use schedule='auto' or {ANY_WORKERS!r}"
         )
-    trips = trips_of(schedule, sharding)
+    return deal(schedule, sharding, heads_together, trips_of(schedule, sharding))
+
+
+def deal(schedule: Schedule, sharding: Sharding, heads_together: int, trips: tuple[Trips, ...]) -> SharedSchedule:
+    """Put the legs of all heads into one sequence."""
     drafts = list(_draft(schedule, sharding, trips, heads_together))
     return _put_in_sequence(schedule, sharding, heads_together, trips, drafts)
 

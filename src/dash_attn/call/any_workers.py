@@ -1,0 +1,47 @@
+"""Plans on any number of workers, for backends that can keep dK and dV of a chain in memory while it rests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from ..scheduling.devices.in_legs import in_legs
+from ..scheduling.devices.units import SharedSchedule
+from ..scheduling.order import WORKER_INVARIANT
+from ..scheduling.plan import Plan, lower
+from ..scheduling.problem import Problem
+from ..scheduling.schedule import Schedule
+from ..scheduling.validate import StuckOnWorkers
+from .given_schedule import is_given, schedule_for
+from .planning import plan_for
+
+
+@dataclass(frozen=True, eq=False)
+class AnyWorkers:
+    """A plan, and what to run where its workers are too few for whole chains."""
+
+    plan: Plan
+    proven_on_more: Schedule | None = None  # None: they are enough
+
+    @cached_property
+    def legs(self) -> SharedSchedule | None:
+        """None: whole chains can run."""
+        return None if self.proven_on_more is None else in_legs(self.proven_on_more, self.plan.workers)
+
+
+@lru_cache(maxsize=64)
+def plan_on_any(problem: Problem, schedule: str, workers: int) -> AnyWorkers:
+    """One order, whatever the number of workers. Raises ScheduleError where the schedule does not serve the problem."""
+    try:
+        return AnyWorkers(plan_for(problem, schedule, workers))
+    except StuckOnWorkers:
+        made = schedule_for(problem, schedule, _enough(problem))
+        if not is_given(schedule) and WORKER_INVARIANT not in made.order.guarantees:
+            raise  # on more workers it is another order
+    plan = lower(made)
+    return AnyWorkers(replace(plan, placement=replace(plan.placement, workers=workers)), made)
+
+
+def _enough(problem: Problem) -> int:
+    """Workers for all chains at once, into however many parts groups are dealt: then nobody waits to start."""
+    return problem.batch * problem.heads * problem.group * problem.kv_tiles
