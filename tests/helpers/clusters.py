@@ -7,7 +7,8 @@ import random
 
 from dash_attn import Machine, Problem, generate, parse_mask
 from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.units import SharedSchedule, share
+from dash_attn.scheduling.devices.share import share
+from dash_attn.scheduling.devices.units import SharedSchedule
 from dash_attn.simulation.cluster import Cluster
 
 BLOCKS = Machine(compute=1, reduce=0)  # in the chunk model: work alone

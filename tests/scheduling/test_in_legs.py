@@ -12,8 +12,9 @@ from dash_attn import Causal, Full, Mask, Prefix, Problem, Schedule, ScheduleErr
 from dash_attn.call.any_workers import plan_on_any
 from dash_attn.scheduling.devices.in_legs import in_legs
 from dash_attn.scheduling.devices.sharding import Sharding
+from dash_attn.scheduling.devices.share import share
 from dash_attn.scheduling.devices.trips import Circle, trips_of
-from dash_attn.scheduling.devices.units import SharedSchedule, share
+from dash_attn.scheduling.devices.units import SharedSchedule
 from dash_attn.scheduling.order import HeadOrder, Order, rank_within
 from dash_attn.scheduling.validate import StuckOnWorkers, TooFewWorkers
 

@@ -14,8 +14,9 @@ import pytest
 from clusters import blocks, random_shared, shared
 from dash_attn import Machine, Problem, generate, parse_mask, simulate
 from dash_attn.scheduling.devices.sharding import Sharding
+from dash_attn.scheduling.devices.share import share
 from dash_attn.scheduling.devices.together import heads_that_fill
-from dash_attn.scheduling.devices.units import SharedSchedule, share
+from dash_attn.scheduling.devices.units import SharedSchedule
 from dash_attn.simulation.cluster import (
     EXECUTIONS,
     MODELS,

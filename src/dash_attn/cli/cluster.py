@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ..scheduling.devices.sharding import SHARDINGS, Sharding
+from ..scheduling.devices.share import share
 from ..scheduling.devices.together import heads_that_fill
-from ..scheduling.devices.units import SharedSchedule, share
+from ..scheduling.devices.units import SharedSchedule
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem, whole_number
 from ..simulation.cluster import (

@@ -13,7 +13,8 @@ from ...call.given_schedule import schedule_for
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, plan_for
 from ...scheduling.devices.sharding import Sharding
-from ...scheduling.devices.units import SharedSchedule, share
+from ...scheduling.devices.share import share
+from ...scheduling.devices.units import SharedSchedule
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
 from ...scheduling.validate import ANY_WORKERS

@@ -12,8 +12,9 @@ from itertools import pairwise
 from ..problem import Problem
 from ..schedule import Schedule
 from .sharding import Sharding
+from .share import deal
 from .trips import Circle, Trips, trips_of
-from .units import SharedSchedule, deal
+from .units import SharedSchedule
 
 
 def in_legs(schedule: Schedule, workers: int) -> SharedSchedule:
