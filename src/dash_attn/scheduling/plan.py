@@ -1,6 +1,6 @@
 """A schedule lowered to small int32 tables. The CPU executor and the GPU kernels walk the same tables.
 
-A chain is a few runs (DESIGN.md, plan tables). Tables are shared by all heads of a kind and all sequences, and full,
+A chain is a few runs (docs/how-a-call-runs.md, plan tables). Tables are shared by all heads of a kind and all sequences, and full,
 causal, window, document and prefix masks need at most 48 runs per chain, so their plans are linear in tokens and
 independent of batch x heads. A tile map without regularity lists every kept tile of a head.
 """

@@ -1,4 +1,4 @@
-"""Compresses a walk and its ranks into runs: constant Q stride, ranks on a digital line (DESIGN.md, plan tables)."""
+"""Compresses a walk and its ranks into runs: constant Q stride, ranks on a digital line (docs/how-a-call-runs.md, plan tables)."""
 
 from __future__ import annotations
 
