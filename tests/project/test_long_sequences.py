@@ -8,7 +8,8 @@ import pytest
 
 from dash_attn import Causal, Problem, generate
 from dash_attn.distributed import Sharding
-from dash_attn.scheduling.devices.units import SharedSchedule, share
+from dash_attn.scheduling.devices.share import share
+from dash_attn.scheduling.devices.units import SharedSchedule
 from doc_pages import DOCS, rows, run_long_sequences
 from processes import run_processes
 
