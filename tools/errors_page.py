@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import dash_attn
+from dash_attn import distributed
 from dash_attn.integrations import huggingface
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from misuse import ACCEPTED, MISUSE, PREPARATION
@@ -21,6 +22,7 @@ class Outcome(NamedTuple):
 def namespace() -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(dash_attn, name) for name in dash_attn.__all__}
     names |= {"torch": torch, "huggingface": huggingface, "scaled_dot_product_attention": scaled_dot_product_attention}
+    names |= {name: getattr(distributed, name) for name in distributed.__all__}
     exec(PREPARATION, names)
     return names
 

@@ -112,12 +112,25 @@ OTHERS = (
     ("torch.func.grad(lambda x: flash_attn_func(x, x, x).sum())(q)", "`torch.autograd.grad`; `torch.func` is not supported."),
     ("torch.jit.trace(lambda x: flash_attn_func(x, x, x), (q,))", "`torch.compile` or `torch.export`."),
 )
+SHARED = (
+    ("context_parallel_attention(q, k, v)", "A rank has as many keys as queries: its rows of one sequence."),
+    ("context_parallel_attention(q, q, q, ulysses=2)  # on one rank", "A factor of the number of ranks."),
+    ('context_parallel_attention(q, q, q, sharding="striped")', "`zigzag` suits causal masks."),
+    ("context_parallel_attention(q, q, q, sharding=Sharding((5, 5), (0, 1)))  # on one rank", "As many owners as there are ranks."),
+    ('context_parallel_attention(q, q, q, group="cp")', '`mesh["cp"]`'),
+    ("Sharding.zigzag(1001, 4)", "Pad, or choose the lengths of chunks."),
+    ("Sharding.zigzag(1000, 4).check(Problem(Causal(), 1000, 1000))", "Pad, or choose the lengths of chunks."),
+    ("Sharding((128, 128), (0, 2))", "Count owners from 0 and leave none out."),
+    ("unshard(x)", "`unshard(x.detach())`"),
+    ("shard(q, dim=4)", "The dimension of the sequence: 1 in (batch, length, heads, head dim)."),
+)
 MISUSE = {
     "Tensors": TENSORS,
     "Options": OPTIONS,
     "Masks": MASKS,
     "Schedules, accumulation and backends": CHOICES,
     "Packed sequences and packed tensors": PACKED,
+    "Sequences that ranks share": SHARED,
     "Other doors": OTHERS,
 }
 ACCEPTED = (

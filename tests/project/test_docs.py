@@ -22,20 +22,10 @@ from dash_attn.cli.main import main
 from dash_attn.distributed.micro_batches.tree import fitting_ranks, tree_sum
 from dash_attn.scheduling.order import ALL_GUARANTEES
 from dash_attn.tools.doctor import CHECKS
+from doc_pages import DOCS, blocks, rows
 
-DOCS = Path(__file__).parents[2] / "docs"
 DETERMINISM, MIGRATION, INDEX = ((DOCS / name).read_text() for name in ("determinism.md", "migration.md", "index.md"))
 LOG, ROADMAP, EXAMPLES, DISTRIBUTED = ((DOCS / name).read_text() for name in ("log.md", "roadmap.md", "examples.md", "distributed.md"))
-
-
-def blocks(page: str, fence: str) -> list[str]:
-    return re.findall(rf"^```{fence}\n(.*?)^```", page, re.S | re.M)
-
-
-def rows(page: str, columns: int) -> list[list[str]]:
-    """Cells of all table rows with that many columns; \\| is no border."""
-    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("|")]
-    return [[cell.strip().replace("\\|", "|") for cell in cells] for cells in lines if len(cells) == columns]
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
@@ -212,7 +202,7 @@ def test_what_is_to_try_is_in_the_roadmap_only() -> None:
 def test_examples_are_described_as_they_are() -> None:
     folder = DOCS.parent / "examples"
     described = [(script.strip("`"), line.strip("`")) for script, _, line in rows(EXAMPLES, 3) if script.startswith("`")]
-    assert {script for script, _ in described} == {f"examples/{path.name}" for path in folder.glob("*.py")}
+    assert {script for script, _ in described} == {f"examples/{path.name}" for path in folder.glob("train_*.py")}
     for script, line in described:
         changed = [text for text in (DOCS.parent / script).read_text().splitlines() if "the one changed line" in text]
         assert line in changed[0]

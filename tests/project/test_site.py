@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dash_attn
+from dash_attn import distributed
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
@@ -59,6 +60,7 @@ def test_every_public_name_is_on_the_api_page(site: Path) -> None:
     missing = [name for name in dash_attn.__all__ if not re.search(rf'id="dash_attn\.[\w.]*\b{name}"', api)]
     assert missing == ["GENERATORS", "Mask"]  # a dictionary, which the page names; the base of the masks
     assert "GENERATORS" in api
+    assert [name for name in distributed.__all__ if not re.search(rf'id="dash_attn\.[\w.]*\b{name}"', api)] == []
 
 
 def test_arguments_become_a_list() -> None:

@@ -1,0 +1,68 @@
+"""What docs/long-sequences.md shows runs on two ranks, and its lengths and costs are those of the plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dash_attn import Causal, Problem, generate
+from dash_attn.distributed import Sharding
+from dash_attn.scheduling.devices.share import share
+from dash_attn.scheduling.devices.units import SharedSchedule
+from doc_pages import DOCS, rows, run_long_sequences
+from processes import run_processes
+
+PAGE = (DOCS / "long-sequences.md").read_text()
+HEAD_DIM = 16
+STATE_OF_A_KEY = 8 * HEAD_DIM  # bytes: a row of dK and one of dV, in float32
+
+
+def test_the_blocks_run_on_two_ranks(tmp_path: Path) -> None:
+    assert run_processes(run_long_sequences, 2, tmp_path) == [True, True]
+
+
+def test_lengths_fit_that_are_said_to_fit() -> None:
+    said = [tuple(map(int, cells)) for cells in rows(PAGE, 3) if all(cell.isdecimal() for cell in cells)]
+    assert [ranks for ranks, *_ in said] == [2, 4, 8, 16]
+    for ranks, *lengths in said:
+        for name, length in zip(("zigzag", "contiguous"), lengths, strict=True):
+            fitting = [rows for rows in range(2 * ranks, 2 * length + 1, 2 * ranks) if _fits(name, rows, ranks)]
+            assert fitting == [length, 2 * length]
+
+
+def _fits(name: str, rows: int, ranks: int) -> bool:
+    try:
+        Sharding.named(name, rows, ranks).check(Problem(Causal(), rows, rows))
+    except ValueError:
+        return False
+    return True
+
+
+def planned(rows: int, ranks: int, q_heads: int, kv_heads: int) -> SharedSchedule:
+    problem = Problem(Causal(), rows, rows, heads=kv_heads, group=q_heads // kv_heads)
+    return share(generate("auto", problem, 132), Sharding.zigzag(rows, ranks))
+
+
+@pytest.mark.parametrize(("rows", "ranks", "q_heads", "kv_heads"), [(4096, 2, 8, 2), (8192, 4, 4, 4), (6144, 3, 6, 2), (8192, 8, 4, 1)])
+def test_states_take_the_bytes_and_the_memory_of_the_page(rows: int, ranks: int, q_heads: int, kv_heads: int) -> None:
+    plan = planned(rows, ranks, q_heads, kv_heads)
+    sent, waiting, most = [0] * ranks, [0] * ranks, 0
+    for unit in plan.units:
+        size = plan.state_tiles(unit) * plan.problem.tile_kv * STATE_OF_A_KEY
+        waiting[unit.device] -= size if unit.before is not None else 0
+        if unit.after is not None:
+            waiting[plan.units[unit.after].device] += size
+        sent[unit.device] += size if plan.hops(unit) else 0
+        most = max(most, *waiting)
+    assert sum(sent) / ranks == pytest.approx(STATE_OF_A_KEY * rows * q_heads * (ranks - 1) / ranks * (1 + 1 / (2 * ranks)))
+    assert max(sent) <= STATE_OF_A_KEY * rows * q_heads
+    assert most <= 5 * STATE_OF_A_KEY * rows / (2 * ranks)
+
+
+def test_the_figures_of_the_page_follow_from_its_formulas() -> None:
+    tokens, q_heads, kv_heads, dim, ranks, width = 131072, 32, 8, 128, 8, 2
+    keys = 2 * width * tokens * kv_heads * dim * (ranks - 1) / ranks
+    states = 8 * tokens * q_heads * dim
+    found = [keys, keys, states * (ranks - 1) / ranks * (1 + 1 / (2 * ranks)), states, 8 * tokens * kv_heads * dim]
+    assert [cells[2] for cells in rows(PAGE, 3) if cells[2].endswith(" GB")] == [f"{size / 1e9:.2f} GB" for size in found]
