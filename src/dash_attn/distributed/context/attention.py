@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,66 @@ from ..peers import Group, Peers
 from .of_rank import OfRank
 
 
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = ...,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    mask: Mask | None = ...,
+    sinks: Tensor | None = ...,
+    schedule: str | Schedule = ...,
+    backend: str = ...,
+    head_offset: int = ...,
+    sharding: str | Sharding = ...,
+    ulysses: int = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = ...,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    mask: Mask | None = ...,
+    sinks: Tensor | None = ...,
+    schedule: str | Schedule = ...,
+    backend: str = ...,
+    head_offset: int = ...,
+    sharding: str | Sharding = ...,
+    ulysses: int = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = ...,
+    *,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    mask: Mask | None = ...,
+    sinks: Tensor | None = ...,
+    schedule: str | Schedule = ...,
+    backend: str = ...,
+    head_offset: int = ...,
+    sharding: str | Sharding = ...,
+    ulysses: int = ...,
+    return_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
