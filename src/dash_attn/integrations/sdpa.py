@@ -89,7 +89,8 @@ def _attend_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, context_parallel: Any,
         )
     if accumulation != "ordered":
         raise ValueError(f"ranks that share a sequence add in order: accumulation must be 'ordered'; got {accumulation!r}")
-    return context_parallel_attention(q, k, v, context_parallel, **rest)
+    out: Tensor = context_parallel_attention(q, k, v, context_parallel, **rest)
+    return out
 
 
 def _with(options: dict[str, Any]) -> Callable[..., Tensor]:
