@@ -21,6 +21,6 @@ ROOMS: dict[str, set[str]] = {
     "distributed": {"masks", "scheduling", "call", "backends", "attention"},
     "nn": {"masks", "attention"},
     "integrations": {"masks", "call", "attention", "distributed"},
-    "tools": {*CORE, "execution", "viewing", "call", "backends", "attention"},
+    "tools": {*CORE, "execution", "viewing", "call", "backends", "attention", "distributed"},
     "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools"},
 }
