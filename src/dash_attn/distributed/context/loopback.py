@@ -78,12 +78,12 @@ def play_all_ranks(
         ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox))
     for unit in call.shared.units:
         ranks[unit.device].step(unit)
-    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     for device in devices:
         mine = rows_of(call.sharding, device, q.device)
-        for whole, part in zip(gradients, ranks[device].finish(), strict=True):
+        for whole, part in zip((dq, dk, dv), ranks[device].finish(), strict=True):
             whole[:, mine] = part
-    return Results(out, lse, *gradients, None if sinks is None else _sink_gradient(call, ranks, sinks))
+    return Results(out, lse, dq, dk, dv, None if sinks is None else _sink_gradient(call, ranks, sinks))
 
 
 def _sink_gradient(call: SharedCall, ranks: list[BackwardPass], sinks: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Results(NamedTuple):
 
     def sequence(self, index: int) -> Results:
         """Of one sequence of the batch. The gradient of the sinks is of all of them."""
-        return Results(*(x[index : index + 1] for x in self[: len(NAMES)]))
+        return Results(*(self.named[name][index : index + 1] for name in NAMES))
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -49,14 +49,12 @@ def attend(
     """Forward and backward, with every new tensor filled with NaN before a kernel sees it."""
     *tensors, dout = inputs
     q, k, v = (x.detach().requires_grad_() for x in tensors)
-    sinks = None if extras is None else extras.sinks.detach().requires_grad_()
+    sinks = [] if extras is None else [extras.sinks.detach().requires_grad_()]
     with poisoned_memory(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="accumulation='unordered'")  # the control is meant to be unordered
-        out, lse = function(q, k, v, mask=mask, schedule=schedule, sinks=sinks, return_lse=True)
-        if extras is None:
-            gradients = torch.autograd.grad(out, (q, k, v), dout)
-        else:
-            gradients = torch.autograd.grad((out, lse), (q, k, v, sinks), (dout, extras.dlse))
+        out, lse = function(q, k, v, mask=mask, schedule=schedule, sinks=sinks[0] if sinks else None, return_lse=True)
+        used, gradients_of_used = ([out], [dout]) if extras is None else ([out, lse], [dout, extras.dlse])
+        gradients = torch.autograd.grad(used, [q, k, v, *sinks], gradients_of_used)
     return results_of(out, lse, *gradients)
 
 

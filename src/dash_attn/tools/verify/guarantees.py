@@ -12,12 +12,13 @@ import torch
 from ...attention.functions import explain, flash_attn_func
 from ...call.explanation import Explanation
 from ...execution.interleaving import interleaving
+from ...scheduling.devices.sharding import SHARDINGS
 from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.validate import TooFewWorkers
 from .bits import Results, attend, difference, not_a_number
 from .cases import Case, Inputs, make_extras, make_inputs
 from .other_work import other_work
-from .ranks import SHARDINGS, added_up, name_of, on_ranks
+from .ranks import added_up, name_of, on_ranks
 
 Status = Literal["pass", "fail", "inconclusive"]
 WORKERS = (1, 2, 7, 16, 33)
@@ -35,9 +36,7 @@ class Outcome:
 class CaseTest:
     """One case, its inputs, and the first result, which every other one is compared with."""
 
-    def __init__(
-        self, case: Case, device: str, runs: int, tick: Callable[[], None] | None = None, ranks: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, case: Case, device: str, runs: int, tick: Callable[[], None] | None = None, ranks: Sequence[int] = ()) -> None:
         """`tick` is called after every comparison. `ranks`: numbers of ranks that shall share the sequence."""
         self.case, self.device, self.runs, self.tick, self.ranks = case, device, runs, tick, ranks
         self.mask = case.read_mask()

@@ -14,6 +14,7 @@ from ...distributed.context.attention import context_parallel_attention
 from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import rows_of
 from ...distributed.context.shared_call import SharedCall
+from ...distributed.context.ulysses import outer_sharding
 from ...scheduling.devices.sharding import SHARDINGS, Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from .bits import Results, attend, poisoned_memory, results_of
@@ -88,4 +89,4 @@ def _check(case: Case, q: Tensor, sharding: Sharding) -> None:
 
 def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall:
     options = options_for(Choices(mask=case.read_mask(), schedule=case.schedule), case.head_dim)
-    return SharedCall.of(q, k, k, options, sharding)
+    return SharedCall.of(q, k, k, options, outer_sharding(sharding, ulysses=1))  # as ranks do: neighbouring chunks of one rank are one
