@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...scheduling.devices.sharding import Sharding
-from ...scheduling.devices.units import SharedSchedule, Unit
+from ...scheduling.devices.units import Unit
 from .gathering import sharding_of_tiles
 from .passes import gathers_of
 from .shared_call import SharedCall
@@ -75,19 +75,6 @@ def costs_of_sharing(call: SharedCall, widths: Widths, sinks: bool) -> list[Rank
         memory = Memory(_most_keys(call, rank, widths), states[rank], _sum_bytes(call, rank, widths))
         found.append(RankCosts(len(call.shared.by_device[rank]), len(hopping), Sent(keys=gathered), backward, memory))
     return found
-
-
-def makespan(shared: SharedSchedule) -> int:
-    """When the last unit ends, if a task takes one unit of time, a hop none, and every rank runs its units one by one in sequence."""
-    ends, free = [0] * len(shared.units), [0] * shared.sharding.devices
-    for unit in shared.units:
-        start = max([free[unit.device], *(ends[number] for number in shared.waits[unit.number])])
-        ends[unit.number] = free[unit.device] = start + shared.tasks_of(unit)
-    return max(ends, default=0)
-
-
-def tasks(shared: SharedSchedule) -> int:
-    return sum(map(shared.tasks_of, shared.units))
 
 
 def _most(sharding: Sharding) -> int:

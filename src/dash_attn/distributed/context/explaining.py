@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,11 +18,14 @@ from ...scheduling.devices.sharding import Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from ...scheduling.problem import whole_number
 from ...scheduling.schedule import Schedule
-from .costs import Memory, RankCosts, Sent, Widths, costs_of_sharing, makespan, tasks
+from ...simulation.cluster import Cluster, simulate_devices
+from ...simulation.simulate import Machine
+from .costs import Memory, RankCosts, Sent, Widths, costs_of_sharing
 from .rows import sharding_for
 from .shared_call import SharedCall
 from .ulysses import check_factor, outer_sharding
 
+IDEAL = Cluster(Machine(compute=1, reduce=0), workers=1, hop_latency_us=0, bandwidth_GBs=math.inf)  # tasks alone take time
 NOTE = "of the backward, if a hop takes no time and a unit as long as its tasks; `dash-attn plan --devices` knows machines and links"
 
 
@@ -199,7 +203,6 @@ def _exchanged(tensors: tuple[Tensor, Tensor, Tensor], rows: int, ulysses: int, 
 
 def _efficiency(calls: list[SharedCall | None]) -> float:
     """All tasks, dealt evenly, against the slowest rank. Where only heads are exchanged, every rank has as many tasks."""
-    shared = [call.shared for call in calls if call is not None]
-    longest = max(map(makespan, shared), default=0)
-    ranks = sum(one.sharding.devices for one in shared)
-    return sum(map(tasks, shared)) / (ranks * longest) if longest else 1.0
+    runs = [simulate_devices(call.shared, IDEAL, "launch", "chunks") for call in calls if call is not None]
+    longest = max((run.makespan for run in runs), default=0.0)
+    return sum(run.one_device for run in runs) / (sum(run.devices for run in runs) * longest) if longest else 1.0
