@@ -18,9 +18,9 @@ ROOMS: dict[str, set[str]] = {
     "call": CORE,
     "backends": {*CORE, "execution", "viewing", "call"},
     "attention": {*CORE, "call", "backends"},
-    "distributed": {"masks", "scheduling", "call", "backends", "attention"},
+    "distributed": {*CORE, "call", "backends", "attention"},
     "nn": {"masks", "attention"},
     "integrations": {"masks", "call", "attention", "distributed"},
-    "tools": {*CORE, "execution", "viewing", "call", "backends", "attention"},
+    "tools": {*CORE, "execution", "viewing", "call", "backends", "attention", "distributed"},
     "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools"},
 }

@@ -20,7 +20,7 @@ import stand_ins
 from dash_attn import GENERATORS, Mask, Problem, ScheduleError, generate
 from dash_attn.cli.main import main
 from dash_attn.distributed.micro_batches.tree import fitting_ranks, tree_sum
-from dash_attn.scheduling.order import ALL_GUARANTEES
+from dash_attn.scheduling.order import ALL_GUARANTEES, CONTEXT_PARALLEL_INVARIANT
 from dash_attn.tools.doctor import CHECKS
 from doc_pages import DOCS, blocks, rows
 
@@ -41,7 +41,8 @@ def test_blocks_run(code: str) -> None:
 @pytest.mark.parametrize("command", [line for block in blocks(DETERMINISM, "sh") for line in block.splitlines()])
 def test_determinism_commands_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    quick = ["--seqlen", "400", "--heads", "1", "--runs", "2", "--no-fresh"]
+    length = "1024" if "--ranks" in command else "400"  # chunks of whole tiles, on four ranks
+    quick = ["--seqlen", length, "--heads", "1", "--head-dim", "16", "--batch", "1", "--runs", "2", "--no-fresh"]
     if "--against" in command:
         main(["verify", "--output", "here.json", *quick])
     assert main([*shlex.split(command, comments=True)[1:], *quick]) == 0
@@ -93,7 +94,7 @@ def test_the_table_of_modes_is_what_schedules_say() -> None:
     assert gangs == {"auto", "shift_blocks", "symmetric_shift", "arrival"}
     assert len(said) == len(expected)
     offered = re.findall(r"^\| \d \| `([\w-]+)` \|", DETERMINISM, re.M)
-    assert tuple(offered) == ALL_GUARANTEES
+    assert tuple(offered) == (*ALL_GUARANTEES, CONTEXT_PARALLEL_INVARIANT)
 
 
 def test_checks_and_tests_that_are_named_exist() -> None:
@@ -102,7 +103,7 @@ def test_checks_and_tests_that_are_named_exist() -> None:
     assert len(named) > 10
     assert named <= {check.id for check in CHECKS}
     files = set(re.findall(r"`(test_\w+\.py)`", DETERMINISM))
-    assert len(files) == 6
+    assert len(files) == 7
     tests = {path.name for path in Path(__file__).parents[1].rglob("test_*.py")}
     assert files <= tests
 

@@ -41,8 +41,8 @@ class Explanation:
             "guarantees": ", ".join(self.guarantees) or "none",
             "tiles": f"{_tiles(self.backward_tiles)} in the backward, {_tiles(self.forward_tiles)} in the forward (queries x keys)",
             "workers": f"{self.workers}" + (f", {self.gang} resident together" if self.gang > 1 else ""),
-            "plan": _size(self.plan_bytes),
-            "workspace": "none" if self.workspace_bytes is None else _size(self.workspace_bytes),
+            "plan": size_in_words(self.plan_bytes),
+            "workspace": "none" if self.workspace_bytes is None else size_in_words(self.workspace_bytes),
             "predicted": self._prediction(),
             "kernels": ", ".join(f"{name} {digest[:HASH_DIGITS]}" for name, digest in self.kernels.items()) or "none compiled",
         }
@@ -58,7 +58,7 @@ def _tiles(rows: tuple[int, int]) -> str:
     return f"{rows[0]} x {rows[1]}"
 
 
-def _size(count: int) -> str:
+def size_in_words(count: int) -> str:
     for unit, limit in (("bytes", 2**10), ("KiB", 2**20), ("MiB", 2**30)):
         if count < limit:
             return f"{count * 2**10 / limit:.4g} {unit}"

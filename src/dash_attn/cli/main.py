@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain("this problem does not fit in memory; use fewer or larger tiles")
     except OverflowError:
         return _complain("a number is too large for an exact simulation; choose a larger unit of time")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:  # the last: what a backend cannot do in this version
         return _complain(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]

@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   dash-attn verify --output here.json
   dash-attn verify --against here.json
   dash-attn verify --seqlen 1024 --mask window:256,0 --runs 100
+  dash-attn verify --ranks 1,2,4 --output here.json
 """
 
 
@@ -40,6 +41,8 @@ def add_command(commands: Any) -> None:
     runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
     parser.add_argument("--runs", type=int, metavar="N", help=runs_help)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
+    ranks_help = "also share each sequence between as many ranks, which one process plays: the bits must be those of one rank"
+    parser.add_argument("--ranks", metavar="N,N,...", help=f"{ranks_help}. The default cases are then longer, so that chunks of it fit")
     parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with fresh processes")
     parser.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate to a file")
@@ -71,9 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_failed(theirs, arguments.against)
     device = choose_device(arguments.device)
     runs = RUNS[device] if arguments.runs is None else arguments.runs
-    cases = _choose_cases(arguments, device, theirs)
+    ranks = _read_ranks(arguments.ranks)
+    cases = _choose_cases(arguments, device, theirs, ranks)
     with progress_bar("verifying", LONG_WORK) as progress:  # always long enough to be worth a bar
-        certificate = verify(cases, device, runs, arguments.fresh, progress)
+        certificate = verify(cases, device, runs, arguments.fresh, progress, ranks)
     differing = differences(certificate, theirs) if theirs else []
     text = json.dumps(certificate, indent=2)
     if arguments.output:
@@ -94,8 +98,19 @@ def _print_comparison(differing: list[str], theirs: Certificate, arguments: argp
     print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout)
 
 
-def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None) -> tuple[Case, ...]:
-    from ..tools.verify.cases import default_case, default_cases
+def _read_ranks(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 0 < int(word) < 1000 for word in words):
+        raise ValueError(f"--ranks takes numbers of ranks, from 1 to 999, like 1,2,4; got {text!r}")
+    if max(map(int, words)) == 1:
+        raise ValueError(f"--ranks needs a number above 1: one rank alone shares nothing; got {text!r}")
+    return tuple(sorted(set(map(int, words))))
+
+
+def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None, ranks: tuple[int, ...]) -> tuple[Case, ...]:
+    from ..tools.verify.cases import cases_to_share, default_case, default_cases
     from ..tools.verify.certificate import cases_of
 
     given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
@@ -106,7 +121,9 @@ def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificat
         if "schedule" in given:
             given["schedule"] = _read_schedule(given["schedule"])
         return (replace(base, **given),)
-    return cases_of(theirs) if theirs else default_cases(device)
+    if theirs:
+        return cases_of(theirs)
+    return cases_to_share(device, ranks) if ranks else default_cases(device)
 
 
 def _read_schedule(name: str) -> str:

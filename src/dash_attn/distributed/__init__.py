@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from ..scheduling.devices.sharding import Sharding
 from .context.attention import context_parallel_attention
+from .context.explaining import explain_context_parallel
 from .context.layout import positions, shard, unshard
 from .heads import head_offset
 from .micro_batches.accumulator import TreeAccumulator
 from .micro_batches.sampler import MicroBatchSampler
 
-__all__ = ["MicroBatchSampler", "Sharding", "TreeAccumulator", "context_parallel_attention", "head_offset", "positions", "shard", "unshard"]
+__all__ = [
+    "MicroBatchSampler",
+    "Sharding",
+    "TreeAccumulator",
+    "context_parallel_attention",
+    "explain_context_parallel",
+    "head_offset",
+    "positions",
+    "shard",
+    "unshard",
+]

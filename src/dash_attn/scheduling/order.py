@@ -19,7 +19,8 @@ Ints = NDArray[np.int32]
 RUN_TO_RUN = "run-to-run"
 BATCH_INVARIANT = "batch-invariant"
 WORKER_INVARIANT = "worker-count-invariant"
-ALL_GUARANTEES = (RUN_TO_RUN, BATCH_INVARIANT, WORKER_INVARIANT)  # each contains those before it
+ALL_GUARANTEES = (RUN_TO_RUN, BATCH_INVARIANT, WORKER_INVARIANT)  # of an order; each contains those before it
+CONTEXT_PARALLEL_INVARIANT = "context-parallel-invariant"  # the next one: of an order and a sharding, so no order claims it alone
 INT32 = np.iinfo(np.int32)
 
 

@@ -18,10 +18,13 @@ def gather_rows(peers: Peers, sharding: Sharding, x: Tensor) -> Tensor:
 
 def gather_tiles(call: SharedCall, peers: Peers, x: Tensor) -> Tensor:
     """(..., Q tiles of a rank, rows of a tile) -> (..., all Q tiles, rows of a tile)."""
-    tile = x.shape[-1]
-    chunk_of_tile = call.sharding.chunk_of_tiles(tile).tolist()
-    tiles = Sharding(tuple(chunk_of_tile.count(chunk) for chunk in range(call.sharding.chunks)), call.sharding.owners)
-    return gather_rows(peers, tiles, x.movedim(-2, 0)).movedim(0, -2)
+    return gather_rows(peers, sharding_of_tiles(call.sharding, x.shape[-1]), x.movedim(-2, 0)).movedim(0, -2)
+
+
+def sharding_of_tiles(sharding: Sharding, tile: int) -> Sharding:
+    """Who has which tiles of `tile` rows."""
+    chunk_of_tile = sharding.chunk_of_tiles(tile).tolist()
+    return Sharding(tuple(chunk_of_tile.count(chunk) for chunk in range(sharding.chunks)), sharding.owners)
 
 
 class _Gather:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ...scheduling.devices.units import Unit
+from .gathering import sharding_of_tiles
+from .of_rank import sum_in_order
 from .passes import BackwardPass, forward_pass
 from .rows import rows_of
 from .shared_call import SharedCall
@@ -21,6 +23,7 @@ class Results(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None = None
 
 
 class WholeKeys:
@@ -52,21 +55,42 @@ class Mailbox:
         return self.states.pop(unit.before)
 
 
-def play_all_ranks(call: SharedCall, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mailbox: Mailbox | None = None) -> Results:
-    """Forward and backward of whole tensors, each rank with its own rows."""
+def play_all_ranks(
+    call: SharedCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    mailbox: Mailbox | None = None,
+    *,
+    sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Results:
+    """Forward and backward of whole tensors, each rank with its own rows. dlse: the gradient of the LSE, where it was used."""
     mailbox = Mailbox() if mailbox is None else mailbox
     keys, devices = WholeKeys(call, k, v), range(call.sharding.devices)
     out, lse = torch.empty_like(dout), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     ranks = []
     for device in devices:
         mine = rows_of(call.sharding, device, q.device)
-        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, None)
-        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), (lse[:, :, mine], None), keys, mailbox))
+        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, sinks)
+        of_rows = lse[:, :, mine], None if dlse is None else dlse[:, :, mine]
+        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox))
     for unit in call.shared.units:
         ranks[unit.device].step(unit)
-    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     for device in devices:
         mine = rows_of(call.sharding, device, q.device)
-        for whole, part in zip(gradients, ranks[device].finish(), strict=True):
+        for whole, part in zip((dq, dk, dv), ranks[device].finish(), strict=True):
             whole[:, mine] = part
-    return Results(out, lse, *gradients)
+    return Results(out, lse, dq, dk, dv, None if sinks is None else _sink_gradient(call, ranks, sinks))
+
+
+def _sink_gradient(call: SharedCall, ranks: list[BackwardPass], sinks: Tensor) -> Tensor:
+    """From the rows of all ranks, tiles in the order of the sequence."""
+    parts = [rank.backward.rows_of_sinks for rank in ranks]
+    tiles = sharding_of_tiles(call.sharding, parts[0].shape[-1])
+    whole = parts[0].new_empty(*parts[0].shape[:-2], tiles.rows, parts[0].shape[-1])
+    for device, part in enumerate(parts):
+        whole[..., rows_of(tiles, device, whole.device), :] = part
+    return sum_in_order(ranks[0].backward.sink_gradients(whole, sinks)).to(sinks.dtype)

@@ -88,7 +88,7 @@ class BackwardPass:
         """A gather starts with the first unit, on whichever rank, that needs the one before it. So a rank that waits for a gather waits
         for ranks that are at earlier units, and those never wait for this one."""
         self.keys.start(max(number for number in range(len(self.call.gathers)) if self._starts_at(number) <= unit.number))
-        for number in _gathers_of(self.call, unit):
+        for number in gathers_of(self.call, unit):
             if number not in self._there:
                 self.backward.take_keys(*self.keys.get(number), self.call.gathers[number].start)
                 self._there.add(number)
@@ -103,7 +103,7 @@ class BackwardPass:
             self._there.remove(number)
 
 
-def _gathers_of(call: SharedCall, unit: Unit) -> list[int]:
+def gathers_of(call: SharedCall, unit: Unit) -> list[int]:
     """The gathers that a unit needs the keys of. An ending needs none."""
     if unit.leg is None:
         return []
@@ -113,4 +113,4 @@ def _gathers_of(call: SharedCall, unit: Unit) -> list[int]:
 
 def _uses(call: SharedCall, units: tuple[Unit, ...]) -> list[tuple[int, int]]:
     """(unit, gather that it needs)."""
-    return [(unit.number, number) for unit in units for number in _gathers_of(call, unit)]
+    return [(unit.number, number) for unit in units for number in gathers_of(call, unit)]

@@ -35,10 +35,20 @@ class SharedCall:
     backend: str
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sharding: Sharding, heads_of: int = 1) -> SharedCall:
-        """Of a rank's tensors. heads_of: among how many ranks their heads are dealt. Raises where they cannot be shared."""
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        sharding: Sharding,
+        heads_of: int = 1,
+        backend: str | None = None,
+    ) -> SharedCall:
+        """Of a rank's tensors. heads_of: among how many ranks their heads are dealt. backend: that of the tensors, unless it is named
+        because they stand for others. Raises where they cannot be shared."""
         kv_heads, group = k.shape[2] // heads_of, q.shape[2] // k.shape[2]
-        backend = resolve(options.backend, q.device)
+        backend = resolve(options.backend, q.device) if backend is None else backend
         call = cls(options, sharding, q.shape[0], kv_heads, group, (q.shape[3], v.shape[3]), backend)
         call._check()
         return call

@@ -119,11 +119,10 @@ class Sharding:
             )
 
     def _that_fit(self, unit: int) -> str:
-        if len(set(self.lengths)) > 1:
+        chunks = self.rows // math.gcd(*self.lengths)  # of one length; those that follow each other on one device may have been joined
+        if chunks > 2 * self.chunks:
             return ""
-        step = unit * self.chunks
+        step = unit * chunks
         below = self.rows // step * step
         fitting = " or ".join(str(rows) for rows in (below, below + step) if rows)
-        return (
-            f" {self.chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"
-        )
+        return f" {chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...attention.functions import flash_attn_func
 from ...masks import Mask
 from ...scheduling.schedule import Schedule
-from .cases import Inputs
+from .cases import Extras, Inputs
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -28,24 +28,42 @@ class Results(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None = None  # where there were sinks
 
     def sequence(self, index: int) -> Results:
-        return Results(*(x[index : index + 1] for x in self))
+        """Of one sequence of the batch. The gradient of the sinks is of all of them."""
+        return Results(*(self.named[name][index : index + 1] for name in NAMES))
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
 
-def attend(inputs: Inputs, mask: Mask, schedule: str | Schedule = "auto", accumulation: str = "ordered") -> Results:
+def attend(
+    inputs: Inputs,
+    mask: Mask,
+    schedule: str | Schedule = "auto",
+    function: Callable[..., Any] = flash_attn_func,
+    extras: Extras | None = None,
+) -> Results:
     """Forward and backward, with every new tensor filled with NaN before a kernel sees it."""
     *tensors, dout = inputs
     q, k, v = (x.detach().requires_grad_() for x in tensors)
-    with _poisoned_memory(), warnings.catch_warnings():
+    sinks = [] if extras is None else [extras.sinks.detach().requires_grad_()]
+    with poisoned_memory(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="accumulation='unordered'")  # the control is meant to be unordered
-        out, lse = flash_attn_func(q, k, v, mask=mask, schedule=schedule, accumulation=accumulation, return_lse=True)
-        gradients = torch.autograd.grad(out, (q, k, v), dout)
-    return Results(*(x.detach().cpu() for x in (out, lse, *gradients)))
+        out, lse = function(q, k, v, mask=mask, schedule=schedule, sinks=sinks[0] if sinks else None, return_lse=True)
+        used, gradients_of_used = ([out], [dout]) if extras is None else ([out, lse], [dout, extras.dlse])
+        gradients = torch.autograd.grad(used, [q, k, v, *sinks], gradients_of_used)
+    return results_of(out, lse, *gradients)
+
+
+def results_of(*tensors: Tensor) -> Results:
+    return Results(*(x.detach().cpu() for x in tensors))
 
 
 @contextmanager
-def _poisoned_memory() -> Iterator[None]:
+def poisoned_memory() -> Iterator[None]:
     """PyTorch fills new memory only while deterministic algorithms are on."""
     settings: Any = import_module("torch.utils.deterministic")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -61,7 +79,10 @@ def _poisoned_memory() -> Iterator[None]:
 
 def difference(actual: Results, expected: Results) -> str | None:
     """The first element whose bits differ, with both values; None if there is none. -0.0 differs from 0.0, NaN equals itself."""
-    for name, a, b in zip(NAMES, actual, expected, strict=True):
+    if actual.named.keys() != expected.named.keys():
+        return f"results are {', '.join(actual.named)} against {', '.join(expected.named)}"
+    for name, a in actual.named.items():
+        b = expected.named[name]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return f"{name} is {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
         differs = _integers(a) != _integers(b)
@@ -74,7 +95,7 @@ def difference(actual: Results, expected: Results) -> str | None:
 
 def not_a_number(results: Results) -> str | None:
     """Where poison came through: our inputs lead to NaN nowhere."""
-    for name, x in zip(NAMES, results, strict=True):
+    for name, x in results.named.items():
         if x.isnan().any():
             return f"{name}{x.isnan().nonzero()[0].tolist()} is NaN"
     return None
@@ -93,4 +114,4 @@ def sha256(tensors: Iterable[Tensor]) -> str:
 
 
 def hashes(results: Results) -> dict[str, str]:
-    return {name: sha256([x]) for name, x in zip(NAMES, results, strict=True)}
+    return {name: sha256([x]) for name, x in results.named.items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +21,15 @@ INPUT_GENERATOR = (
     "g = torch.Generator('cpu').manual_seed(seed); for q, k, v, dout in turn:"
     " torch.randint(-2**20, 2**20, (4, batch, seqlen, heads, head_dim), generator=g).sum(0).double() / 2**20, rounded to the dtype"
 )
+LARGEST_TILE = 128  # rows, in the backward of every backend
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Extras(NamedTuple):
+    """What a call may have besides: sinks, and a gradient of its LSE."""
+
+    sinks: Tensor
+    dlse: Tensor
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,14 @@ def default_cases(device: str) -> tuple[Case, ...]:
     )
 
 
+def cases_to_share(device: str, ranks: Sequence[int]) -> tuple[Case, ...]:
+    """The default cases that ranks can share, made longer until 2 x P chunks of whole tiles fit every P. Documents are left out: auto
+    plans each by itself."""
+    unit = LARGEST_TILE * math.lcm(*(2 * count for count in ranks))
+    shared = [case for case in default_cases(device) if not case.mask.startswith("documents")]
+    return tuple(replace(case, seqlen=-(-case.seqlen // unit) * unit) for case in shared)
+
+
 def make_inputs(case: Case, device: str, seed: int = SEED, batch: int | None = None) -> Inputs:
     """q, k, v and dO. Sums of whole numbers, because the logarithms and cosines of `randn` are not the same everywhere."""
     source = torch.Generator("cpu").manual_seed(seed)
@@ -101,6 +120,13 @@ def make_inputs(case: Case, device: str, seed: int = SEED, batch: int | None = N
     q, k, v, dout = (_draw((*lengths, heads, case.head_dim), source) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads))
     dtype = DTYPES[case.dtype]
     return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), dout.to(device, dtype)
+
+
+def make_extras(case: Case, device: str) -> Extras:
+    """The same on every machine, too."""
+    source, dtype = torch.Generator("cpu").manual_seed(SEED), DTYPES[case.dtype]
+    sinks, dlse = _draw((case.heads,), source), _draw((case.batch, case.heads, case.seqlen), source)
+    return Extras(sinks.to(device, dtype), dlse.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def _draw(shape: tuple[int, ...], source: torch.Generator) -> Tensor:

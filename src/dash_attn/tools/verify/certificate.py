@@ -19,18 +19,23 @@ from .bits import hashes, sha256
 from .cases import INPUT_GENERATOR, SEED, Case
 from .fresh import fresh_results
 from .guarantees import CaseTest, Outcome, Status, comparisons, overall, worst
+from .ranks import check_ranks
 
 FORMAT = 1
 COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
 PARTS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
 SCOPE = "dash_attn.flash_attn_func, forward and backward, of the cases listed, on this device; nothing else of a training step"
+SCOPE_OF_RANKS = "; ranks that share a sequence were played by one process, so messages between processes were not tested"
 Certificate = dict[str, Any]
 
 
-def verify(cases: Sequence[Case], device: str, runs: int, fresh: bool = True, progress: Progress | None = None) -> Certificate:
-    """Test every case and write down the outcome."""
+def verify(
+    cases: Sequence[Case], device: str, runs: int, fresh: bool = True, progress: Progress | None = None, ranks: Sequence[int] = ()
+) -> Certificate:
+    """Test every case and write down the outcome. `ranks`: numbers of ranks that shall share each sequence."""
+    check_ranks(cases, device, ranks)
     elsewhere = fresh_results(cases, device) if fresh else {}
-    total = len(cases) * comparisons(device, runs, len(elsewhere))
+    total = len(cases) * comparisons(device, runs, len(elsewhere), ranks)
     done = 0
 
     def tick() -> None:
@@ -41,15 +46,16 @@ def verify(cases: Sequence[Case], device: str, runs: int, fresh: bool = True, pr
 
     entries, outcomes = [], []
     for number, case in enumerate(cases):
-        test = CaseTest(case, device, runs, tick)
+        test = CaseTest(case, device, runs, tick, ranks)
         found = list(test.outcomes({what: results[number] for what, results in elsewhere.items()}))
         outcomes += found
         entries.append(_entry(test, found))
     return {
         "certificate": FORMAT,
         "status": overall(outcomes),
-        "scope": SCOPE,
+        "scope": f"{SCOPE}{SCOPE_OF_RANKS if ranks else ''}",
         "runs": runs,
+        "ranks": list(ranks),
         "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
         "device": _device(device),
         "versions": _versions(device),

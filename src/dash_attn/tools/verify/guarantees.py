@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 
-from ...attention.functions import explain
+from ...attention.functions import explain, flash_attn_func
 from ...call.explanation import Explanation
 from ...execution.interleaving import interleaving
+from ...scheduling.devices.sharding import SHARDINGS
 from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.validate import TooFewWorkers
 from .bits import Results, attend, difference, not_a_number
-from .cases import Case, Inputs, make_inputs
+from .cases import Case, Inputs, make_extras, make_inputs
 from .other_work import other_work
+from .ranks import added_up, name_of, on_ranks
 
 Status = Literal["pass", "fail", "inconclusive"]
 WORKERS = (1, 2, 7, 16, 33)
@@ -33,15 +36,16 @@ class Outcome:
 class CaseTest:
     """One case, its inputs, and the first result, which every other one is compared with."""
 
-    def __init__(self, case: Case, device: str, runs: int, tick: Callable[[], None] | None = None) -> None:
-        """`tick` is called after every comparison."""
-        self.case, self.device, self.runs, self.tick = case, device, runs, tick
+    def __init__(self, case: Case, device: str, runs: int, tick: Callable[[], None] | None = None, ranks: Sequence[int] = ()) -> None:
+        """`tick` is called after every comparison. `ranks`: numbers of ranks that shall share the sequence."""
+        self.case, self.device, self.runs, self.tick, self.ranks = case, device, runs, tick, ranks
         self.mask = case.read_mask()
         self.inputs = make_inputs(case, device)
         self.reference = self._run()
 
     def _run(self, inputs: Inputs | None = None, accumulation: str = "ordered") -> Results:
-        return attend(self.inputs if inputs is None else inputs, self.mask, self.case.schedule, accumulation)
+        function = partial(flash_attn_func, accumulation=accumulation)
+        return attend(self.inputs if inputs is None else inputs, self.mask, self.case.schedule, function)
 
     def explain(self) -> Explanation:
         q, k, v, _ = self.inputs
@@ -59,6 +63,11 @@ class CaseTest:
         if fresh:
             yield self._judge("same bits in fresh processes", iter([(what, found, self.reference) for what, found in fresh.items()]))
         yield self._control()
+        if self.ranks:
+            detail = f"{' and '.join(SHARDINGS)}, with and without sinks and a gradient of the LSE; one process played all ranks"
+            outcome = self._judge(name_of(self.ranks), self._shared())
+            yield replace(outcome, detail=f"{outcome.detail}: {detail}") if outcome.status == "pass" else outcome
+            yield self._control_of_ranks()
 
     def _judge(self, guarantee: str, pairs: Iterator[tuple[str, Results, Results]]) -> Outcome:
         """Fail at the first pair of results that differs."""
@@ -112,6 +121,25 @@ class CaseTest:
             batch = tuple(torch.cat([m[:position], x, m[position:]]) for x, m in zip(alone, mates, strict=True))
             yield f"at position {position} of {POSITIONS}", self._run(_four(batch)).sequence(position), expected
 
+    def _shared(self) -> Iterator[tuple[str, Results, Results]]:
+        """The sequence on every number of ranks: as it is, and with sinks and a gradient of the LSE."""
+        extras = make_extras(self.case, self.device)
+        with_extras = attend(self.inputs, self.mask, self.case.schedule, extras=extras)
+        for what, result in on_ranks(self.case, self.inputs, self.ranks):
+            yield what, result, self.reference
+        for what, result in on_ranks(self.case, self.inputs, self.ranks, extras):
+            yield f"{what}, with sinks", result, with_extras
+
+    def _control_of_ranks(self) -> Outcome:
+        """What an all-reduce adds up must be seen to differ."""
+        most = max(self.ranks)
+        guarantee = "control: sums per rank, added up, differ"
+        found = difference(added_up(self.case, self.inputs, most, self.reference), self.reference)
+        if found:
+            return Outcome(guarantee, "pass", f"{most} ranks: {found}")
+        detail = f"dK and dV of {most} ranks, added up, have the bits of one, so equal bits prove nothing here; take a longer sequence"
+        return Outcome(guarantee, "inconclusive", detail)
+
     def _control(self) -> Outcome:
         """Unordered sums must be seen to differ. Each try arrives differently, on the CPU by its seed."""
         guarantee = "control: unordered runs differ"
@@ -132,10 +160,10 @@ def loaded_runs(runs: int) -> int:
     return max(2, runs // 2)
 
 
-def comparisons(device: str, runs: int, processes: int) -> int:
+def comparisons(device: str, runs: int, processes: int, ranks: Sequence[int] = ()) -> int:
     """How many results of a case are compared, for a progress bar; a few less where a schedule promises less."""
     on_cpu = 2 * runs + len(WORKERS) if device == "cpu" else 0
-    return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes
+    return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes + 2 * len(SHARDINGS) * len(ranks)
 
 
 def _four(tensors: tuple[torch.Tensor, ...]) -> Inputs:

@@ -1,0 +1,137 @@
+"""What sharing a sequence costs a rank: messages, bytes and memory, counted from the plan that it runs.
+
+Memory is counted along the global sequence of units. A rank that is ahead of the others may hold a few states more for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...scheduling.devices.sharding import Sharding
+from ...scheduling.devices.units import Unit
+from .gathering import sharding_of_tiles
+from .passes import gathers_of
+from .shared_call import SharedCall
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends in one pass. A copy for each rank that gets it counts."""
+
+    heads: int = 0  # exchanged for rows, with Ulysses
+    keys: int = 0  # gathers of K and V
+    states: int = 0  # float32 dK and dV, from leg to leg
+    final_states: int = 0  # the same, from the last leg to the rank of the keys
+    sinks: int = 0  # what their gradient needs of each row, and that of a rank's heads
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Memory(NamedTuple):
+    """Bytes that a rank needs in the backward beyond its own rows of inputs, outputs and gradients."""
+
+    keys: int = 0  # gathered K and V, one copy: of the KV heads that are worked on, and of the next
+    states: int = 0  # that wait for their unit or are worked on
+    sums: int = 0  # float32 dK and dV of the rank's own keys
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """Of one rank. hops: how many times it sends states on."""
+
+    units: int
+    hops: int
+    forward: Sent
+    backward: Sent
+    memory: Memory
+
+
+class Widths(NamedTuple):
+    """Bytes of a number: in q, k, v and out; in states, sums and LSE."""
+
+    tensor: int
+    state: int
+
+
+def costs_of_sharing(call: SharedCall, widths: Widths, sinks: bool) -> list[RankCosts]:
+    """Of every rank that shares the sequence. Without Ulysses, that is all."""
+    ranks = range(call.sharding.devices)
+    gathered = _gather_bytes(call, widths)
+    more = _sink_bytes(call, widths) if sinks else 0
+    states = _most_states(call, widths)
+    found = []
+    for rank in ranks:
+        hopping = [unit for unit in call.shared.by_device[rank] if call.shared.hops(unit)]
+        ending = [unit for unit in hopping if unit.after is not None and call.shared.units[unit.after].leg is None]
+        finals, all_states = (sum(_state_bytes(call, unit, widths) for unit in units) for units in (ending, hopping))
+        backward = Sent(keys=gathered, states=all_states - finals, final_states=finals, sinks=more)
+        memory = Memory(_most_keys(call, rank, widths), states[rank], _sum_bytes(call, rank, widths))
+        found.append(RankCosts(len(call.shared.by_device[rank]), len(hopping), Sent(keys=gathered), backward, memory))
+    return found
+
+
+def _most(sharding: Sharding) -> int:
+    """A gather has one shape: every rank sends as many rows as the one with most."""
+    return max(len(sharding.rows_of(rank)) for rank in range(sharding.devices))
+
+
+def _gather_bytes(call: SharedCall, widths: Widths) -> int:
+    heads = call.batch * call.kv_heads * sum(call.dims)
+    return (call.sharding.devices - 1) * _most(call.sharding) * heads * widths.tensor
+
+
+def _sink_bytes(call: SharedCall, widths: Widths) -> int:
+    """Two numbers of each row and query head, in whole tiles."""
+    tile = call.problem.tile_q
+    rows = _most(sharding_of_tiles(call.sharding, tile)) * tile
+    return (call.sharding.devices - 1) * 2 * call.batch * call.kv_heads * call.group * rows * widths.state
+
+
+def _state_bytes(call: SharedCall, unit: Unit, widths: Widths) -> int:
+    return call.shared.state_tiles(unit) * call.devices.tile_size(*call.dims) * widths.state
+
+
+def _sum_bytes(call: SharedCall, rank: int, widths: Widths) -> int:
+    tiles = sharding_of_tiles(call.sharding, call.problem.tile_kv)
+    heads = call.batch * call.kv_heads * len(tiles.rows_of(rank))
+    return call.plan.sums * heads * call.devices.tile_size(*call.dims) * widths.state
+
+
+def _most_states(call: SharedCall, widths: Widths) -> list[int]:
+    """Of each rank: states are there from the unit before, wherever that runs, until their own unit has run."""
+    events: list[list[tuple[int, int]]] = [[] for _ in range(call.sharding.devices)]
+    for unit in call.shared.units:
+        size = _state_bytes(call, unit, widths)
+        since = unit.number if unit.before is None else unit.before + 1
+        events[unit.device] += [(since, size), (unit.number + 1, -size)]
+    return [_highest(each) for each in events]
+
+
+def _most_keys(call: SharedCall, rank: int, widths: Widths) -> int:
+    """A gather is there from the first use of the one before it, by any rank, to its last use by this one."""
+    first_use, last_use = dict[int, int](), dict[int, int]()
+    for unit in call.shared.units:
+        for number in gathers_of(call, unit):
+            first_use.setdefault(number, unit.number)
+            if unit.device == rank:
+                last_use[number] = unit.number
+    each = call.batch * call.sharding.rows * sum(call.dims) * widths.tensor
+    sizes = {number: each * len(call.gathers[number]) for number in last_use}
+    starts = {number: first_use[number - 1] if number else 0 for number in last_use}
+    return _highest(event for number, size in sizes.items() for event in ((starts[number], size), (last_use[number] + 1, -size)))
+
+
+def _highest(events: Iterable[tuple[int, int]]) -> int:
+    """The highest level, if each event changes it by so much. At one moment, what goes goes first."""
+    level = highest = 0
+    for _, change in sorted(events):
+        level += change
+        highest = max(highest, level)
+    return highest

@@ -1,0 +1,295 @@
+"""explain_context_parallel tells what ranks would do: what it says is counted again in ranks that run, with every message recorded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn import Documents, backends, explain
+from dash_attn.backends.cpu.devices import DeviceBackward
+from dash_attn.call.options import Choices, options_for
+from dash_attn.distributed import Sharding, context_parallel_attention, explain_context_parallel
+from dash_attn.distributed.context import of_rank
+from dash_attn.distributed.context.gathering import GatheredKeys
+from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
+from dash_attn.distributed.context.of_rank import OfRank
+from dash_attn.distributed.context.passes import BackwardPass
+from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.distributed.context.ulysses import HeadExchange, outer_sharding
+from dash_attn.distributed.peers import Peers, Pending
+from dash_attn.scheduling.devices.units import Unit
+
+ROWS = ["call", "backend", "ranks", "schedule", "guarantees", "units", "hops", "sent forward", "sent backward", "memory", "predicted"]
+
+
+def meta(rows: int, heads: int, dim: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(batch, rows, heads, dim, dtype=dtype, device="meta")
+
+
+def test_it_takes_the_arguments_of_the_call() -> None:
+    ours, theirs = (list(inspect.signature(f).parameters.values()) for f in (explain_context_parallel, context_parallel_attention))
+    assert ours[3].name == "ranks"
+    assert theirs[3].name == "group"
+    assert ours[:3] + ours[4:] == theirs[:3] + theirs[4:]
+
+
+class Done:
+    """Of a message that has come at once."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Recording(Peers):
+    """Ranks that are not there. They send zeros, and what is sent to them is written down."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+
+    def start_gather(self, mine: Tensor) -> Pending:
+        self.sent["gathered"] += (self.count - 1) * mine.nbytes
+        return Pending(self, None, torch.zeros(self.count * mine.numel(), dtype=mine.dtype))
+
+    def exchange(self, flat: Tensor) -> Tensor:
+        self.sent["exchanged"] += flat.nbytes // self.count * (self.count - 1)
+        return torch.zeros_like(flat).view(self.count, -1)
+
+    def send(self, flat: Tensor, to: int, tag: int) -> Any:
+        self.sent["hops"] += 1
+        self.sent["states"] += flat.nbytes
+        return Done()
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Any:
+        flat.zero_()
+        return Done()
+
+
+@dataclass
+class Case:
+    q_heads: int = 4
+    kv_heads: int = 2
+    value_dim: int = 16
+    batch: int = 1
+    dtype: torch.dtype = torch.float32
+    sharding: str | Sharding = "zigzag"
+    ulysses: int = 1
+    ranks: int = 2
+    rows: int = 1024  # of the whole sequence
+    mask: dict[str, Any] = field(default_factory=lambda: {"causal": True})
+    sinks: bool = False
+    return_lse: bool = False
+
+    def tensors(self, rows: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = ((self.q_heads, 16), (self.kv_heads, 16), (self.kv_heads, self.value_dim))
+        q, k, v = (torch.zeros(self.batch, rows, heads, dim, dtype=self.dtype, device=device) for heads, dim in shapes)
+        return q, k, v
+
+    @property
+    def chosen(self) -> Sharding:
+        return self.sharding if isinstance(self.sharding, Sharding) else Sharding.named(self.sharding, self.rows, self.ranks)
+
+    def sink_values(self, device: str) -> Tensor | None:
+        return torch.zeros(self.q_heads, dtype=self.dtype, device=device) if self.sinks else None
+
+    def explain(self) -> Any:
+        mine = self.tensors(len(self.chosen.rows_of(0)), "meta")
+        rest = {"sharding": self.sharding, "ulysses": self.ulysses, "sinks": self.sink_values("meta"), "return_lse": self.return_lse}
+        return explain_context_parallel(*mine, self.ranks, backend="cpu", **self.mask, **rest)
+
+    def rank(self, rank: int) -> tuple[OfRank, Recording, Recording]:
+        """As OfRank.make builds it, among ranks that are not there."""
+        group, place = divmod(rank, self.ulysses)
+        inside = Recording(None, place, self.ulysses)
+        outside = Recording(None, group, self.ranks // self.ulysses)
+        options = options_for(Choices(**self.mask, head_offset=place * (self.kv_heads // self.ulysses)), 16)
+        q, k, v = self.tensors(1, "cpu")
+        outer = outer_sharding(self.chosen, self.ulysses)
+        call = SharedCall.of(q, k, v, options, outer, self.ulysses) if outer.devices > 1 else None
+        return OfRank(options, call, HeadExchange(inside, self.chosen, rank - place), outside, {}), inside, outside
+
+
+CASES = {
+    "grouped": Case(),
+    "batch, bf16, values of another dim": Case(batch=2, dtype=torch.bfloat16, value_dim=32, kv_heads=4, ranks=4, rows=1024),
+    "sinks": Case(sinks=True, return_lse=True, dtype=torch.float64),
+    "uneven": Case(sharding=Sharding((256, 128, 384, 200), (0, 1, 1, 0)), rows=968, sinks=True),
+    "full": Case(mask={}, sharding="contiguous", ranks=4, kv_heads=4),
+    "ulysses and states": Case(ulysses=2, ranks=4, sinks=True, return_lse=True),
+    "ulysses alone": Case(ulysses=2, sinks=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_rank_sends_what_it_says(case: Case) -> None:
+    found = case.explain()
+    assert len(found.each) == case.ranks
+    for number, said in enumerate(found.each):
+        rank, inside, outside = case.rank(number)
+        q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
+        sinks = case.sink_values("cpu")
+        out, lse = rank.forward(q, k, v, sinks)
+        assert (inside.sent["exchanged"], outside.sent["gathered"]) == (said.forward.heads, said.forward.keys)
+        assert said.forward.total == said.forward.heads + said.forward.keys
+        for peers in (inside, outside):
+            peers.sent.clear()
+        rank.backward((out, q, k, v, out), lse, sinks, lse if case.return_lse else None)
+        assert inside.sent["exchanged"] == said.backward.heads
+        assert inside.sent["gathered"] + outside.sent["gathered"] == said.backward.keys + said.backward.sinks
+        assert outside.sent["hops"] == said.hops
+        assert outside.sent["states"] == said.backward.states + said.backward.final_states
+        assert (said.backward.sinks > 0) == case.sinks
+    assert (sum(said.hops for said in found.each) > 0) == (case.ulysses < case.ranks)
+
+
+@pytest.mark.parametrize("case", [CASES["grouped"], Case(kv_heads=8, q_heads=8, ranks=4, batch=2)], ids=["grouped", "many heads"])
+def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start of a gather until its keys are dropped."""
+    kept: list[GatheredKeys] = []
+    dropped, most = 0, 0
+    run, drop = DeviceBackward.run, DeviceBackward.drop_keys
+
+    class Watched(GatheredKeys):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            kept.append(self)
+
+    def watched_run(self: DeviceBackward, unit: Unit, state: Tensor) -> None:
+        nonlocal most
+        most = max(most, len(kept[-1].started) - dropped)
+        run(self, unit, state)
+
+    def watched_drop(self: DeviceBackward, first_head: int, heads: int) -> None:
+        nonlocal dropped
+        dropped += 1
+        drop(self, first_head, heads)
+
+    monkeypatch.setattr(of_rank, "GatheredKeys", Watched)
+    monkeypatch.setattr(DeviceBackward, "run", watched_run)
+    monkeypatch.setattr(DeviceBackward, "drop_keys", watched_drop)
+    group = case.batch * case.rows * 2 * 16 * 4 * -(-case.kv_heads // 4)  # a gather has a fourth of the KV heads
+    for number, said in enumerate(case.explain().each):
+        rank, *_ = case.rank(number)
+        q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
+        out, lse = rank.forward(q, k, v, None)
+        dropped = most = 0
+        rank.backward((out, q, k, v, out), lse, None, None)
+        assert said.memory.keys == most * group
+        assert most >= 2
+
+
+@pytest.mark.parametrize("case", [CASES["grouped"], CASES["full"]], ids=["grouped", "full"])
+def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks in one process, in the global sequence: looked at while a unit runs."""
+    q, k, v = case.tensors(case.rows, "cpu")
+    call = SharedCall.of(q, k, v, options_for(Choices(**case.mask), 16), outer_sharding(case.chosen, ulysses=1))
+    mailbox, ranks, most = Mailbox(), [], [0] * case.ranks
+    build, run = BackwardPass.__init__, DeviceBackward.run
+
+    def noted(self: BackwardPass, *arguments: Any) -> None:
+        build(self, *arguments)
+        ranks.append(self)
+
+    def watched(self: DeviceBackward, unit: Unit, state: Tensor) -> None:
+        there = [sum(x.nbytes for x in rank._states.values()) for rank in ranks]
+        there[unit.device] += state.nbytes
+        for number, waiting in mailbox.states.items():
+            after = call.shared.units[number].after
+            assert after is not None
+            there[call.shared.units[after].device] += waiting.nbytes
+        most[:] = map(max, most, there)
+        run(self, unit, state)
+
+    monkeypatch.setattr(BackwardPass, "__init__", noted)
+    monkeypatch.setattr(DeviceBackward, "run", watched)
+    play_all_ranks(call, q, k, v, torch.zeros_like(q), mailbox)
+    said = [rank.memory for rank in case.explain().each]
+    assert [memory.states for memory in said] == most
+    sums = [sum(x.nbytes for pair in rank.backward.tiles.sums for x in pair) for rank in ranks]  # type: ignore[attr-defined]
+    assert [memory.sums for memory in said] == sums
+    assert all(memory.total == memory.keys + memory.states + memory.sums for memory in said)
+
+
+def test_it_names_the_bits_of_one_rank() -> None:
+    found = explain_context_parallel(meta(256, 4), meta(256, 2), meta(256, 2), 4, causal=True, backend="cpu")
+    alone = explain(meta(1024, 4), meta(1024, 2), meta(1024, 2), causal=True, backend="cpu")
+    assert (found.schedule, found.order_hash, found.call) == (alone.schedule, alone.order_hash, alone.call)
+    assert found.guarantees == (*alone.guarantees, "context-parallel-invariant")
+    assert "context-parallel-invariant" not in alone.guarantees, "who shares nothing is promised nothing about sharing"
+    assert json.loads(json.dumps(asdict(found)))["order_hash"] == found.order_hash
+
+
+def test_one_rank_sends_nothing() -> None:
+    q = meta(300, 2)
+    (only,) = explain_context_parallel(q, q, q, 1, causal=True, backend="cpu").each
+    assert (only.units, only.hops, only.forward.total, only.backward.total, only.memory.total) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "kv_heads", "expected"),
+    [("contiguous", 16, 8 / 15), ("zigzag", 1, 0.70), ("zigzag", 16, 0.95)],
+)
+def test_efficiency_is_that_of_the_chunk_model(sharding: str, kv_heads: int, expected: float) -> None:
+    """Contiguous shares of a causal mask are uneven, P / (2P - 1) at best. Heads of both kinds keep all ranks busy; one alone does not."""
+    q = meta(1024, kv_heads)
+    found = explain_context_parallel(q, q, q, 8, causal=True, sharding=sharding, backend="cpu").predicted_efficiency
+    assert found == pytest.approx(expected, abs=0.06)
+
+
+def test_it_prints_as_a_table() -> None:
+    q, k = meta(1024, 32, 128, dtype=torch.bfloat16), meta(1024, 8, 128, dtype=torch.bfloat16)
+    lines = str(explain_context_parallel(q, k, k, 4, causal=True, backend="cpu", ulysses=2)).splitlines()
+    shown = {line[:13].strip(): line[14:] for line in lines}
+    assert list(shown) == ROWS
+    assert shown["ranks"] == "4, 8 chunks of 512 rows, ulysses 2"
+    assert shown["sent forward"].startswith("14.06 MiB per rank at most: heads 10.06 MiB, keys 4 MiB")
+    assert shown["hops"].endswith("per rank")
+    assert "final states" in shown["sent backward"]
+    assert re.match(r"efficiency (1\.000|0\.9\d\d) of the backward", shown["predicted"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ranks": 0}, "ranks must be a whole number >= 1; got 0"),
+        ({"ranks": 3, "ulysses": 2}, "ulysses must divide the number of ranks"),
+        ({"sharding": "striped"}, "unknown sharding 'striped'"),
+        ({"sharding": Sharding((256, 384), (0, 1))}, "a rank of this sharding has 256 or 384 of the 640 rows.*; got 512 queries"),
+        ({"ranks": 5, "sharding": "contiguous", "mask": Documents((2560,))}, "documents cannot be shared by ranks"),
+        ({"backend": "auto"}, "say which one to explain"),
+        ({"ranks": 16, "causal": True}, None),
+    ],
+    ids=str,
+)
+def test_it_raises_what_the_call_would(change: dict[str, Any], said: str | None) -> None:
+    q = meta(512, 2)
+    arguments: dict[str, Any] = {"ranks": 2, "backend": "cpu", **change}
+    if said is None:
+        assert explain_context_parallel(q, q, q, **arguments).ranks == 16
+        return
+    with pytest.raises(ValueError, match=said):
+        explain_context_parallel(q, q, q, **arguments)
+
+
+def test_a_backend_that_cannot_share_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only heads are exchanged, nothing is shared, and Hopper can."""
+    q = meta(512, 2, 64, dtype=torch.bfloat16)
+    assert explain_context_parallel(q, q, q, 2, causal=True, backend="hopper", ulysses=2).each[0].hops == 0
+    find_spec = backends.find_spec
+    monkeypatch.setattr(backends, "find_spec", lambda name: None if name.endswith("hopper.devices") else find_spec(name))
+    backends.import_devices.cache_clear()
+    try:
+        with pytest.raises(NotImplementedError, match=r"backend 'hopper' .* cannot share a sequence between ranks"):
+            explain_context_parallel(q, q, q, 2, causal=True, backend="hopper")
+    finally:
+        backends.import_devices.cache_clear()
