@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = ProcessGroup | DeviceMesh | None
+REACH_OTHERS = "reach the others"  # what a message is for, unless its sender says more
 NOT_A_MEMBER = "only members of a group may use it; this process, global rank {}, is none"
 
 
@@ -54,8 +55,8 @@ class Peers:
         return limit
 
     def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Those of every rank, by rank. All ranks give equally many."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        """Those of every rank, by rank. All ranks give equally many. They travel on this device, if the group serves it."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._served(device))
         found: list[list[int]] = self.gather(mine).view(self.count, -1).tolist()
         return found
 
@@ -63,22 +64,22 @@ class Peers:
         """The flat tensors of all ranks, end to end. They have one shape."""
         return self.start_gather(mine).wait()
 
-    def start_gather(self, mine: Tensor) -> Pending:
-        """The same, on its way."""
+    def start_gather(self, mine: Tensor, purpose: str = REACH_OTHERS) -> Pending:
+        """The same, on its way. purpose: what an error says could not be done."""
         if self.count == 1:
-            return Pending(self, None, mine)
+            return Pending(self, None, mine, purpose)
         everything = mine.new_empty(self.count * mine.numel())
         into = list(_bytes(everything).chunk(self.count))
         work: list[Any] = []
-        self._send(lambda: work.append(dist.all_gather(into, _bytes(mine), self.group, async_op=True)))
-        return Pending(self, work[0], everything)
+        self.reach(lambda: work.append(dist.all_gather(into, _bytes(mine), self.group, async_op=True)), purpose)
+        return Pending(self, work[0], everything, purpose)
 
     def exchange(self, flat: Tensor) -> Tensor:
         """Of `count` equal pieces, piece r goes to rank r. Row r of the result came from rank r."""
         if self.count == 1:
             return flat[None]
         received = torch.empty_like(flat)
-        self._send(lambda: dist.all_to_all_single(_bytes(received), _bytes(flat), group=self.group))
+        self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(flat), group=self.group))
         return received.view(self.count, -1)
 
     def send(self, flat: Tensor, to: int, tag: int) -> Any:
@@ -89,13 +90,19 @@ class Peers:
         """Begins to receive from a rank; `wait` of the result ends it."""
         return dist.irecv(_bytes(flat), group=self.group, group_src=source, tag=tag)
 
-    def _send(self, collective: Callable[[], object]) -> None:
+    def _served(self, device: torch.device) -> torch.device:
+        """This device, or another where the group cannot send from it: a rank must be able to tell others that it refuses a call."""
+        served = [device] if self.group is None else self.group._device_types
+        return device if device.type in {one.type for one in served} else served[0]
+
+    def reach(self, action: Callable[[], object], purpose: str = REACH_OTHERS) -> None:
+        """Do what all ranks must do together."""
         try:
-            collective()
+            action()
         except RuntimeError as error:  # what every backend raises
             raise RuntimeError(
-                f"rank {self.rank} of {self.count} could not reach the others: another rank has ended, has not come within the "
-                f"group's time limit, or the backend does not serve the device of the tensors. The backend says: {error}"
+                f"rank {self.rank} of {self.count} could not {purpose}: another rank has ended, has not come within the group's "
+                f"time limit, or the backend does not serve the device of the tensors. The backend says: {error}"
             ) from error
 
 
@@ -106,10 +113,11 @@ class Pending:
     peers: Peers
     work: Any
     result: Tensor
+    purpose: str
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.peers._send(self.work.wait)
+            self.peers.reach(self.work.wait, self.purpose)
         return self.result
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...scheduling.devices.sharding import Sharding
-from ..peers import Peers, Pending
+from ..peers import REACH_OTHERS, Peers, Pending
 from .rows import rows_of
 from .shared_call import SharedCall
 
@@ -30,12 +30,12 @@ def sharding_of_tiles(sharding: Sharding, tile: int) -> Sharding:
 class _Gather:
     """One that is on its way. Ranks with fewer rows send as many as the others, because a gather has one shape."""
 
-    def __init__(self, peers: Peers, sharding: Sharding, x: Tensor) -> None:
+    def __init__(self, peers: Peers, sharding: Sharding, x: Tensor, purpose: str = REACH_OTHERS) -> None:
         self.peers, self.sharding = peers, sharding
         most = max(len(sharding.rows_of(rank)) for rank in range(peers.count))
         padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
         self.shape = most, *x.shape[1:]
-        self.pending: Pending = peers.start_gather(padded.contiguous().flatten())
+        self.pending: Pending = peers.start_gather(padded.contiguous().flatten(), purpose)
 
     def rows(self) -> Tensor:
         everything = self.pending.wait().view(self.peers.count, *self.shape)
@@ -57,7 +57,7 @@ class GatheredKeys:
         while len(self.started) <= number:
             heads = self.call.gathers[len(self.started)]
             both = torch.cat([x[:, :, heads.start : heads.stop].flatten(2) for x in (self.k, self.v)], dim=2)
-            self.started.append(_Gather(self.peers, self.call.sharding, both.transpose(0, 1)))
+            self.started.append(_Gather(self.peers, self.call.sharding, both.transpose(0, 1), self._purpose(heads)))
 
     def get(self, number: int) -> tuple[Tensor, Tensor]:
         gather, self.started[number] = self.started[number], None
@@ -66,6 +66,13 @@ class GatheredKeys:
         heads = len(self.call.gathers[number])
         k, v = both.split([heads * dim for dim in self.call.dims], dim=2)
         return k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
+
+    def _purpose(self, heads: range) -> str:
+        """For errors: which keys for which queries."""
+        chunks = self.call.sharding.chunks_of(self.peers.rank)
+        queries = [self.call.sharding.rows_of_chunk(chunk) for chunk in chunks]
+        of = " and ".join(f"{rows.start} to {rows.stop - 1} (chunk {chunk})" for chunk, rows in zip(chunks, queries, strict=True))
+        return f"gather keys 0 to {self.call.sharding.rows - 1} of KV heads {heads.start} to {heads.stop - 1} for its queries {of}"
 
     def finish(self) -> None:
         """Wait for gathers that nobody took: other ranks need what this one sends."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from ...attention.autograd import attention_backward, attention_forward
 from ...backends import resolve
+from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions, Choices, options_for
+from ...call.planning import hash_of
 from ...call.tensor_checks import check_sinks, check_tensors
+from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
+from ...scheduling.mask_json import mask_to_json
 from ..peers import Peers
 from .gathering import GatheredKeys, gather_tiles
 from .mail import RankMail
@@ -31,8 +37,9 @@ class OfRank:
 
     options: AttentionOptions
     call: SharedCall | None
-    exchange: HeadExchange
-    outside: Peers
+    peers: Peers
+    sharding: Sharding
+    ulysses: int
     facts: Facts
 
     @classmethod
@@ -54,7 +61,8 @@ class OfRank:
             check_tensors(q, k, v)
             check_sinks(sinks, q)
             rows = sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * peers.count
-            more: Facts = {"whether there are sinks": sinks is not None, "whether gradients are needed": differentiable}
+            of_sinks = "none" if sinks is None else str(sinks.dtype)
+            more: Facts = {"the sinks": of_sinks, "whether gradients are needed": differentiable}
             return cls._make(q, k, v, options_for(choices, q.shape[-1]), peers, sharding_for(sharding, rows, peers.count), ulysses, more)
 
         return agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
@@ -63,7 +71,7 @@ class OfRank:
     def _make(
         cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharding: Sharding, ulysses: int, more: Facts
     ) -> OfRank:
-        """Raises where this rank's tensors do not fit. Messages are sent only to make groups for `ulysses`."""
+        """Raises where this rank's tensors do not fit. Sends no message."""
         rows = len(sharding.rows_of(peers.rank))
         if not q.shape[1] == k.shape[1] == rows:
             raise ValueError(
@@ -77,10 +85,17 @@ class OfRank:
         outer = outer_sharding(sharding, ulysses)
         call = SharedCall.of(q, k, v, own, outer, ulysses) if outer.devices > 1 else None
         facts = _facts(q, k, v, options) | {"sharding": sharding, "ulysses": ulysses} | more
-        if call is not None:
-            facts["the machine code"] = call.devices.machine_code()
-        inside, outside = inside_and_outside(peers, ulysses)
-        return cls(own, call, HeadExchange(inside, sharding, peers.rank - place), outside, facts)
+        facts["the machine code"] = None if call is None else call.devices.machine_code()
+        return cls(own, call, peers, sharding, ulysses, facts)
+
+    @cached_property
+    def exchange(self) -> HeadExchange:
+        inside, _ = inside_and_outside(self.peers, self.ulysses)
+        return HeadExchange(inside, self.sharding, self.peers.rank - self.peers.rank % self.ulysses)
+
+    @cached_property
+    def outside(self) -> Peers:
+        return inside_and_outside(self.peers, self.ulysses)[1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output and LSE of this rank's rows."""
@@ -95,8 +110,10 @@ class OfRank:
     def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
         """dQ, dK and dV of this rank's rows. The sinks' gradient is that of all ranks on the first one, and zero on the others."""
         dout, q, k, v, out = map(self.exchange.to_heads, rows)
-        lse = _by_head(self.exchange.to_heads(_by_row(lse)))
+        if self.exchange.inside.count > 1 and dlse is None:  # a neighbour may have used its LSE where this rank has not
+            dlse = torch.zeros_like(lse)
         dlse = None if dlse is None else _by_head(self.exchange.to_heads(_by_row(dlse)))
+        lse = _by_head(self.exchange.to_heads(_by_row(lse)))
         own_sinks = self._own(sinks)
         if self.call is None:
             *gradients, dsinks = attention_backward(dout, q, k, v, out, lse, self.options, None, own_sinks, dlse)
@@ -141,8 +158,20 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
     """What must be the same on every rank."""
     facts: Facts = {name: getattr(options, name) for name in options.__dataclass_fields__}
     facts["backend"] = resolve(options.backend, q.device)
+    facts["mask"], facts["schedule"] = _mask_in_words(options.mask), _schedule_in_words(options.schedule)
     facts |= {"the batch size": q.shape[0], "the numbers of heads": (q.shape[2], k.shape[2]), "the head dims": (q.shape[3], v.shape[3])}
     return facts | {"the dtype": q.dtype}
+
+
+@lru_cache(maxsize=64)
+def _mask_in_words(mask: Mask) -> str:
+    """With a hash, because the words leave out the blocks of a mask."""
+    return f"{mask} ({hash_of(json.dumps(mask_to_json(mask)))})"
+
+
+@lru_cache(maxsize=64)
+def _schedule_in_words(schedule: str) -> str:
+    return f"{in_words(schedule)} ({hash_of(schedule)})"
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ Made = TypeVar("Made", bound=HasFacts)
 
 
 def agree(peers: Peers, device: torch.device, make: Callable[[], Made]) -> Made:
-    """What `make` gives, if it gives it on every rank and all ranks have the same facts.
+    """What `make` gives, if it gives it on every rank and all ranks have the same facts. `make` sends no message: others may not
+    make the same.
 
     Tensors on the CPU are compared at every call. On a GPU, where the host would wait, at the first call of a kind.
     """
@@ -37,7 +38,7 @@ def agree(peers: Peers, device: torch.device, make: Callable[[], Made]) -> Made:
     try:
         made = make()
         mine = made.facts
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # whatever it is, the others wait to hear of it
         failure = error
     numbers = [REFUSED] if failure is not None else [_number(mine)]
     known = _agreed.setdefault(peers.group, set())

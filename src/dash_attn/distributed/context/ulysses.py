@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.problem import whole_number
@@ -46,6 +46,7 @@ def inside_and_outside(peers: Peers, ulysses: int) -> tuple[Peers, Peers]:
         return peers, Peers.alone()
     kept = _made.setdefault(peers.group, {})
     if ulysses not in kept:
+        _belong_to_equally_many_groups(peers)
         group, place = divmod(peers.rank, ulysses)
         inside = [group * ulysses + other for other in range(ulysses)]
         outside = [other * ulysses + place for other in range(peers.count // ulysses)]
@@ -53,12 +54,25 @@ def inside_and_outside(peers: Peers, ulysses: int) -> tuple[Peers, Peers]:
     return kept[ulysses]
 
 
+def _belong_to_equally_many_groups(peers: Peers) -> None:
+    """PyTorch names a group that only its members make after its ranks and the number of groups that a process is in. Members with
+    different numbers would wait for each other under different names. So ranks with fewer get groups of their own."""
+    mine = len(distributed_c10d._world.pg_names)
+    most = max(row[0] for row in peers.gather_numbers([mine], torch.device("cpu")))
+    for _ in range(most - mine):
+        dist.new_group([dist.get_rank()], backend=dist.get_backend(peers.group), use_local_synchronization=True)
+
+
 def _subgroup(peers: Peers, ranks: list[int]) -> Peers:
     assert peers.group is not None
     everybody = [dist.get_global_rank(peers.group, rank) for rank in ranks]
-    return Peers.of(
-        dist.new_group(everybody, timeout=peers.time_limit, backend=dist.get_backend(peers.group), use_local_synchronization=True)
+    limit, backend = peers.time_limit, dist.get_backend(peers.group)
+    made: list[ProcessGroup] = []
+    peers.reach(
+        lambda: made.append(dist.new_group(everybody, timeout=limit, backend=backend, use_local_synchronization=True)),
+        f"make a group of ranks {', '.join(map(str, ranks))} for Ulysses",
     )
+    return Peers.of(made[0])
 
 
 def outer_sharding(sharding: Sharding, ulysses: int) -> Sharding:
