@@ -31,6 +31,14 @@ def run_processes(worker: Worker, count: int, folder: Path, group_limit: float =
     return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
+def said(action: Callable[[], object]) -> str:
+    """The error of what must not work."""
+    try:
+        return f"no error: {action()}"
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def _enter(rank: int, worker: Worker, count: int, folder: str, group_limit: float) -> None:
     torch.set_num_threads(1)  # as many in every process, whatever the machine
     store = dist.FileStore(f"{folder}/store", count)

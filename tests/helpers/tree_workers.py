@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dash_attn.distributed import MicroBatchSampler, TreeAccumulator
 from dash_attn.distributed.micro_batches import buckets
 from dash_attn.distributed.micro_batches.tree import fitting_ranks, tree_sum
+from processes import said
 from tree_models import OddModel, backward, bits, gradients, mlp
 
 RANKS = 4
@@ -49,13 +50,6 @@ def all_reduced(micro_batches: int, group: Any) -> str:
         dist.all_reduce(parameter.grad, group=group)
         parameter.grad /= micro_batches
     return bits(gradients(model).values())
-
-
-def said(action: Callable[[], object]) -> str:
-    try:
-        return f"no error: {action()}"
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def everything(rank: int) -> dict[str, dict[Any, Any]]:

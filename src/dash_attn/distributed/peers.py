@@ -50,7 +50,7 @@ class Peers:
     def time_limit(self) -> timedelta:
         """How long a rank waits for another."""
         assert self.group is not None
-        options = self.group._get_backend(torch.device("cpu" if dist.get_backend(self.group) == "gloo" else "cuda")).options
+        options = self.group._get_backend(self._served(torch.device("cpu"))).options
         limit: timedelta = options._timeout
         return limit
 
@@ -92,8 +92,8 @@ class Peers:
 
     def _served(self, device: torch.device) -> torch.device:
         """This device, or another where the group cannot send from it: a rank must be able to tell others that it refuses a call."""
-        served = [device] if self.group is None else self.group._device_types
-        return device if device.type in {one.type for one in served} else served[0]
+        served = {device.type} if self.group is None else {one.type for one in self.group._device_types}
+        return device if device.type in served else torch.device("cpu" if "cpu" in served else min(served))
 
     def reach(self, action: Callable[[], object], purpose: str = REACH_OTHERS) -> None:
         """Do what all ranks must do together."""

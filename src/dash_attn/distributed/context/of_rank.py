@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -16,7 +17,7 @@ from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import hash_of
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.devices.sharding import CutTile, Sharding
 from ...scheduling.mask_json import mask_to_json
 from ..peers import Peers
 from .gathering import GatheredKeys, gather_tiles
@@ -83,7 +84,10 @@ class OfRank:
         place = peers.rank % ulysses
         own = replace(options, head_offset=options.head_offset + place * (k.shape[2] // ulysses))
         outer = outer_sharding(sharding, ulysses)
-        call = SharedCall.of(q, k, v, own, outer, ulysses) if outer.devices > 1 else None
+        try:
+            call = SharedCall.of(q, k, v, own, outer, ulysses) if outer.devices > 1 else None
+        except CutTile as error:  # it speaks of outer chunks: with Ulysses, as many of the rank's own are one
+            raise ValueError(f"{error.words}. {sharding.that_fit(error.unit // math.gcd(error.unit, ulysses))}") from error
         facts = _facts(q, k, v, options) | {"sharding": sharding, "ulysses": ulysses} | more
         facts["the machine code"] = None if call is None else call.devices.machine_code()
         return cls(own, call, peers, sharding, ulysses, facts)
@@ -156,7 +160,8 @@ def sum_in_order(parts: Tensor) -> Tensor:
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
     """What must be the same on every rank."""
-    facts: Facts = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset")}
+    facts["softmax_scale"] = options.scale
     facts["backend"] = resolve(options.backend, q.device)
     facts["mask"], facts["schedule"] = _mask_in_words(options.mask), _schedule_in_words(options.schedule)
     facts |= {"the batch size": q.shape[0], "the numbers of heads": (q.shape[2], k.shape[2]), "the head dims": (q.shape[3], v.shape[3])}

@@ -69,7 +69,7 @@ def _tell_difference(peers: Peers, device: torch.device, facts: Facts) -> None:
         if odd:
             same = [rank for rank, number in enumerate(column) if number == column[peers.rank]]
             raise RuntimeError(
-                f"ranks that share a sequence must be asked for the same; {name} differs between rank 0 and rank {odd[0]}."
+                f"ranks that share a sequence must be asked for the same; rank 0 and rank {odd[0]} differ in {name}."
                 f" Here, on rank {peers.rank}, it is {value} (as on {len(same)} of {peers.count} ranks)"
             )
 

@@ -60,13 +60,13 @@ def _belong_to_equally_many_groups(peers: Peers) -> None:
     mine = len(distributed_c10d._world.pg_names)
     most = max(row[0] for row in peers.gather_numbers([mine], torch.device("cpu")))
     for _ in range(most - mine):
-        dist.new_group([dist.get_rank()], backend=dist.get_backend(peers.group), use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], backend=dist.get_backend_config(peers.group), use_local_synchronization=True)
 
 
 def _subgroup(peers: Peers, ranks: list[int]) -> Peers:
     assert peers.group is not None
     everybody = [dist.get_global_rank(peers.group, rank) for rank in ranks]
-    limit, backend = peers.time_limit, dist.get_backend(peers.group)
+    limit, backend = peers.time_limit, dist.get_backend_config(peers.group)  # one backend, or one per device
     made: list[ProcessGroup] = []
     peers.reach(
         lambda: made.append(dist.new_group(everybody, timeout=limit, backend=backend, use_local_synchronization=True)),

@@ -15,6 +15,14 @@ from ..problem import Problem, whole_number
 SHARDINGS = ("zigzag", "contiguous")
 
 
+class CutTile(ValueError):
+    """Chunks that are no multiples of `unit` rows."""
+
+    def __init__(self, words: str, unit: int, advice: str) -> None:
+        super().__init__(f"{words}. {advice}")
+        self.words, self.unit = words, unit
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Chunk i of a sequence is `lengths[i]` rows that follow each other. Device `owners[i]` has it.
@@ -104,7 +112,7 @@ class Sharding:
         return frozen_ints(np.zeros(problem.kv_tiles, dtype=np.int32)) if self.devices == 1 else self.chunk_of_tiles(problem.tile_kv)
 
     def check(self, problem: Problem) -> None:
-        """Raise ValueError unless this shards the problem's queries and keys and cuts no tile."""
+        """Raise ValueError unless this shards the problem's queries and keys; CutTile where it cuts one."""
         if not problem.q_len == problem.kv_len == self.rows:
             raise ValueError(
                 f"queries and keys of a sharded sequence are the same {self.rows} rows; got {problem.q_len} queries and"
@@ -113,16 +121,19 @@ class Sharding:
         unit = math.lcm(problem.tile_q, problem.tile_kv)
         cut = [length for length in self.lengths[:-1] if length % unit]
         if cut:
-            raise ValueError(
+            raise CutTile(
                 f"chunks must be multiples of {unit} rows, so that no tile of {problem.tile_q} queries or {problem.tile_kv} keys is cut"
-                f" (the last chunk may end anywhere); got a chunk of {cut[0]}.{self._that_fit(unit)}"
+                f" (the last chunk may end anywhere); got a chunk of {cut[0]}",
+                unit,
+                self.that_fit(unit),
             )
 
-    def _that_fit(self, unit: int) -> str:
+    def that_fit(self, unit: int) -> str:
+        """For errors: sequences whose chunks of one length are multiples of as many rows."""
         chunks = self.rows // math.gcd(*self.lengths)  # of one length; those that follow each other on one device may have been joined
         if chunks > 2 * self.chunks:
-            return ""
+            return "Give a Sharding with other lengths"
         step = unit * chunks
         below = self.rows // step * step
         fitting = " or ".join(str(rows) for rows in (below, below + step) if rows)
-        return f" {chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"
+        return f"{chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"

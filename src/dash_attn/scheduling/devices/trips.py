@@ -23,6 +23,9 @@ from ..validate import ANY_WORKERS, ScheduleError
 from .sharding import Sharding
 
 Edges = NDArray[np.int64]  # rows (earlier, later)
+Bounds = dict[int, tuple[int, ...]]  # of a KV tile: where each leg of its walk begins, and where the last one ends
+Route = tuple[int, ...]  # the segment of a chain, the chunk of its keys, and the chunks that it walks through
+Together = dict[tuple[int, Route], list[int]]  # KV tiles of a column, by their route and a number that sets them apart
 
 
 class Circle(ScheduleError):
@@ -55,7 +58,7 @@ class Trips:
     """The columns of a kind of head, and which legs wait for which. Leg i of column c is node first_node[c] + i."""
 
     columns: tuple[Column, ...]
-    bounds: dict[int, tuple[int, ...]]  # of a KV tile: where each leg of its walk begins, and where the last one ends
+    bounds: Bounds
     edges: Edges
 
     @cached_property
@@ -86,30 +89,40 @@ def trips_of(schedule: Schedule, sharding: Sharding, alone: bool = False) -> tup
     cuts = np.cumsum(placement.segments)
     found = []
     for number, (order, start) in enumerate(zip(schedule.order.kinds, placement.starts, strict=True)):
-        segment = np.empty(order.kv_tiles, dtype=np.int64)
-        segment[start] = np.searchsorted(cuts, np.arange(order.kv_tiles), side="right")
-        found.append(_Cut(schedule.problem, order, sharding, segment, f"{schedule.name}, kind {number}").trips(alone))
+        segments = np.searchsorted(cuts, np.arange(order.kv_tiles), side="right")
+        starts = dict(zip(start.tolist(), segments.tolist(), strict=True))
+        found.append(_Cut(schedule.problem, order, sharding, starts, f"{schedule.name}, kind {number}").trips(alone))
     return tuple(found)
 
 
 class _Cut:
-    """Cuts the walks of one kind of head."""
+    """Cuts the walks of one kind of head. starts: KV tiles in the order in which they start, and the segment of each."""
 
-    def __init__(self, problem: Problem, order: HeadOrder, sharding: Sharding, segment: NDArray[np.int64], name: str) -> None:
-        self.order, self.segment, self.name = order, segment, name
+    def __init__(self, problem: Problem, order: HeadOrder, sharding: Sharding, starts: dict[int, int], name: str) -> None:
+        self.order, self.starts, self.name = order, starts, name
         self.chunk_of_q, self.chunk_of_kv = sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_kv_tiles(problem)
 
     def trips(self, alone: bool) -> Trips:
+        """Of the largest columns without a circle. A chain that comes between two others of a column waits for it, and it for the
+        chain; then columns are of neighbours alone."""
         bounds = {kv_tile: self._bounds(self.order.walk(kv_tile)) for kv_tile in range(self.order.kv_tiles)}
-        together: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for kv_tile, cut in bounds.items():
-            route = self.chunk_of_q[self.order.walk(kv_tile)[list(cut[:-1])]].tolist()
-            place = int(self.segment[kv_tile]), int(self.chunk_of_kv[kv_tile]), kv_tile if alone else 0
-            together[(*place, *route)].append(kv_tile)
+        routes = {kv_tile: self._route(kv_tile, cut) for kv_tile, cut in bounds.items()}
+        if alone:
+            return self._in_columns({(kv_tile, route): [kv_tile] for kv_tile, route in routes.items()}, bounds)
+        try:
+            return self._in_columns(_same_routes(routes), bounds)
+        except Circle:
+            return self._in_columns(_neighbours({kv_tile: routes[kv_tile] for kv_tile in self.starts}), bounds)
+
+    def _route(self, kv_tile: int, cut: tuple[int, ...]) -> Route:
+        chunks = self.chunk_of_q[self.order.walk(kv_tile)[list(cut[:-1])]].tolist()
+        return self.starts[kv_tile], int(self.chunk_of_kv[kv_tile]), *chunks
+
+    def _in_columns(self, together: Together, bounds: Bounds) -> Trips:
         node, first_node = self._nodes(together, bounds)
         between, inside = self._waits(node)
         columns, edges = [], list(between)
-        for first, ((segment, chunk, _, *route), kv_tiles) in zip(first_node, together.items(), strict=True):
+        for first, ((_, (segment, chunk, *route)), kv_tiles) in zip(first_node, together.items(), strict=True):
             legs = []
             for leg, where in enumerate(route):
                 tasks = sum(bounds[kv_tile][leg + 1] - bounds[kv_tile][leg] for kv_tile in kv_tiles)
@@ -124,17 +137,17 @@ class _Cut:
         changes = np.flatnonzero(np.diff(self.chunk_of_q[walk])) + 1
         return (0, *changes.tolist(), len(walk)) if len(walk) else (0,)
 
-    def _nodes(self, together: dict[tuple[int, ...], list[int]], bounds: dict[int, tuple[int, ...]]) -> tuple[NDArray[np.int64], list[int]]:
+    def _nodes(self, together: Together, bounds: Bounds) -> tuple[NDArray[np.int64], list[int]]:
         """The node of every task, and the first node of every column."""
         node = np.empty(len(self.order.q_tile), dtype=np.int64)
         first_node, count = [], 0
-        for key, kv_tiles in together.items():
+        for (_, route), kv_tiles in together.items():
             first_node.append(count)
             for kv_tile in kv_tiles:
                 offset, cut = int(self.order.offsets[kv_tile]), bounds[kv_tile]
                 for leg, (begin, end) in enumerate(pairwise(cut)):
                     node[offset + begin : offset + end] = count + leg
-            count += len(key) - 3
+            count += len(route) - 2
         return node, first_node
 
     def _waits(self, node: NDArray[np.int64]) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
@@ -174,6 +187,23 @@ class _Cut:
             f" one after another ({who}). schedule={ANY_WORKERS!r} serves every mask on any number of devices; its bits are different, so"
             " use it on one device, too"
         )
+
+
+def _same_routes(routes: dict[int, Route]) -> Together:
+    together: Together = defaultdict(list)
+    for kv_tile, route in routes.items():
+        together[0, route].append(kv_tile)
+    return together
+
+
+def _neighbours(routes: dict[int, Route]) -> Together:
+    """The same, of chains that start one after another. routes: in the order in which they start."""
+    together: Together = defaultdict(list)
+    run, last = 0, None
+    for kv_tile, route in routes.items():
+        run, last = run + (route != last), route
+        together[run, route].append(kv_tile)
+    return together
 
 
 def levels(nodes: int, edges: Edges) -> NDArray[np.int64]:
