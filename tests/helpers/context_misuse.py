@@ -86,7 +86,6 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact
     "the sinks": ({}, {"sinks": torch.zeros(4)}),
     "the sinks ": ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4, dtype=F64)}),
     "whether gradients are needed": ({}, {"gradients": True}),
-    "return_lse": ({}, {"return_lse": True}),
 }
 
 WRONG: dict[str, dict[str, Any]] = {  # what the odd rank refuses
@@ -99,7 +98,6 @@ WRONG: dict[str, dict[str, Any]] = {  # what the odd rank refuses
     "backend 'hopper' needs cuda tensors; got tensors on cpu": {"backend": "hopper"},
     "sinks must be 4 floating-point numbers": {"sinks": torch.zeros(3)},
     "causal must be True or False; got 'yes'": {"causal": "yes"},
-    "return_lse must be True or False; got 'no'": {"return_lse": "no"},
     "unknown sharding 'zag'; choose from zigzag, contiguous": {"sharding": "zag"},
     "ulysses must be a whole number >= 1; got 0": {"ulysses": 0},
     "ulysses must divide the number of ranks, which is 4; got 3": {"ulysses": 3},

@@ -1,0 +1,125 @@
+"""Calls of ranks that share a sequence: what they refuse, what autograd keeps, and where rows go (gloo processes, one run)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import context_misuse
+from context_misuse import DIFFERENCES, ODD, REFUSED, ROWS, SMALL, WRONG
+from dash_attn import flash_attn_func
+from processes import run_processes
+from shared_cases import RANKS, Case, Inputs, on_one_process, rows_of
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By rank."""
+    return run_processes(context_misuse.everything, RANKS, tmp_path_factory.mktemp("calls"))
+
+
+@pytest.mark.parametrize("fact", DIFFERENCES)
+def test_ranks_that_differ_are_told_in_what(found: Found, fact: str) -> None:
+    for rank, words in enumerate(one["differ"][fact] for one in found):
+        assert words.startswith(
+            "RuntimeError: ranks that share a sequence must be asked for the same;"
+            f" rank 0 and rank {ODD} differ in {fact.strip()}. Here, on rank {rank}, it is "
+        )
+        assert words.endswith("(as on 1 of 4 ranks)" if rank == ODD else "(as on 3 of 4 ranks)")
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_where_one_rank_refuses_the_others_are_told_which(found: Found, reason: str) -> None:
+    for rank, words in enumerate(one["one refuses"][reason] for one in found):
+        if rank == ODD:
+            assert reason in words
+        else:
+            assert words == f"RuntimeError: rank {ODD} refused this call, so rank {rank} cannot go on: see the error of rank {ODD}"
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_shared_is_refused_on_every_rank(found: Found, reason: str) -> None:
+    for rank, words in enumerate(one["all refuse"][reason] for one in found):
+        assert reason.replace("rank 0", f"rank {rank}") in words
+        assert words.startswith(("ValueError: ", "TypeError: ", "ScheduleError: "))
+
+
+def test_every_kind_of_group_works(found: Found) -> None:
+    for rank, groups in enumerate(one["groups"] for one in found):
+        assert groups["mesh"] == groups["part of a mesh"] == groups["a backend per device"] == (1, ROWS, 4, 8)
+        assert groups["mesh of two dimensions"].startswith("ValueError: group must be a mesh of one dimension; got 2 dimensions")
+        assert groups["no group"].startswith("TypeError: group must be a ProcessGroup, a DeviceMesh of one dimension or None; got int")
+        if rank > 1:
+            assert groups["not a member"] == f"ValueError: only members of a group may use it; this process, global rank {rank}, is none"
+
+
+def own_rows(tensors: list[Tensor], rank: int) -> list[Tensor]:
+    """Of out, lse, dq, dk and dv of the whole sequence."""
+    mine = rows_of(SMALL, rank)
+    return [x[:, :, mine] if x.ndim == 3 else x[:, mine] for x in tensors]
+
+
+def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_every_way_to_the_gradients_has_the_same_bits(found: Found) -> None:
+    """Also after all those errors: they leave nothing behind."""
+    truth = list(on_one_process(SMALL).values())
+    for rank, ways in enumerate(one["autograd"] for one in found):
+        for way in ("once", "twice", "checkpointed", "checkpointed, ulysses"):
+            assert all_equal(ways[way], own_rows(truth, rank)), (rank, way)
+
+
+def test_a_rank_may_leave_its_lse_alone(found: Found) -> None:
+    inputs = Inputs.of(SMALL)
+    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = flash_attn_func(q, k, v, return_lse=True, **SMALL.call)
+    dlse = torch.zeros_like(lse)
+    dlse[:, :, rows_of(SMALL, ODD)] = inputs.dlse[:, :, rows_of(SMALL, ODD)]
+    truth = list(torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, dlse)))
+    for rank, ways in enumerate(one["autograd"] for one in found):
+        assert all_equal(ways["one rank uses its LSE"], own_rows(truth, rank))
+        assert all_equal(ways["one rank uses its LSE, ulysses"], own_rows(truth, rank))
+
+
+def test_autograd_keeps_local_tensors_only(found: Found) -> None:
+    for kept, own in (one["autograd"]["saved bytes"] for one in found):
+        assert kept == own == ROWS * 4 * 4 * (4 * 8 + 1)  # rows, heads, bytes; q, k, v and out of 8 numbers, one LSE
+    assert not any(one["autograd"]["nothing needs gradients"] for one in found)
+
+
+def test_what_autograd_cannot_do_raises(found: Found) -> None:
+    for words in (one["autograd"] for one in found):
+        assert words["double backward"].startswith("RuntimeError: dash_attn attention has first gradients only")
+        assert words["changed in place"].startswith("RuntimeError: one of the variables needed for gradient computation has been modified")
+
+
+def test_rows_go_to_their_ranks_and_back(found: Found) -> None:
+    case = Case(RANKS, 24)
+    for rank, layout in enumerate(one["layout"] for one in found):
+        assert torch.equal(layout["zigzag"], rows_of(case, rank))
+        assert torch.equal(layout["shard"], rows_of(case, rank))
+        assert torch.equal(layout["contiguous"], rows_of(replace(case, sharding="contiguous"), rank))
+        assert layout["own"].tolist() == [[3, 4, 5, 6, 7], [0, 1, 2], [9, 10], [8]][rank]
+        assert layout["there and back"]
+        assert layout["there and back, own"]
+        assert torch.equal(layout["gradient"], torch.zeros(24).index_fill(0, rows_of(case, rank), 1.0))
+
+
+def test_rows_that_cannot_be_dealt_are_refused(found: Found) -> None:
+    for rank, (layout, groups) in enumerate((one["layout"], one["groups"]) for one in found):
+        errors = layout["errors"]
+        assert "20 rows cannot be dealt so (but 16 or 24 can)" in errors["does not fit"]
+        assert errors["positions"] == errors["does not fit"]
+        assert errors["dim"] == "ValueError: dim must be one of the 2 dimensions of x; got 2"
+        assert errors["tensor"] == "TypeError: x must be a tensor; got list"
+        assert errors["own rows"] == f"ValueError: rank {rank} has {[5, 3, 2, 1][rank]} of 11 rows; got 4 in dimension 1 of (2, 4)"
+        assert groups["unshard with gradient"].startswith("RuntimeError: unshard has no gradient, and this tensor requires one")
+        assert groups["unshard without"] == (1, 32)

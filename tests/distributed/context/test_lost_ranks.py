@@ -1,0 +1,46 @@
+"""A rank that dies, or comes too late: the others end with a clear error, within the group's time limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import context_misuse
+from context_misuse import LATE_LIMIT, LIMIT
+from processes import run_processes
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By rank. That the processes end is part of the promise: `limit` is not reached."""
+    return run_processes(context_misuse.lost_ranks, 4, tmp_path_factory.mktemp("lost"), limit=120)
+
+
+def test_a_rank_that_dies_in_the_forward(found: Found) -> None:
+    assert found[1] is None
+    words, seconds = found[0]["forward"].values()
+    assert "rank 0 of 2 could not gather keys 0 to 511 of KV heads 0 to 0 for its queries 0 to 127 (chunk 0) and 384 to 511" in words
+    assert seconds < 2 * LIMIT
+
+
+def test_a_rank_that_comes_late(found: Found) -> None:
+    words, seconds = found[0]["late"].values()
+    assert words.startswith("RuntimeError: rank 0 of 2 could not reach the others: another rank has ended, has not come within the group's")
+    assert LATE_LIMIT - 1 < seconds < 2 * LATE_LIMIT
+    assert found[2]["late"]["words"].startswith("RuntimeError: rank 1 of 2 could not ")
+
+
+def test_a_rank_that_dies_in_the_backward(found: Found) -> None:
+    """Its neighbour names it. The third rank waits for the neighbour, and names that."""
+    assert found[3] is None
+    for rank, global_rank in enumerate((0, 2)):
+        words, seconds = found[global_rank]["backward"].values()
+        assert words.startswith(f"RuntimeError: rank {rank} of 3 could not receive the states of queries ")
+        assert " (chunk " in words
+        assert " on keys " in words
+        assert "from rank " in words
+        assert seconds < 2 * LIMIT
+    assert any("from rank 2: that rank has ended" in found[global_rank]["backward"]["words"] for global_rank in (0, 2))
