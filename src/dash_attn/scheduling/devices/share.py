@@ -9,7 +9,7 @@ from ..validate import ANY_WORKERS, ScheduleError
 from .drafts import drafts_of
 from .sequence import in_sequence
 from .sharding import Sharding
-from .trips import Trips, trips_of
+from .trips import Trips, trips_without_circle
 from .units import SharedSchedule, Unit
 
 
@@ -25,7 +25,7 @@ def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> Sh
             f"devices that share a sequence need an order that is a function of the sequence alone; that of {schedule.name} is not"
             f" known to be. Use schedule='auto' or {ANY_WORKERS!r}"
         )
-    return deal(schedule, sharding, heads_together, trips_of(schedule, sharding))
+    return deal(schedule, sharding, heads_together, trips_without_circle(schedule, sharding))
 
 
 def deal(schedule: Schedule, sharding: Sharding, heads_together: int, trips: tuple[Trips, ...]) -> SharedSchedule:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..schedule import Schedule
 from .sharding import Sharding
-from .trips import trips_of
+from .trips import trips_without_circle
 
 FILLINGS = 4  # chains of a unit per worker (docs/simulator.md)
 
@@ -19,7 +19,7 @@ def heads_that_fill(schedule: Schedule, sharding: Sharding, workers: int) -> int
     units are left for all devices: there the segments of a head go around the devices one by one.
     """
     problem, kinds = schedule.problem, len(schedule.order.kinds)
-    chains = [len(column.kv_tiles) for trips in trips_of(schedule, sharding) for column in trips.columns if column.legs]
+    chains = [len(column.kv_tiles) for trips in trips_without_circle(schedule, sharding) for column in trips.columns if column.legs]
     heads = problem.batch * -(-problem.all_parts // kinds)
     enough = max(1, round(FILLINGS * workers / np.median(chains))) if chains else 1
     if kinds == 1:

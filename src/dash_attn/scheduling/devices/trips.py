@@ -80,10 +80,19 @@ class Trips:
         return slice(bounds[leg], bounds[leg + 1])
 
 
-def trips_of(schedule: Schedule, sharding: Sharding, alone: bool = False) -> tuple[Trips, ...]:
+def trips_without_circle(schedule: Schedule, sharding: Sharding) -> tuple[Trips, ...]:
+    """In the largest columns that have none. A chain that comes between two others of a column waits for it, and it for the chain:
+    then columns are of neighbours. Raises Circle where these have one, too."""
+    try:
+        return trips_of(schedule, sharding)
+    except Circle:
+        return trips_of(schedule, sharding, neighbours=True)
+
+
+def trips_of(schedule: Schedule, sharding: Sharding, alone: bool = False, neighbours: bool = False) -> tuple[Trips, ...]:
     """Of every kind of head. Raises Circle where legs would wait for each other in one.
 
-    alone: every KV tile is a column of its own.
+    alone: every KV tile is a column of its own. neighbours: columns are of chains that start one after another.
     """
     placement = schedule.placement
     cuts = np.cumsum(placement.segments)
@@ -91,7 +100,7 @@ def trips_of(schedule: Schedule, sharding: Sharding, alone: bool = False) -> tup
     for number, (order, start) in enumerate(zip(schedule.order.kinds, placement.starts, strict=True)):
         segments = np.searchsorted(cuts, np.arange(order.kv_tiles), side="right")
         starts = dict(zip(start.tolist(), segments.tolist(), strict=True))
-        found.append(_Cut(schedule.problem, order, sharding, starts, f"{schedule.name}, kind {number}").trips(alone))
+        found.append(_Cut(schedule.problem, order, sharding, starts, f"{schedule.name}, kind {number}").trips(alone, neighbours))
     return tuple(found)
 
 
@@ -102,17 +111,13 @@ class _Cut:
         self.order, self.starts, self.name = order, starts, name
         self.chunk_of_q, self.chunk_of_kv = sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_kv_tiles(problem)
 
-    def trips(self, alone: bool) -> Trips:
-        """Of the largest columns without a circle. A chain that comes between two others of a column waits for it, and it for the
-        chain; then columns are of neighbours alone."""
+    def trips(self, alone: bool, neighbours: bool) -> Trips:
         bounds = {kv_tile: self._bounds(self.order.walk(kv_tile)) for kv_tile in range(self.order.kv_tiles)}
         routes = {kv_tile: self._route(kv_tile, cut) for kv_tile, cut in bounds.items()}
         if alone:
             return self._in_columns({(kv_tile, route): [kv_tile] for kv_tile, route in routes.items()}, bounds)
-        try:
-            return self._in_columns(_same_routes(routes), bounds)
-        except Circle:
-            return self._in_columns(_neighbours({kv_tile: routes[kv_tile] for kv_tile in self.starts}), bounds)
+        together = _neighbours({kv_tile: routes[kv_tile] for kv_tile in self.starts}) if neighbours else _same_routes(routes)
+        return self._in_columns(together, bounds)
 
     def _route(self, kv_tile: int, cut: tuple[int, ...]) -> Route:
         chunks = self.chunk_of_q[self.order.walk(kv_tile)[list(cut[:-1])]].tolist()
