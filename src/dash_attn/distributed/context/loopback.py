@@ -1,7 +1,8 @@
-"""One process plays all ranks that share a sequence, unit by unit in the global sequence: to test and to prove, without processes."""
+"""One process plays all ranks that share a sequence, unit by unit: to test and to prove, without processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from .shared_call import SharedCall
 
 
 class Results(NamedTuple):
-    """Of the whole sequence. `dsinks` is None without sinks."""
+    """Of the whole sequence."""
 
     out: Tensor
     lse: Tensor
@@ -65,8 +66,10 @@ def play_all_ranks(
     *,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    units: Iterable[Unit] | None = None,
 ) -> Results:
-    """Forward and backward of whole tensors, each rank with its own rows. dlse: the gradient of the LSE, where it was used."""
+    """Forward and backward of whole tensors, each rank with its own rows. dlse: the gradient of the LSE, where it was used. units: in
+    the order to run them, if it is not their own."""
     mailbox = Mailbox() if mailbox is None else mailbox
     keys, devices = WholeKeys(call, k, v), range(call.sharding.devices)
     out, lse = torch.empty_like(dout), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -76,7 +79,7 @@ def play_all_ranks(
         out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, sinks)
         of_rows = lse[:, :, mine], None if dlse is None else dlse[:, :, mine]
         ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox))
-    for unit in call.shared.units:
+    for unit in call.shared.units if units is None else units:
         ranks[unit.device].step(unit)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     for device in devices:
