@@ -228,7 +228,7 @@ def _one_uses_lse(rank: int, case: Case) -> list[Tensor]:
 
 
 def _layout() -> dict[str, Any]:
-    own = Sharding((3, 5, 1, 2), (1, 0, 3, 2))
+    own, odd = Sharding((3, 5, 1, 2), (1, 0, 3, 2)), dist.get_rank() == ODD
     x = torch.arange(2 * 24 * 3).view(2, 24, 3)
     rows = [
         torch.arange(24),
@@ -258,6 +258,10 @@ def _layout() -> dict[str, Any]:
             "tensor": said(lambda: shard([1, 2])),  # type: ignore[arg-type]
             "own rows": said(lambda: unshard(torch.ones(2, 4), sharding=own)),
             "positions": said(lambda: positions(20)),
+            "dtype of one": said(lambda: unshard(torch.ones(2, 6, dtype=F64 if odd else torch.float32))),
+            "rows of one": said(lambda: unshard(torch.ones(2, 8 if odd else 6))),
+            "shape of one": said(lambda: unshard(torch.ones(3 if odd else 2, 6))),
+            "one refuses": said(lambda: unshard(torch.ones(2, 6, requires_grad=odd))),
         },
     }
 

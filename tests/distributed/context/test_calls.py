@@ -113,6 +113,13 @@ def test_rows_go_to_their_ranks_and_back(found: Found) -> None:
         assert torch.equal(layout["gradient"], torch.zeros(24).index_fill(0, rows_of(case, rank), 1.0))
 
 
+def test_ranks_that_unshard_differently_are_told_in_what(found: Found) -> None:
+    for rank, errors in enumerate(one["layout"]["errors"] for one in found):
+        for name, fact in {"dtype of one": "the dtype", "rows of one": "sharding", "shape of one": "the sizes of other dimensions"}.items():
+            assert f"rank 0 and rank {ODD} differ in {fact}" in errors[name]
+        assert ("unshard has no gradient" if rank == ODD else f"rank {ODD} refused this call") in errors["one refuses"]
+
+
 def test_rows_that_cannot_be_dealt_are_refused(found: Found) -> None:
     for rank, (layout, groups) in enumerate((one["layout"], one["groups"]) for one in found):
         errors = layout["errors"]

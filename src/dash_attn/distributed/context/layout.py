@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from ...scheduling.devices.sharding import Sharding
 from ..peers import Group, Peers
 from .gathering import gather_rows
 from .rows import rows_of, sharding_for
+from .same_call import Facts, agree
 
 
 def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
@@ -23,16 +26,32 @@ def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Shard
 
 def unshard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
     """The whole of what ranks have parts of, in the order of the sequence, on every rank. It has no gradient."""
-    _check(x, dim)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()")
     peers = Peers.of(group)
-    rows = sharding.rows if isinstance(sharding, Sharding) else x.shape[dim] * peers.count
-    chosen = sharding_for(sharding, rows, peers.count)
-    mine = len(chosen.rows_of(peers.rank))
-    if x.shape[dim] != mine:
-        raise ValueError(f"rank {peers.rank} has {mine} of {rows} rows; got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}")
-    return gather_rows(peers, chosen, x.movedim(dim, 0)).movedim(0, dim).contiguous()
+    made = agree(peers, x.device if isinstance(x, Tensor) else torch.device("cpu"), lambda: _Unsharding.of(x, dim, sharding, peers))
+    return gather_rows(peers, made.sharding, x.movedim(dim, 0)).movedim(0, dim).contiguous()
+
+
+@dataclass(frozen=True)
+class _Unsharding:
+    """A call of `unshard` that fits this rank's tensor."""
+
+    sharding: Sharding
+    facts: Facts
+
+    @classmethod
+    def of(cls, x: Tensor, dim: int, sharding: str | Sharding, peers: Peers) -> _Unsharding:
+        _check(x, dim)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()"
+            )
+        rows = sharding.rows if isinstance(sharding, Sharding) else x.shape[dim] * peers.count
+        chosen = sharding_for(sharding, rows, peers.count)
+        mine = len(chosen.rows_of(peers.rank))
+        if x.shape[dim] != mine:
+            raise ValueError(f"rank {peers.rank} has {mine} of {rows} rows; got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}")
+        others = tuple(size for place, size in enumerate(x.shape) if place != dim % x.ndim)
+        return cls(chosen, {"the dtype": x.dtype, "the sizes of other dimensions": others, "dim": dim % x.ndim, "sharding": chosen})
 
 
 def positions(seq_len: int, group: Group = None, *, sharding: str | Sharding = "zigzag", device: torch.device | str = "cpu") -> Tensor:

@@ -1,4 +1,7 @@
-"""Before ranks work on one sequence, they compare what they were asked to do. Where they disagree, every rank raises."""
+"""Before ranks work on one sequence, they compare what they were asked to do. Where they disagree, every rank raises.
+
+Without that, gloo ends the process where two ranks send tensors of different sizes, and NCCL waits for its time limit.
+"""
 
 from __future__ import annotations
 
