@@ -146,6 +146,7 @@ def _groups() -> dict[str, Any]:
         "mesh of two dimensions": said(lambda: _call(group=plane)),
         "not a member": said(lambda: _call(group=pair)) if dist.get_rank() > 1 else "",
         "no group": said(lambda: _call(group=3)),
+        "another function": said(lambda: unshard(torch.ones(1, 8)) if dist.get_rank() == ODD else _call()),
         "mesh": _call(group=init_device_mesh("cpu", (RANKS,))).shape,
         "part of a mesh": _call(group=plane["shard"]).shape,
         "a backend per device": _call(group=by_device, ulysses=2).shape,

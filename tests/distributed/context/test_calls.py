@@ -59,6 +59,11 @@ def test_every_kind_of_group_works(found: Found) -> None:
             assert groups["not a member"] == f"ValueError: only members of a group may use it; this process, global rank {rank}, is none"
 
 
+def test_ranks_that_call_different_functions_are_told(found: Found) -> None:
+    for groups in (one["groups"] for one in found):
+        assert groups["another function"].endswith(f"must call the same functions in the same order; rank 0 and rank {ODD} do not")
+
+
 def own_rows(tensors: list[Tensor], rank: int) -> list[Tensor]:
     """Of out, lse, dq, dk and dv of the whole sequence."""
     mine = rows_of(SMALL, rank)

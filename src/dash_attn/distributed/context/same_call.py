@@ -53,12 +53,16 @@ def agree(peers: Peers, device: torch.device, make: Callable[[], Made]) -> Made:
 
 
 def _compare(peers: Peers, device: torch.device, mine: int, facts: Facts, failure: Exception | None) -> None:
-    found = [row[0] for row in peers.gather_numbers([mine], device)]
+    rows = peers.gather_numbers([mine, len(facts)], device)
+    found, lengths = [row[0] for row in rows], [row[1] for row in rows]
     if failure is not None:
         raise failure
     refused = [rank for rank, number in enumerate(found) if number == REFUSED]
     if refused:
         raise RuntimeError(f"rank {refused[0]} refused this call, so rank {peers.rank} cannot go on: see the error of rank {refused[0]}")
+    if len(set(lengths)) > 1:
+        odd = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+        raise RuntimeError(f"ranks that share a sequence must call the same functions in the same order; rank 0 and rank {odd} do not")
     if len(set(found)) > 1:
         _tell_difference(peers, device, facts)
 
