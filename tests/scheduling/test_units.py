@@ -10,8 +10,8 @@ import pytest
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, Schedule, ScheduleError, TileMap, Window, generate
 from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.trips import Circle, trips_of
 from dash_attn.scheduling.devices.share import share
+from dash_attn.scheduling.devices.trips import Circle, trips_of
 from dash_attn.scheduling.devices.units import SharedSchedule
 from dash_attn.scheduling.order import ALL_GUARANTEES, Order
 from shared_problems import random_sharding

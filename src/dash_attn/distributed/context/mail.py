@@ -56,12 +56,21 @@ class RankMail:
         self._expect(source.device, source.number + 1)
         letter = self.coming.pop(source.number)
         self._wait("receive", letter)
+        self._forget_arrived(source)
         return letter.state
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
         for letter in self.leaving:
             self._wait("send", letter)
+
+    def _forget_arrived(self, unit: Unit) -> None:
+        """The rank of a unit that has sent its states has run all its units before, so what those took has arrived. Gloo does not say
+        so by itself, and memory would be held until the end."""
+        arrived = [letter for letter in self.leaving if letter.other == unit.device and (letter.unit.after or 0) < unit.number]
+        for letter in arrived:
+            self._wait("send", letter)
+        self.leaving = [letter for letter in self.leaving if all(letter is not other for other in arrived)]
 
     def _expect(self, source: int, before: int) -> None:
         """Begin to receive all messages from a rank that were sent before this number."""
