@@ -57,9 +57,9 @@ class Recording(Peers):
 
     sent: Counter[str] = field(default_factory=Counter)
 
-    def start_gather(self, mine: Tensor) -> Pending:
+    def start_gather(self, mine: Tensor, purpose: str = "") -> Pending:
         self.sent["gathered"] += (self.count - 1) * mine.nbytes
-        return Pending(self, None, torch.zeros(self.count * mine.numel(), dtype=mine.dtype))
+        return Pending(self, None, torch.zeros(self.count * mine.numel(), dtype=mine.dtype), purpose)
 
     def exchange(self, flat: Tensor) -> Tensor:
         self.sent["exchanged"] += flat.nbytes // self.count * (self.count - 1)

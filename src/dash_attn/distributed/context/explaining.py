@@ -101,7 +101,8 @@ def explain_context_parallel(
     """What context_parallel_attention with these arguments would do on a group of so many ranks. No group is needed.
 
     q, k and v are the rows of one rank, as there; they may be on the meta device, with a named backend. It raises what the call would
-    raise: so a plan that does not fit is found before anything is launched. return_lse: whether the LSE has a gradient, too.
+    raise: so a plan that does not fit is found before anything is launched. return_lse changes nothing: neighbours
+    that exchange heads also exchange the gradient of the LSE, be it used or not.
     """
     check_flags(return_lse=return_lse)
     whole_number("ranks", ranks)
@@ -126,7 +127,7 @@ def explain_context_parallel(
     whole = [torch.empty(x.shape[0], chosen.rows, *x.shape[2:], dtype=x.dtype, device="meta") for x in (q, k, v)]
     alone = import_backend(name).explain(whole[0], whole[1], whole[2], options, predict_time=False)
     calls = _calls(q, k, v, options, outer_sharding(chosen, ulysses), ulysses, name)
-    costs = _costs(q, k, v, chosen, calls, _Extras(0 if sinks is None else sinks.element_size(), return_lse))
+    costs = _costs(q, k, v, chosen, calls, 0 if sinks is None else sinks.element_size())
     return SharedExplanation(
         call=alone.call,
         backend=name,
@@ -139,12 +140,6 @@ def explain_context_parallel(
         each=tuple(costs),
         predicted_efficiency=_efficiency(calls),
     )
-
-
-@dataclass(frozen=True)
-class _Extras:
-    sink: int  # bytes of one; 0: there are none
-    dlse: bool
 
 
 def _check_rows(q: Tensor, k: Tensor, sharding: Sharding) -> None:
@@ -168,18 +163,18 @@ def _calls(
     return [SharedCall.of(q, k, v, chosen, outer, ulysses, backend) for chosen in own]
 
 
-def _costs(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, calls: list[SharedCall | None], extras: _Extras) -> list[RankCosts]:
-    """By rank: neighbours follow each other."""
+def _costs(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, calls: list[SharedCall | None], sink: int) -> list[RankCosts]:
+    """By rank: neighbours follow each other. sink: bytes of one; 0: there are none."""
     ulysses = len(calls)
     widths = Widths(q.element_size(), torch.promote_types(q.dtype, torch.float32).itemsize)
-    of_place = [None if call is None else costs_of_sharing(call, widths, extras.sink > 0) for call in calls]
+    of_place = [None if call is None else costs_of_sharing(call, widths, sink > 0) for call in calls]
     found = []
     for rank in range(sharding.devices):
         group, place = divmod(rank, ulysses)
         shared = of_place[place]
         mine = RankCosts(0, 0, Sent(), Sent(), Memory()) if shared is None else shared[group]
-        forward, backward = _exchanged((q, k, v), _most_rows(sharding, group, ulysses), ulysses, widths, extras.dlse)
-        sinks = mine.backward.sinks + (ulysses - 1) * (q.shape[2] // ulysses) * extras.sink
+        forward, backward = _exchanged((q, k, v), _most_rows(sharding, group, ulysses), ulysses, widths)
+        sinks = mine.backward.sinks + (ulysses - 1) * (q.shape[2] // ulysses) * sink
         sent = mine.forward._replace(heads=forward), mine.backward._replace(heads=backward, sinks=sinks)
         found.append(replace(mine, forward=sent[0], backward=sent[1]))
     return found
@@ -189,7 +184,7 @@ def _most_rows(sharding: Sharding, group: int, ulysses: int) -> int:
     return max(len(sharding.rows_of(rank)) for rank in range(group * ulysses, (group + 1) * ulysses))
 
 
-def _exchanged(tensors: tuple[Tensor, Tensor, Tensor], rows: int, ulysses: int, widths: Widths, dlse: bool) -> tuple[int, int]:
+def _exchanged(tensors: tuple[Tensor, Tensor, Tensor], rows: int, ulysses: int, widths: Widths) -> tuple[int, int]:
     """Bytes that go to neighbours in the forward and in the backward: of every row, all heads but a rank's own."""
     q, k, v = tensors
     batch, _, q_heads, dim = q.shape
@@ -197,7 +192,7 @@ def _exchanged(tensors: tuple[Tensor, Tensor, Tensor], rows: int, ulysses: int, 
     numbers = batch * rows * (ulysses - 1)
     queries, values, statistics = q_heads * dim * widths.tensor, q_heads * v.shape[3] * widths.tensor, q_heads * widths.state
     forward = queries + of_keys * widths.tensor + values + statistics  # q, k, v; out, lse
-    backward = 2 * queries + 2 * of_keys * widths.tensor + 2 * values + (1 + dlse) * statistics  # dout, q, k, v, out, lse; dq, dk, dv
+    backward = 2 * queries + 2 * of_keys * widths.tensor + 2 * values + 2 * statistics  # dout, q, k, v, out, lse, dlse; dq, dk, dv
     return numbers * forward // ulysses, numbers * backward // ulysses
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,45 +33,18 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dout, q, k, v, out
 
 
 @dataclass(frozen=True)
-class OfRank:
-    """options: those of the rank's own heads. call: what the ranks outside share; None where there is no other."""
+class _Part:
+    """What a rank finds out by itself, before it knows that the others agree."""
 
     options: AttentionOptions
     call: SharedCall | None
-    peers: Peers
     sharding: Sharding
-    ulysses: int
     facts: Facts
 
     @classmethod
-    def agreed(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        choices: Choices,
-        peers: Peers,
-        sharding: str | Sharding,
-        ulysses: int,
-        differentiable: bool,
-    ) -> OfRank:
-        """The same on every rank, or an error on every rank."""
-
-        def make() -> OfRank:
-            check_tensors(q, k, v)
-            check_sinks(sinks, q)
-            rows = sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * peers.count
-            of_sinks = "none" if sinks is None else str(sinks.dtype)
-            more: Facts = {"the sinks": of_sinks, "whether gradients are needed": differentiable}
-            return cls._make(q, k, v, options_for(choices, q.shape[-1]), peers, sharding_for(sharding, rows, peers.count), ulysses, more)
-
-        return agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
-
-    @classmethod
-    def _make(
+    def of(
         cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharding: Sharding, ulysses: int, more: Facts
-    ) -> OfRank:
+    ) -> _Part:
         """Raises where this rank's tensors do not fit. Sends no message."""
         rows = len(sharding.rows_of(peers.rank))
         if not q.shape[1] == k.shape[1] == rows:
@@ -90,16 +63,46 @@ class OfRank:
             raise ValueError(f"{error.words}. {sharding.that_fit(error.unit // math.gcd(error.unit, ulysses))}") from error
         facts = _facts(q, k, v, options) | {"sharding": sharding, "ulysses": ulysses} | more
         facts["the machine code"] = None if call is None else call.devices.machine_code()
-        return cls(own, call, peers, sharding, ulysses, facts)
+        return cls(own, call, sharding, facts)
 
-    @cached_property
-    def exchange(self) -> HeadExchange:
-        inside, _ = inside_and_outside(self.peers, self.ulysses)
-        return HeadExchange(inside, self.sharding, self.peers.rank - self.peers.rank % self.ulysses)
 
-    @cached_property
-    def outside(self) -> Peers:
-        return inside_and_outside(self.peers, self.ulysses)[1]
+@dataclass(frozen=True)
+class OfRank:
+    """options: those of the rank's own heads. call: what the ranks outside share; None where there is no other."""
+
+    options: AttentionOptions
+    call: SharedCall | None
+    exchange: HeadExchange
+    outside: Peers
+    facts: Facts
+
+    @classmethod
+    def agreed(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        choices: Choices,
+        peers: Peers,
+        sharding: str | Sharding,
+        ulysses: int,
+        differentiable: bool,
+    ) -> OfRank:
+        """The same on every rank, or an error on every rank."""
+
+        def make() -> _Part:
+            check_tensors(q, k, v)
+            check_sinks(sinks, q)
+            rows = sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * peers.count
+            of_sinks = "none" if sinks is None else str(sinks.dtype)
+            more: Facts = {"the sinks": of_sinks, "whether gradients are needed": differentiable}
+            return _Part.of(q, k, v, options_for(choices, q.shape[-1]), peers, sharding_for(sharding, rows, peers.count), ulysses, more)
+
+        part = agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
+        inside, outside = inside_and_outside(peers, ulysses)  # may make groups, which needs all their ranks
+        exchange = HeadExchange(inside, part.sharding, peers.rank - peers.rank % ulysses)
+        return cls(part.options, part.call, exchange, outside, part.facts)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output and LSE of this rank's rows."""
