@@ -124,6 +124,7 @@ CASES: dict[str, Case] = {
     "causal, contiguous, ragged end": Case(3, 316, (3, 1), sharding=Sharding((128, 128, 60), (0, 1, 2)), sinks=True, call=CAUSAL),
     "causal, uneven zigzag, fp64": Case(2, 612, dtype=F64, sharding=UNEVEN, lse_gradient=True, call=CAUSAL),
     "causal, odd owners, head offset": Case(3, 710, (3, 3), sharding=ODD_OWNERS, call={**CAUSAL, "head_offset": 1}),
+    "causal, grouped, head offset": Case(3, 768, (4, 2), batch=2, call={**CAUSAL, "head_offset": 1}),
     "full, 2 ranks": Case(2, 512, (4, 2), batch=2),
     "full, 3 ranks, contiguous": Case(3, 384, sharding="contiguous", sinks=True),
     "full, 4 ranks, softcap": Case(4, 1024, (2, 1), call={"softcap": 3.0}),
@@ -131,7 +132,8 @@ CASES: dict[str, Case] = {
     "window, 4 ranks": Case(4, 1024, sinks=True, call={"window_size": (200, 0)}),
     "window, 2 ranks, two sides": Case(2, 512, batch=2, lse_gradient=True, call={"window_size": (150, 70)}),
     "window, 3 ranks, no left limit": Case(3, 768, call={"window_size": (-1, 130)}),
-    "window, 4 ranks, contiguous, fp16": Case(4, 512, dtype=F16, sharding="contiguous", call={"window_size": (100, 0)}),
+    # The third KV head is needed before the second.
+    "window, 4 ranks, contiguous, fp16": Case(4, 512, (4, 4), dtype=F16, sharding="contiguous", call={"window_size": (100, 0)}),
     "window, uneven": Case(2, 612, sharding=UNEVEN, call={"window_size": (100, 60)}),
     "prefix, alternating": Case(3, 768, (2, 1), call={"mask": Prefix(300), **ALTERNATING}),
     "blocks, alternating": Case(2, 512, call={"mask": banded(512, 8), **ALTERNATING}),

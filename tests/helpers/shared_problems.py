@@ -68,7 +68,7 @@ def wide_cases() -> dict[str, Case]:
         sinks, lse_gradient = random.random() < 0.5, random.random() < 0.5
         cases[f"random {seed}"] = replace(case, ulysses=random.choice(factors), sinks=sinks, lse_gradient=lse_gradient)
     own = Sharding((2176, 128), (0, 1))
-    cases["parts"] = Case(2, 4352, (4, 2), (8, 8), call={"causal": True})
+    cases["parts"] = Case(2, 4608, (4, 2), (8, 8), call={"causal": True})
     cases["parts, full"] = Case(2, 2304, (3, 1), (8, 8), sharding=own, sinks=True)
     cases["parts, ulysses"] = Case(4, 3072, (8, 2), (8, 8), ulysses=2, call={"window_size": (500, 0)})
     return cases

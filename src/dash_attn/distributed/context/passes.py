@@ -85,8 +85,9 @@ class BackwardPass:
         return self.mail.receive(unit, self.backward.state_size(unit))
 
     def _take_keys(self, unit: Unit) -> None:
-        """A gather starts with the first unit, on whichever rank, that needs the one before it. So a rank that waits for a gather waits
-        for ranks that are at earlier units, and those never wait for this one."""
+        """A gather starts with the first unit, on whichever rank, that needs the one before it, or itself, or one behind it: gathers
+        start in the order of their numbers, units need them in any. So a rank that waits for a gather waits for ranks that are at
+        earlier units, and those never wait for this one."""
         self.keys.start(max(number for number in range(len(self.call.gathers)) if self._starts_at(number) <= unit.number))
         for number in gathers_of(self.call, unit):
             if number not in self._there:
@@ -94,7 +95,8 @@ class BackwardPass:
                 self._there.add(number)
 
     def _starts_at(self, number: int) -> int:
-        return self._first_use[number - 1] if number else 0
+        needed_from = [self._first_use[other] for other in range(max(0, number - 1), len(self.call.gathers)) if other in self._first_use]
+        return min(needed_from, default=0) if number else 0
 
     def _drop_keys(self, unit: Unit) -> None:
         for number in [number for number in self._there if self._last_use[number] == unit.number]:
