@@ -102,7 +102,6 @@ def test_other_schedules_and_masks(capsys: pytest.CaptureFixture[str]) -> None:
         ("--devices 0 --seqlen 2048", "devices must be a whole number >= 1; got 0"),
         ("--devices 2", "--devices needs --seqlen"),
         ("--devices 2 --q-tiles 8", "--devices needs --seqlen"),
-        ("--devices 2 --seqlen 4096 --mask window:1000,-1", "schedule='alternating' serves every mask"),
         ("--devices 2 --seqlen 2048 --schedule auto weave", "--devices takes one schedule"),
         ("--devices 2 --seqlen 2048 --measured", "--devices is a simulation"),
         ("--devices 2 --seqlen 2048 --trace t.json", "--trace does not go with --devices"),

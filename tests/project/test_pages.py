@@ -79,6 +79,7 @@ def test_every_misuse_says_what_is_allowed(call: str) -> None:
         "Unsupported",
         "ScheduleError",
         "TooFewWorkers",
+        "CutTile",
         "NotImplementedError",
         "RuntimeError",
     }
