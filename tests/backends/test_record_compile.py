@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 from dash_attn.backends.hopper.device.compile import compile_uncached, sources
 
 PLAIN = "attention_backward<bf16, 128, 128, true, false, MaskKind::Band>"
-VARIANTS = (("64, 64", "Rows"), ("128, 128", "Band"), ("128, 128", "Blocks"), ("192, 128", "Band"), ("256, 256", "Band"))
+VARIANTS = (("64, 64", "Rows"), ("128, 128", "Blocks"))  # Band is among the variants that must be clean
 
 
 def local_memory(name: str) -> list[int]:

@@ -96,7 +96,7 @@ def family(name: str, device: str) -> Family:
         "head dim 256": Family(Causal(), n, batch, (h, h), 256),
         "softcap": Family(Causal(), n, batch, (h, h), options=MappingProxyType({"softcap": 2.0})),
         "sink": Family(Causal(), n, batch, (h, h), has_sinks=True),
-        "documents": Family(Documents((n - n // 4 - 37, 37, n // 4)), n, batch, (h, h)),
+        "documents": Family(Documents((n - 85, 37, 48)), n, batch, (h, h)),  # one of many tiles, whose sums have orders that differ
         "tile map": Family(ragged_map(n, n), n, batch, (h, h)),
     }[name]
 

@@ -60,6 +60,15 @@ VARIANTS = [
 ]
 
 
+BF16_BACKWARD = [variant for variant in VARIANTS if variant[1].startswith("attention_backward<bf16")]
+OTHERS = [variant for variant in VARIANTS if variant not in BF16_BACKWARD]
+
+
+def is_twin(name: str) -> bool:
+    """A float16 backward with softcap or without an order: its bfloat16 twin differs in conversions alone."""
+    return name.startswith("attention_backward<f16") and ", true, false, " not in name
+
+
 def assembler_complaints(log: str) -> list[str]:
     """Spills, local memory, and the C75xx warnings with which ptxas says that it serialised wgmma or ignored setmaxnreg."""
     bad = []
