@@ -74,6 +74,8 @@ def test_any_mask_on_any_devices_waits_in_no_circle(name: str, seed: int) -> Non
 @pytest.mark.parametrize("seed", range(60, 600))
 def test_many_masks_wait_in_no_circle(seed: int) -> None:
     problem, sharding, heads_together = random_problem(seed)
+    if sharding.chunks == 1:
+        pytest.skip("one chunk cuts no walk; one device alone is test_in_legs.py's")
     for name in ("auto", "alternating"):
         check(share(generate(name, problem, WORKERS), sharding, heads_together), Random(seed))
 
