@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.devices.units import Unit
 from .gathering import sharding_of_tiles
-from .passes import gathers_of
+from .passes import gather_starts, gathers_of
 from .shared_call import SharedCall
 
 
@@ -115,16 +115,11 @@ def _most_states(call: SharedCall, widths: Widths) -> list[int]:
 
 
 def _most_keys(call: SharedCall, rank: int, widths: Widths) -> int:
-    """A gather is there from the first use of the one before it, by any rank, to its last use by this one."""
-    first_use, last_use = dict[int, int](), dict[int, int]()
-    for unit in call.shared.units:
-        for number in gathers_of(call, unit):
-            first_use.setdefault(number, unit.number)
-            if unit.device == rank:
-                last_use[number] = unit.number
+    """A gather is there from its start to its last use by this rank."""
+    last_use = {number: unit.number for unit in call.shared.by_device[rank] for number in gathers_of(call, unit)}
     each = call.batch * call.sharding.rows * sum(call.dims) * widths.tensor
     sizes = {number: each * len(call.gathers[number]) for number in last_use}
-    starts = {number: first_use[number - 1] if number else 0 for number in last_use}
+    starts = gather_starts(call)
     return _highest(event for number, size in sizes.items() for event in ((starts[number], size), (last_use[number] + 1, -size)))
 
 

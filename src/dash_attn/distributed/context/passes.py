@@ -58,7 +58,7 @@ class BackwardPass:
         self.units = self.shared.by_device[device]
         self._states: dict[int, Tensor] = {}  # of units whose next leg is here, too
         self._there: set[int] = set()  # gathers whose keys have come and are still needed
-        self._first_use = {number: unit for unit, number in reversed(list(_uses(call, self.shared.units)))}
+        self._starts = gather_starts(call)
         self._last_use = {number: unit for unit, number in _uses(call, self.units)}
 
     def step(self, unit: Unit) -> None:
@@ -85,18 +85,11 @@ class BackwardPass:
         return self.mail.receive(unit, self.backward.state_size(unit))
 
     def _take_keys(self, unit: Unit) -> None:
-        """A gather starts with the first unit, on whichever rank, that needs the one before it, or itself, or one behind it: gathers
-        start in the order of their numbers, units need them in any. So a rank that waits for a gather waits for ranks that are at
-        earlier units, and those never wait for this one."""
-        self.keys.start(max(number for number in range(len(self.call.gathers)) if self._starts_at(number) <= unit.number))
+        self.keys.start(max(number for number, start in enumerate(self._starts) if start <= unit.number))
         for number in gathers_of(self.call, unit):
             if number not in self._there:
                 self.backward.take_keys(*self.keys.get(number), self.call.gathers[number].start)
                 self._there.add(number)
-
-    def _starts_at(self, number: int) -> int:
-        needed_from = [self._first_use[other] for other in range(max(0, number - 1), len(self.call.gathers)) if other in self._first_use]
-        return min(needed_from, default=0) if number else 0
 
     def _drop_keys(self, unit: Unit) -> None:
         for number in [number for number in self._there if self._last_use[number] == unit.number]:
@@ -111,6 +104,17 @@ def gathers_of(call: SharedCall, unit: Unit) -> list[int]:
         return []
     each = len(call.gathers[0])
     return sorted({part // call.problem.parts // each for _, part in unit.heads})
+
+
+def gather_starts(call: SharedCall) -> list[int]:
+    """Of each gather the unit with which it starts: the first, on whichever rank, that needs the one before it, or itself, or one behind
+    it. Gathers start in the order of their numbers, units need them in any. So a rank that waits for a gather waits for ranks that
+    are at earlier units, and those never wait for this one."""
+    first_use = {number: unit for unit, number in reversed(_uses(call, call.shared.units))}
+    needed = [
+        [first_use[other] for other in range(number - 1, len(call.gathers)) if other in first_use] for number in range(1, len(call.gathers))
+    ]
+    return [0, *(min(units, default=0) for units in needed)]
 
 
 def _uses(call: SharedCall, units: tuple[Unit, ...]) -> list[tuple[int, int]]:
