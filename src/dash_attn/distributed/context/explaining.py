@@ -21,7 +21,7 @@ from ...scheduling.schedule import Schedule
 from ...simulation.cluster import Cluster, simulate_devices
 from ...simulation.simulate import Machine
 from .costs import Memory, RankCosts, Sent, Widths, costs_of_sharing
-from .rows import sharding_for
+from .rows import sharding_of_rank
 from .shared_call import SharedCall
 from .ulysses import check_factor, outer_sharding
 
@@ -119,7 +119,7 @@ def explain_context_parallel(
         head_offset=head_offset,
     )
     options = options_for(choices, q.shape[-1])
-    chosen = sharding_for(sharding, sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * ranks, ranks)
+    chosen = sharding_of_rank(sharding, q.shape[1], ranks)
     _check_rows(q, k, chosen)
     check_factor(ulysses, ranks, k.shape[2])
     options.mask.check(chosen.rows, chosen.rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...scheduling.devices.sharding import Sharding
 from ..peers import Group, Peers
 from .gathering import gather_rows
-from .rows import rows_of, sharding_for
+from .rows import rows_of, sharding_for, sharding_of_rank
 from .same_call import Facts, agree
 
 
@@ -45,11 +45,12 @@ class _Unsharding:
             raise RuntimeError(
                 "unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()"
             )
-        rows = sharding.rows if isinstance(sharding, Sharding) else x.shape[dim] * peers.count
-        chosen = sharding_for(sharding, rows, peers.count)
+        chosen = sharding_of_rank(sharding, x.shape[dim], peers.count)
         mine = len(chosen.rows_of(peers.rank))
         if x.shape[dim] != mine:
-            raise ValueError(f"rank {peers.rank} has {mine} of {rows} rows; got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}")
+            raise ValueError(
+                f"rank {peers.rank} has {mine} of {chosen.rows} rows; got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}"
+            )
         others = tuple(size for place, size in enumerate(x.shape) if place != dim % x.ndim)
         return cls(chosen, {"the dtype": x.dtype, "the sizes of other dimensions": others, "dim": dim % x.ndim, "sharding": chosen})
 

@@ -23,7 +23,7 @@ from ..peers import Peers
 from .gathering import GatheredKeys, gather_tiles
 from .mail import RankMail
 from .passes import BackwardPass, forward_pass
-from .rows import sharding_for
+from .rows import sharding_of_rank
 from .same_call import Facts, agree
 from .shared_call import SharedCall
 from .ulysses import HeadExchange, check_factor, inside_and_outside, outer_sharding
@@ -94,10 +94,10 @@ class OfRank:
         def make() -> _Part:
             check_tensors(q, k, v)
             check_sinks(sinks, q)
-            rows = sharding.rows if isinstance(sharding, Sharding) else q.shape[1] * peers.count
+            chosen = sharding_of_rank(sharding, q.shape[1], peers.count)
             of_sinks = "none" if sinks is None else str(sinks.dtype)
             more: Facts = {"the sinks": of_sinks, "whether gradients are needed": differentiable}
-            return _Part.of(q, k, v, options_for(choices, q.shape[-1]), peers, sharding_for(sharding, rows, peers.count), ulysses, more)
+            return _Part.of(q, k, v, options_for(choices, q.shape[-1]), peers, chosen, ulysses, more)
 
         part = agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
         inside, outside = inside_and_outside(peers, ulysses)  # may make groups, which needs all their ranks

@@ -27,3 +27,8 @@ def sharding_for(name: str | Sharding, rows: int, ranks: int) -> Sharding:
     if name.rows != rows:
         raise ValueError(f"the sharding that was given is for {name.rows} rows; got {rows}")
     return name
+
+
+def sharding_of_rank(name: str | Sharding, rows: int, ranks: int) -> Sharding:
+    """The same, where a rank knows how many rows it has itself: chunks of a sharding by name have one length."""
+    return sharding_for(name, name.rows if isinstance(name, Sharding) else rows * ranks, ranks)
