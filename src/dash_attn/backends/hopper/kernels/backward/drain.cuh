@@ -33,6 +33,7 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
 
  private:
   DEVICE void drain_step(u32 number, u32 use) {
+    bars.note_full(number).wait((number / NOTES) & 1);  // a piece of a sum may be ready before the planner has written its note
     await_piece(0, use);
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
