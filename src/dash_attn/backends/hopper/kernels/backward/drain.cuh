@@ -6,7 +6,7 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
+template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> struct Drain {
   using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   Notes<C> notes;
@@ -55,10 +55,10 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
   // Else of a sum of dK and dV.
   DEVICE bool of_dq(const StepNote& note) const { return note.dq_tile < p.first_sum; }
 
-  // Sums lie behind dQ.
+  // Sums lie behind dQ; states, where they came to.
   DEVICE float* tile_of(const StepNote& note) const {
     constexpr int DQ_FLOATS = C::Q_ROWS * C::WIDTH;
-    if (C::SUM_FLOATS == DQ_FLOATS || of_dq(note)) return p.dq + (i64)note.dq_tile * DQ_FLOATS;
+    if ((!LEGS && C::SUM_FLOATS == DQ_FLOATS) || of_dq(note)) return p.dq + (i64)note.dq_tile * DQ_FLOATS;
     return p.sums + (i64)(note.dq_tile - p.first_sum) * C::SUM_FLOATS;
   }
 
