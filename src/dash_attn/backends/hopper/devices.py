@@ -1,0 +1,47 @@
+"""One of several devices that share a sequence, on a Hopper GPU: the forward of its queries, and its units of the backward."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+from torch import Tensor
+
+from ...call.options import AttentionOptions
+from ...call.planning import DEFAULT_WORKERS
+from ...scheduling.devices.sharding import Sharding
+from ...scheduling.problem import Problem
+from . import tiles
+from .calls.device_backward import DeviceBackward, tile_size
+from .calls.device_forward import forward as forward_of_rows
+from .device.compile import OPTIONS, compiler_version, sources
+
+__all__ = ["DeviceBackward", "backward_tiles", "forward", "heads_together", "machine_code", "tile_size"]
+
+
+def backward_tiles(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Rows of a Q tile and of a KV tile."""
+    found = tiles.backward_tiles(*tiles.backward_dims(head_dim, value_dim))
+    return found.q_rows, found.kv_rows
+
+
+def heads_together(problem: Problem, sharding: Sharding) -> int:
+    """As many as have a chain for every SM: a unit has the KV tiles of a chunk, or half of them where an order has two classes."""
+    chains = max(1, min(sharding.lengths) // problem.tile_kv)
+    return max(1, min(problem.batch * problem.all_parts, DEFAULT_WORKERS // chains))
+
+
+@cache
+def machine_code() -> str:
+    """Sources, options and compiler decide what the kernels compute."""
+    digest = hashlib.sha256()
+    for part in (*OPTIONS, *(f"{name}\0{text}" for name, text in sorted(sources().items()))):
+        digest.update(part.encode() + b"\0")
+    return f"kernels {digest.hexdigest()[:16]}, NVRTC {compiler_version()}"
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, sharding: Sharding, device: int
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the device's queries. k and v are those of the whole sequence."""
+    return forward_of_rows(q, k, v, options, sinks, sharding, device)
