@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -19,13 +17,12 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Prefix, Problem, Window, flash_attn_func
-from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
-from dash_attn.call.planning import plan_for
 from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.units import SharedSchedule, share
+from dash_attn.scheduling.devices.units import SharedSchedule
 from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
+from played_devices import Case, Played, play_devices
 
 NAMES = ("device_backward", "device_forward", "kernel_names", "leg_tables", "layout", "tables")
 calls, ahead, kernel_names, leg_tables, layout, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
@@ -92,42 +89,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     EmulatedMap.made.clear()
 
 
-@dataclass(frozen=True)
-class Case:
-    mask: Mask
-    sharding: Sharding
-    heads: tuple[int, int] = (2, 1)
-    dims: tuple[int, int] = (64, 64)
-    batch: int = 1
-    together: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    head_offset: int = 0
-    schedule: str = "auto"
-
-    @property
-    def options(self) -> AttentionOptions:
-        return options_for(Choices(mask=self.mask, head_offset=self.head_offset, schedule=self.schedule), self.dims[0])
-
-    @property
-    def problem(self) -> Problem:
-        rows, (q_heads, kv_heads) = self.sharding.rows, self.heads
-        tiles = devices.backward_tiles(*self.dims)
-        return Problem(self.mask, rows, rows, *tiles, kv_heads, q_heads // kv_heads, self.batch, self.head_offset)
-
-    @property
-    def plan(self) -> Plan:
-        return plan_for(self.problem, self.schedule, 132)
-
-    @property
-    def shared(self) -> SharedSchedule:
-        return shared_of(self)
-
-
-@lru_cache
-def shared_of(case: Case) -> SharedSchedule:
-    return share(schedule_for(case.problem, case.schedule, 132), case.sharding, case.together)
-
-
 UNEVEN = Sharding((128, 256, 128, 128, 256, 200), (0, 1, 2, 2, 1, 0))
 CASES = {
     "causal": Case(Causal(), Sharding.zigzag(1024, 2), (2, 2)),
@@ -148,47 +109,9 @@ CASES = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-@dataclass
-class Played:
-    """The whole sequence's dQ, dK and dV, and what the devices did."""
-
-    gradients: list[Tensor]
-    backwards: list[Any]
-    shared: SharedSchedule
-
-
-def play(case: Case, memory: Memory, inputs: tuple[Tensor, ...], gathers: int = 1, dlse: Tensor | None = None, change: Any = None) -> Played:
-    """One process plays all devices. inputs: dout, q, k, v, out and LSE of the whole sequence."""
-    dout, q, k, v, out, lse = inputs
-    shared, plan, sharding = case.shared, case.plan, case.sharding
-    rows = [torch.from_numpy(sharding.rows_of(device).copy()).long() for device in range(sharding.devices)]
-    backwards = []
-    for device, mine in enumerate(rows):
-        of_rows = [None if x is None else memory.add_tensor("rows", x[:, :, mine].contiguous()) for x in (lse, dlse)]
-        backward = calls.DeviceBackward(plan, shared, device, case.options, (dout[:, mine], q[:, mine], out[:, mine]), of_rows)
-        for some in torch.arange(case.heads[1]).chunk(gathers):
-            first, end = int(some[0]), int(some[-1]) + 1
-            backward.take_keys(k[:, :, first:end], v[:, :, first:end], first)
-        backwards.append(backward)
-    states: dict[int, Tensor] = {}
-    for unit in shared.units:
-        backward = backwards[unit.device]
-        if unit.before is None:
-            state = memory.add_tensor("states", backward.new_state(unit))
-            if unit.leg is not None:
-                state.fill_(torch.nan)  # what begins reads nothing
-        else:
-            state = states.pop(unit.before)
-        if change is not None:
-            change(unit, state)
-        backward.run(unit, state)
-        if unit.after is not None:
-            states[unit.number] = state
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
-    for backward, mine in zip(backwards, rows, strict=True):
-        for whole, part in zip(gradients, backward.finish(), strict=True):
-            whole[:, mine] = part
-    return Played(gradients, backwards, shared)
+def play(case: Case, memory: Memory, inputs: tuple[Tensor, ...], **rest: Any) -> Played:
+    """On emulated kernels, which know what memory there is."""
+    return play_devices(case, inputs, made=memory.add_tensor, **rest)
 
 
 def inputs_of(case: Case, sinks: Tensor | None = None) -> tuple[tuple[Tensor, ...], list[Tensor], Tensor | None]:
@@ -232,10 +155,17 @@ def test_two_states_swapped_would_be_seen(memory: Memory) -> None:
         assert_near(play(case, memory, inputs, change=swap).gradients, expected)
 
 
-@pytest.mark.parametrize("name", ["a group in parts", "causal, contiguous, batch", "head dim 192"])
-def test_keys_that_come_head_by_head(memory: Memory, name: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES["a group in parts"],
+        Case(Causal(), Sharding.zigzag(512, 2), (4, 4), batch=2, together=3),
+        Case(Full(), Sharding.contiguous(512, 2), (6, 3), (192, 192), together=4),
+    ],
+    ids=str,
+)
+def test_keys_that_come_head_by_head(memory: Memory, case: Case) -> None:
     """A unit whose heads have their keys in several tensors is launched in parts; its records are made once."""
-    case = CASES[name]
     inputs, expected, _ = inputs_of(case)
     first, again = (play(case, memory, inputs, gathers=case.heads[1]) for _ in range(2))
     for played in (first, again):

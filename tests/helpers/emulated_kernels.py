@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import count, product
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class EmulatedMap:
     """A tensor map: its address is its number."""
 
     numbers = count(1)
-    made: dict[int, EmulatedMap] = {}
+    made: ClassVar[dict[int, EmulatedMap]] = {}
 
     def __init__(self, tensor: Tensor, rows: int) -> None:
         self.tensor, self.rows, self.address = tensor, rows, next(self.numbers)
@@ -63,7 +63,7 @@ class EmulatedMap:
 
     def load(self, plane: int, head: int, row: int) -> NDArray[np.float64]:
         """A tile; zeros beyond the end."""
-        batch, length, heads, dim = self.tensor.shape
+        batch, _, heads, dim = self.tensor.shape
         assert 0 <= plane < batch
         assert 0 <= head < heads
         assert row >= 0
@@ -180,7 +180,8 @@ class State:
         self.rows = tiles_of(*dims).kv_rows
         size = self.rows * sum(dims)
         values = memory.at(name, address + 4 * size * number, size)
-        self.dv, self.dk = (part.reshape(self.rows, dim) for part, dim in zip(np.split(values, [self.rows * dims[1]]), dims[::-1], strict=True))
+        dv, dk = np.split(values, [self.rows * dims[1]])
+        self.dk, self.dv = dk.reshape(self.rows, dims[0]), dv.reshape(self.rows, dims[1])
 
 
 def walk_legs(memory: Memory, arguments: list[str], grid: int, addresses: list[int]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....call.options import AttentionOptions
 from ....scheduling.devices.units import Head, SharedSchedule, Unit
 from ....scheduling.plan import Plan
-from ..device.driver import current_stream, device_index, on_device
+from ..device.driver import Launch, current_stream, device_index, on_device
 from ..device.parameters import (
     BackwardParams,
     ChainRecord,
@@ -92,11 +92,12 @@ def legs_on_device(plan: Plan, shared: SharedSchedule, device: int, dims: tuple[
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values of some KV heads, and their tensor maps."""
+    """Keys and values of some KV heads, their tensor maps, and launches that read them, by the number of CTAs."""
 
     heads: range
     tensors: tuple[Tensor, Tensor]
     maps: tuple[TensorMap, TensorMap]
+    launches: dict[int, Launch]
 
 
 class LegLaunch(NamedTuple):
@@ -241,6 +242,7 @@ class DeviceBackward:
         self.kernels: LegKernels = leg_kernels(variant, v_dim)
         self._attention = self.kernels.attention.load(self.index)
         self._end_trips = self.kernels.ending.load(self.index)
+        self._endings: dict[int, Launch] = {}  # by the number of blocks
 
     def _preprocess(self, lse: Tensor, dlse: Tensor | None) -> None:
         lse = lse.detach().contiguous()
@@ -265,7 +267,7 @@ class DeviceBackward:
         with on_device(self.index):
             tensors = tma_ready(k.detach()), tma_ready(v.detach())
             maps = TensorMap(tensors[0], self.tiles.kv_rows), TensorMap(tensors[1], self.tiles.kv_rows)
-        self.keys.update(dict.fromkeys(heads, Keys(heads, tensors, maps)))
+        self.keys.update(dict.fromkeys(heads, Keys(heads, tensors, maps, {})))
 
     def drop_keys(self, first_head: int, heads: int) -> None:
         for head in range(first_head, first_head + heads):
@@ -344,15 +346,20 @@ class DeviceBackward:
 
     def _walk(self, launch: LegLaunch, stream: Any) -> None:
         self.main.tickets, self.main.next_ticket, self.leg.first_kv_head = launch.records, launch.counter, launch.keys.heads.start
-        q_map, do_map = self.maps
-        maps = q_map, *launch.keys.maps, do_map
-        arguments = [*(m.address for m in maps), addressof(self.main), addressof(self.leg)]
-        self._attention.prepare(min(self.workers, launch.chains), arguments, early=True).on(stream)
+        prepared, grid = launch.keys.launches, min(self.workers, launch.chains)
+        if grid not in prepared:
+            q_map, do_map = self.maps
+            maps = q_map, *launch.keys.maps, do_map
+            arguments = [*(m.address for m in maps), addressof(self.main), addressof(self.leg)]
+            prepared[grid] = self._attention.prepare(grid, arguments, early=True)
+        prepared[grid].on(stream)
 
     def _end(self, unit: Unit, state: Tensor, stream: Any) -> None:
         self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
         blocks = self.legs.host.ends[unit.number].count * tile_size(*self.dims) // ENDING_FLOATS
-        self._end_trips.prepare(blocks, [addressof(self.end)]).on(stream)
+        if blocks not in self._endings:
+            self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
+        self._endings[blocks].on(stream)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the device's rows."""
@@ -386,7 +393,7 @@ class DeviceBackward:
     def sink_gradients(self, rows: Tensor, sinks: Tensor) -> Tensor:
         """(batch, query heads), from the `rows_of_sinks` of all devices, tiles in the order of the sequence."""
         rows = rows.contiguous()
-        batch, heads, tiles, tile_rows = rows.shape[1:]
+        batch, heads, tiles, _ = rows.shape[1:]
         places = TilePlaces(batch=1, q_heads=heads, group=1, q_len=self.plan.problem.q_len, head_tiles=tiles)
         with on_device(self.index):
             logits = sinks.detach().float().contiguous()

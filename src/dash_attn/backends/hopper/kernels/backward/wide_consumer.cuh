@@ -264,11 +264,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
   // dV or dK as put_sum left it.
   DEVICE void take_state(const float* states) {
     const i64 piece = notes.first_sum(pipe) - p.first_sum;
-    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + WG * (C::SUM_FLOATS / 8) + warp * 32 + lane;
-    constexpr int HALF = OWN + INNER;
+    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + warp * 32 + lane;
 #pragma unroll
     for (int first = 0; first < SUM; first += 4) {
-      const float4 v = __ldcg(from + first / HALF * (C::SUM_FLOATS / 4) + first % HALF / 4 * WARPGROUP);
+      const float4 v = __ldcg(from + state_quad<C>(WG, first));
       sum[first] = v.x, sum[first + 1] = v.y, sum[first + 2] = v.z, sum[first + 3] = v.w;
     }
   }
