@@ -22,7 +22,7 @@ from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.units import SharedSchedule
 from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
-from played_devices import Case, Played, play_devices
+from played_devices import Case, Played, in_random_order, play_devices
 
 NAMES = ("device_backward", "device_forward", "kernel_names", "leg_tables", "layout", "tables")
 calls, ahead, kernel_names, leg_tables, layout, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
@@ -139,6 +139,14 @@ def test_all_devices_together_are_the_whole_call(memory: Memory, case: Case) -> 
     inputs, expected, _ = inputs_of(case)
     played = play(case, memory, inputs)
     assert_near(played.gradients, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_units_in_another_sequence(memory: Memory, seed: int) -> None:
+    """A device may run its units in any sequence in which each comes behind those that it waits for."""
+    case = CASES["a group in parts"]
+    inputs, expected, _ = inputs_of(case)
+    assert_near(play(case, memory, inputs, units=in_random_order(case.shared, seed)).gradients, expected)
 
 
 def test_two_states_swapped_would_be_seen(memory: Memory) -> None:

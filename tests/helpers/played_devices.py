@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -36,10 +37,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     head_offset: int = 0
     schedule: str = "auto"
+    softcap: float = 0.0
 
     @property
     def options(self) -> AttentionOptions:
-        return options_for(Choices(mask=self.mask, head_offset=self.head_offset, schedule=self.schedule), self.dims[0])
+        chosen = Choices(mask=self.mask, head_offset=self.head_offset, schedule=self.schedule, softcap=self.softcap)
+        return options_for(chosen, self.dims[0])
 
     @property
     def problem(self) -> Problem:
@@ -71,6 +74,33 @@ class Played:
     gradients: list[Tensor]
     backwards: list[Any]
     shared: SharedSchedule
+
+
+def play_forward(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the whole sequence, each device with its own rows."""
+    out, lse = (
+        q.new_full((*q.shape[:3], v.shape[-1]), torch.nan),
+        q.new_full((len(q), q.shape[2], q.shape[1]), torch.nan, dtype=torch.float32),
+    )
+    for device in range(case.sharding.devices):
+        mine = case.rows_of(device).to(q.device)
+        forward = import_module("dash_attn.backends.hopper.devices").forward
+        out[:, mine], lse[:, :, mine] = forward(q[:, mine], k, v, case.options, sinks, case.problem, case.sharding, device)
+    return out, lse
+
+
+def in_random_order(shared: SharedSchedule, seed: int) -> list[Unit]:
+    """All units, each behind those that it waits for, in some other sequence than the usual one."""
+    random = Random(seed)
+    left = {unit.number: set(waits) for unit, waits in zip(shared.units, shared.waits, strict=True)}
+    found: list[Unit] = []
+    while left:
+        number = random.choice([number for number, waits in left.items() if not waits])
+        del left[number]
+        found.append(shared.units[number])
+        for waits in left.values():
+            waits.discard(number)
+    return found
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:

@@ -334,7 +334,7 @@ class DeviceBackward:
         host = self.legs.host
         if len(groups) == 1:
             counter = self.counters.data_ptr() + 8 * host.counter_of[unit.number]
-            return [LegLaunch(groups[0], self.legs.records(unit), counter, host.chains[unit.number].count)]
+            return [LegLaunch(groups[0], self.legs.records(unit), counter, host.chains[unit.number].number)]
         launches = []
         for keys in groups:
             heads = tuple(head for head in unit.heads if head[1] // parts in keys.heads)
@@ -356,7 +356,7 @@ class DeviceBackward:
 
     def _end(self, unit: Unit, state: Tensor, stream: Any) -> None:
         self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
-        blocks = self.legs.host.ends[unit.number].count * tile_size(*self.dims) // ENDING_FLOATS
+        blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
         if blocks not in self._endings:
             self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
         self._endings[blocks].on(stream)

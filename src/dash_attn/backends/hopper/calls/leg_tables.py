@@ -32,7 +32,7 @@ class Range(NamedTuple):
     """Rows of a table."""
 
     first: int
-    count: int
+    number: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ class LegRuns:
             cut[RANK_ADD] += skipped * run[RANK_MUL]
             return cut
         listed = self.plan.entries[run[ENTRIES] + skipped :][:length].astype(np.int64)
-        self.entries.append(listed - [moved_tiles, 0, 0])
+        self.entries.append(listed - np.array([moved_tiles, 0, 0]))
         cut[ENTRIES] = self.entry_count
         self.entry_count += length
         return cut
@@ -175,7 +175,7 @@ class LegTables:
     @cached_property
     def counters(self) -> Ints:
         """Of every leg: the next ticket, and how many there are."""
-        return frozen_ints([(0, chains.count) for chains in self.chains.values()] or np.zeros((0, 2), dtype=np.int32))
+        return frozen_ints([(0, chains.number) for chains in self.chains.values()] or np.zeros((0, 2), dtype=np.int32))
 
     @cached_property
     def counter_of(self) -> dict[int, int]:

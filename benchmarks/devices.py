@@ -1,0 +1,306 @@
+"""Devices that share a sequence, on one Hopper GPU: python benchmarks/devices.py [--check] [--time] [--json FILE]
+
+--check: one process plays all devices; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
+must change them. Small shapes come first, so that whatever is wrong shows early.
+--time: each device's part of the backward alone, with states already there, against the plain call divided by the number of devices:
+launched from Python, and replayed from a CUDA graph, which leaves the host out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dash_attn import Causal, Full, Mask, Problem, Window, flash_attn_func
+from dash_attn.backends.hopper import devices
+from dash_attn.call.given_schedule import schedule_for
+from dash_attn.call.options import AttentionOptions, Choices, options_for
+from dash_attn.call.planning import DEFAULT_WORKERS, plan_for
+from dash_attn.scheduling.devices.sharding import Sharding
+from dash_attn.scheduling.devices.units import SharedSchedule, Unit, share
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """heads: query and KV heads. together: heads of a unit; 0: as many as the backend says."""
+
+    tokens: int
+    devices: int
+    heads: tuple[int, int] = (4, 4)
+    dims: tuple[int, int] = (128, 128)
+    mask: Mask = Causal()  # noqa: RUF009 (a mask is a value)
+    dtype: torch.dtype = torch.bfloat16
+    sharding: str = "zigzag"
+    together: int = 0
+    batch: int = 1
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads = (
+            f"{self.heads[0]}/{self.heads[1]} heads, {self.together} together"
+            if self.together
+            else f"{self.heads[0]}/{self.heads[1]} heads"
+        )
+        return f"{self.mask}, {self.tokens} tokens, P={self.devices} {self.sharding}, {heads}, dims {self.dims}, {dtype}"
+
+    @property
+    def options(self) -> AttentionOptions:
+        return options_for(Choices(mask=self.mask), self.dims[0])
+
+    @property
+    def rows(self) -> Sharding:
+        return Sharding.named(self.sharding, self.tokens, self.devices)
+
+    @property
+    def problem(self) -> Problem:
+        q_heads, kv_heads = self.heads
+        tiles = devices.backward_tiles(*self.dims)
+        return Problem(self.mask, self.tokens, self.tokens, *tiles, kv_heads, q_heads // kv_heads, self.batch)
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v and dO."""
+        source = torch.Generator("cuda").manual_seed(0)
+        (q_heads, kv_heads), (dim, v_dim) = self.heads, self.dims
+        shapes = [(q_heads, dim), (kv_heads, dim), (kv_heads, v_dim), (q_heads, v_dim)]
+        return [
+            torch.randn(self.batch, self.tokens, *shape, generator=source, device="cuda", dtype=torch.float32).to(self.dtype)
+            for shape in shapes
+        ]
+
+
+class Shared:
+    """A case whose devices are played one by one."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.sharding = case, case.rows
+        self.plan = plan_for(case.problem, "auto", DEFAULT_WORKERS)
+        together = case.together or devices.heads_together(case.problem, self.sharding)
+        self.shared: SharedSchedule = share(schedule_for(case.problem, "auto", DEFAULT_WORKERS), self.sharding, together)
+        self.rows = [torch.from_numpy(self.sharding.rows_of(device).copy()).long().cuda() for device in range(case.devices)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+        lse = torch.empty(len(q), q.shape[2], q.shape[1], device=q.device)
+        for device, mine in enumerate(self.rows):
+            some = devices.forward(q[:, mine], k, v, self.case.options, None, self.case.problem, self.sharding, device)
+            out[:, mine], lse[:, :, mine] = some
+        return out, lse
+
+    def backward(self, device: int, inputs: tuple[Tensor, ...]) -> devices.DeviceBackward:
+        """inputs: dO, q, out and LSE of the device's rows, all of k and v."""
+        dout, q, out, lse, k, v = inputs
+        made = devices.DeviceBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None))
+        made.take_keys(k, v, 0)
+        return made
+
+    def own(self, device: int, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        mine = self.rows[device]
+        return *(x[:, mine].contiguous() for x in (dout, q, out)), lse[:, :, mine].contiguous()
+
+    def play(self, tensors: list[Tensor], change: Callable[[Unit, Tensor], None] | None = None) -> list[Tensor]:
+        """O, LSE, dQ, dK and dV of the whole sequence."""
+        q, k, v, dout = tensors
+        out, lse = self.forward(q, k, v)
+        played = [self.backward(device, (*self.own(device, dout, q, out, lse), k, v)) for device in range(self.case.devices)]
+        states: dict[int, Tensor] = {}
+        for unit in self.shared.units:
+            state = played[unit.device].new_state(unit) if unit.before is None else states.pop(unit.before)
+            if change is not None:
+                change(unit, state)
+            played[unit.device].run(unit, state)
+            if unit.after is not None:
+                states[unit.number] = state
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        for mine, one in zip(self.rows, played, strict=True):
+            for whole, part in zip(gradients, one.finish(), strict=True):
+                whole[:, mine] = part
+        return [out, lse, *gradients]
+
+
+def plain(case: Case, tensors: list[Tensor]) -> list[Tensor]:
+    q, k, v, dout = tensors
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*inputs, mask=case.mask, return_lse=True)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+# ---- bits
+
+
+def checked_cases() -> Iterator[tuple[Case, int]]:
+    """(case, repeats), small ones first."""
+    small = Case(1024, 2, (2, 2))
+    for dims in ((128, 128), (64, 64), (256, 256), (192, 128), (192, 192), (96, 96)):
+        for mask in (Causal(), Window(300, 0), Full()):
+            yield replace(small, dims=dims, mask=mask), 2
+        yield replace(small, dims=dims, dtype=torch.float16, heads=(6, 2), tokens=2048), 2
+    for count in (2, 4, 8):
+        yield Case(8192, count, (8, 2)), 20
+        yield Case(8192, count, (16, 16), (64, 64)), 20
+        yield Case(8192, count, (4, 4), mask=Full(), sharding="contiguous"), 20
+        yield Case(16384, count, (32, 8)), 5
+        yield Case(16384, count, (16, 16), mask=Window(4096, 0)), 5
+
+
+def check_bits() -> list[dict[str, Any]]:
+    found = []
+    for case, repeats in checked_cases():
+        began, tensors, shared = time.time(), case.tensors(), Shared(case)
+        expected, different = plain(case, tensors), set[str]()
+        for _ in range(repeats):
+            different |= {name for name, a, b in zip(NAMES, expected, shared.play(tensors), strict=True) if not torch.equal(a, b)}
+        rounded = shared.play(tensors, _round_states)
+        control = [name for name, a, b in zip(NAMES, expected, rounded, strict=True) if not torch.equal(a, b)]
+        verdict = "EQUAL" if not different else f"DIFFERENT in {sorted(different)}"
+        print(f"{verdict}  x{repeats}  {case}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
+        found.append({"case": str(case), "repeats": repeats, "different": sorted(different), "control": control})
+    return found
+
+
+def _round_states(unit: Unit, state: Tensor) -> None:
+    if unit.before is not None:
+        state.copy_(state.bfloat16().float())
+
+
+# ---- time
+
+
+@dataclass
+class Times:
+    """In milliseconds. launched and replayed: of the slowest device."""
+
+    case: str
+    heads_together: int
+    units: int  # of the device that has most
+    plain_ms: float
+    launched_ms: float
+    replayed_ms: float
+    host_ms: float  # in which Python has launched the units of a device
+
+    def __str__(self) -> str:
+        return (
+            f"{self.case}, {self.heads_together} together: plain {self.plain_ms:.2f} ms; slowest device launched {self.launched_ms:.2f},"
+            f" replayed {self.replayed_ms:.2f} ms ({self.units} units, host {self.host_ms:.1f} ms);"
+            f" efficiency {self.efficiency(self.launched_ms):.3f} and {self.efficiency(self.replayed_ms):.3f}"
+        )
+
+    devices: int = 1
+
+    def efficiency(self, device_ms: float) -> float:
+        return self.plain_ms / self.devices / device_ms
+
+
+def timed_cases() -> Iterator[Case]:
+    for tokens, count in ((32768, 2), (32768, 4), (65536, 8)):
+        for together in (1, 2, 4, 8, 0):
+            yield Case(tokens, count, (32, 8), together=together)
+    yield Case(32768, 4, (16, 16))
+    yield Case(32768, 4, (16, 16), (64, 64))
+    yield Case(32768, 4, (16, 16), mask=Full(), sharding="contiguous")
+    yield Case(131072, 8, (32, 8))
+
+
+def measure(case: Case) -> Times:
+    tensors, shared = case.tensors(), Shared(case)
+    q, k, v, dout = tensors
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*inputs, mask=case.mask, return_lse=True)
+    plain_ms = milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+    out, lse = out.detach(), lse.detach()
+    launched, replayed, host = [], [], []
+    for device in range(case.devices):
+        own = (*shared.own(device, dout, q, out, lse), k, v)
+        states = scratch_states(shared, device)
+        launched.append(milliseconds(lambda own=own, device=device, states=states: run_alone(shared, device, own, states)))
+        host.append(host_milliseconds(lambda own=own, device=device, states=states: run_alone(shared, device, own, states)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run_alone(shared, device, own, states)
+        replayed.append(milliseconds(graph.replay))
+        del graph
+    units = max(map(len, shared.shared.by_device))
+    times = Times(str(case), shared.shared.heads_together, units, plain_ms, max(launched), max(replayed), max(host))
+    times.devices = case.devices
+    return times
+
+
+def scratch_states(shared: Shared, device: int) -> dict[int, Tensor]:
+    """Memory for states by size: what is in it does not change the time."""
+    sizes = {shared.shared.state_tiles(unit) * devices.tile_size(*shared.case.dims) for unit in shared.shared.by_device[device]}
+    return {size: torch.randn(size, device="cuda") for size in sizes}
+
+
+def run_alone(shared: Shared, device: int, own: tuple[Tensor, ...], states: dict[int, Tensor]) -> tuple[Tensor, ...]:
+    """A device's part of the backward, from preprocess to postprocess, for whose states nobody waits."""
+    backward = shared.backward(device, own)
+    for unit in shared.shared.by_device[device]:
+        backward.run(unit, states[backward.state_size(unit)])
+    return backward.finish()
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    for _ in range(2):
+        call()
+    found = []
+    for _ in range(ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end))
+    return median(found)
+
+
+def host_milliseconds(call: Callable[[], Any]) -> float:
+    """Until the call returns; the GPU may still work."""
+    found = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        found.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return min(found)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare bits")
+    parser.add_argument("--time", action="store_true", help="time the slowest device")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--json", type=Path, help="write what was found there, after every case")
+    chosen = parser.parse_args(arguments)
+    began, results = time.time(), {"gpu": torch.cuda.get_device_name(), "check": [], "time": []}
+    if chosen.check:
+        results["check"] = check_bits()
+    for case in timed_cases() if chosen.time else ():
+        if time.time() - began > chosen.seconds:
+            print("out of time", file=sys.stderr)
+            break
+        times = measure(case)
+        print(times, flush=True)
+        results["time"].append(asdict(times))
+        torch.cuda.empty_cache()
+        if chosen.json:
+            chosen.json.write_text(json.dumps(results, indent=1))
+    if chosen.json:
+        chosen.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
