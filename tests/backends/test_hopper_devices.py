@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Prefix, Problem, Window, flash_attn_func
+from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.units import SharedSchedule
+from dash_attn.scheduling.devices.units import SharedSchedule, share
 from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
@@ -393,6 +395,11 @@ def test_heads_of_a_unit_fill_the_machine() -> None:
     assert problem.all_parts == 32
     for ranks, expected in ((1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (64, 32)):
         assert devices.heads_together(problem, Sharding.zigzag(32768, ranks)) == expected
+    full = replace(problem, mask=Full())
+    assert devices.heads_together(full, Sharding.contiguous(32768, 2)) == 8, "blocks of 16 chains"
+    shared = share(schedule_for(full, "auto", 132), Sharding.contiguous(32768, 2), 8)
+    widest = max(map(shared.state_tiles, shared.units))
+    assert 120 <= widest <= 132
 
 
 def test_the_machine_code_has_a_name() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...scheduling.devices.sharding import Sharding
+from ...scheduling.generators.shift import LARGEST_BLOCK
 from ...scheduling.problem import Problem
 from . import tiles
 from .calls.device_backward import DeviceBackward, tile_size
@@ -26,8 +27,10 @@ def backward_tiles(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def heads_together(problem: Problem, sharding: Sharding) -> int:
-    """As many as have a chain for every SM: a unit has the KV tiles of a chunk, or half of them where an order has two classes."""
+    """As many as have a chain for every SM: a unit has the KV tiles of a chunk, or a block of them where every tile is kept."""
     chains = max(1, min(sharding.lengths) // problem.tile_kv)
+    if problem.kept.all():
+        chains = min(chains, LARGEST_BLOCK)
     return max(1, min(problem.batch * problem.all_parts, DEFAULT_WORKERS // chains))
 
 
