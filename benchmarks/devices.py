@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,10 +100,10 @@ class Shared:
             out[:, mine], lse[:, :, mine] = some
         return out, lse
 
-    def backward(self, device: int, inputs: tuple[Tensor, ...]) -> devices.DeviceBackward:
+    def backward(self, device: int, inputs: tuple[Tensor, ...], overlap: bool) -> devices.DeviceBackward:
         """inputs: dO, q, out and LSE of the device's rows, all of k and v."""
         dout, q, out, lse, k, v = inputs
-        made = devices.DeviceBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None))
+        made = devices.DeviceBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None), overlap)
         made.take_keys(k, v, 0)
         return made
 
@@ -110,11 +111,11 @@ class Shared:
         mine = self.rows[device]
         return *(x[:, mine].contiguous() for x in (dout, q, out)), lse[:, :, mine].contiguous()
 
-    def play(self, tensors: list[Tensor], change: Callable[[Unit, Tensor], None] | None = None) -> list[Tensor]:
+    def play(self, tensors: list[Tensor], overlap: bool, change: Callable[[Unit, Tensor], None] | None = None) -> list[Tensor]:
         """O, LSE, dQ, dK and dV of the whole sequence."""
         q, k, v, dout = tensors
         out, lse = self.forward(q, k, v)
-        played = [self.backward(device, (*self.own(device, dout, q, out, lse), k, v)) for device in range(self.case.devices)]
+        played = [self.backward(device, (*self.own(device, dout, q, out, lse), k, v), overlap) for device in range(self.case.devices)]
         states: dict[int, Tensor] = {}
         for unit in self.shared.units:
             state = played[unit.device].new_state(unit) if unit.before is None else states.pop(unit.before)
@@ -160,9 +161,11 @@ def check_bits() -> list[dict[str, Any]]:
     for case, repeats in checked_cases():
         began, tensors, shared = time.time(), case.tensors(), Shared(case)
         expected, different = plain(case, tensors), set[str]()
-        for _ in range(repeats):
-            different |= {name for name, a, b in zip(NAMES, expected, shared.play(tensors), strict=True) if not torch.equal(a, b)}
-        rounded = shared.play(tensors, _round_states)
+        for number in range(2 * repeats):
+            overlap = number % 2 == 1
+            found_now = zip(NAMES, expected, shared.play(tensors, overlap), strict=True)
+            different |= {f"{name}{' (overlap)' if overlap else ''}" for name, a, b in found_now if not torch.equal(a, b)}
+        rounded = shared.play(tensors, False, _round_states)
         control = [name for name, a, b in zip(NAMES, expected, rounded, strict=True) if not torch.equal(a, b)]
         verdict = "EQUAL" if not different else f"DIFFERENT in {sorted(different)}"
         print(f"{verdict}  x{repeats}  {case}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
@@ -180,27 +183,19 @@ def _round_states(unit: Unit, state: Tensor) -> None:
 
 @dataclass
 class Times:
-    """In milliseconds. launched and replayed: of the slowest device."""
+    """In milliseconds, of the slowest device; host: in which Python has launched its units."""
 
     case: str
+    devices: int
     heads_together: int
     units: int  # of the device that has most
     plain_ms: float
-    launched_ms: float
-    replayed_ms: float
-    host_ms: float  # in which Python has launched the units of a device
+    device_ms: dict[str, float]
 
     def __str__(self) -> str:
-        return (
-            f"{self.case}, {self.heads_together} together: plain {self.plain_ms:.2f} ms; slowest device launched {self.launched_ms:.2f},"
-            f" replayed {self.replayed_ms:.2f} ms ({self.units} units, host {self.host_ms:.1f} ms);"
-            f" efficiency {self.efficiency(self.launched_ms):.3f} and {self.efficiency(self.replayed_ms):.3f}"
-        )
-
-    devices: int = 1
-
-    def efficiency(self, device_ms: float) -> float:
-        return self.plain_ms / self.devices / device_ms
+        share = self.plain_ms / self.devices
+        found = ", ".join(f"{name} {ms:.2f} ({share / ms:.3f})" for name, ms in self.device_ms.items())
+        return f"{self.case}, {self.heads_together} together, {self.units} units: plain {self.plain_ms:.2f} ms; slowest device {found}"
 
 
 def timed_cases() -> Iterator[Case]:
@@ -220,21 +215,26 @@ def measure(case: Case) -> Times:
     out, lse = flash_attn_func(*inputs, mask=case.mask, return_lse=True)
     plain_ms = milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
     out, lse = out.detach(), lse.detach()
-    launched, replayed, host = [], [], []
+    slowest: dict[str, float] = {}
     for device in range(case.devices):
         own = (*shared.own(device, dout, q, out, lse), k, v)
-        states = scratch_states(shared, device)
-        launched.append(milliseconds(lambda own=own, device=device, states=states: run_alone(shared, device, own, states)))
-        host.append(host_milliseconds(lambda own=own, device=device, states=states: run_alone(shared, device, own, states)))
+        for name, ms in times_of_device(shared, device, own):
+            slowest[name] = max(ms, slowest.get(name, 0.0))
+    units = max(map(len, shared.shared.by_device))
+    return Times(str(case), case.devices, shared.shared.heads_together, units, plain_ms, slowest)
+
+
+def times_of_device(shared: Shared, device: int, own: tuple[Tensor, ...]) -> Iterator[tuple[str, float]]:
+    states = scratch_states(shared, device)
+    for overlap, name in ((False, ""), (True, " overlapping")):
+        call = partial(run_alone, shared, device, own, states, overlap)
+        yield f"launched{name}", milliseconds(call)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            run_alone(shared, device, own, states)
-        replayed.append(milliseconds(graph.replay))
-        del graph
-    units = max(map(len, shared.shared.by_device))
-    times = Times(str(case), shared.shared.heads_together, units, plain_ms, max(launched), max(replayed), max(host))
-    times.devices = case.devices
-    return times
+            call()
+        yield f"replayed{name}", milliseconds(graph.replay)
+        if not overlap:
+            yield "host", host_milliseconds(call)
 
 
 def scratch_states(shared: Shared, device: int) -> dict[int, Tensor]:
@@ -243,9 +243,9 @@ def scratch_states(shared: Shared, device: int) -> dict[int, Tensor]:
     return {size: torch.randn(size, device="cuda") for size in sizes}
 
 
-def run_alone(shared: Shared, device: int, own: tuple[Tensor, ...], states: dict[int, Tensor]) -> tuple[Tensor, ...]:
+def run_alone(shared: Shared, device: int, own: tuple[Tensor, ...], states: dict[int, Tensor], overlap: bool) -> tuple[Tensor, ...]:
     """A device's part of the backward, from preprocess to postprocess, for whose states nobody waits."""
-    backward = shared.backward(device, own)
+    backward = shared.backward(device, own, overlap)
     for unit in shared.shared.by_device[device]:
         backward.run(unit, states[backward.state_size(unit)])
     return backward.finish()

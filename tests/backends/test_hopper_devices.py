@@ -136,11 +136,42 @@ def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
         assert worst < 0.02, f"{name}: off by {worst:.3f} of the largest"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @each_case
-def test_all_devices_together_are_the_whole_call(memory: Memory, case: Case) -> None:
+def test_all_devices_together_are_the_whole_call(memory: Memory, case: Case, overlap: bool) -> None:
     inputs, expected, _ = inputs_of(case)
-    played = play(case, memory, inputs)
+    played = play(case, memory, inputs, overlap=overlap)
     assert_near(played.gradients, expected)
+
+
+def test_what_a_launch_may_overlap(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first one, and none whose states come from another device; those that come from here are waited for."""
+    case, seen = CASES["causal"], []
+    walk = calls.DeviceBackward._walk
+
+    def note(backward: Any, launch: Any, stream: Any) -> None:
+        seen.append((backward.number, backward.leg.overlaps, backward.leg.awaited))
+        walk(backward, launch, stream)
+
+    monkeypatch.setattr(calls.DeviceBackward, "_walk", note)
+    played = play(case, memory, inputs_of(case)[0], overlap=True)
+    legs, begun = [unit for unit in played.shared.units if unit.leg is not None], set()
+    for unit, (device, overlaps, awaited) in zip(legs, seen, strict=True):
+        assert device == unit.device
+        semaphores = played.backwards[device].legs.host.semaphore_of
+        comes_from = None if unit.before is None else played.shared.units[unit.before].device
+        assert overlaps == (device in begun and comes_from in (None, device))
+        assert awaited == (semaphores[unit.before] if overlaps and unit.before is not None else -1)
+        begun.add(device)
+    assert {overlaps for _, overlaps, _ in seen} == {0, 1}
+    assert max(awaited for *_, awaited in seen) > 0
+
+
+def test_endings_that_wait_are_bounded(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["a group in parts"]
+    inputs, expected, _ = inputs_of(case)
+    monkeypatch.setattr(calls, "MOST_WAITING", 4 * devices.tile_size(64, 64) * 30)
+    assert_near(play(case, memory, inputs, overlap=True).gradients, expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -229,13 +260,13 @@ def test_records_stay_inside_of_their_tables(case: Case) -> None:
         assert (records["first_dq_tile"] + sizes.q_tiles <= sizes.dq_tiles).all()
         assert (records["steps"] > 0).all(), "a leg has tasks"
         assert sum(unit.leg is not None for unit in made.units) == len(made.counters)
-        for name, most in (("sum", sizes.all_sums), ("first", sizes.most_states)):
-            assert (made.endings[:, leg_tables.ENDING_FIELDS.index(name)] < most).all()
+        assert (made.endings[:, leg_tables.ENDING_FIELDS.index("sum")] < sizes.all_sums).all()
+        assert len(set(records["first_sum"].tolist())) == len(made.records) == sizes.states, "a semaphore for every state"
         for unit in made.units:
-            if unit.leg is not None:
-                first, count = made.chains[unit.number]
-                slots = records["first_sum"][first : first + count]
-                assert len(set(slots.tolist())) == count, "two chains of a unit have one state"
+            if unit.leg is None:
+                first, count = made.ends[unit.number]
+                ending = dict(zip(leg_tables.ENDING_FIELDS, made.endings[first : first + count].T, strict=True))
+                assert (ending["first"] + (ending["count"] - 1) * ending["stride"] < shared.state_tiles(unit)).all()
 
 
 @each_case

@@ -154,6 +154,21 @@ def test_sinks_and_gradients_of_the_lse(dims: tuple[int, int]) -> None:
     assert torch.equal(total, dsinks)
 
 
+@dims
+@masks
+def test_launches_that_overlap(mask: Mask, dims: tuple[int, int]) -> None:
+    for sharding in (Sharding.zigzag(2048, 2), Sharding.contiguous(2048, 4), Sharding((512,) * 4, (0,) * 4)):
+        assert_same(Case(mask, sharding, (4, 2), dims, together=2), overlap=True)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_overlapping_launches_are_the_same_in_every_run(dims: tuple[int, int]) -> None:
+    case = Case(Causal(), Sharding((2048,) * 4, (0,) * 4), (8, 4), dims, together=4)
+    expected, tensors = whole_call(case)
+    for number in range(REPEATS):
+        assert_same_bits(shared_call(case, tensors, overlap=True), expected, f"run {number}")
+
+
 def test_head_by_head_and_together_are_the_same() -> None:
     case = Case(Causal(), Sharding.zigzag(4096, 2), (8, 4), (128, 128))
     expected, tensors = whole_call(case)

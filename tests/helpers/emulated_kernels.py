@@ -207,6 +207,10 @@ def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[Emulated
     dim, v_dim = k_map.tensor.shape[-1], v_map.tensor.shape[-1]
     dk, dv = (np.zeros((shapes.kv_rows, n)) for n in (dim, v_dim))
     if legs.states is not None:
+        if legs.awaited >= 0:
+            assert legs.overlaps
+            came = p.semaphores + 4 * (legs.awaited + record.first_sum - p.first_sum)
+            assert (memory.at("semaphores", came, shapes.sum_pieces, np.int32) == 1).all(), "nobody will store this state"
         dk[:], dv[:] = state.dk[:, :dim], state.dv[:, :v_dim]
     k, v = (m.load(record.kv_plane, record.kv_head - legs.first_kv_head, record.kv_row) for m in (k_map, v_map))
     steps = steps_of(memory, p, record)
@@ -215,6 +219,7 @@ def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[Emulated
         q, dout = (m.load(record.q_plane, record.q_head, q_tile * shapes.q_rows) for m in (q_map, do_map))
         tile = record.first_dq_tile + q_tile
         assert tile < p.first_sum
+        assert record.first_sum >= p.first_sum
         lse, delta = (memory.at(n, at + 4 * tile * shapes.q_rows, shapes.q_rows) for n, at in (("lse", p.lse), ("delta", p.delta)))
         scores = q @ k.T * p.scale
         if partial:
@@ -226,7 +231,9 @@ def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[Emulated
         land(memory, p, tile, rank, (dscores @ k).astype(np.float32), shapes)
     state.dk[:], state.dv[:] = 0, 0
     state.dk[:, :dim], state.dv[:, :v_dim] = dk, dv
-    memory.at("semaphores", p.semaphores + 4 * record.first_sum, shapes.sum_pieces, np.int32)[:] = 1
+    stored = memory.at("semaphores", p.semaphores + 4 * record.first_sum, shapes.sum_pieces, np.int32)
+    assert (stored == 0).all(), "two chains have one state"
+    stored[:] = 1
 
 
 def band(p: Any, record: Any, first_row: int, shape: tuple[int, int]) -> NDArray[np.bool_]:

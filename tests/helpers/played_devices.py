@@ -115,6 +115,7 @@ def play_devices(
     change: Callable[[Unit, Tensor], None] | None = None,
     made: Callable[[str, Tensor], Tensor] = as_it_is,
     units: Iterable[Unit] | None = None,
+    overlap: bool = False,
 ) -> Played:
     """One process plays all devices. inputs: dout, q, k, v, out and LSE of the whole sequence.
 
@@ -126,7 +127,8 @@ def play_devices(
     backwards = []
     for device, mine in enumerate(rows):
         of_rows = [None if x is None else made("rows", x[:, :, mine].contiguous()) for x in (lse, dlse)]
-        backward = calls().DeviceBackward(plan, shared, device, case.options, (dout[:, mine], q[:, mine], out[:, mine]), of_rows)
+        own = dout[:, mine], q[:, mine], out[:, mine]
+        backward = calls().DeviceBackward(plan, shared, device, case.options, own, of_rows, overlap)
         for some in torch.arange(case.heads[1]).chunk(gathers):
             first, end = int(some[0]), int(some[-1]) + 1
             backward.take_keys(k[:, :, first:end], v[:, :, first:end], first)

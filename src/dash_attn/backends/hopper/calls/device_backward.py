@@ -43,6 +43,7 @@ from .leg_tables import LegTables
 from .tables import DeviceTables, mask_kind, mask_on_device
 
 MOST_TABLES = 64  # of shared schedules and devices that are kept
+MOST_WAITING = 2**28  # bytes of states whose endings wait for a moment at which nothing overlaps
 ENDING_FLOATS = 1024  # of a block of end_trips
 
 
@@ -110,7 +111,10 @@ class LegLaunch(NamedTuple):
 
 
 class DeviceBackward:
-    """`run` the device's units in their sequence. States come from and go to whoever has the leg before and after."""
+    """`run` the device's units in their sequence. States come from and go to whoever has the leg before and after.
+
+    overlap: a launch may start while the one before it ends, where its states come from this device. The bits are the same.
+    """
 
     def __init__(
         self,
@@ -120,9 +124,10 @@ class DeviceBackward:
         options: AttentionOptions,
         rows: tuple[Tensor, ...],
         of_rows: tuple[Tensor, Tensor | None],
+        overlap: bool = False,
     ) -> None:
         """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that."""
-        self.plan, self.shared, self.number, self.options = plan, shared, device, options
+        self.plan, self.shared, self.number, self.options, self.overlap = plan, shared, device, options, overlap
         dout, q, out = rows
         self.dims = q.shape[-1], dout.shape[-1]
         self.kernel_dims = backward_dims(*self.dims)
@@ -133,6 +138,7 @@ class DeviceBackward:
         self.keys: dict[int, Keys] = {}  # by KV head
         self.more_counters: list[Tensor] = []  # of launches that the tables do not know
         self._ran: set[int] = set()  # numbers of units
+        self._waiting: list[tuple[Unit, Tensor]] = []  # endings
         raise_if_troubled()
         with on_device(self.index):
             self.legs = legs_on_device(plan, shared, device, self.kernel_dims, self.device)
@@ -198,7 +204,6 @@ class DeviceBackward:
             delta=at["delta"],
             dq=at["dq"],
             semaphores=at["semaphores"],
-            first_sum=sizes.dq_tiles,
             report=report_address(),
             most_polls=MOST_POLLS,
             call=register_call(sizes.q_heads, sizes.q_tiles),
@@ -302,13 +307,23 @@ class DeviceBackward:
         with on_device(self.index):
             stream = current_stream(self.index)
             if unit.leg is None:
-                self._end(unit, state, stream)
+                self._waiting.append((unit, state))
+                if not self.overlap or sum(x.nbytes for _, x in self._waiting) > MOST_WAITING:
+                    self._end_all(stream)
             else:
-                self.main.sums = state.data_ptr()
-                self.leg.states = None if unit.before is None else state.data_ptr()
+                self._begin(unit, state)
                 for launch in self._launches(unit):
                     self._walk(launch, stream)
         self._ran.add(unit.number)
+
+    def _begin(self, unit: Unit, state: Tensor) -> None:
+        """What the first launch reads, and states from another device, are there when whatever is before has ended."""
+        semaphores, before = self.legs.host.semaphore_of, unit.before
+        self.main.sums, self.main.first_sum = state.data_ptr(), semaphores[unit.number]
+        self.leg.states = None if before is None else state.data_ptr()
+        here = before is not None and self.shared.units[before].device == self.number
+        self.leg.overlaps = int(self.overlap and bool(self._ran) and (here or before is None))
+        self.leg.awaited = semaphores[before] if here and before is not None and self.leg.overlaps else -1
 
     def _check_turn(self, unit: Unit) -> None:
         """A kernel would wait for what never comes."""
@@ -354,6 +369,12 @@ class DeviceBackward:
             prepared[grid] = self._attention.prepare(grid, arguments, early=True)
         prepared[grid].on(stream)
 
+    def _end_all(self, stream: Any) -> None:
+        """Endings that wait, one after the other, when everything before has ended."""
+        for unit, state in self._waiting:
+            self._end(unit, state, stream)
+        self._waiting.clear()
+
     def _end(self, unit: Unit, state: Tensor, stream: Any) -> None:
         self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
         blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
@@ -375,6 +396,7 @@ class DeviceBackward:
             after = self.after
             after.dq, after.strides, after.sums.dk, after.sums.dv = dq.data_ptr(), row_strides(dq), dk.data_ptr(), dv.data_ptr()
             blocks = sizes.dq_tiles + 2 * sizes.batch * sizes.kv_heads * sizes.kv_tiles * (self.tiles.kv_rows // 64)
+            self._end_all(current_stream(self.index))
             kernel = self.kernels.postprocess.load(self.index)
             kernel.prepare(blocks, [addressof(after)]).on(current_stream(self.index))
         return cut(dq, self.dims[0]), cut(dk, self.dims[0]), cut(dv, self.dims[1])

@@ -73,7 +73,7 @@ class DeviceSizes:
     kv_tiles: int  # of a KV head
     sums: int  # per KV tile
     pieces: int  # of a sum or state, each with a semaphore
-    most_states: int  # of a unit
+    states: int  # behind all legs of the device
 
     @property
     def dq_tiles(self) -> int:
@@ -85,8 +85,8 @@ class DeviceSizes:
 
     @property
     def first_sum(self) -> int:
-        """Semaphores of dQ tiles come first, then those of states, which nobody waits for, then those of sums."""
-        return self.dq_tiles + self.most_states * self.pieces
+        """Semaphores of dQ tiles come first, then those of states, leg by leg, then those of sums."""
+        return self.dq_tiles + self.states * self.pieces
 
     @property
     def semaphores(self) -> int:
@@ -104,7 +104,7 @@ def device_sizes(plan: Plan, shared: SharedSchedule, device: int, tiles: Backwar
         kv_tiles=len(rows.tiles(problem.tile_kv)),
         sums=plan.sums,
         pieces=tiles.sum_pieces,
-        most_states=max((shared.state_tiles(unit) for unit in shared.by_device[device]), default=0),
+        states=sum(shared.state_tiles(unit) for unit in shared.by_device[device] if unit.leg is not None),
     )
 
 
@@ -165,12 +165,22 @@ class LegTables:
         self.plan, self.shared, self.rows = plan, shared, DeviceRows(shared.sharding, device)
         self.sizes = device_sizes(plan, shared, device, tiles)
         self.units = shared.by_device[device]
+        self.semaphore_of = self._semaphores_of_states()
         self._legs: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
         self._runs = LegRuns(plan)
         self.records, self.chains = self._joined([unit for unit in self.units if unit.leg is not None], self.records_of, CHAIN_FIELDS)
         self.endings, self.ends = self._joined([unit for unit in self.units if unit.leg is None], self._endings_of, ENDING_FIELDS)
         self.runs, self.entries = self._runs.tables["runs"], self._runs.tables["entries"]
         self.q_ranks = frozen_ints(plan.ranks_per_q_tile[self.rows.tiles(plan.problem.tile_q)])
+
+    def _semaphores_of_states(self) -> dict[int, int]:
+        """By unit: the first one of the states that it leaves."""
+        found, states = {}, 0
+        for unit in self.units:
+            if unit.leg is not None:
+                found[unit.number] = self.sizes.dq_tiles + states * self.sizes.pieces
+                states += self.shared.state_tiles(unit)
+        return found
 
     @cached_property
     def counters(self) -> Ints:
@@ -215,7 +225,7 @@ class LegTables:
             "walk": 2 * steps,
             "q_head": q_head,
             "members": np.ones_like(steps),
-            "first_sum": self.sizes.dq_tiles + slot * self.sizes.pieces,
+            "first_sum": self.semaphore_of[unit.number] + slot * self.sizes.pieces,
         }
         nothing = np.zeros_like(steps)  # q_shift and gang_end, and the turn of a state: it is stored
         return frozen_ints(np.stack([fields.get(name, nothing) for name in CHAIN_FIELDS], axis=1))

@@ -244,6 +244,8 @@ class LegParams(Structure):
     _members_ = (
         ("const float*", "states", "the same memory; null: the chains begin here"),
         ("int", "first_kv_head", "whose keys and values are the first ones there are"),
+        ("int", "overlaps", "1: the launch before may still run; only dQ tiles and states are waited for"),
+        ("int", "awaited", "semaphores of the states that come, where a launch that still runs may store them; -1: they are there"),
     )
 
 

@@ -267,10 +267,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
   // dV and dK as put_sum left them.
   DEVICE void take_state(const float* states, const Pipeline& pipe) {
     const i64 piece = notes.first_sum(pipe) - p.first_sum;
-    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + warp * 32 + lane;
+    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + state_quad<C>(wg, 0) + warp * 32 + lane;
 #pragma unroll
     for (int first = 0; first < D; first += 4) {
-      const float4 v = __ldcg(from + state_quad<C>(wg, first));
+      const float4 v = __ldcg(from + state_quad<C>(0, first));
       float* r = first < D / 2 ? dv + first : dk + first - D / 2;
       r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
     }

@@ -1,5 +1,8 @@
 // Legs of walks, where a sequence is shared by devices: attention_backward for stretches of chains whose dK and dV are kept in memory
 // before and behind them, as states, as the consumers have them in registers. Semaphores and dQ live through all launches of a device.
+//
+// Launches may overlap. CTAs of a launch start when all those of the one before have started, on SMs that are free; semaphores tell
+// them which ranks have landed and which states have been stored. Nothing waits in a circle: no launch waits for a later one.
 #pragma once
 #include "backward/consumer.cuh"
 #include "backward/drain.cuh"
@@ -20,7 +23,7 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) Barriers<C>{shared}.init();
   __syncthreads();
-  await_kernel_before();  // the preprocess, or the legs before
+  if (!legs.overlaps) await_kernel_before();  // the preprocess, or whatever brought the states
   allow_next_kernel();
 
   if (warp < 4) {
@@ -29,9 +32,10 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     const Barriers<C> bars{shared};
     if (lane != 0) return;
     if (warp == 0) Loader<D, DV, MASK, true>{p, &q_map, &k_map, &v_map, &do_map, notes, bars, shared, &legs}.run();
-    if (warp == 1) Planner<D, DV, MASK>{p, notes, bars, shared}.run();
+    if (warp == 1) Planner<D, DV, MASK, true>{p, notes, bars, shared, &legs}.run();
     if (warp == 2) Drain<D, DV, true, false, 0, true>{p, notes, bars, shared}.run();
     if (warp == 3) Drain<D, DV, true, false, 1, true>{p, notes, bars, shared}.run();
+    if (warp == 1 && legs.overlaps && blockIdx.x == 0) await_kernel_before();  // launches end one after the other
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
     if constexpr (D <= 128)

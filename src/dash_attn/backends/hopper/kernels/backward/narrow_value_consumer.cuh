@@ -295,10 +295,10 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
   // dV and dK as put_sum left them.
   DEVICE void take_state(const float* states, const Progress& at) {
     const i64 piece = notes.first_sum(at.chain()) - p.first_sum;
-    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + opaque(thread);
+    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + state_quad<C>(wg, 0) + opaque(thread);
 #pragma unroll
     for (int first = 0; first < (D + DV) / 2; first += 4) {
-      const float4 v = __ldcg(from + state_quad<C>(wg, first));
+      const float4 v = __ldcg(from + state_quad<C>(0, first));
       float* r = first < DV / 2 ? dv + first : dk + first - DV / 2;
       r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
     }

@@ -264,10 +264,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
   // dV or dK as put_sum left it.
   DEVICE void take_state(const float* states) {
     const i64 piece = notes.first_sum(pipe) - p.first_sum;
-    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + warp * 32 + lane;
+    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + state_quad<C>(WG, 0) + warp * 32 + lane;
 #pragma unroll
     for (int first = 0; first < SUM; first += 4) {
-      const float4 v = __ldcg(from + state_quad<C>(WG, first));
+      const float4 v = __ldcg(from + state_quad<C>(0, first));
       sum[first] = v.x, sum[first + 1] = v.y, sum[first + 2] = v.z, sum[first + 3] = v.w;
     }
   }
