@@ -1,5 +1,6 @@
-"""Devices that share a sequence, on one Hopper GPU: python benchmarks/devices.py [--check] [--time] [--json FILE]
+"""Devices that share a sequence, on one Hopper GPU: python benchmarks/devices.py [--compile] [--check] [--time] [--json FILE]
 
+--compile: all kernels that the others need, in as many processes as there are cores. It needs no GPU.
 --check: one process plays all devices; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
 must change them. Small shapes come first, so that whatever is wrong shows early.
 --time: each device's part of the backward alone, with states already there, against the plain call divided by the number of devices:
@@ -13,7 +14,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,7 +25,12 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Problem, Window, flash_attn_func
-from dash_attn.backends.hopper import devices
+from dash_attn.backends.hopper import devices, tiles
+from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
+from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
+from dash_attn.backends.hopper.calls.tables import mask_kind
+from dash_attn.backends.hopper.device.compile import compile_kernel
+from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import DEFAULT_WORKERS, plan_for
@@ -68,8 +75,8 @@ class Case:
     @property
     def problem(self) -> Problem:
         q_heads, kv_heads = self.heads
-        tiles = devices.backward_tiles(*self.dims)
-        return Problem(self.mask, self.tokens, self.tokens, *tiles, kv_heads, q_heads // kv_heads, self.batch)
+        tile = devices.backward_tiles(*self.dims)
+        return Problem(self.mask, self.tokens, self.tokens, *tile, kv_heads, q_heads // kv_heads, self.batch)
 
     def tensors(self) -> list[Tensor]:
         """q, k, v and dO."""
@@ -138,6 +145,27 @@ def plain(case: Case, tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
+# ---- kernels
+
+
+def kernels_of(case: Case) -> set[tuple[str, str]]:
+    """(header, name) of all that a plain call and devices load."""
+    dims = tiles.backward_dims(*case.dims)
+    softcap, kind, dtype = bool(case.options.softcap), mask_kind(case.mask), DTYPES[case.dtype]
+    variant = Variant(dtype, dims[0], softcap, kind)
+    forward_dim = tiles.kernel_dim(*case.dims)
+    forward = [forward_kernel(Variant(dtype, forward_dim, softcap, kind), consumers) for consumers in CONSUMER_CHOICES[forward_dim]]
+    found = [leg_kernels(variant, dims[1]), backward_kernels(variant, dims[1], ordered=True)]
+    return {(kernel.header, kernel.name) for kernel in (*forward, *(getattr(x, name.name) for x in found for name in fields(x)))}
+
+
+def compile_all() -> None:
+    needed = sorted(set.union(*map(kernels_of, [*(case for case, _ in checked_cases()), *timed_cases()])))
+    with ProcessPoolExecutor() as pool:
+        for (_, name), kernel in zip(needed, pool.map(compile_kernel, *zip(*needed, strict=True)), strict=True):
+            print(kernel.sha256[:16], name, flush=True)
+
+
 # ---- bits
 
 
@@ -163,14 +191,24 @@ def check_bits() -> list[dict[str, Any]]:
         expected, different = plain(case, tensors), set[str]()
         for number in range(2 * repeats):
             overlap = number % 2 == 1
-            found_now = zip(NAMES, expected, shared.play(tensors, overlap), strict=True)
-            different |= {f"{name}{' (overlap)' if overlap else ''}" for name, a, b in found_now if not torch.equal(a, b)}
+            for name, a, b in zip(NAMES, expected, shared.play(tensors, overlap), strict=True):
+                if not torch.equal(a, b):
+                    different.add(f"{name} (overlap)" if overlap else name)
+                    print(f"  run {number}, overlap {overlap}: {name} {difference(a, b)}", flush=True)
         rounded = shared.play(tensors, False, _round_states)
         control = [name for name, a, b in zip(NAMES, expected, rounded, strict=True) if not torch.equal(a, b)]
         verdict = "EQUAL" if not different else f"DIFFERENT in {sorted(different)}"
         print(f"{verdict}  x{repeats}  {case}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
         found.append({"case": str(case), "repeats": repeats, "different": sorted(different), "control": control})
     return found
+
+
+def difference(a: Tensor, b: Tensor) -> str:
+    """Where and how far two tensors are apart, to tell a wrong table from a wrong order of additions."""
+    where = (a != b).nonzero()
+    far = (a.float() - b.float()).abs().max().item() / a.float().abs().max().item()
+    axes = [f"{int(axis.min())}..{int(axis.max())}" for axis in where.unbind(1)]
+    return f"differs in {len(where)} of {a.numel()} elements, at {axes}, by at most {far:.2g} of the largest; NaN: {int(b.isnan().sum())}"
 
 
 def _round_states(unit: Unit, state: Tensor) -> None:
@@ -280,12 +318,18 @@ def host_milliseconds(call: Callable[[], Any]) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="compile all kernels at once")
     parser.add_argument("--check", action="store_true", help="compare bits")
     parser.add_argument("--time", action="store_true", help="time the slowest device")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--json", type=Path, help="write what was found there, after every case")
     chosen = parser.parse_args(arguments)
-    began, results = time.time(), {"gpu": torch.cuda.get_device_name(), "check": [], "time": []}
+    began = time.time()
+    if chosen.compile:
+        compile_all()
+    if not (chosen.check or chosen.time):
+        return
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "check": [], "time": []}
     if chosen.check:
         results["check"] = check_bits()
     for case in timed_cases() if chosen.time else ():
