@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Full, Mask, Prefix, Problem, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.scheduling.devices.sharding import Sharding
@@ -26,8 +26,8 @@ from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
 
-NAMES = ("device_backward", "device_forward", "kernel_names", "leg_tables", "layout", "tables")
-calls, ahead, kernel_names, leg_tables, layout, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
+NAMES = ("device_backward", "device_forward", "device_masks", "kernel_names", "leg_tables", "tables")
+calls, ahead, masks, kernel_names, leg_tables, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
 devices = import_module("dash_attn.backends.hopper.devices")
 workspaces = import_module("dash_attn.backends.hopper.device.workspace")
 recently_used = import_module("dash_attn.backends.hopper.device.recently_used")
@@ -83,6 +83,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(calls, name, value)
+    monkeypatch.setattr(masks, "DeviceTables", Tables)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     tables.mask_on_device.cache_clear()
@@ -106,6 +107,8 @@ CASES = {
     "padded head dims": Case(Causal(), Sharding.zigzag(512, 2), (2, 2), (59, 40)),
     "values of another dim": Case(Causal(), Sharding.zigzag(512, 2), (2, 1), (96, 40)),
     "head dim 192": Case(Causal(), Sharding.zigzag(512, 2), (4, 2), (192, 192), together=2),
+    "prefix": Case(Prefix(700), Sharding.zigzag(1024, 2), (2, 2), (128, 128), schedule="alternating"),
+    "documents": Case(Documents((300, 21, 775)), UNEVEN, (2, 2), (64, 64), schedule="alternating"),
     "weave, listed entries": Case(Window(-1, 100), Sharding((512,), (0,)), (2, 2), (64, 64), schedule="weave"),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -123,7 +126,7 @@ def inputs_of(case: Case, sinks: Tensor | None = None) -> tuple[tuple[Tensor, ..
     shapes = [(q_heads, dim), (kv_heads, dim), (kv_heads, v_dim), (q_heads, v_dim)]
     q, k, v, dout = (torch.randn(case.batch, rows, *shape).to(case.dtype) for shape in shapes)
     q32, k32, v32 = (x.float().requires_grad_() for x in (q, k, v))
-    options = {"mask": case.mask, "schedule": "auto", "return_lse": True, "head_offset": case.head_offset}
+    options = {"mask": case.mask, "schedule": case.schedule, "return_lse": True, "head_offset": case.head_offset}
     out, lse = flash_attn_func(q32, k32, v32, sinks=sinks, **options)
     dlse = None if sinks is None else torch.randn_like(lse)
     torch.autograd.backward([out, lse], [dout.float(), torch.zeros_like(lse) if dlse is None else dlse])
@@ -378,30 +381,49 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
         make(rows=rows[:, :250])
     with pytest.raises(ValueError, match="bfloat16 and float16"):
         make(rows=rows.float())
-    prefix = Case(Prefix(100), Sharding.zigzag(512, 2), (2, 2), schedule="alternating")
-    with pytest.raises(NotImplementedError, match="full, causal and window masks; got prefix"):
-        calls.DeviceBackward(prefix.plan, prefix.shared, 0, prefix.options, (rows, rows, rows), (lse, None))
-    with pytest.raises(NotImplementedError, match="full, causal and window masks; got prefix"):
-        devices.forward(rows, rows, rows, prefix.options, None, prefix.problem, prefix.sharding, 0)
+    blocks = Case(TileMap(np.tri(4, dtype=bool), 128, 128), Sharding.zigzag(512, 2), (2, 2), schedule="alternating")
+    with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
+        calls.DeviceBackward(blocks.plan, blocks.shared, 0, blocks.options, (rows, rows, rows), (lse, None))
+    with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
+        devices.forward(rows, rows, rows, blocks.options, None, blocks.problem, blocks.sharding, 0)
 
 
 # The forward
 
 
 @pytest.mark.parametrize(
-    "mask", [Full(), Causal(), Window(200, 0), Window(100, 70), Window(-1, 300), Window(300, -1), Window(0, 2000), Window(2000, 5)], ids=str
+    "mask",
+    [
+        Full(),
+        Causal(),
+        Window(200, 0),
+        Window(100, 70),
+        Window(-1, 300),
+        Window(300, -1),
+        Window(0, 2000),
+        Window(2000, 5),
+        Prefix(400),
+        Documents((100, 300, 600)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("rows", [range(256), range(256, 512), range(768, 1000)], ids=str)
 def test_the_mask_of_some_rows(mask: Mask, rows: range) -> None:
     """Aligned with the last key of those that are given, it keeps what the mask of the whole keeps there."""
-    own, keys = ahead.mask_of_rows(mask, rows, 1000)
+    own, keys = masks.mask_of_rows(mask, rows, 1000)
     whole = mask.keep(slice(rows.start, rows.stop), slice(0, 1000), 1000, 1000)
     some = own.keep(slice(0, len(rows)), slice(0, keys), len(rows), keys)
     assert np.array_equal(whole[:, :keys], some)
+    tiles = own.tile_map(len(rows), keys, 64, 128)
+    assert ((tiles > 0) == [[some[i : i + 64, j : j + 128].any() for j in range(0, keys, 128)] for i in range(0, len(rows), 64)]).all()
     assert not whole[:, keys:].any()
 
 
-def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mask", "keys"),
+    [(Window(150, 40), (168, 1096, 424, 936, 552, 680)), (Causal(), (128, 1096, 384, 896, 512, 640)), (Prefix(400), (1096,) * 6)],
+)
+def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch, mask: Mask, keys: tuple[int, ...]) -> None:
     seen = []
 
     def plain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -410,7 +432,7 @@ def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return out, lse
 
     monkeypatch.setattr(ahead, "forward_of_batch", plain)
-    case = Case(Window(150, 40), UNEVEN, (2, 1))
+    case = Case(mask, UNEVEN, (2, 1), schedule="alternating")
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, UNEVEN.rows, heads, 64) for heads in (2, 1, 1))
     out, lse = flash_attn_func(q, k, v, mask=case.mask, return_lse=True)
@@ -418,7 +440,9 @@ def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         mine = torch.from_numpy(UNEVEN.rows_of(device).copy()).long()
         found = devices.forward(q[:, mine], k, v, case.options, None, case.problem, UNEVEN, device)
         torch.testing.assert_close(found, (out[:, mine], lse[:, :, mine]))
-    assert [entry[:2] for entry in seen] == [(128, 168), (200, 1096), (256, 424), (256, 936), (128, 552), (128, 680)]
+    assert [entry[:2] for entry in seen] == list(zip((128, 200, 256, 256, 128, 128), keys, strict=True))
+    assert {entry[3] for entry in seen} == {"auto"}, "a forward needs no schedule"
+    assert len({hash(entry[2]) for entry in seen}) > 0, "calls are found by their masks"
 
 
 def test_heads_of_a_unit_fill_the_machine() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Full, Mask, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, flash_attn_func
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.units import Unit
 from dense import Results, assert_same_bits
@@ -87,6 +87,12 @@ def test_uneven_chunks(dims: tuple[int, int]) -> None:
 def test_one_device_with_many_chunks(dims: tuple[int, int]) -> None:
     """Full masks without gangs: any number of SMs could run it."""
     assert_same(Case(Full(), Sharding((512,) * 8, (0,) * 8), (4, 2), dims, together=4))
+
+
+@dims
+@pytest.mark.parametrize("mask", [Prefix(700), Documents((1000, 40, 1008))], ids=str)
+def test_masks_by_row(mask: Mask, dims: tuple[int, int]) -> None:
+    assert_same(Case(mask, Sharding.zigzag(2048, 2), (4, 2), dims, schedule="alternating", together=2))
 
 
 @dims

@@ -194,10 +194,10 @@ def walk_legs(memory: Memory, arguments: list[str], grid: int, addresses: list[i
     counter[0] = counter[1]
     for record in structures(memory, "ChainRecord", "records", p.tickets, int(counter[1])):
         assert legs.states in (None, p.sums)
-        walk_leg(memory, p, legs, record, maps, dims)
+        walk_leg(memory, p, legs, record, maps, dims, arguments[4])
 
 
-def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[EmulatedMap], dims: tuple[int, int]) -> None:
+def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[EmulatedMap], dims: tuple[int, int], kind: str) -> None:
     q_map, k_map, v_map, do_map = maps
     shapes = tiles_of(*dims)
     assert (record.gang_end, record.members, record.turn, record.q_shift) == (0, 1, 0, 0)
@@ -223,7 +223,8 @@ def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[Emulated
         lse, delta = (memory.at(n, at + 4 * tile * shapes.q_rows, shapes.q_rows) for n, at in (("lse", p.lse), ("delta", p.delta)))
         scores = q @ k.T * p.scale
         if partial:
-            scores = np.where(band(p, record, q_tile * shapes.q_rows, scores.shape), scores, -1e30)
+            keeps = band if kind == "MaskKind::Band" else row_bounds
+            scores = np.where(keeps(memory, p, record, q_tile * shapes.q_rows, scores.shape), scores, -1e30)
         weights = np.exp2(scores * LOG2_E - lse[:, None])
         dscores = weights * (dout @ v.T - delta[:, None])
         dv += weights.T @ dout
@@ -236,7 +237,16 @@ def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[Emulated
     stored[:] = 1
 
 
-def band(p: Any, record: Any, first_row: int, shape: tuple[int, int]) -> NDArray[np.bool_]:
+def row_bounds(memory: Memory, p: Any, record: Any, first_row: int, shape: tuple[int, int]) -> NDArray[np.bool_]:
+    rows = memory.at("rows", p.mask.rows, 2 * p.mask.q_len, np.int32).reshape(-1, 2)[first_row : first_row + shape[0]]
+    bounds = np.zeros((shape[0], 2), dtype=np.int64)
+    bounds[: len(rows)] = rows
+    key = np.arange(shape[1])
+    kept: NDArray[np.bool_] = (record.kv_row + key >= bounds[:, :1]) & (record.kv_row + key < bounds[:, 1:]) & (key < record.keys)
+    return kept
+
+
+def band(memory: Memory, p: Any, record: Any, first_row: int, shape: tuple[int, int]) -> NDArray[np.bool_]:
     """As KeyMask of common/mask.cuh."""
     query, key = first_row + np.arange(shape[0])[:, None], np.arange(shape[1])
     inside = record.band_top - key + query

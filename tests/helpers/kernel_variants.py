@@ -23,11 +23,12 @@ BACKWARD = [
     for mask in MASKS
 ]
 RECORDING = [f"attention_backward<bf16, {dim}, {v_dim}, true, false, MaskKind::Band, true>" for dim, v_dim in BACKWARD_DIMS]
-LEGS = [  # of devices that share a sequence, with the masks that leg_tables.py allows
-    f"attention_backward_of_legs<{dtype}, {dim}, {v_dim}, {softcap}, MaskKind::Band>"
+LEGS = [  # of devices that share a sequence, with the masks that device_masks.py allows
+    f"attention_backward_of_legs<{dtype}, {dim}, {v_dim}, {softcap}, MaskKind::{mask}>"
     for dtype in DTYPES
     for dim, v_dim in BACKWARD_DIMS
     for softcap in FLAGS
+    for mask in ("Band", "Rows")
 ]
 FORWARD = [
     f"attention_forward<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}>"

@@ -37,10 +37,11 @@ from ..device.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, sm_count
 from ..tiles import backward_dims, backward_tiles, helper_blocks
 from .backward import MASKED_CAPPED_SCORE, MASKED_SCORE, row_strides
+from .device_masks import MaskOfDevice
 from .kernel_names import LegKernels, Variant, leg_kernels, threads_per_row
 from .layout import cut, kernel_scales
 from .leg_tables import LegTables
-from .tables import DeviceTables, mask_kind, mask_on_device
+from .tables import DeviceTables, mask_kind
 
 MOST_TABLES = 64  # of shared schedules and devices that are kept
 MOST_WAITING = 2**28  # bytes of states whose endings wait for a moment at which nothing overlaps
@@ -60,6 +61,7 @@ class LegsOnDevice:
         self.host, self.where = LegTables(plan, shared, device, backward_tiles(*dims)), where
         names = ("runs", "entries", "records", "endings", "q_ranks", "counters")
         self.tables = DeviceTables({name: getattr(self.host, name) for name in names}, where)
+        self.mask = MaskOfDevice(plan.problem.mask, shared.sharding, device, where)
         self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
 
     def records(self, unit: Unit) -> int:
@@ -180,8 +182,7 @@ class DeviceBackward:
 
     def _fill_parameters(self) -> None:
         sizes, options, tables, at = self.sizes, self.options, self.legs.tables, self.at
-        mask = mask_on_device(options.mask, self.plan.problem.q_len, self.plan.problem.kv_len, self.device)
-        self._mask = mask  # its memory
+        mask = self.legs.mask
         group = self.plan.problem.group
         places = TilePlaces(batch=sizes.batch, q_heads=sizes.q_heads, group=group, q_len=sizes.rows, head_tiles=sizes.q_tiles)
         self.before = PreprocessParams(

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ....call.options import AttentionOptions
-from ....masks import Causal, Full, Mask, Window
 from ....scheduling.devices.sharding import Sharding
+from .device_masks import check_mask, mask_of_rows
 from .forward import forward as forward_of_batch
-from .leg_tables import check_mask
 
 
 def forward(
@@ -29,19 +28,3 @@ def forward(
     if len(outs) == 1:
         return outs[0]
     return torch.cat([out for out, _ in outs], dim=1), torch.cat([lse for _, lse in outs], dim=2)
-
-
-def mask_of_rows(mask: Mask, rows: range, length: int) -> tuple[Mask, int]:
-    """The mask of some queries of a sequence, and how many keys it is for: the last query of a call is aligned with its last key.
-
-    A key that no row attends changes no bit, so the keys may end anywhere behind the last one that does.
-    """
-    if isinstance(mask, Full):
-        return mask, length
-    if isinstance(mask, Causal):
-        return mask, rows.stop
-    assert isinstance(mask, Window)
-    keys = length if mask.right < 0 else min(length, rows.stop + mask.right)
-    ahead = keys - rows.stop
-    left, right = (-1 if mask.left < 0 else mask.left + ahead), (-1 if mask.right < 0 else mask.right - ahead)
-    return Window(left, right), keys

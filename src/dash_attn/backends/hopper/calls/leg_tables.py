@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....masks import Causal, Full, Mask, Window
+from ....masks import Causal, Full, Window
 from ....scheduling.devices.sharding import Sharding
 from ....scheduling.devices.units import Head, SharedSchedule, Unit
 from ....scheduling.order import Ints, frozen_ints
 from ....scheduling.plan import RUN_FIELDS, Plan
 from ..device.parameters import ChainRecord, EndingRecord
 from ..tiles import BackwardTiles
+from .device_masks import check_mask
 from .tables import band_of
 
 Q_FIRST, Q_STRIDE, LENGTH, RANK_MUL, RANK_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
@@ -106,14 +107,6 @@ def device_sizes(plan: Plan, shared: SharedSchedule, device: int, tiles: Backwar
         pieces=tiles.sum_pieces,
         states=sum(shared.state_tiles(unit) for unit in shared.by_device[device] if unit.leg is not None),
     )
-
-
-def check_mask(mask: Mask) -> None:
-    if not isinstance(mask, (Full, Causal, Window)):
-        raise NotImplementedError(
-            f"backend 'hopper' shares sequences between devices with full, causal and window masks; got {mask}, which one device, and"
-            " backend 'cpu' on any number of them, can do"
-        )
 
 
 class LegRuns:
@@ -241,10 +234,9 @@ class LegTables:
         return place
 
     def _band_top(self, chunk: int) -> int:
-        """For the first key: the mask's own, as many rows further on as the chunk's rows were moved."""
+        """For the first key: the mask's own, as many rows further on as the chunk's rows were moved. Other masks have none."""
         mask = self.plan.problem.mask
-        assert isinstance(mask, (Full, Causal, Window))
-        return band_of(mask)[0] + self.rows.moved[chunk]
+        return band_of(mask)[0] + self.rows.moved[chunk] if isinstance(mask, (Full, Causal, Window)) else 0
 
     def _leg(self, unit: Unit) -> tuple[Ints, Ints]:
         """First run and steps of the chains of a leg."""
