@@ -35,7 +35,8 @@ from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import DEFAULT_WORKERS, plan_for
 from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.units import SharedSchedule, Unit, share
+from dash_attn.scheduling.devices.share import share
+from dash_attn.scheduling.devices.units import SharedSchedule, Unit
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 ROUNDS = 7

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -18,10 +17,12 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
+from dash_attn.call.any_workers import plan_on_any
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.units import SharedSchedule, share
+from dash_attn.scheduling.devices.together import heads_that_fill
+from dash_attn.scheduling.devices.units import SharedSchedule
 from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
@@ -237,7 +238,7 @@ def test_sinks_and_gradients_of_the_lse(memory: Memory) -> None:
     played = play(case, memory, inputs, dlse=dlse)
     assert_near(played.gradients, expected)
     tile = case.problem.tile_q
-    place = np.argsort(np.concatenate([leg_tables.DeviceRows(case.sharding, device).tiles(tile) for device in range(2)]))
+    place = np.argsort(np.concatenate([leg_tables.DeviceRows(case.sharding, device).q_tiles(case.problem) for device in range(2)]))
     rows = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, torch.from_numpy(place)]
     assert rows.shape == (2, 2, 4, 1024 // tile, tile)
     logits = sinks.clone().requires_grad_()
@@ -279,7 +280,7 @@ def test_legs_put_together_are_the_whole_walk(case: Case) -> None:
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for device in range(case.sharding.devices):
         rows = leg_tables.DeviceRows(case.sharding, device)
-        own = rows.tiles(plan.problem.tile_q)
+        own = rows.q_tiles(plan.problem)
         for kind, trips in enumerate(shared.trips):
             for column in trips.columns:
                 for number, leg in enumerate(column.legs):
@@ -445,16 +446,43 @@ def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch, mask: Mask, ke
     assert len({hash(entry[2]) for entry in seen}) > 0, "calls are found by their masks"
 
 
-def test_heads_of_a_unit_fill_the_machine() -> None:
-    problem = Problem(Causal(), 32768, 32768, 64, 128, 8, 4)
-    assert problem.all_parts == 32
-    for ranks, expected in ((1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (64, 32)):
-        assert devices.heads_together(problem, Sharding.zigzag(32768, ranks)) == expected
-    full = replace(problem, mask=Full())
-    assert devices.heads_together(full, Sharding.contiguous(32768, 2)) == 8, "blocks of 16 chains"
-    shared = share(schedule_for(full, "auto", 132), Sharding.contiguous(32768, 2), 8)
-    widest = max(map(shared.state_tiles, shared.units))
-    assert 120 <= widest <= 132
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_heads_of_a_unit_fill_the_machine(batch: int, mask: Mask, ranks: int) -> None:
+    """As the trips of the schedule say, which take time to find."""
+    problem = Problem(mask, 16384, 16384, 64, 128, 8, 4, batch)
+    sharding = Sharding.zigzag(16384, ranks)
+    expected = heads_that_fill(schedule_for(problem, "auto", 132), sharding, 132)
+    assert expected / 1.5 <= devices.heads_together(problem, sharding) <= expected * 1.5
+
+
+# One device with too few SMs
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(("lengths", "heads"), [((2304, 2304), (2, 2)), ((2304, 1200), (3, 1))], ids=str)
+def test_in_legs_on_few_workers(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], heads: tuple[int, int], workers: int
+) -> None:
+    """The order of `auto` on a full mask has gangs. Its legs need none, and keys may be of another length than queries."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(calls, "sm_count", lambda index: workers)
+    (q_len, kv_len), (q_heads, kv_heads) = lengths, heads
+    q, dout = (torch.randn(1, q_len, q_heads, 64).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, kv_len, kv_heads, 64).bfloat16() for _ in range(2))
+    q32, k32, v32 = (x.float().requires_grad_() for x in (q, k, v))
+    out, lse = flash_attn_func(q32, k32, v32, return_lse=True)
+    out.backward(dout.float())
+    options = options_for(Choices(mask=Full()), 64)
+    planned = plan_on_any(Problem(Full(), q_len, kv_len, 128, 128, kv_heads, q_heads // kv_heads), "auto", workers)
+    assert planned.plan.gang > workers
+    assert planned.legs is not None
+    made = calls.DeviceBackward.new_state
+    monkeypatch.setattr(calls.DeviceBackward, "new_state", lambda *of: memory.add_tensor("states", made(*of)))
+    of_rows = memory.add_tensor("rows", lse.detach().contiguous()), None
+    backward = calls.run_in_legs(planned.plan, planned.legs, options, (dout, q, k, v, out.detach().bfloat16()), of_rows)
+    assert_near(list(backward.finish()), [q32.grad, k32.grad, v32.grad])
 
 
 def test_the_machine_code_has_a_name() -> None:

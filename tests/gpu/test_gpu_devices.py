@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, Window, flash_attn_func
+from dash_attn.call.given_schedule import schedule_for
+from dash_attn.call.options import Choices, options_for
+from dash_attn.call.planning import plan_for
+from dash_attn.scheduling.devices.in_legs import in_legs
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.units import Unit
 from dense import Results, assert_same_bits
@@ -150,14 +154,32 @@ def test_sinks_and_gradients_of_the_lse(dims: tuple[int, int]) -> None:
     assert all(torch.equal(a, b) for a, b in zip((out, lse), play_forward(case, q, k, v, sinks), strict=True))
     played = play_devices(case, (dout, q, k, v, out, lse), dlse=dlse)
     assert all(torch.equal(a, b) for a, b in zip(expected, played.gradients, strict=True))
-    leg_tables, tile = import_module("dash_attn.backends.hopper.calls.leg_tables"), case.problem.tile_q
-    tiles = [leg_tables.DeviceRows(case.sharding, device).tiles(tile) for device in range(4)]
+    leg_tables = import_module("dash_attn.backends.hopper.calls.leg_tables")
+    tiles = [leg_tables.DeviceRows(case.sharding, device).q_tiles(case.problem) for device in range(4)]
     place = torch.from_numpy(np.argsort(np.concatenate(tiles))).to(DEVICE)
     gathered = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, place]
     total = torch.zeros(4, device=DEVICE)
     for part in played.backwards[0].sink_gradients(gathered, sinks):
         total += part
     assert torch.equal(total, dsinks)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_in_legs_on_few_workers(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], workers: int) -> None:
+    """A full mask has gangs of up to 16 chains. In legs it has the same bits on any number of SMs."""
+    q, k, v, dout = make_inputs(DEVICE, (4096, 3000), (4, 2), dims)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*inputs, return_lse=True)
+    expected = torch.autograd.grad(out, inputs, dout)
+    calls, devices = (import_module(f"dash_attn.backends.hopper.{name}") for name in ("calls.device_backward", "devices"))
+    problem = Problem(Full(), 4096, 3000, *devices.backward_tiles(*dims), 2, 2)
+    made, options = schedule_for(problem, "auto", 132), options_for(Choices(mask=Full()), dims[0])
+    monkeypatch.setattr(calls, "sm_count", lambda index: workers)
+    tensors = tuple(x.detach() for x in (dout, q, k, v, out))
+    with poisoned_memory():
+        found = calls.run_in_legs(plan_for(problem, "auto", 132), in_legs(made, workers), options, tensors, (lse.detach(), None)).finish()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @dims

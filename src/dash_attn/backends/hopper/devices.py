@@ -10,6 +10,7 @@ from torch import Tensor
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...scheduling.devices.sharding import Sharding
+from ...scheduling.devices.together import FILLINGS
 from ...scheduling.generators.shift import LARGEST_BLOCK
 from ...scheduling.problem import Problem
 from . import tiles
@@ -27,11 +28,16 @@ def backward_tiles(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def heads_together(problem: Problem, sharding: Sharding) -> int:
-    """As many as have a chain for every SM: a unit has the KV tiles of a chunk, or a block of them where every tile is kept."""
+    """As many as give every SM some chains, dealt evenly to turns (scheduling/devices/together.py): but from the shape alone, because
+    the kernels' units have the KV tiles of a chunk, or a block of them where every tile is kept."""
+    full = bool(problem.kept.all())
     chains = max(1, min(sharding.lengths) // problem.tile_kv)
-    if problem.kept.all():
-        chains = min(chains, LARGEST_BLOCK)
-    return max(1, min(problem.batch * problem.all_parts, DEFAULT_WORKERS // chains))
+    heads = problem.batch * -(-problem.all_parts // (1 if full else 2))  # of a kind
+    enough = max(1, round(FILLINGS * DEFAULT_WORKERS / (min(chains, LARGEST_BLOCK) if full else chains)))
+    if full:
+        enough = min(enough, max(1, heads // sharding.devices))
+    turns = max(1, round(heads / enough))
+    return -(-heads // turns)
 
 
 @cache

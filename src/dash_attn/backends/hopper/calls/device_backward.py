@@ -61,7 +61,7 @@ class LegsOnDevice:
         self.host, self.where = LegTables(plan, shared, device, backward_tiles(*dims)), where
         names = ("runs", "entries", "records", "endings", "q_ranks", "counters")
         self.tables = DeviceTables({name: getattr(self.host, name) for name in names}, where)
-        self.mask = MaskOfDevice(plan.problem.mask, shared.sharding, device, where)
+        self.mask = MaskOfDevice(plan.problem, shared.sharding, device, where)
         self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
 
     def records(self, unit: Unit) -> int:
@@ -233,7 +233,7 @@ class DeviceBackward:
                 dk_dim=self.q.shape[-1],
                 dv_dim=self.dout.shape[-1],
                 kv_heads=sizes.kv_heads,
-                kv_len=sizes.rows,
+                kv_len=sizes.keys,
                 head_chains=sizes.kv_tiles,
                 count=sizes.sums,
                 first_sum=sizes.first_sum,
@@ -393,7 +393,7 @@ class DeviceBackward:
         with on_device(self.index):
             dims = self.q.shape[-1], self.dout.shape[-1]
             dq = self.q.new_empty(self.q.shape)
-            dk, dv = (self.q.new_empty(sizes.batch, sizes.rows, sizes.kv_heads, dim) for dim in dims)
+            dk, dv = (self.q.new_empty(sizes.batch, sizes.keys, sizes.kv_heads, dim) for dim in dims)
             after = self.after
             after.dq, after.strides, after.sums.dk, after.sums.dv = dq.data_ptr(), row_strides(dq), dk.data_ptr(), dv.data_ptr()
             blocks = sizes.dq_tiles + 2 * sizes.batch * sizes.kv_heads * sizes.kv_tiles * (self.tiles.kv_rows // 64)
@@ -428,3 +428,19 @@ class DeviceBackward:
                 params.gradient = parts[sequence].data_ptr()
                 launch.on(current_stream(self.index))
         return parts
+
+
+def run_in_legs(
+    plan: Plan, legs: SharedSchedule, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
+) -> DeviceBackward:
+    """A backward on one device that has too few SMs for the gangs of its order, up to its `finish`. tensors: dout, q, k, v and out."""
+    dout, q, k, v, out = tensors
+    backward = DeviceBackward(plan, legs, 0, options, (dout, q, out), of_rows)
+    backward.take_keys(k, v, 0)
+    resting: dict[int, Tensor] = {}  # states, by the unit that they come from
+    for unit in legs.units:
+        state = backward.new_state(unit) if unit.before is None else resting.pop(unit.before)
+        backward.run(unit, state)
+        if unit.after is not None:
+            resting[unit.number] = state
+    return backward

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ....masks import Causal, Full, IntervalMask, Mask, Window
 from ....scheduling.devices.sharding import Sharding
+from ....scheduling.problem import Problem
 from ..device.parameters import MaskParams
 from .tables import DeviceTables, band_of
 
@@ -60,12 +61,13 @@ def mask_of_rows(mask: Mask, rows: range, length: int) -> tuple[Mask, int]:
 class MaskOfDevice:
     """What the backward kernels need to mask the rows of a device, which lie end to end."""
 
-    def __init__(self, mask: Mask, sharding: Sharding, device: int, where: torch.device) -> None:
-        rows = sharding.rows_of(device).astype(np.int64)
-        self.params = MaskParams(q_len=len(rows), kv_len=sharding.rows)
+    def __init__(self, problem: Problem, sharding: Sharding, device: int, where: torch.device) -> None:
+        mask, rows = problem.mask, sharding.rows_of(device).astype(np.int64)
+        self.params = MaskParams(q_len=len(rows), kv_len=problem.kv_len)
         if isinstance(mask, (Full, Causal, Window)):
             self.params.band_right, self.params.band_width = band_of(mask)
             return
         assert isinstance(mask, IntervalMask)
-        self._memory = DeviceTables({"rows": np.stack(mask.clipped_bounds(rows, sharding.rows, sharding.rows), axis=1)}, where)
+        bounds = np.stack(mask.clipped_bounds(rows, problem.q_len, problem.kv_len), axis=1)
+        self._memory = DeviceTables({"rows": bounds}, where)
         self.params.rows = self._memory["rows"]

@@ -20,6 +20,7 @@ from ....scheduling.devices.sharding import Sharding
 from ....scheduling.devices.units import Head, SharedSchedule, Unit
 from ....scheduling.order import Ints, frozen_ints
 from ....scheduling.plan import RUN_FIELDS, Plan
+from ....scheduling.problem import Problem
 from ..device.parameters import ChainRecord, EndingRecord
 from ..tiles import BackwardTiles
 from .device_masks import check_mask
@@ -57,9 +58,19 @@ class DeviceRows:
     def count(self) -> int:
         return sum(self.sharding.lengths[chunk] for chunk in self.moved)
 
-    def tiles(self, rows: int) -> Ints:
-        """The device's tiles of so many rows, by their numbers in the sequence."""
-        return frozen_ints(np.flatnonzero(np.isin(self.sharding.chunk_of_tiles(rows), list(self.moved))))
+    def q_tiles(self, problem: Problem) -> Ints:
+        """The device's tiles of queries, by their numbers in the sequence."""
+        return self._own(self.sharding.chunk_of_tiles(problem.tile_q))
+
+    def kv_tiles(self, problem: Problem) -> Ints:
+        return self._own(self.sharding.chunk_of_kv_tiles(problem))
+
+    def keys(self, problem: Problem) -> int:
+        """As many as queries, unless one device has all of them."""
+        return problem.kv_len if self.sharding.devices == 1 else self.count
+
+    def _own(self, chunks: Ints) -> Ints:
+        return frozen_ints(np.flatnonzero(np.isin(chunks, list(self.moved))))
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,8 @@ class DeviceSizes:
     batch: int
     q_heads: int
     kv_heads: int
-    rows: int
+    rows: int  # of queries
+    keys: int
     q_tiles: int  # of a query head
     kv_tiles: int  # of a KV head
     sums: int  # per KV tile
@@ -101,8 +113,9 @@ def device_sizes(plan: Plan, shared: SharedSchedule, device: int, tiles: Backwar
         q_heads=problem.heads * problem.group,
         kv_heads=problem.heads,
         rows=rows.count,
-        q_tiles=len(rows.tiles(problem.tile_q)),
-        kv_tiles=len(rows.tiles(problem.tile_kv)),
+        keys=rows.keys(problem),
+        q_tiles=len(rows.q_tiles(problem)),
+        kv_tiles=len(rows.kv_tiles(problem)),
         sums=plan.sums,
         pieces=tiles.sum_pieces,
         states=sum(shared.state_tiles(unit) for unit in shared.by_device[device] if unit.leg is not None),
@@ -164,7 +177,7 @@ class LegTables:
         self.records, self.chains = self._joined([unit for unit in self.units if unit.leg is not None], self.records_of, CHAIN_FIELDS)
         self.endings, self.ends = self._joined([unit for unit in self.units if unit.leg is None], self._endings_of, ENDING_FIELDS)
         self.runs, self.entries = self._runs.tables["runs"], self._runs.tables["entries"]
-        self.q_ranks = frozen_ints(plan.ranks_per_q_tile[self.rows.tiles(plan.problem.tile_q)])
+        self.q_ranks = frozen_ints(plan.ranks_per_q_tile[self.rows.q_tiles(plan.problem)])
 
     def _semaphores_of_states(self) -> dict[int, int]:
         """By unit: the first one of the states that it leaves."""
@@ -235,8 +248,10 @@ class LegTables:
 
     def _band_top(self, chunk: int) -> int:
         """For the first key: the mask's own, as many rows further on as the chunk's rows were moved. Other masks have none."""
-        mask = self.plan.problem.mask
-        return band_of(mask)[0] + self.rows.moved[chunk] if isinstance(mask, (Full, Causal, Window)) else 0
+        problem = self.plan.problem
+        if not isinstance(problem.mask, (Full, Causal, Window)):
+            return 0
+        return problem.kv_len - problem.q_len + band_of(problem.mask)[0] + self.rows.moved[chunk]
 
     def _leg(self, unit: Unit) -> tuple[Ints, Ints]:
         """First run and steps of the chains of a leg."""
@@ -253,7 +268,7 @@ class LegTables:
     def _endings_of(self, unit: Unit) -> Ints:
         """The states of a column's KV tiles, those of parts that add to one sum together."""
         kv_tiles = self.shared.column_of(unit).kv_tiles
-        own = np.searchsorted(self.rows.tiles(self.plan.problem.tile_kv), kv_tiles)
+        own = np.searchsorted(self.rows.kv_tiles(self.plan.problem), kv_tiles)
         endings = []
         for (sequence, kv_head), parts in groupby(enumerate(unit.heads), key=self._kv_head_of):
             places, heads = zip(*parts, strict=True)
