@@ -20,6 +20,8 @@ from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, W
 from dash_attn.call.any_workers import plan_on_any
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
+from dash_attn.call.planning import plan_for
+from dash_attn.scheduling.devices.in_legs import in_legs
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.together import heads_that_fill
 from dash_attn.scheduling.devices.units import SharedSchedule
@@ -169,6 +171,47 @@ def test_what_a_launch_may_overlap(memory: Memory, monkeypatch: pytest.MonkeyPat
         begun.add(device)
     assert {overlaps for _, overlaps, _ in seen} == {0, 1}
     assert max(awaited for *_, awaited in seen) > 0
+
+
+def test_nothing_overlaps_a_launch_whose_keys_are_gone(memory: Memory, small: tuple[Case, Any, SharedSchedule]) -> None:
+    """Their memory may be given to the next states."""
+    _, backward, shared = small
+    backward.overlap = True
+    first, *rest = [unit for unit in shared.by_device[0] if unit.leg is not None and unit.before is None]
+    again = next(unit for unit in rest if not [w for w in shared.waits[unit.number] if shared.units[w].device == 0])
+    for unit, overlaps in ((first, 0), (again, 1)):
+        backward._begin(unit, state := memory.add_tensor("states", backward.new_state(unit)))
+        assert backward.leg.overlaps == overlaps
+        backward.run(unit, state)
+    keys = backward.keys[0].tensors
+    backward.drop_keys(0, 2)
+    backward.take_keys(*keys, 0)
+    backward._begin(again, state)
+    assert backward.leg.overlaps == 0
+
+
+def test_the_first_launch_waits_for_the_preprocess(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind an ending of keys that nobody attends, which has no leg before it."""
+    problem = Problem(Window(100, 0), 256, 1024, 128, 128, 2)
+    plan, options = plan_for(problem, "auto", 132), options_for(Choices(mask=problem.mask), 64)
+    legs = in_legs(schedule_for(problem, "auto", 132), 132)
+    endings = [unit for unit in legs.units if unit.leg is None and unit.before is None]
+    assert endings
+    rows, keys = torch.zeros(1, 256, 2, 64).bfloat16(), torch.zeros(1, 1024, 2, 64).bfloat16()
+    of_rows = memory.add_tensor("rows", torch.zeros(1, 2, 256)), None
+    backward = calls.DeviceBackward(plan, legs, 0, options, (rows, rows, rows), of_rows, overlap=True)
+    backward.take_keys(keys, keys, 0)
+    seen, walk = [], calls.DeviceBackward._walk
+    monkeypatch.setattr(calls.DeviceBackward, "_walk", lambda self, *of: (seen.append(self.leg.overlaps), walk(self, *of)))
+    states = {}
+    for unit in [*endings, *(unit for unit in legs.units if unit not in endings)]:
+        state = memory.add_tensor("states", backward.new_state(unit)) if unit.before is None else states.pop(unit.before)
+        backward.run(unit, state)
+        states[unit.number] = state
+    assert seen[0] == 0
+    assert set(seen[1:]) == {1}
+    dq, dk, dv = backward.finish()
+    assert (dq.shape, dk.shape, dv.shape) == (rows.shape, keys.shape, keys.shape)
 
 
 def test_endings_that_wait_are_bounded(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,7 @@ class DeviceBackward:
         self.keys: dict[int, Keys] = {}  # by KV head
         self.more_counters: list[Tensor] = []  # of launches that the tables do not know
         self._ran: set[int] = set()  # numbers of units
+        self._walked = False  # whether a launch has waited for the preprocess, and for those that read keys which are gone
         self._waiting: list[tuple[Unit, Tensor]] = []  # endings
         raise_if_troubled()
         with on_device(self.index):
@@ -276,8 +277,10 @@ class DeviceBackward:
         self.keys.update(dict.fromkeys(heads, Keys(heads, tensors, maps, {})))
 
     def drop_keys(self, first_head: int, heads: int) -> None:
+        """Their memory is free for whatever comes next in the stream: so the next launch must not overlap one that reads them."""
         for head in range(first_head, first_head + heads):
             del self.keys[head]
+        self._walked = False
 
     # ---- states
 
@@ -323,7 +326,7 @@ class DeviceBackward:
         self.main.sums, self.main.first_sum = state.data_ptr(), semaphores[unit.number]
         self.leg.states = None if before is None else state.data_ptr()
         here = before is not None and self.shared.units[before].device == self.number
-        self.leg.overlaps = int(self.overlap and bool(self._ran) and (here or before is None))
+        self.leg.overlaps = int(self.overlap and self._walked and (here or before is None))
         self.leg.awaited = semaphores[before] if here and before is not None and self.leg.overlaps else -1
 
     def _check_turn(self, unit: Unit) -> None:
@@ -369,6 +372,7 @@ class DeviceBackward:
             arguments = [*(m.address for m in maps), addressof(self.main), addressof(self.leg)]
             prepared[grid] = self._attention.prepare(grid, arguments, early=True)
         prepared[grid].on(stream)
+        self._walked = True
 
     def _end_all(self, stream: Any) -> None:
         """Endings that wait, one after the other, when everything before has ended."""
