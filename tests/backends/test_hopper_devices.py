@@ -21,6 +21,8 @@ from dash_attn.call.any_workers import plan_on_any
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for
+from dash_attn.distributed.context.loopback import play_all_ranks
+from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling.devices.in_legs import in_legs
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.together import heads_that_fill
@@ -498,6 +500,24 @@ def test_heads_of_a_unit_fill_the_machine(batch: int, mask: Mask, ranks: int) ->
     sharding = Sharding.zigzag(16384, ranks)
     expected = heads_that_fill(schedule_for(problem, "auto", 132), sharding, 132)
     assert expected / 1.5 <= devices.heads_together(problem, sharding) <= expected * 1.5
+
+
+def test_ranks_drive_devices(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What context_parallel_attention does with a backend, in one process: gathers of keys, states that are copied on their way."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = flash_attn_func(q.float(), k.float(), v.float(), mask=options.mask, return_lse=True)
+        return out.to(q.dtype), lse
+
+    monkeypatch.setattr(ahead, "forward_of_batch", plain)
+    for name in ("states", "rows"):
+        memory.add(name, 0, 2**62)  # they are made inside
+    case = Case(Causal(), Sharding.zigzag(1024, 2), (12, 6))
+    (dout, q, k, v, *_), expected, _ = inputs_of(case)
+    call = SharedCall(case.options, case.sharding, 1, 6, 2, case.dims, "hopper")
+    assert len(call.gathers) > 1
+    found = play_all_ranks(call, q, k, v, dout)
+    assert_near([found.dq, found.dk, found.dv], expected)
 
 
 # One device with too few SMs

@@ -14,6 +14,8 @@ from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, Window, fl
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import Choices, options_for
 from dash_attn.call.planning import plan_for
+from dash_attn.distributed.context.loopback import play_all_ranks
+from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling.devices.in_legs import in_legs
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.units import Unit
@@ -162,6 +164,15 @@ def test_sinks_and_gradients_of_the_lse(dims: tuple[int, int]) -> None:
     for part in played.backwards[0].sink_gradients(gathered, sinks):
         total += part
     assert torch.equal(total, dsinks)
+
+
+@dims
+def test_ranks_in_one_process(dims: tuple[int, int]) -> None:
+    """What context_parallel_attention does, with keys that come in gathers and states that are copied."""
+    case = Case(Causal(), Sharding.zigzag(2048, 4), (12, 6), dims)
+    expected, (q, k, v, dout) = whole_call(case)
+    found = play_all_ranks(SharedCall(case.options, case.sharding, 1, 6, 2, dims, "hopper"), q, k, v, dout)
+    assert_same_bits(Results(found.out, found.lse, found.dq, found.dk, found.dv), expected)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7, 16, 33])
