@@ -31,8 +31,10 @@ from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
 
-NAMES = ("device_backward", "device_forward", "device_masks", "kernel_names", "leg_tables", "tables")
-calls, ahead, masks, kernel_names, leg_tables, tables = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
+NAMES = ("device_backward", "device_forward", "device_masks", "kernel_names", "leg_tables", "legs_on_device", "tables")
+calls, ahead, masks, kernel_names, leg_tables, uploaded, tables = (
+    import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES
+)
 devices = import_module("dash_attn.backends.hopper.devices")
 workspaces = import_module("dash_attn.backends.hopper.device.workspace")
 recently_used = import_module("dash_attn.backends.hopper.device.recently_used")
@@ -81,14 +83,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
         "on_device": lambda index: nullcontext(),
         "report_address": lambda: 0,
         "device_index": lambda device: 0,
-        "DeviceTables": Tables,
         "Workspace": Workspace,
         "tma_ready": lambda x: memory.add_tensor("tensor", ready(x)),
-        "_kept": recently_used.Kept(64),
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(calls, name, value)
-    monkeypatch.setattr(masks, "DeviceTables", Tables)
+    for module in (masks, uploaded):
+        monkeypatch.setattr(module, "DeviceTables", Tables)
+    monkeypatch.setattr(uploaded, "_kept", recently_used.Kept(64))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     tables.mask_on_device.cache_clear()

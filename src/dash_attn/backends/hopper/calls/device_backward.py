@@ -9,19 +9,16 @@ from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ....call.options import AttentionOptions
-from ....scheduling.devices.units import Head, SharedSchedule, Unit
+from ....scheduling.devices.units import SharedSchedule, Unit
 from ....scheduling.plan import Plan
 from ..device.driver import Launch, current_stream, device_index, on_device
 from ..device.parameters import (
     BackwardParams,
-    ChainRecord,
     EndingParams,
-    EndingRecord,
     LegParams,
     Pair,
     PostprocessParams,
@@ -30,20 +27,17 @@ from ..device.parameters import (
     SumPlaces,
     TilePlaces,
 )
-from ..device.recently_used import Kept
 from ..device.tensor_map import TensorMap, tma_ready
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, sm_count
 from ..tiles import backward_dims, backward_tiles, helper_blocks
 from .backward import MASKED_CAPPED_SCORE, MASKED_SCORE, row_strides
-from .device_masks import MaskOfDevice
 from .kernel_names import LegKernels, Variant, leg_kernels, threads_per_row
 from .layout import cut, kernel_scales
-from .leg_tables import LegTables
-from .tables import DeviceTables, mask_kind
+from .legs_on_device import legs_on_device
+from .tables import mask_kind
 
-MOST_TABLES = 64  # of shared schedules and devices that are kept
 MOST_WAITING = 2**28  # bytes of states whose endings wait for a moment at which nothing overlaps
 ENDING_FLOATS = 1024  # of a block of end_trips
 
@@ -52,45 +46,6 @@ def tile_size(head_dim: int, value_dim: int) -> int:
     """Numbers in the state of a KV tile."""
     dims = backward_dims(head_dim, value_dim)
     return backward_tiles(*dims).kv_rows * sum(dims)
-
-
-class LegsOnDevice:
-    """The tables of a device's legs in its memory."""
-
-    def __init__(self, plan: Plan, shared: SharedSchedule, device: int, dims: tuple[int, int], where: torch.device) -> None:
-        self.host, self.where = LegTables(plan, shared, device, backward_tiles(*dims)), where
-        names = ("runs", "entries", "records", "endings", "q_ranks", "counters")
-        self.tables = DeviceTables({name: getattr(self.host, name) for name in names}, where)
-        self.mask = MaskOfDevice(plan.problem, shared.sharding, device, where)
-        self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
-
-    def records(self, unit: Unit) -> int:
-        return self.tables["records"] + ChainRecord.bytes() * self.host.chains[unit.number].first
-
-    def endings(self, unit: Unit) -> int:
-        return self.tables["endings"] + EndingRecord.bytes() * self.host.ends[unit.number].first
-
-    def of_some_heads(self, unit: Unit, heads: tuple[Head, ...]) -> DeviceTables:
-        """Records of a unit whose heads do not run at once, made when they are first asked for."""
-        key = unit.number, heads
-        if key not in self._some:
-            records = self.host.records_of(unit, heads)
-            self._some[key] = DeviceTables({"records": records, "counters": np.array([0, len(records)])}, self.where)
-        return self._some[key]
-
-
-_kept: Kept[LegsOnDevice] = Kept(MOST_TABLES)
-
-
-def legs_on_device(plan: Plan, shared: SharedSchedule, device: int, dims: tuple[int, int], where: torch.device) -> LegsOnDevice:
-    """Uploaded once for a shared schedule, which must be the same object."""
-    key = shared, device, dims, where
-    found = _kept.get(key)
-    if found is None:
-        found = LegsOnDevice(plan, shared, device, dims, where)
-        for old in _kept.put(key, found):
-            torch.cuda.synchronize(old.where)  # launches on any stream may still read them; here they go
-    return found
 
 
 @dataclass(frozen=True)
