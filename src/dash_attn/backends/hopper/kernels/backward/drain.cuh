@@ -35,6 +35,7 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
   DEVICE void drain_step(u32 number, u32 use) {
     await_piece(0, use);
     const u32 ready = RECORD ? cycles() : 0;
+    if constexpr (LEGS) bars.note_full(number).wait((number / NOTES) & 1);  // a state comes from registers: nobody has waited for its note
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
