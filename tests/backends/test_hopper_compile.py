@@ -106,6 +106,38 @@ def test_sizes(header: str, config: str, size: int) -> None:
     assert compile_uncached("size.cuh", "nothing", {"size.cuh": source}).cubin
 
 
+# Every float4 of a state, by warpgroup and register: where a consumer takes it is where SumFinisher of the postprocess reads it.
+STATES = """
+#include "backward/postprocess.cuh"
+template <int D, int DV> constexpr bool states_are_read_as_they_are_taken() {
+  using C = BackwardConfig<D, DV>;
+  constexpr int IN_PIECE = C::SUM_FLOATS / 8, TALL = is_tall(DV), REGISTERS = C::SUM_PIECES * C::SUM_REGISTERS;
+  bool found[C::SUM_PIECES * C::SUM_FLOATS / 4 / WARPGROUP] = {};
+  for (int wg = 0; wg < 2; wg++)
+    for (int first = 0; first < REGISTERS; first += 4) {
+      const int of_dk = TALL ? first >= DV / 2 : wg, i = (first - (TALL ? of_dk * DV / 2 : 0)) / 4 * WARPGROUP;
+      const int quad = i + TALL * of_dk * (64 * DV / 4);
+      const int at = quad / IN_PIECE * (C::SUM_FLOATS / 4) + wg * IN_PIECE + quad % IN_PIECE;
+      if (at != state_quad<C>(wg, first) || found[at / WARPGROUP] || at % WARPGROUP) return false;
+      for (int thread = 0; thread < WARPGROUP; thread++)
+        if (C::of_dv(at + thread) == of_dk) return false;
+      found[at / WARPGROUP] = true;
+    }
+  for (bool one : found)
+    if (!one) return false;
+  return true;
+}
+"""
+
+
+@pytest.mark.parametrize("dims", BACKWARD_DIMS, ids=str)
+def test_states_have_the_layout_of_sums(dims: tuple[int, int]) -> None:
+    check = f"static_assert(states_are_read_as_they_are_taken<{dims[0]}, {dims[1]}>());\n__global__ void nothing() {{}}\n"
+    assert compile_uncached("states.cuh", "nothing", {"states.cuh": STATES + check}).cubin
+    with pytest.raises(CompileError, match="static assertion failed"):  # the control: warpgroups the other way round
+        compile_uncached("states.cuh", "nothing", {"states.cuh": STATES.replace("state_quad<C>(wg,", "state_quad<C>(1 - wg,") + check})
+
+
 def test_the_device_plans_by_the_generators_constants() -> None:
     """They are written into the header. The control: one that the text would not follow."""
     text = shared_header.shared_header()

@@ -23,6 +23,13 @@ BACKWARD = [
     for mask in MASKS
 ]
 RECORDING = [f"attention_backward<bf16, {dim}, {v_dim}, true, false, MaskKind::Band, true>" for dim, v_dim in BACKWARD_DIMS]
+LEGS = [  # of devices that share a sequence, with the masks that device_masks.py allows
+    f"attention_backward_of_legs<{dtype}, {dim}, {v_dim}, {softcap}, MaskKind::{mask}>"
+    for dtype in DTYPES
+    for dim, v_dim in BACKWARD_DIMS
+    for softcap in FLAGS
+    for mask in ("Band", "Rows")
+]
 FORWARD = [
     f"attention_forward<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}>"
     for dtype in DTYPES
@@ -47,6 +54,7 @@ HELPERS = [
         for dim, v_dim in BACKWARD_DIMS
         for packed in FLAGS
     ),
+    *(("backward/ending.cuh", f"end_trips<{dim}, {v_dim}>") for dim, v_dim in BACKWARD_DIMS),
     *(("backward/sink_gradient.cuh", f"sink_gradient<{rows}, {packed}>") for rows in (64, 128) for packed in FLAGS),
     *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, true>") for q, kv in sorted(TILES)),
     *(("device_planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
@@ -55,6 +63,7 @@ HELPERS = [
 ]
 VARIANTS = [
     *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
+    *(("backward/legs.cuh", name) for name in LEGS),
     *(("forward/attention.cuh", name) for name in FORWARD),
     *dict.fromkeys(HELPERS),
 ]

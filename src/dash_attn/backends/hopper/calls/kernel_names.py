@@ -63,6 +63,31 @@ def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool =
     )
 
 
+@dataclass(frozen=True)
+class LegKernels:
+    """Of a device that shares sequences with others."""
+
+    preprocess: KernelName
+    attention: KernelName
+    ending: KernelName
+    postprocess: KernelName
+    sink_gradient: KernelName
+
+
+def leg_kernels(variant: Variant, v_dim: int) -> LegKernels:
+    """v_dim: that the kernel has for values. Only what walks legs and ends trips is not of the plain backward."""
+    plain = backward_kernels(variant, v_dim, ordered=True)
+    flags = f"{flag(variant.softcap)}, MaskKind::{variant.mask_kind}"
+    attention = f"attention_backward_of_legs<{variant.dtype}, {variant.dim}, {v_dim}, {flags}>"
+    return LegKernels(
+        plain.preprocess,
+        KernelName("backward/legs.cuh", attention, THREADS, plain.attention.shared_bytes),
+        KernelName("backward/ending.cuh", f"end_trips<{variant.dim}, {v_dim}>"),
+        plain.postprocess,
+        plain.sink_gradient,
+    )
+
+
 def threads_per_row(v_dim: int) -> int:
     """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
     return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32

@@ -43,9 +43,15 @@ class DeviceTables:
             total += padded.size
         self.memory = upload(np.concatenate(parts), device)
         self._offsets = offsets
+        self._sizes = {name: np.size(array) for name, array in arrays.items()}
 
     def __getitem__(self, name: str) -> int:
         return int(self.memory.data_ptr()) + 4 * self._offsets[name]
+
+    def copy_of(self, name: str) -> Tensor:
+        """For kernels that change it."""
+        first = self._offsets[name]
+        return self.memory[first : first + self._sizes[name]].clone()
 
 
 class PlanOnDevice:

@@ -238,6 +238,39 @@ class BackwardParams(Structure):
 
 
 @shared_with_kernels
+class LegParams(Structure):
+    """Of a launch that walks legs (backward/legs.cuh): `sums` of BackwardParams are the states of its chains."""
+
+    _members_ = (
+        ("const float*", "states", "the same memory; null: the chains begin here"),
+        ("int", "first_kv_head", "whose keys and values are the first ones there are"),
+        ("int", "overlaps", "1: the launch before may still run; only dQ tiles and states are waited for"),
+        ("int", "awaited", "semaphores of the states that come, where a launch that still runs may store them; -1: they are there"),
+    )
+
+
+@shared_with_kernels
+class EndingRecord(Structure):
+    """States that are added to one sum of a KV tile, one after the other."""
+
+    _members_ = (
+        ("int", "sum", "among those of all KV tiles of the device"),
+        ("int", "turn", "how many parts were added before"),
+        ("int", "first, count, stride", "states: `count` of them, `stride` apart"),
+    )
+
+
+@shared_with_kernels
+class EndingParams(Structure):
+    _members_ = (
+        ("const EndingRecord*", "endings", ""),
+        ("const float*", "states", ""),
+        ("float*", "sums", "as in SumPlaces"),
+        ("int*", "semaphores", "of the sums: [sum][piece]"),
+    )
+
+
+@shared_with_kernels
 class PreprocessParams(Structure):
     _members_ = (
         ("const void*", "out, grad_out", "(batch, q_len, q_heads, v_dim) or packed (tokens, q_heads, v_dim), last dimension contiguous"),

@@ -52,6 +52,11 @@ template <int D_, int DV_> struct TallConfig {
   // chain leaves both in the phase of its last step.
   static constexpr int SUM_PIECES = 4, SUM_REGISTERS = (D + DV) / 8, SUM_FLOATS = 2 * WARPGROUP * SUM_REGISTERS;
   static_assert(4 * SUM_FLOATS <= DQ_BYTES && SUM_REGISTERS % 4 == 0, "a piece fits a dQ buffer");
+  // With narrow values, P and so dV are lifted by a power of two (NarrowValueConsumer). Whoever ends a chain drops it again, exactly.
+  static constexpr float DV_FACTOR = D <= 128 ? 1.f : 1.f / 4096;
+  DEVICE static constexpr bool of_dv(int quad) {  // a float4 of a state or sum
+    return quad / (SUM_FLOATS / 4) * SUM_REGISTERS + quad % (SUM_FLOATS / 8) / WARPGROUP * 4 < DV / 2;
+  }
 };
 
 // Beyond: accumulators of 64 KV rows fill the registers, so the warpgroups share the work: the first has S, P and dV, the second
@@ -91,9 +96,17 @@ template <int D_> struct WideConfig {
   DEVICE static constexpr u32 piece_empty(int, int piece) { return piece >> 1; }
 
   // dV and dK that go to sums leave as dQ does: half of the first warpgroup's dV beside half of the second's dK, then the others.
-  static constexpr int SUM_PIECES = 2, SUM_FLOATS = KV_ROWS * D;
+  static constexpr int SUM_PIECES = 2, SUM_REGISTERS = D / 4, SUM_FLOATS = KV_ROWS * D;
   static_assert(KV_ROWS == Q_ROWS, "both halves together have the size of a dQ tile");
+  static constexpr float DV_FACTOR = 1.f;
+  DEVICE static constexpr bool of_dv(int quad) { return quad % (SUM_FLOATS / 4) < SUM_FLOATS / 8; }
 };
+
+// Where registers `first` to `first + 3` of a warpgroup's sums are in a state, as it leaves in pieces: a float4, of the first thread.
+template <typename C> DEVICE constexpr int state_quad(int wg, int first) {
+  static_assert(C::SUM_FLOATS == 2 * WARPGROUP * C::SUM_REGISTERS, "a piece has registers of both warpgroups");
+  return first / C::SUM_REGISTERS * (C::SUM_FLOATS / 4) + wg * (C::SUM_FLOATS / 8) + first % C::SUM_REGISTERS / 4 * WARPGROUP;
+}
 
 // What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.
 struct StepNote {
@@ -250,6 +263,7 @@ template <typename C> struct Notes {
   DEVICE int q_shift(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_shift)); }
   DEVICE int q_plane(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_plane)); }
   DEVICE int keys(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, keys)); }
+  DEVICE int first_sum(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, first_sum)); }
   template <MaskKind MASK> DEVICE int mask_from(const Pipeline& pipe) const {
     return word(pipe, is_band(MASK) ? OFFSET_OF(ChainRecord, band_top) : OFFSET_OF(ChainRecord, kv_row));
   }

@@ -6,7 +6,7 @@
 #include "backward/elementwise.cuh"
 #include "common/wgmma.cuh"
 
-template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
+template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> struct Consumer {
   using C = BackwardConfig<D>;
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
   static constexpr bool READS_NOTE_EARLY = Q_ROWS == 64 || is_band(MASK);  // while S is computed; costs a register
@@ -27,7 +27,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
       : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
         lane(lane_of_warp) {}
 
-  DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  // Of legs (backward/legs.cuh), dK and dV begin as states and end as such: there are no maps.
+  DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map, const LegParams* legs = nullptr) {
     Pipeline pipe;
     u32 kv_loads = 0;
     while (true) {
@@ -36,12 +37,14 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
       if (steps < 0) break;
 #pragma unroll
       for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0.f;
+      if constexpr (LEGS)
+        if (legs->states != nullptr) take_state(legs->states, pipe);
       if (steps > 0) {
         walk_chain(steps, pipe, kv_loads & 1);
         arrive(bars.kv_empty());
         kv_loads++;
       }
-      if (p.sums == nullptr) {
+      if (!LEGS && p.sums == nullptr) {
         store_tile(dv, 1.f, dv_map, notes.chain(pipe));
         store_tile(dk, p.scale, dk_map, notes.chain(pipe));
       } else {
@@ -260,6 +263,17 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK> struct Consumer {
       store_shared_f32x4(at + i * (WARPGROUP * 16), r[0], r[1], r[2], r[3]);
     }
     publish(bars.dq_full(stage));
+  }
+  // dV and dK as put_sum left them.
+  DEVICE void take_state(const float* states, const Pipeline& pipe) {
+    const i64 piece = notes.first_sum(pipe) - p.first_sum;
+    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + state_quad<C>(wg, 0) + warp * 32 + lane;
+#pragma unroll
+    for (int first = 0; first < D; first += 4) {
+      const float4 v = __ldcg(from + state_quad<C>(0, first));
+      float* r = first < D / 2 ? dv + first : dk + first - D / 2;
+      r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
+    }
   }
   // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with dS.

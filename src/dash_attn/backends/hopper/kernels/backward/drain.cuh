@@ -6,7 +6,7 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
+template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> struct Drain {
   using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   Notes<C> notes;
@@ -36,6 +36,7 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
     bars.note_full(number).wait((number / NOTES) & 1);  // a piece of a sum may be ready before the planner has written its note
     await_piece(0, use);
     const u32 ready = RECORD ? cycles() : 0;
+    if constexpr (LEGS) bars.note_full(number).wait((number / NOTES) & 1);  // a state comes from registers: nobody has waited for its note
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
@@ -56,10 +57,10 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W> struct Drain {
   // Else of a sum of dK and dV.
   DEVICE bool of_dq(const StepNote& note) const { return note.dq_tile < p.first_sum; }
 
-  // Sums lie behind dQ.
+  // Sums lie behind dQ; states, where they came to.
   DEVICE float* tile_of(const StepNote& note) const {
     constexpr int DQ_FLOATS = C::Q_ROWS * C::WIDTH;
-    if (C::SUM_FLOATS == DQ_FLOATS || of_dq(note)) return p.dq + (i64)note.dq_tile * DQ_FLOATS;
+    if ((!LEGS && C::SUM_FLOATS == DQ_FLOATS) || of_dq(note)) return p.dq + (i64)note.dq_tile * DQ_FLOATS;
     return p.sums + (i64)(note.dq_tile - p.first_sum) * C::SUM_FLOATS;
   }
 

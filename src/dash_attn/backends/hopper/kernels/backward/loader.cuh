@@ -2,13 +2,14 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, int DV, MaskKind MASK> struct Loader {
+template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
   using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
+  const LegParams* legs = nullptr;
 
   DEVICE void run() {
     Pipeline pipe;
@@ -37,7 +38,8 @@ template <int D, int DV, MaskKind MASK> struct Loader {
   static constexpr bool PACKED = MASK == MaskKind::Packed;
 
   template <int PANELS> DEVICE void load_kv(int at, const TensorMap* map, Barrier full, const Pipeline& pipe) {
-    const ChainNote chain = notes.chain(pipe);
+    ChainNote chain = notes.chain(pipe);
+    if constexpr (LEGS) chain.kv_head -= legs->first_kv_head;
     full.arrive_expect(PANELS * C::KV_PANEL);
     for (int i = 0; i < PANELS; i++)
       tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head, chain.kv_row,

@@ -6,7 +6,7 @@
 #include "backward/elementwise.cuh"
 #include "common/wgmma.cuh"
 
-template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct NarrowValueConsumer {
+template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS = false> struct NarrowValueConsumer {
   using C = BackwardConfig<D, DV>;
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2;
   static constexpr int DEPTH = Q_ROWS / 16;  // of dV and dK, in matrix products
@@ -15,7 +15,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
   // dS is made from P in float16, which rounds eight times finer than bfloat16; with softcap, from P times the slope of the cap.
   static constexpr bool HAS_WEIGHTS = SOFTCAP || Half::is_bf16;
   // P is lifted by a power of two, so that small ones are no denormals of float16 either. Whoever takes it drops it again, exactly.
-  static constexpr float LIFT = 12.f, DROP = 1.f / 4096;
+  static constexpr float LIFT = 12.f, DROP = C::DV_FACTOR;
 
   const BackwardParams& p;
   Notes<C> notes;
@@ -30,7 +30,8 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
       : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
         thread(warp_of_block % 4 * WARP + lane_of_warp) {}
 
-  DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map) {
+  // Of legs (backward/legs.cuh), dK and dV begin as states and end as such: there are no maps.
+  DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map, const LegParams* legs = nullptr) {
     Progress at;
     while (true) {
       notes.await_chain(at.chain());
@@ -38,12 +39,14 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
       if (left < 0) break;
       clear(dk);
       clear(dv);
+      if constexpr (LEGS)
+        if (legs->states != nullptr) take_state(legs->states, at);
       if (left > 0) {
         walk_chain(at);
         arrive(bars.kv_empty());
         at.bits ^= Progress::KV;
       }
-      if (p.sums == nullptr) {
+      if (!LEGS && p.sums == nullptr) {
         store_tile<0, DV>(dv, DROP, dv_map, notes.chain(at.chain()));
         store_tile<0, 128>(dk, p.scale, dk_map, notes.chain(at.chain()));
         store_tile<128, D>(dk, p.scale, dk_map, notes.chain(at.chain()));
@@ -284,10 +287,21 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> struct Narr
     for (int i = 0; i < C::SUM_REGISTERS / 4; i++) {
       const int first = PIECE * C::SUM_REGISTERS + 4 * i;
       const float* r = first < DV / 2 ? dv + first : dk + first - DV / 2;
-      const float factor = first < DV / 2 ? DROP : 1.f;
+      const float factor = !LEGS && first < DV / 2 ? DROP : 1.f;  // of a state, the ending drops it
       store_shared_f32x4(at + i * (WARPGROUP * 16), r[0] * factor, r[1] * factor, r[2] * factor, r[3] * factor);
     }
     publish(bars.dq_full(stage));
+  }
+  // dV and dK as put_sum left them.
+  DEVICE void take_state(const float* states, const Progress& at) {
+    const i64 piece = notes.first_sum(at.chain()) - p.first_sum;
+    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + state_quad<C>(wg, 0) + opaque(thread);
+#pragma unroll
+    for (int first = 0; first < (D + DV) / 2; first += 4) {
+      const float4 v = __ldcg(from + state_quad<C>(0, first));
+      float* r = first < DV / 2 ? dv + first : dk + first - DV / 2;
+      r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
+    }
   }
   // dK and dV leave through the dS buffers: nobody may write there before the last store has read them, and no store
   // before both warpgroups are done with dS.

@@ -2,12 +2,13 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, int DV, MaskKind MASK> struct Planner {
+template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
   using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
+  const LegParams* legs = nullptr;
 
   DEVICE void run() {
     Counts counts;
@@ -23,6 +24,8 @@ template <int D, int DV, MaskKind MASK> struct Planner {
         full.arrive();
         return;
       }
+      if constexpr (LEGS)
+        if (legs->awaited >= 0) await_state(legs->awaited + read(p.tickets[ticket].first_sum) - p.first_sum);
       full.arrive_expect(sizeof(ChainRecord));
       bulk_load(notes.chain_at(slot), p.tickets + ticket, sizeof(ChainRecord), full.address);
       full.wait((chains >> 1) & 1);
@@ -62,6 +65,12 @@ template <int D, int DV, MaskKind MASK> struct Planner {
     bars.chain_loaded().wait(chain & 1);
     if (load_acquire(p.next_ticket) < load_shared_i32(notes.chain_at(chain & 1) + GANG_END))
       bars.chain_empty(chain & 1).wait((chain >> 1) & 1);
+  }
+
+  // Consumers take the state when they know of the chain, so all pieces of it must be there before.
+  DEVICE void await_state(int first_piece) {
+#pragma unroll 1
+    for (int piece = first_piece; piece < first_piece + C::SUM_PIECES; piece++) await_semaphore<true>(p, piece, 1);
   }
 
   // What belongs to the chain is read anew for every step: registers are scarcer than shared-memory loads.

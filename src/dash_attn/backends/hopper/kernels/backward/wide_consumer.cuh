@@ -8,7 +8,7 @@
 #include "backward/elementwise.cuh"
 #include "common/wgmma.cuh"
 
-template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct WideConsumer {
+template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool LEGS = false> struct WideConsumer {
   using C = BackwardConfig<D>;
   static constexpr int WG = VALUES ? 0 : 1, SCORES = 32, SUM = D / 2, OWN = 32, INNER = C::INNER / 2;  // registers
   static constexpr int OUT = VALUES ? C::P : C::DS;
@@ -25,7 +25,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
   DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
       : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), warp(warp_of_block & 3), lane(lane_of_warp) {}
 
-  DEVICE void run(const TensorMap* map) {
+  // Of legs (backward/legs.cuh), the sum begins as a state and ends as such: there is no map.
+  DEVICE void run(const TensorMap* map, const LegParams* legs = nullptr) {
     u32 kv_loads = 0;
     while (true) {
       notes.await_chain(pipe);
@@ -33,8 +34,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
       if (steps < 0) break;
 #pragma unroll
       for (int i = 0; i < SUM; i++) sum[i] = 0.f;
+      if constexpr (LEGS)
+        if (legs->states != nullptr) take_state(legs->states);
       if (steps > 0) walk_chain(steps, kv_loads++ & 1);
-      if (p.sums == nullptr) {
+      if (!LEGS && p.sums == nullptr) {
         store_panels<0>(map);
         store_panels<C::OUT_PANELS>(map);
       } else {
@@ -257,6 +260,16 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES> struct
       store_shared_f32x4(my_float4(C::DQ + WG * C::OWN_BYTES) + i * (WARPGROUP * 16), r[0], r[1], r[2], r[3]);
     }
     publish(bars.dq_full(stage(j), WG));
+  }
+  // dV or dK as put_sum left it.
+  DEVICE void take_state(const float* states) {
+    const i64 piece = notes.first_sum(pipe) - p.first_sum;
+    const float4* from = (const float4*)(states + piece * C::SUM_FLOATS) + state_quad<C>(WG, 0) + warp * 32 + lane;
+#pragma unroll
+    for (int first = 0; first < SUM; first += 4) {
+      const float4 v = __ldcg(from + state_quad<C>(0, first));
+      sum[first] = v.x, sum[first + 1] = v.y, sum[first + 2] = v.z, sum[first + 3] = v.w;
+    }
   }
   // Until the last store has read the buffer that P or dS and the sums share.
   DEVICE void await_stored() {

@@ -1,0 +1,285 @@
+"""What the units of one device walk, as tables for the kernels: runs of legs, a record for each chain of a unit, and endings.
+
+A device has the rows of its chunks end to end, and the kernels know these rows alone: Q tiles and KV sums are counted from the device's
+first one. A band that masks rows of a chunk begins as many rows further on as the chunk's rows were moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....masks import Causal, Full, Window
+from ....scheduling.devices.sharding import Sharding
+from ....scheduling.devices.units import Head, SharedSchedule, Unit
+from ....scheduling.order import Ints, frozen_ints
+from ....scheduling.plan import RUN_FIELDS, Plan
+from ....scheduling.problem import Problem
+from ..device.parameters import ChainRecord, EndingRecord
+from ..tiles import BackwardTiles
+from .device_masks import check_mask
+from .tables import band_of
+
+Q_FIRST, Q_STRIDE, LENGTH, RANK_MUL, RANK_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
+CHAIN_FIELDS, ENDING_FIELDS = ([field[0] for field in structure._fields_] for structure in (ChainRecord, EndingRecord))
+
+
+class Range(NamedTuple):
+    """Rows of a table."""
+
+    first: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceRows:
+    """The rows, Q tiles and KV tiles that a device has, counted from its first ones."""
+
+    sharding: Sharding
+    device: int
+
+    @cached_property
+    def moved(self) -> dict[int, int]:
+        """By chunk of the device: how many rows of the sequence are missing before it."""
+        found, kept = {}, 0
+        for chunk in self.sharding.chunks_of(self.device):
+            rows = self.sharding.rows_of_chunk(chunk)
+            found[chunk] = rows.start - kept
+            kept += len(rows)
+        return found
+
+    @property
+    def count(self) -> int:
+        return sum(self.sharding.lengths[chunk] for chunk in self.moved)
+
+    def q_tiles(self, problem: Problem) -> Ints:
+        """The device's tiles of queries, by their numbers in the sequence."""
+        return self._own(self.sharding.chunk_of_tiles(problem.tile_q))
+
+    def kv_tiles(self, problem: Problem) -> Ints:
+        return self._own(self.sharding.chunk_of_kv_tiles(problem))
+
+    def keys(self, problem: Problem) -> int:
+        """As many as queries, unless one device has all of them."""
+        return problem.kv_len if self.sharding.devices == 1 else self.count
+
+    def _own(self, chunks: Ints) -> Ints:
+        return frozen_ints(np.flatnonzero(np.isin(chunks, list(self.moved))))
+
+
+@dataclass(frozen=True)
+class DeviceSizes:
+    """How many tiles, states and sums a device has room for."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    rows: int  # of queries
+    keys: int
+    q_tiles: int  # of a query head
+    kv_tiles: int  # of a KV head
+    sums: int  # per KV tile
+    pieces: int  # of a sum or state, each with a semaphore
+    states: int  # behind all legs of the device
+
+    @property
+    def dq_tiles(self) -> int:
+        return self.batch * self.q_heads * self.q_tiles
+
+    @property
+    def all_sums(self) -> int:
+        return self.batch * self.kv_heads * self.kv_tiles * self.sums
+
+    @property
+    def first_sum(self) -> int:
+        """Semaphores of dQ tiles come first, then those of states, leg by leg, then those of sums."""
+        return self.dq_tiles + self.states * self.pieces
+
+    @property
+    def semaphores(self) -> int:
+        return self.first_sum + self.all_sums * self.pieces
+
+
+def device_sizes(plan: Plan, shared: SharedSchedule, device: int, tiles: BackwardTiles) -> DeviceSizes:
+    problem, rows = plan.problem, DeviceRows(shared.sharding, device)
+    return DeviceSizes(
+        batch=problem.batch,
+        q_heads=problem.heads * problem.group,
+        kv_heads=problem.heads,
+        rows=rows.count,
+        keys=rows.keys(problem),
+        q_tiles=len(rows.q_tiles(problem)),
+        kv_tiles=len(rows.kv_tiles(problem)),
+        sums=plan.sums,
+        pieces=tiles.sum_pieces,
+        states=sum(shared.state_tiles(unit) for unit in shared.by_device[device] if unit.leg is not None),
+    )
+
+
+class LegRuns:
+    """The walks of a device's legs. A leg is a stretch of a chain's runs, so the first and the last run of it may be cut."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.runs: list[NDArray[np.int64]] = []
+        self.entries: list[NDArray[np.int64]] = []
+        self.entry_count = 0
+
+    def add(self, kind: int, kv_tile: int, steps: slice, moved_tiles: int) -> int:
+        """The first run of a leg."""
+        first = len(self.runs)
+        chain = kind * self.plan.problem.kv_tiles + kv_tile
+        begin = 0
+        for run in self.plan.runs[self.plan.chain_runs[chain] : self.plan.chain_runs[chain + 1]].astype(np.int64):
+            end = begin + int(run[LENGTH])
+            low, high = max(begin, steps.start), min(end, steps.stop)
+            if low < high:
+                self.runs.append(self._cut(run, low - begin, high - low, moved_tiles))
+            begin = end
+        return first
+
+    def _cut(self, run: NDArray[np.int64], skipped: int, length: int, moved_tiles: int) -> NDArray[np.int64]:
+        cut = run.copy()
+        cut[LENGTH] = length
+        if run[ENTRIES] < 0:
+            cut[Q_FIRST] += skipped * run[Q_STRIDE] - moved_tiles
+            cut[RANK_ADD] += skipped * run[RANK_MUL]
+            return cut
+        listed = self.plan.entries[run[ENTRIES] + skipped :][:length].astype(np.int64)
+        self.entries.append(listed - np.array([moved_tiles, 0, 0]))
+        cut[ENTRIES] = self.entry_count
+        self.entry_count += length
+        return cut
+
+    @property
+    def tables(self) -> dict[str, Ints]:
+        entries = np.concatenate(self.entries) if self.entries else np.zeros((0, 3), dtype=np.int64)
+        return {"runs": frozen_ints(np.array(self.runs, dtype=np.int64).reshape(-1, len(RUN_FIELDS))), "entries": frozen_ints(entries)}
+
+
+class LegTables:
+    """The tables of a device. `records` of a unit, and `endings` of the last ones, follow each other in the order of its chains."""
+
+    def __init__(self, plan: Plan, shared: SharedSchedule, device: int, tiles: BackwardTiles) -> None:
+        check_mask(plan.problem.mask)
+        self.plan, self.shared, self.rows = plan, shared, DeviceRows(shared.sharding, device)
+        self.sizes = device_sizes(plan, shared, device, tiles)
+        self.units = shared.by_device[device]
+        self.semaphore_of = self._semaphores_of_states()
+        self._legs: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
+        self._runs = LegRuns(plan)
+        self.records, self.chains = self._joined([unit for unit in self.units if unit.leg is not None], self.records_of, CHAIN_FIELDS)
+        self.endings, self.ends = self._joined([unit for unit in self.units if unit.leg is None], self._endings_of, ENDING_FIELDS)
+        self.runs, self.entries = self._runs.tables["runs"], self._runs.tables["entries"]
+        self.q_ranks = frozen_ints(plan.ranks_per_q_tile[self.rows.q_tiles(plan.problem)])
+
+    def _semaphores_of_states(self) -> dict[int, int]:
+        """By unit: the first one of the states that it leaves."""
+        found, states = {}, 0
+        for unit in self.units:
+            if unit.leg is not None:
+                found[unit.number] = self.sizes.dq_tiles + states * self.sizes.pieces
+                states += self.shared.state_tiles(unit)
+        return found
+
+    @cached_property
+    def counters(self) -> Ints:
+        """Of every leg: the next ticket, and how many there are."""
+        return frozen_ints([(0, chains.number) for chains in self.chains.values()] or np.zeros((0, 2), dtype=np.int32))
+
+    @cached_property
+    def counter_of(self) -> dict[int, int]:
+        """By unit: the row of `counters`."""
+        return {unit: row for row, unit in enumerate(self.chains)}
+
+    def _joined(self, units: Iterable[Unit], rows_of: Any, fields: list[str]) -> tuple[Ints, dict[int, Range]]:
+        parts, ranges, first = [np.zeros((0, len(fields)), dtype=np.int32)], {}, 0
+        for unit in units:
+            parts.append(rows_of(unit))
+            ranges[unit.number] = Range(first, len(parts[-1]))
+            first += len(parts[-1])
+        return frozen_ints(np.concatenate(parts)), ranges
+
+    def records_of(self, unit: Unit, heads: tuple[Head, ...] | None = None) -> Ints:
+        """The chains of a leg, of all heads or of some, by ticket: position by position, head by head. A chain waits for those of its
+        own head that are before it, so any number of workers can run them."""
+        assert unit.leg is not None
+        leg, column = self.shared.leg_of(unit), self.shared.column_of(unit)
+        places = [place for place, head in enumerate(unit.heads) if heads is None or head in heads]
+        position, place = (grid.ravel() for grid in np.meshgrid(np.arange(len(leg.kv_tiles)), places, indexing="ij"))
+        first_run, steps = (values[position] for values in self._leg(unit))
+        sequence, kv_head, q_head = (np.array(values)[place] for values in zip(*map(self._head(unit), unit.heads), strict=True))
+        kv_tile = np.array(leg.kv_tiles)[position]
+        slot = place * len(column.kv_tiles) + np.searchsorted(column.kv_tiles, kv_tile)
+        first_key = kv_tile * self.plan.problem.tile_kv
+        fields = {
+            "kv_head": kv_head,
+            "kv_row": first_key,
+            "kv_plane": sequence,
+            "steps": steps,
+            "q_plane": sequence,
+            "keys": self.plan.problem.kv_len - first_key,
+            "band_top": self._band_top(leg.chunk) - first_key,
+            "first_run": first_run,
+            "first_dq_tile": (sequence * self.sizes.q_heads + q_head) * self.sizes.q_tiles,
+            "walk": 2 * steps,
+            "q_head": q_head,
+            "members": np.ones_like(steps),
+            "first_sum": self.semaphore_of[unit.number] + slot * self.sizes.pieces,
+        }
+        nothing = np.zeros_like(steps)  # q_shift and gang_end, and the turn of a state: it is stored
+        return frozen_ints(np.stack([fields.get(name, nothing) for name in CHAIN_FIELDS], axis=1))
+
+    def _head(self, unit: Unit) -> Any:
+        """(sequence, KV head, query head) of a head of a unit, for the member whose turn it is."""
+        problem = self.plan.problem
+
+        def place(head: Head) -> tuple[int, int, int]:
+            sequence, part = head
+            return sequence, part // problem.parts, problem.members(part).start + self.plan.members(part)[unit.member]
+
+        return place
+
+    def _band_top(self, chunk: int) -> int:
+        """For the first key: the mask's own, as many rows further on as the chunk's rows were moved. Other masks have none."""
+        problem = self.plan.problem
+        if not isinstance(problem.mask, (Full, Causal, Window)):
+            return 0
+        return problem.kv_len - problem.q_len + band_of(problem.mask)[0] + self.rows.moved[chunk]
+
+    def _leg(self, unit: Unit) -> tuple[Ints, Ints]:
+        """First run and steps of the chains of a leg."""
+        assert unit.leg is not None
+        key = unit.kind, unit.column, unit.leg
+        if key not in self._legs:
+            leg, trips = self.shared.leg_of(unit), self.shared.trips[unit.kind]
+            moved = self.rows.moved[leg.chunk] // self.plan.problem.tile_q
+            stretches = [trips.steps(kv_tile, unit.leg) for kv_tile in leg.kv_tiles]
+            first = [self._runs.add(unit.kind, kv, steps, moved) for kv, steps in zip(leg.kv_tiles, stretches, strict=True)]
+            self._legs[key] = frozen_ints(first), frozen_ints([steps.stop - steps.start for steps in stretches])
+        return self._legs[key]
+
+    def _endings_of(self, unit: Unit) -> Ints:
+        """The states of a column's KV tiles, those of parts that add to one sum together."""
+        kv_tiles = self.shared.column_of(unit).kv_tiles
+        own = np.searchsorted(self.rows.kv_tiles(self.plan.problem), kv_tiles)
+        endings = []
+        for (sequence, kv_head), parts in groupby(enumerate(unit.heads), key=self._kv_head_of):
+            places, heads = zip(*parts, strict=True)
+            sums = [self.plan.sum_of(part) for _, part in heads]
+            number, turn = sums[0]
+            assert sums == [(number, turn + i) for i in range(len(sums))], "parts of one kind that follow each other have turns that do"
+            for place, tile in enumerate(own.tolist()):
+                target = ((sequence * self.sizes.kv_heads + kv_head) * self.sizes.kv_tiles + tile) * self.sizes.sums + number
+                endings.append((target, turn, places[0] * len(kv_tiles) + place, len(sums), len(kv_tiles)))
+        return frozen_ints(endings)
+
+    def _kv_head_of(self, head: tuple[int, Head]) -> tuple[int, int]:
+        sequence, part = head[1]
+        return sequence, part // self.plan.problem.parts

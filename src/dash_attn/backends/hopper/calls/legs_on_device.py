@@ -1,0 +1,56 @@
+"""Tables of legs on the device: uploaded once for a shared schedule, then used by every backward of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ....scheduling.devices.units import Head, SharedSchedule, Unit
+from ....scheduling.plan import Plan
+from ..device.parameters import ChainRecord, EndingRecord
+from ..device.recently_used import Kept
+from ..tiles import backward_tiles
+from .device_masks import MaskOfDevice
+from .leg_tables import LegTables
+from .tables import DeviceTables
+
+MOST_TABLES = 64  # of shared schedules and devices that are kept
+
+
+class LegsOnDevice:
+    """The tables of a device's legs in its memory."""
+
+    def __init__(self, plan: Plan, shared: SharedSchedule, device: int, dims: tuple[int, int], where: torch.device) -> None:
+        self.host, self.where = LegTables(plan, shared, device, backward_tiles(*dims)), where
+        names = ("runs", "entries", "records", "endings", "q_ranks", "counters")
+        self.tables = DeviceTables({name: getattr(self.host, name) for name in names}, where)
+        self.mask = MaskOfDevice(plan.problem, shared.sharding, device, where)
+        self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
+
+    def records(self, unit: Unit) -> int:
+        return self.tables["records"] + ChainRecord.bytes() * self.host.chains[unit.number].first
+
+    def endings(self, unit: Unit) -> int:
+        return self.tables["endings"] + EndingRecord.bytes() * self.host.ends[unit.number].first
+
+    def of_some_heads(self, unit: Unit, heads: tuple[Head, ...]) -> DeviceTables:
+        """Records of a unit whose heads do not run at once, made when they are first asked for."""
+        key = unit.number, heads
+        if key not in self._some:
+            records = self.host.records_of(unit, heads)
+            self._some[key] = DeviceTables({"records": records, "counters": np.array([0, len(records)])}, self.where)
+        return self._some[key]
+
+
+_kept: Kept[LegsOnDevice] = Kept(MOST_TABLES)
+
+
+def legs_on_device(plan: Plan, shared: SharedSchedule, device: int, dims: tuple[int, int], where: torch.device) -> LegsOnDevice:
+    """Uploaded once for a shared schedule, which must be the same object."""
+    key = shared, device, dims, where
+    found = _kept.get(key)
+    if found is None:
+        found = LegsOnDevice(plan, shared, device, dims, where)
+        for old in _kept.put(key, found):
+            torch.cuda.synchronize(old.where)  # launches on any stream may still read them; here they go
+    return found

@@ -1,0 +1,56 @@
+"""One of several devices that share a sequence, on a Hopper GPU: the forward of its queries, and its units of the backward."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+from torch import Tensor
+
+from ...call.options import AttentionOptions
+from ...call.planning import DEFAULT_WORKERS
+from ...scheduling.devices.sharding import Sharding
+from ...scheduling.devices.together import FILLINGS
+from ...scheduling.generators.shift import LARGEST_BLOCK
+from ...scheduling.problem import Problem
+from . import tiles
+from .calls.device_backward import DeviceBackward, tile_size
+from .calls.device_forward import forward as forward_of_rows
+from .device.compile import OPTIONS, compiler_version, sources
+
+__all__ = ["DeviceBackward", "backward_tiles", "forward", "heads_together", "machine_code", "tile_size"]
+
+
+def backward_tiles(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Rows of a Q tile and of a KV tile."""
+    found = tiles.backward_tiles(*tiles.backward_dims(head_dim, value_dim))
+    return found.q_rows, found.kv_rows
+
+
+def heads_together(problem: Problem, sharding: Sharding) -> int:
+    """As many as give every SM some chains, dealt evenly to turns (scheduling/devices/together.py): but from the shape alone, because
+    the kernels' units have the KV tiles of a chunk, or a block of them where every tile is kept."""
+    full = bool(problem.kept.all())
+    chains = max(1, min(sharding.lengths) // problem.tile_kv)
+    heads = problem.batch * -(-problem.all_parts // (1 if full else 2))  # of a kind
+    enough = max(1, round(FILLINGS * DEFAULT_WORKERS / (min(chains, LARGEST_BLOCK) if full else chains)))
+    if full:
+        enough = min(enough, max(1, heads // sharding.devices))
+    turns = max(1, round(heads / enough))
+    return -(-heads // turns)
+
+
+@cache
+def machine_code() -> str:
+    """Sources, options and compiler decide what the kernels compute."""
+    digest = hashlib.sha256()
+    for part in (*OPTIONS, *(f"{name}\0{text}" for name, text in sorted(sources().items()))):
+        digest.update(part.encode() + b"\0")
+    return f"kernels {digest.hexdigest()[:16]}, NVRTC {compiler_version()}"
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, sharding: Sharding, device: int
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the device's queries. k and v are those of the whole sequence."""
+    return forward_of_rows(q, k, v, options, sinks, sharding, device)

@@ -1,0 +1,155 @@
+"""One process plays all devices that share a sequence, on backend 'hopper': on a GPU, or on kernels that are emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dash_attn import Mask, Problem
+from dash_attn.call.given_schedule import schedule_for
+from dash_attn.call.options import AttentionOptions, Choices, options_for
+from dash_attn.call.planning import plan_for
+from dash_attn.scheduling.devices.sharding import Sharding
+from dash_attn.scheduling.devices.share import share
+from dash_attn.scheduling.devices.units import SharedSchedule, Unit
+from dash_attn.scheduling.plan import Plan
+
+
+def calls() -> ModuleType:
+    return import_module("dash_attn.backends.hopper.calls.device_backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: Mask
+    sharding: Sharding
+    heads: tuple[int, int] = (2, 1)
+    dims: tuple[int, int] = (64, 64)
+    batch: int = 1
+    together: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    head_offset: int = 0
+    schedule: str = "auto"
+    softcap: float = 0.0
+
+    @property
+    def options(self) -> AttentionOptions:
+        chosen = Choices(mask=self.mask, head_offset=self.head_offset, schedule=self.schedule, softcap=self.softcap)
+        return options_for(chosen, self.dims[0])
+
+    @property
+    def problem(self) -> Problem:
+        rows, (q_heads, kv_heads) = self.sharding.rows, self.heads
+        tiles = import_module("dash_attn.backends.hopper.devices").backward_tiles(*self.dims)
+        return Problem(self.mask, rows, rows, *tiles, kv_heads, q_heads // kv_heads, self.batch, self.head_offset)
+
+    def rows_of(self, device: int) -> Tensor:
+        return torch.from_numpy(self.sharding.rows_of(device).copy()).long()
+
+    @property
+    def plan(self) -> Plan:
+        return plan_for(self.problem, self.schedule, 132)
+
+    @property
+    def shared(self) -> SharedSchedule:
+        return shared_of(self)
+
+
+@lru_cache
+def shared_of(case: Case) -> SharedSchedule:
+    return share(schedule_for(case.problem, case.schedule, 132), case.sharding, case.together)
+
+
+@dataclass
+class Played:
+    """The whole sequence's dQ, dK and dV, and what the devices did."""
+
+    gradients: list[Tensor]
+    backwards: list[Any]
+    shared: SharedSchedule
+
+
+def play_forward(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the whole sequence, each device with its own rows."""
+    out, lse = (
+        q.new_full((*q.shape[:3], v.shape[-1]), torch.nan),
+        q.new_full((len(q), q.shape[2], q.shape[1]), torch.nan, dtype=torch.float32),
+    )
+    for device in range(case.sharding.devices):
+        mine = case.rows_of(device).to(q.device)
+        forward = import_module("dash_attn.backends.hopper.devices").forward
+        out[:, mine], lse[:, :, mine] = forward(q[:, mine], k, v, case.options, sinks, case.problem, case.sharding, device)
+    return out, lse
+
+
+def in_random_order(shared: SharedSchedule, seed: int) -> list[Unit]:
+    """All units, each behind those that it waits for, in some other sequence than the usual one."""
+    random = Random(seed)
+    left = {unit.number: set(waits) for unit, waits in zip(shared.units, shared.waits, strict=True)}
+    found: list[Unit] = []
+    while left:
+        number = random.choice([number for number, waits in left.items() if not waits])
+        del left[number]
+        found.append(shared.units[number])
+        for waits in left.values():
+            waits.discard(number)
+    return found
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def play_devices(
+    case: Case,
+    inputs: tuple[Tensor, ...],
+    gathers: int = 1,
+    dlse: Tensor | None = None,
+    change: Callable[[Unit, Tensor], None] | None = None,
+    made: Callable[[str, Tensor], Tensor] = as_it_is,
+    units: Iterable[Unit] | None = None,
+    overlap: bool = False,
+) -> Played:
+    """One process plays all devices. inputs: dout, q, k, v, out and LSE of the whole sequence.
+
+    gathers: tensors in which keys come. change: of the states before each unit. made: told of memory. units: in another order.
+    """
+    dout, q, k, v, out, lse = inputs
+    shared, plan, sharding = case.shared, case.plan, case.sharding
+    rows = [case.rows_of(device).to(q.device) for device in range(sharding.devices)]
+    backwards = []
+    for device, mine in enumerate(rows):
+        of_rows = [None if x is None else made("rows", x[:, :, mine].contiguous()) for x in (lse, dlse)]
+        own = dout[:, mine], q[:, mine], out[:, mine]
+        backward = calls().DeviceBackward(plan, shared, device, case.options, own, of_rows, overlap)
+        for some in torch.arange(case.heads[1]).chunk(gathers):
+            first, end = int(some[0]), int(some[-1]) + 1
+            backward.take_keys(k[:, :, first:end], v[:, :, first:end], first)
+        backwards.append(backward)
+    states: dict[int, Tensor] = {}
+    for unit in shared.units if units is None else units:
+        backward = backwards[unit.device]
+        if unit.before is None:
+            state = made("states", backward.new_state(unit))
+            if unit.leg is not None:
+                state.fill_(torch.nan)  # what begins reads nothing
+        else:
+            state = states.pop(unit.before)
+        if change is not None:
+            change(unit, state)
+        backward.run(unit, state)
+        if unit.after is not None:
+            states[unit.number] = state
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    for backward, mine in zip(backwards, rows, strict=True):
+        for whole, part in zip(gradients, backward.finish(), strict=True):
+            whole[:, mine] = part
+    return Played(gradients, backwards, shared)
