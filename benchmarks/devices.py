@@ -1,8 +1,9 @@
-"""Devices that share a sequence, on one Hopper GPU: python benchmarks/devices.py [--compile] [--check] [--time] [--json FILE]
+"""Devices that share a sequence, on one Hopper GPU: python benchmarks/devices.py [--compile] [--check] [--long] [--time] [--json FILE]
 
 --compile: all kernels that the others need, in as many processes as there are cores. It needs no GPU.
 --check: one process plays all devices; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
-must change them. Small shapes come first, so that whatever is wrong shows early.
+must change them. Small shapes come first, so that whatever is wrong shows early. Every second run has launches that overlap.
+--long: the same from 16384 to 131072 tokens on 2 to 16 devices.
 --time: each device's part of the backward alone, with states already there, against the plain call divided by the number of devices:
 launched from Python, and replayed from a CUDA graph, which leaves the host out.
 """
@@ -175,22 +176,32 @@ def checked_cases() -> Iterator[tuple[Case, int]]:
     small = Case(1024, 2, (2, 2))
     for dims in ((128, 128), (64, 64), (256, 256), (192, 128), (192, 192), (96, 96)):
         for mask in (Causal(), Window(300, 0), Full()):
-            yield replace(small, dims=dims, mask=mask), 2
-        yield replace(small, dims=dims, dtype=torch.float16, heads=(6, 2), tokens=2048), 2
+            yield replace(small, dims=dims, mask=mask), 4
+        yield replace(small, dims=dims, dtype=torch.float16, heads=(6, 2), tokens=2048), 4
     for count in (2, 4, 8):
-        yield Case(8192, count, (8, 2)), 20
-        yield Case(8192, count, (16, 16), (64, 64)), 20
-        yield Case(8192, count, (4, 4), mask=Full(), sharding="contiguous"), 20
-        yield Case(16384, count, (32, 8)), 5
-        yield Case(16384, count, (16, 16), mask=Window(4096, 0)), 5
+        yield Case(8192, count, (8, 2)), 40
+        yield Case(8192, count, (16, 16), (64, 64)), 40
+        yield Case(8192, count, (4, 4), mask=Full(), sharding="contiguous"), 40
+        yield Case(16384, count, (32, 8)), 10
+        yield Case(16384, count, (16, 16), mask=Window(4096, 0)), 10
 
 
-def check_bits() -> list[dict[str, Any]]:
-    found = []
-    for case, repeats in checked_cases():
+def long_cases() -> Iterator[tuple[Case, int]]:
+    for tokens, repeats in ((16384, 100), (32768, 100), (65536, 6), (131072, 6)):
+        for count in (2, 4, 8, 16):
+            for heads in ((32, 8), (16, 16)):
+                yield Case(tokens, count, heads), repeats
+
+
+def check_bits(cases: Iterator[tuple[Case, int]], seconds: float) -> Iterator[dict[str, Any]]:
+    end = time.time() + seconds
+    for case, repeats in cases:
+        if time.time() > end:
+            print("out of time", file=sys.stderr)
+            return
         began, tensors, shared = time.time(), case.tensors(), Shared(case)
         expected, different = plain(case, tensors), set[str]()
-        for number in range(2 * repeats):
+        for number in range(repeats):
             overlap = number % 2 == 1
             for name, a, b in zip(NAMES, expected, shared.play(tensors, overlap), strict=True):
                 if not torch.equal(a, b):
@@ -200,8 +211,7 @@ def check_bits() -> list[dict[str, Any]]:
         control = [name for name, a, b in zip(NAMES, expected, rounded, strict=True) if not torch.equal(a, b)]
         verdict = "EQUAL" if not different else f"DIFFERENT in {sorted(different)}"
         print(f"{verdict}  x{repeats}  {case}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
-        found.append({"case": str(case), "repeats": repeats, "different": sorted(different), "control": control})
-    return found
+        yield {"case": str(case), "repeats": repeats, "different": sorted(different), "control": control}
 
 
 def difference(a: Tensor, b: Tensor) -> str:
@@ -321,6 +331,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile all kernels at once")
     parser.add_argument("--check", action="store_true", help="compare bits")
+    parser.add_argument("--long", action="store_true", help="compare bits of long sequences")
     parser.add_argument("--time", action="store_true", help="time the slowest device")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--json", type=Path, help="write what was found there, after every case")
@@ -328,23 +339,26 @@ def main(arguments: list[str] | None = None) -> None:
     began = time.time()
     if chosen.compile:
         compile_all()
-    if not (chosen.check or chosen.time):
+    if not (chosen.check or chosen.long or chosen.time):
         return
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "check": [], "time": []}
-    if chosen.check:
-        results["check"] = check_bits()
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": [], "time": []}
+
+    def keep(where: str, found: dict[str, Any]) -> None:
+        results[where].append(found)
+        if chosen.json:
+            chosen.json.write_text(json.dumps(results, indent=1))
+
+    for asked, cases in ((chosen.check, checked_cases), (chosen.long, long_cases)):
+        for verdict in check_bits(cases(), chosen.seconds) if asked else ():
+            keep("check", verdict)
     for case in timed_cases() if chosen.time else ():
         if time.time() - began > chosen.seconds:
             print("out of time", file=sys.stderr)
             break
         times = measure(case)
         print(times, flush=True)
-        results["time"].append(asdict(times))
+        keep("time", asdict(times))
         torch.cuda.empty_cache()
-        if chosen.json:
-            chosen.json.write_text(json.dumps(results, indent=1))
-    if chosen.json:
-        chosen.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -67,28 +67,39 @@ class Peers:
     def start_gather(self, mine: Tensor, purpose: str = REACH_OTHERS) -> Pending:
         """The same, on its way. purpose: what an error says could not be done."""
         if self.count == 1:
-            return Pending(self, None, mine, purpose)
-        everything = mine.new_empty(self.count * mine.numel())
+            return Pending(self, None, mine, mine.device, purpose)
+        sent = self._reachable(mine)
+        everything = sent.new_empty(self.count * sent.numel())
         into = list(_bytes(everything).chunk(self.count))
         work: list[Any] = []
-        self.reach(lambda: work.append(dist.all_gather(into, _bytes(mine), self.group, async_op=True)), purpose)
-        return Pending(self, work[0], everything, purpose)
+        self.reach(lambda: work.append(dist.all_gather(into, _bytes(sent), self.group, async_op=True)), purpose)
+        return Pending(self, work[0], everything, mine.device, purpose)
 
     def exchange(self, flat: Tensor) -> Tensor:
         """Of `count` equal pieces, piece r goes to rank r. Row r of the result came from rank r."""
         if self.count == 1:
             return flat[None]
-        received = torch.empty_like(flat)
-        self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(flat), group=self.group))
-        return received.view(self.count, -1)
+        sent = self._reachable(flat)
+        received = torch.empty_like(sent)
+        self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group))
+        return received.view(self.count, -1).to(flat.device)
 
     def send(self, flat: Tensor, to: int, tag: int) -> Any:
         """Begins to send to a rank; `wait` of the result ends it."""
-        return dist.isend(_bytes(flat), group=self.group, group_dst=to, tag=tag)
+        return dist.isend(_bytes(self._reachable(flat)), group=self.group, group_dst=to, tag=tag)
 
     def receive(self, flat: Tensor, source: int, tag: int) -> Any:
         """Begins to receive from a rank; `wait` of the result ends it."""
-        return dist.irecv(_bytes(flat), group=self.group, group_src=source, tag=tag)
+        memory = torch.empty_like(flat, device="cpu") if self._through_host(flat.device) else flat
+        work = dist.irecv(_bytes(memory), group=self.group, group_src=source, tag=tag)
+        return work if memory is flat else _ThroughHost(work, memory, flat)
+
+    def _through_host(self, device: torch.device) -> bool:
+        """Gloo sends and receives what is in the host's memory."""
+        return self.group is not None and device.type != "cpu" and self.group._get_backend(device).name() == "gloo"
+
+    def _reachable(self, flat: Tensor) -> Tensor:
+        return flat.cpu() if self._through_host(flat.device) else flat
 
     def _served(self, device: torch.device) -> torch.device:
         """This device, or another where the group cannot send from it: a rank must be able to tell others that it refuses a call."""
@@ -113,12 +124,26 @@ class Pending:
     peers: Peers
     work: Any
     result: Tensor
+    device: torch.device  # where the result is wanted
     purpose: str
 
     def wait(self) -> Tensor:
         if self.work is not None:
             self.peers.reach(self.work.wait, self.purpose)
-        return self.result
+        return self.result.to(self.device)
+
+
+@dataclass(frozen=True)
+class _ThroughHost:
+    """A message that arrives in the host's memory."""
+
+    work: Any
+    memory: Tensor
+    flat: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.flat.copy_(self.memory)
 
 
 def _bytes(flat: Tensor) -> Tensor:
