@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, Window, explain, flash_attn_func, generate
+from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, TileMap, Window, explain, flash_attn_func, generate
 from dash_attn.backends.cpu.devices import DeviceBackward
 from dash_attn.backends.cpu.recorder import record_backward
 from dash_attn.call.any_workers import plan_on_any
@@ -164,14 +164,18 @@ def test_it_is_attention() -> None:
         torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
 
 
-def test_explain_promises_any_number_of_workers_on_the_cpu_alone() -> None:
+def test_explain_promises_any_number_of_workers() -> None:
     q, _, _, _ = random_inputs(2176, 2176, (1, 1), 64)
     told = explain(q, q, q)
     assert (told.schedule, told.guarantees, told.gang) == ("shift_blocks", ALL_GUARANTEES, 1)
     assert "resident together" not in str(told)
     on_gpu = torch.empty_like(q, device="meta", dtype=torch.bfloat16)
     hopper = explain(on_gpu, on_gpu, on_gpu, backend="hopper")
-    assert (hopper.guarantees[2], hopper.gang) == ("worker-count-invariant (9 workers or more)", 9)
+    assert (hopper.guarantees, hopper.gang) == (ALL_GUARANTEES, 9)
+    blocks = explain(
+        on_gpu, on_gpu, on_gpu, mask=TileMap(np.ones((17, 17), dtype=bool), 128, 128), schedule="shift_blocks", backend="hopper"
+    )
+    assert blocks.guarantees[2] == "worker-count-invariant (9 workers or more)"
 
 
 def test_a_gang_beyond_the_default_number_of_workers() -> None:

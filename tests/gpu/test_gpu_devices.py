@@ -10,17 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, Window, flash_attn_func
-from dash_attn.call.given_schedule import schedule_for
+from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, flash_attn_func
 from dash_attn.call.options import Choices, options_for
-from dash_attn.call.planning import plan_for
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
-from dash_attn.scheduling.devices.in_legs import in_legs
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.units import Unit
 from dense import Results, assert_same_bits
-from gpu_helpers import DEVICE, poisoned_memory
+from gpu_helpers import DEVICE, hopper, patched_backend, poisoned_memory
 from inputs import make_inputs
 from played_devices import Case, in_random_order, play_devices, play_forward
 
@@ -177,19 +174,24 @@ def test_ranks_in_one_process(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_in_legs_on_few_workers(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], workers: int) -> None:
-    """A full mask has gangs of up to 16 chains. In legs it has the same bits on any number of SMs."""
-    q, k, v, dout = make_inputs(DEVICE, (4096, 3000), (4, 2), dims)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = flash_attn_func(*inputs, return_lse=True)
-    expected = torch.autograd.grad(out, inputs, dout)
-    calls, devices = (import_module(f"dash_attn.backends.hopper.{name}") for name in ("calls.device_backward", "devices"))
-    problem = Problem(Full(), 4096, 3000, *devices.backward_tiles(*dims), 2, 2)
-    made, options = schedule_for(problem, "auto", 132), options_for(Choices(mask=Full()), dims[0])
-    monkeypatch.setattr(calls, "sm_count", lambda index: workers)
-    tensors = tuple(x.detach() for x in (dout, q, k, v, out))
-    with poisoned_memory():
-        found = calls.run_in_legs(plan_for(problem, "auto", 132), in_legs(made, workers), options, tensors, (lse.detach(), None)).finish()
+def test_any_number_of_sms(dims: tuple[int, int], workers: int) -> None:
+    """A full mask has gangs of up to 16 chains. On fewer SMs the same call runs in legs, with the same bits."""
+    q, k, v, dout = make_inputs(DEVICE, (4096, 3000), (4, 2), dims, batch=2)
+    sinks = torch.randn(4, device=DEVICE)
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
+
+    def run() -> tuple[Tensor, ...]:
+        out, lse = flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
+        return out, lse, *torch.autograd.grad([out, lse], inputs, [dout, lse.detach()])
+
+    def few(index: int) -> int:
+        return workers
+
+    expected = run()
+    with patched_backend({(module, "sm_count"): few for module in ("calls.backward_setup", "calls.device_backward")}), poisoned_memory():
+        found = run()
+        made = hopper("calls.backward_setup").dense_setup(q, k, v, options_for(Choices(mask=Full()), dims[0]))
+        assert (made.legs is not None) == (workers < made.gang)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

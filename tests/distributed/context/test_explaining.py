@@ -59,7 +59,7 @@ class Recording(Peers):
 
     def start_gather(self, mine: Tensor, purpose: str = "") -> Pending:
         self.sent["gathered"] += (self.count - 1) * mine.nbytes
-        return Pending(self, None, torch.zeros(self.count * mine.numel(), dtype=mine.dtype), purpose)
+        return Pending(self, None, torch.zeros(self.count * mine.numel(), dtype=mine.dtype), mine.device, purpose)
 
     def exchange(self, flat: Tensor) -> Tensor:
         self.sent["exchanged"] += flat.nbytes // self.count * (self.count - 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
+from ....scheduling.validate import TooFewWorkers
 from ..device.driver import current_stream, on_device
 from ..device.parameters import (
     BackwardParams,
@@ -18,7 +19,6 @@ from ..device.parameters import (
     PostprocessParams,
     PreprocessParams,
     SinkGradientParams,
-    Strides,
     SumPlaces,
     TilePlaces,
 )
@@ -26,13 +26,11 @@ from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..tiles import helper_blocks
 from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
+from .few_workers import BackwardInLegs
 from .kernel_names import threads_per_row
-from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales
+from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales, masked_score, row_strides
 from .packed import PackedPlanner
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
-
-# Far below every score, but with softcap its square must still be a number: the slope of the cap is 1 - score^2.
-MASKED_SCORE, MASKED_CAPPED_SCORE = -1e30, -1e18
 
 
 def backward(
@@ -96,7 +94,7 @@ class BackwardCall:
             first_sum=self.setup.dq_tiles,
             head_tiles=head_tiles,
             scale=options.scale,
-            masked_score=MASKED_CAPPED_SCORE if options.softcap else MASKED_SCORE,
+            masked_score=masked_score(options),
             mask=self.mask.params,
             report=report_address(),
             **kernel_scales(options),
@@ -195,6 +193,8 @@ class DenseBackward(BackwardCall):
 
     def __init__(self, layout: DenseLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         setup = DenseBackwardSetup(layout, options)
+        if setup.legs is not None:
+            raise TooFewWorkers(setup.plan.schedule_name, setup.gang, setup.plan.workers, " Only a plain backward runs there.")
         super().__init__(setup, tensors)
         self.plan = setup.plan
         self.tables = plan_on_device(setup.plan, self.device)
@@ -226,13 +226,13 @@ class PackedBackward(BackwardCall):
         self.after.q_ranks = at["q_ranks"] if self.ordered else None
 
 
-def row_strides(tensor: Tensor) -> Any:
-    """Strides of batch, row and head; packed tokens are one batch."""
-    return Strides(*tensor.stride()[:3]) if tensor.ndim == 4 else Strides(0, *tensor.stride()[:2])
-
-
-def prepare(layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> DenseBackward | PackedBackward:
-    return PackedBackward(layout, tensors, options) if isinstance(layout, PackedLayout) else DenseBackward(layout, tensors, options)
+def prepare(
+    layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions
+) -> DenseBackward | PackedBackward | BackwardInLegs:
+    if isinstance(layout, PackedLayout):
+        return PackedBackward(layout, tensors, options)
+    setup = DenseBackwardSetup(layout, options)
+    return DenseBackward(layout, tensors, options) if setup.legs is None else BackwardInLegs(setup, tensors[0].device)
 
 
 _calls = CallCache(prepare)

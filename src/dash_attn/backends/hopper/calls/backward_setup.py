@@ -9,9 +9,13 @@ from functools import cached_property
 
 from torch import Tensor
 
+from ....call.any_workers import plan_on_any
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....call.planning import plan_for
+from ....masks import IntervalMask
+from ....scheduling.devices.units import SharedSchedule
+from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
 from ..device.parameters import ChainRecord, GroupSplit
 from ..device.workspace import Workspace
@@ -97,7 +101,7 @@ class DenseBackwardSetup(BackwardSetup):
     def __init__(self, layout: DenseLayout, options: AttentionOptions) -> None:
         super().__init__(layout, options)
         self.mask_kind = mask_kind(options.mask)
-        self.plan = plan_for(self._problem(layout), options.schedule, sm_count(layout.device))
+        self.plan, self.legs = self._planned(sm_count(layout.device))
         check_kinds(self.plan.kinds)
         self.parts, self.kinds = self.plan.problem.parts, self.plan.kinds
         self.sums = self.plan.sums if self.parts > 1 else 0
@@ -105,7 +109,20 @@ class DenseBackwardSetup(BackwardSetup):
         self.cooperative = self.gang > 1
         self.workers = min(self.plan.workers, self.chains)
 
-    def _problem(self, layout: DenseLayout) -> Problem:
+    @property
+    def any_workers(self) -> bool:
+        """Whether chains can rest in memory, where SMs are too few for a gang. Unordered sums wait for nobody."""
+        return isinstance(self.options.mask, IntervalMask) or not self.options.ordered
+
+    def _planned(self, workers: int) -> tuple[Plan, SharedSchedule | None]:
+        """The legs of its walks where whole chains cannot run."""
+        problem = self._problem(self.layout)
+        if not self.any_workers:
+            return plan_for(problem, self.options.schedule, workers), None
+        planned = plan_on_any(problem, self.options.schedule, workers)
+        return planned.plan, planned.legs if self.options.ordered else None
+
+    def _problem(self, layout: DenseLayout | PackedLayout) -> Problem:
         return Problem(
             self.options.mask,
             layout.q_len,

@@ -32,9 +32,8 @@ from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, repor
 from ..device.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, sm_count
 from ..tiles import backward_dims, backward_tiles, helper_blocks
-from .backward import MASKED_CAPPED_SCORE, MASKED_SCORE, row_strides
 from .kernel_names import LegKernels, Variant, leg_kernels, threads_per_row
-from .layout import cut, kernel_scales
+from .layout import cut, kernel_scales, masked_score, row_strides
 from .legs_on_device import legs_on_device
 from .tables import mask_kind
 
@@ -166,7 +165,7 @@ class DeviceBackward:
             call=register_call(sizes.q_heads, sizes.q_tiles),
             head_tiles=sizes.q_tiles,
             scale=options.scale,
-            masked_score=MASKED_CAPPED_SCORE if options.softcap else MASKED_SCORE,
+            masked_score=masked_score(options),
             mask=mask.params,
             runs=tables["runs"],
             entries=tables["entries"],

@@ -12,7 +12,7 @@ from ....call.explanation import Explanation
 from ....call.options import AttentionOptions
 from ....call.planning import explanation_of, explanation_of_documents, plan_in_words, predict
 from ....masks import Documents
-from ....scheduling.order import WORKER_INVARIANT, promises, worker_invariance
+from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
 from .backward_setup import BackwardSetup, dense_setup, packed_setup
@@ -38,7 +38,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     ahead, behind = dense_forward_setup(q, k, v, options), dense_setup(q, k, v, options)
     plan, machine = behind.plan, H200.get(behind.layout.dim)
     time = predict(plan, options, machine, "an H200") if predict_time else {"prediction_note": "not asked for"}
-    return explanation_of(plan, "hopper", (q, k, v), options, **_fields(q, ahead, behind), **time)
+    described = explanation_of(plan, "hopper", (q, k, v), options, **_fields(q, ahead, behind), **time)
+    return replace(described, guarantees=reported(described.guarantees, 1)) if behind.any_workers else described
 
 
 def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
@@ -52,8 +53,7 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     fields = _fields(q, ahead, behind)
     described = explanation_of_documents(plans, "hopper", (q, k, v), options, **fields, prediction_note=note)
     gang = behind.gang  # what the call needs, which has room for longer documents
-    reported = [worker_invariance(gang) if promises([said], WORKER_INVARIANT) else said for said in described.guarantees]
-    return replace(described, plan_bytes=0, gang=gang, guarantees=tuple(reported))
+    return replace(described, plan_bytes=0, gang=gang, guarantees=reported(described.guarantees, gang))
 
 
 def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..device.driver import device_index, on_device, refuse_capture
+from ..device.parameters import Strides
 from ..device.recently_used import Kept
 from ..device.tensor_map import tma_ready
 from ..support import DTYPES, check_call
@@ -129,6 +130,16 @@ def empty_contiguous(like: Tensor) -> Tensor:
 def cut(tensor: Tensor, dim: int) -> Tensor:
     """The first `dim` columns: what is there without padding."""
     return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
+
+
+def masked_score(options: AttentionOptions) -> float:
+    """Far below every score, but with softcap its square must still be a number: the slope of the cap is 1 - score^2."""
+    return -1e18 if options.softcap else -1e30
+
+
+def row_strides(tensor: Tensor) -> Any:
+    """Strides of batch, row and head; packed tokens are one batch."""
+    return Strides(*tensor.stride()[:3]) if tensor.ndim == 4 else Strides(0, *tensor.stride()[:2])
 
 
 def kernel_scales(options: AttentionOptions) -> dict[str, float]:

@@ -6,6 +6,7 @@
 
 constexpr int STAGES = 2;  // Q tiles in flight (also dO, dS and dQ buffers, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
+constexpr int REDUCE_BYTES = 4096;  // added to dQ and to sums at once: larger ones hold up the loads of the next tiles
 
 // Head dims: D of q and k, DV of v. Values up to 128: a warpgroup owns 64 of 128 KV rows.
 DEVICE constexpr bool is_tall(int dv) { return dv <= 128; }
@@ -38,7 +39,7 @@ template <int D_, int DV_> struct TallConfig {
   static_assert(STAGES * DS_BYTES >= OUT_BYTES, "dK and dV leave through the dS buffers");
 
   // A dQ tile leaves at once, through the staging buffer of its stage, or the only one. DQ_FULLS: barriers per stage.
-  static constexpr int DQ_PIECES = 1, DQ_FULLS = 1, REDUCE_BYTES = DQ_BYTES;
+  static constexpr int DQ_PIECES = 1, DQ_FULLS = 1;
   DEVICE static constexpr int piece_warpgroup(int) { return 0; }  // both
   DEVICE static constexpr int dq_staging(int stage, int) { return OFFSET_OF(Tiles, dq) + (DQ_STAGES == 2 ? stage : 0) * DQ_BYTES; }
   DEVICE static constexpr int piece_bytes(int) { return DQ_BYTES; }
@@ -52,6 +53,7 @@ template <int D_, int DV_> struct TallConfig {
   // chain leaves both in the phase of its last step.
   static constexpr int SUM_PIECES = 4, SUM_REGISTERS = (D + DV) / 8, SUM_FLOATS = 2 * WARPGROUP * SUM_REGISTERS;
   static_assert(4 * SUM_FLOATS <= DQ_BYTES && SUM_REGISTERS % 4 == 0, "a piece fits a dQ buffer");
+  static_assert(DQ_BYTES % REDUCE_BYTES == 0 && 4 * SUM_FLOATS % REDUCE_BYTES == 0, "whole reduces");
   // With narrow values, P and so dV are lifted by a power of two (NarrowValueConsumer). Whoever ends a chain drops it again, exactly.
   static constexpr float DV_FACTOR = D <= 128 ? 1.f : 1.f / 4096;
   DEVICE static constexpr bool of_dv(int quad) {  // a float4 of a state or sum
@@ -86,7 +88,6 @@ template <int D_> struct WideConfig {
 
   // A dQ tile leaves in four pieces, as they become ready: own and inner columns of the first warpgroup, then of the second.
   static constexpr int DQ_PIECES = 4, DQ_FULLS = 2;
-  static constexpr int REDUCE_BYTES = 4096;  // larger ones hold up the loads of the next tiles
   static_assert(OWN_BYTES % REDUCE_BYTES == 0 && INNER_BYTES % REDUCE_BYTES == 0, "whole reduces");
   DEVICE static constexpr int piece_warpgroup(int piece) { return piece >> 1; }
   DEVICE static constexpr int dq_staging(int, int piece) { return OFFSET_OF(Tiles, dq) + (piece >> 1) * OWN_BYTES; }

@@ -36,7 +36,6 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
     bars.note_full(number).wait((number / NOTES) & 1);  // a piece of a sum may be ready before the planner has written its note
     await_piece(0, use);
     const u32 ready = RECORD ? cycles() : 0;
-    if constexpr (LEGS) bars.note_full(number).wait((number / NOTES) & 1);  // a state comes from registers: nobody has waited for its note
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
     if (ORDERED && note.rank > 0) await_rank(note);
@@ -74,9 +73,8 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
     if (ORDERED && note.rank == 0)
       bulk_store(to, source, bytes);
     else
-#pragma unroll
-      for (int at = 0; at < C::piece_bytes(piece); at += C::REDUCE_BYTES)
-        bulk_reduce_add_f32((char*)to + at, source + at, C::DQ_PIECES > 1 ? C::REDUCE_BYTES : bytes);
+#pragma unroll 1
+      for (u32 at = 0; at < bytes; at += REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, REDUCE_BYTES);
     bulk_commit();
     bulk_wait_read();
     bars.dq_empty(C::piece_empty(W, piece)).arrive();
