@@ -105,6 +105,7 @@ CASES = {
     "causal, fp16, uneven": Case(Causal(), UNEVEN, (2, 2), (128, 128), dtype=torch.float16),
     "causal, contiguous, batch": Case(Causal(), Sharding.contiguous(1024, 4), (2, 2), (128, 128), batch=2, together=3),
     "a group in parts": Case(Causal(), Sharding.zigzag(2560, 2), (6, 2), (64, 64), together=4),
+    "a group in parts, batch": Case(Full(), Sharding.contiguous(2304, 2), (2, 1), (64, 64), batch=2, together=4),
     "parts of several heads": Case(Causal(), Sharding.zigzag(1536, 3), (10, 2), (64, 64), together=2, head_offset=1),
     "window": Case(Window(300, 0), Sharding.zigzag(1024, 4), (2, 2), (128, 128)),
     "window ahead": Case(Window(150, 90), UNEVEN, (3, 1), (192, 128), head_offset=1),

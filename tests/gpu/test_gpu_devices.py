@@ -75,8 +75,8 @@ def test_eight_devices(dtype: torch.dtype, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("rows", "heads"), [(4096, (8, 2)), (1536, (10, 2)), (2048, (7, 1))], ids=str)
 def test_groups_in_parts(rows: int, heads: tuple[int, int], mask: Mask, dims: tuple[int, int]) -> None:
     """Parts of several query heads and of one; sums of one kind and of two."""
-    for offset, together in ((0, 1), (1, 3)):
-        assert_same(Case(mask, Sharding.zigzag(rows, 2), heads, dims, head_offset=offset, together=together))
+    for offset, together, batch in ((0, 1, 1), (1, 3, 1), (0, 6, 2)):
+        assert_same(Case(mask, Sharding.zigzag(rows, 2), heads, dims, head_offset=offset, together=together, batch=batch))
 
 
 @dims

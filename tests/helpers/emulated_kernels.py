@@ -269,7 +269,7 @@ def end_trips(memory: Memory, arguments: list[str], grid: int, addresses: list[i
     p, shapes = read("EndingParams", addresses[0]), tiles_of(*dims)
     number, odd = divmod(grid, shapes.kv_rows * sum(dims) // 1024)
     assert odd == 0
-    for ending in structures(memory, "EndingRecord", "endings", p.endings, number):
+    for ending in reversed(structures(memory, "EndingRecord", "endings", p.endings, number)):  # blocks have no order
         semaphores = memory.at("semaphores", p.semaphores + 4 * ending.sum * shapes.sum_pieces, shapes.sum_pieces, np.int32)
         assert (semaphores == ending.turn).all(), f"turn {ending.turn} after {semaphores[0]}"
         total = State(memory, "sums", p.sums, ending.sum, dims)

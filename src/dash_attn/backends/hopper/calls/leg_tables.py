@@ -270,16 +270,23 @@ class LegTables:
         kv_tiles = self.shared.column_of(unit).kv_tiles
         own = np.searchsorted(self.rows.kv_tiles(self.plan.problem), kv_tiles)
         endings = []
-        for (sequence, kv_head), parts in groupby(enumerate(unit.heads), key=self._kv_head_of):
-            places, heads = zip(*parts, strict=True)
+        for (sequence, kv_head), members in groupby(sorted(enumerate(unit.heads), key=_by_head), key=self._kv_head_of):
+            places, heads = zip(*members, strict=True)
             sums = [self.plan.sum_of(part) for _, part in heads]
             number, turn = sums[0]
+            apart = places[1] - places[0] if len(places) > 1 else 1
             assert sums == [(number, turn + i) for i in range(len(sums))], "parts of one kind that follow each other have turns that do"
+            assert places == tuple(places[0] + apart * i for i in range(len(places))), "parts of a group are dealt evenly"
             for place, tile in enumerate(own.tolist()):
                 target = ((sequence * self.sizes.kv_heads + kv_head) * self.sizes.kv_tiles + tile) * self.sizes.sums + number
-                endings.append((target, turn, places[0] * len(kv_tiles) + place, len(sums), len(kv_tiles)))
+                endings.append((target, turn, places[0] * len(kv_tiles) + place, len(sums), apart * len(kv_tiles)))
+        assert len({ending[0] for ending in endings}) == len(endings), "blocks of one launch have no order: a sum has one ending"
         return frozen_ints(endings)
 
     def _kv_head_of(self, head: tuple[int, Head]) -> tuple[int, int]:
         sequence, part = head[1]
         return sequence, part // self.plan.problem.parts
+
+
+def _by_head(place_and_head: tuple[int, Head]) -> Head:
+    return place_and_head[1]
