@@ -71,7 +71,7 @@ VARIANTS = [
 ]
 BF16_BACKWARD = [variant for variant in VARIANTS if variant[1].startswith("attention_backward<bf16")]
 OTHERS = [variant for variant in VARIANTS if variant not in BF16_BACKWARD]
-ATTENTION = [*BACKWARD, *RECORDING, *FORWARD]
+ATTENTION = [name for _, name in VARIANTS if name.startswith("attention_")]
 
 
 def pairs(name: str) -> set[tuple[Any, ...]]:
@@ -93,14 +93,14 @@ def thinned(names: list[str], start: list[str]) -> list[str]:
 
 def is_usual(name: str) -> bool:
     """Ordered and without softcap."""
-    return ", true, false, Mask" in name or (", false, Mask" in name and name.startswith("attention_forward"))
+    return (", true, false, Mask" if name.startswith("attention_backward<") else ", false, Mask") in name
 
 
 def always() -> list[str]:
     """What `make test` compiles; `make test-all` and `make kernels` compile all. Float16 differs from bfloat16 in conversions alone."""
     usual = [name for name in ATTENTION if is_usual(name)]
     in_bf16 = thinned([name for name in ATTENTION if "<bf16" in name], [name for name in usual if "<bf16" in name])
-    return thinned(ATTENTION, thinned(usual, in_bf16)) + [name for _, name in HELPERS]
+    return thinned(ATTENTION, thinned(usual, in_bf16)) + [name for _, name in VARIANTS if name not in ATTENTION]
 
 
 ALWAYS = set(always())
