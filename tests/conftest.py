@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 
@@ -19,3 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU (compute capability 9.0)"))
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules and collected tests stay to the end. Looking through them for garbage again and again would take long."""
+    gc.collect()
+    gc.freeze()

@@ -1,7 +1,7 @@
 """Compiles every kernel variant with the NVRTC of this environment and prints what its assembler complains about.
 
-CI does the same with the newest NVRTC. PyTorch's builds bring older ones, whose register allocation differs:
-`make kernels NVRTC=13.0.88` checks with that one, in an environment of its own.
+`make test-all` does the same with the newest NVRTC, and CI with some of the variants. PyTorch's builds bring older ones, whose
+register allocation differs: `make kernels NVRTC=13.0.88` checks with that one, in an environment of its own.
 """
 
 from __future__ import annotations

@@ -94,10 +94,10 @@ def test_gradcheck_across_tiles(mask: Mask, q_len: int, kv_len: int, softcap: fl
     assert torch.autograd.gradcheck(lambda *x: flash_attn_func(*x, mask=mask, softcap=softcap), leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal(), Window(2, 1), Documents((3, 4)), Prefix(2)], ids=str)
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(2, 1), Documents((2, 3)), Prefix(2)], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_gradcheck_of_every_element(mask: Mask, softcap: float) -> None:
-    q, k, v, _ = random_inputs(7, 7, (4, 2), 3, torch.float64)
+    q, k, v, _ = random_inputs(5, 5, (4, 2), 2, torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     assert torch.autograd.gradcheck(lambda *x: flash_attn_func(*x, mask=mask, softcap=softcap), leaves)
 

@@ -20,7 +20,7 @@ from dash_attn.execution.rules import ExecutionError
 from dash_attn.scheduling.devices.units import Unit
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, rank_within
 from dash_attn.scheduling.validate import TooFewWorkers
-from dense import Results, assert_same_bits, random_inputs, run_dense, run_ours, same_bits
+from dense import Results, assert_same_bits, random_inputs, repeated, run_dense, run_ours, same_bits
 from inputs import Inputs
 
 WORKERS = (1, 2, 7, 16, 33, 132)
@@ -46,10 +46,11 @@ def made(shape: tuple[int, int, tuple[int, int], int]) -> Inputs:
 
 
 def check_on_all(inputs: Inputs, mask: Mask, expected: Results, threads: bool, workers: tuple[int, ...] = WORKERS, **options: Any) -> None:
+    run = repeated(inputs, mask, **options)
     for count in workers:
         seed = None if count in (2, 132) else count  # None: the oldest chain that can moves next; threads do not sleep
         with interleaving(seed, threads, workers=count):
-            assert_same_bits(run_ours(inputs, mask, **options), expected, f"{count} workers, seed {seed}")
+            assert_same_bits(run(), expected, f"{count} workers, seed {seed}")
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["coroutines", "threads"])

@@ -16,7 +16,7 @@ from dash_attn.cli.main import main
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.scheduling.order import ALL_GUARANTEES, WORKER_INVARIANT, promises
 from dash_attn.scheduling.validate import TooFewWorkers
-from dense import assert_same_bits, random_inputs, run_ours
+from dense import assert_same_bits, random_inputs, repeated, run_ours
 
 WORKERS = (1, 2, 7, 16, 33)
 LENGTH = 17 * 128  # of keys: on a full mask auto has two circles of nine and eight chains
@@ -44,12 +44,13 @@ def inputs() -> tuple[Tensor, ...]:
 def test_equal_bits(name: str, mask: Mask, inputs: tuple[Tensor, ...]) -> None:
     """None is refused. `shift`, the control, is another order on every number of workers."""
     try:
-        expected = run_ours(inputs, mask, schedule=name)
+        run = repeated(inputs, mask, schedule=name)
+        expected = run()
     except ScheduleError:
         pytest.skip(f"{name} does not serve {mask}")
     for workers in WORKERS:
         with interleaving(workers, workers=workers):
-            found = run_ours(inputs, mask, schedule=name)
+            found = run()
         if name != "shift":
             assert_same_bits(found, expected, f"{name}, {workers} workers")
         elif workers < 17:
@@ -58,10 +59,11 @@ def test_equal_bits(name: str, mask: Mask, inputs: tuple[Tensor, ...]) -> None:
 
 
 def test_what_the_error_advises_works_and_has_other_bits(inputs: tuple[Tensor, ...]) -> None:
-    expected = run_ours(inputs, Full(), schedule="alternating")
+    run = repeated(inputs, Full(), schedule="alternating")
+    expected = run()
     for workers in WORKERS:
         with interleaving(workers, workers=workers):
-            assert_same_bits(run_ours(inputs, Full(), schedule="alternating"), expected)
+            assert_same_bits(run(), expected)
     with pytest.raises(AssertionError, match="elements differ"):
         assert_same_bits(run_ours(inputs, Full()), expected)
 

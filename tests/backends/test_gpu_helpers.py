@@ -7,16 +7,20 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from dash_attn import GENERATORS
-from dash_attn.backends.hopper.device.compile import compile_uncached, sources
+from dash_attn.backends.hopper.device.compile import Kernel, compile_uncached, sources
 from gpu_helpers import served
 from planted_faults import FAULTS, FILE, plant
 
 NAME = "attention_backward<bf16, 128, 128, true, false, MaskKind::Band>"
 
 
+@pytest.fixture(scope="module")
+def healthy() -> Kernel:
+    return compile_uncached("backward/attention.cuh", NAME)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_compiles_to_other_code(fault: str) -> None:
-    healthy = compile_uncached("backward/attention.cuh", NAME)
+def test_fault_compiles_to_other_code(fault: str, healthy: Kernel) -> None:
     faulty = compile_uncached("backward/attention.cuh", NAME, plant(fault, sources()))
     assert faulty.sha256 != healthy.sha256
 

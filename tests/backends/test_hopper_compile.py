@@ -20,13 +20,14 @@ from dash_attn.backends.hopper.device.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
 from dash_attn.scheduling.problem import ROWS_OF_A_CHAIN
 from dash_attn.scheduling.schedule import CACHED, MANY_KV_TILES
+from kernel_cases import cases
 from kernel_variants import BACKWARD_DIMS, BF16_BACKWARD, DIMS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
 CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward_setup").CONSUMER_CHOICES
 
 
-@pytest.mark.parametrize(("header", "name"), BF16_BACKWARD, ids=[name for _, name in BF16_BACKWARD])
+@pytest.mark.parametrize(("header", "name"), cases(BF16_BACKWARD))
 def test_variant_compiles_clean(header: str, name: str) -> None:
     kernel = compile_uncached(header, name)
     assert "registers" in kernel.log, "the assembler's report is missing, so spills would go unseen"

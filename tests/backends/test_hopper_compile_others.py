@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from dash_attn.backends.hopper.device.compile import compile_uncached
-from kernel_variants import BF16_BACKWARD, OTHERS, VARIANTS, assembler_complaints, is_twin
+from kernel_cases import cases
+from kernel_variants import ALWAYS, ATTENTION, BF16_BACKWARD, OTHERS, VARIANTS, assembler_complaints, is_usual, pairs
 
-CASES = [pytest.param(*variant, marks=[pytest.mark.exhaustive] if is_twin(variant[1]) else [], id=variant[1]) for variant in OTHERS]
 
-
-@pytest.mark.parametrize(("header", "name"), CASES)
+@pytest.mark.parametrize(("header", "name"), cases(OTHERS))
 def test_variant_compiles_clean(header: str, name: str) -> None:
     kernel = compile_uncached(header, name)
     assert "registers" in kernel.log, "the assembler's report is missing, so spills would go unseen"
     assert assembler_complaints(kernel.log) == []
 
 
+def together(names: Iterable[str]) -> set[Any]:
+    return set().union(*map(pairs, names))
+
+
 def test_no_variant_is_left_out() -> None:
     assert sorted([*BF16_BACKWARD, *OTHERS]) == sorted(VARIANTS)
-    twins = [name for _, name in VARIANTS if is_twin(name)]
-    assert len(twins) == 48
-    assert all((header, name.replace("f16", "bf16")) in BF16_BACKWARD for header, name in VARIANTS if name in twins)
+    names = {name for _, name in VARIANTS}
+    assert names >= ALWAYS >= names - set(ATTENTION)
+
+
+def test_every_two_choices_meet_in_a_variant_that_is_always_compiled() -> None:
+    compiled = [name for name in ATTENTION if name in ALWAYS]
+    assert together(compiled) == together(ATTENTION)
+    assert together(name for name in compiled if "<bf16" in name) == together(name for name in ATTENTION if "<bf16" in name)
+    usual = {name for name in ATTENTION if is_usual(name)}
+    assert all(name in ALWAYS for name in usual if "<bf16" in name)
+    assert together(usual & ALWAYS) == together(usual)
+    assert {name.split("<")[0] for name in compiled} == {"attention_forward", "attention_backward", "attention_backward_of_legs"}
+    assert len(compiled) < len(ATTENTION) / 2, "the control: they are few"

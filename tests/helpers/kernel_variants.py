@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations
+from typing import Any
 
 from dash_attn.backends.hopper import tiles as shapes
 from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
@@ -67,15 +69,41 @@ VARIANTS = [
     *(("forward/attention.cuh", name) for name in FORWARD),
     *dict.fromkeys(HELPERS),
 ]
-
-
 BF16_BACKWARD = [variant for variant in VARIANTS if variant[1].startswith("attention_backward<bf16")]
 OTHERS = [variant for variant in VARIANTS if variant not in BF16_BACKWARD]
+ATTENTION = [name for _, name in VARIANTS if name.startswith("attention_")]
 
 
-def is_twin(name: str) -> bool:
-    """A float16 backward with softcap or without an order: its bfloat16 twin differs in conversions alone."""
-    return name.startswith("attention_backward<f16") and ", true, false, " not in name
+def pairs(name: str) -> set[tuple[Any, ...]]:
+    """Every two choices of an attention kernel. Its two numbers, a shape, are one choice."""
+    kernel, given = name.rstrip(">").split("<")
+    dtype, dim, other, *rest = given.split(", ")
+    return {(kernel, *two) for two in combinations(enumerate((dtype, f"{dim}, {other}", *rest)), 2)}
+
+
+def thinned(names: list[str], start: list[str]) -> list[str]:
+    """`start`, and as few more as bring together every two choices that one of the names has."""
+    kept = list(start)
+    missing = set().union(*map(pairs, names)).difference(*map(pairs, start))
+    while missing:
+        kept.append(max(names, key=lambda name: len(pairs(name) & missing)))
+        missing -= pairs(kept[-1])
+    return kept
+
+
+def is_usual(name: str) -> bool:
+    """Ordered and without softcap."""
+    return (", true, false, Mask" if name.startswith("attention_backward<") else ", false, Mask") in name
+
+
+def always() -> list[str]:
+    """What `make test` compiles; `make test-all` and `make kernels` compile all. Float16 differs from bfloat16 in conversions alone."""
+    usual = [name for name in ATTENTION if is_usual(name)]
+    in_bf16 = thinned([name for name in ATTENTION if "<bf16" in name], [name for name in usual if "<bf16" in name])
+    return thinned(ATTENTION, thinned(usual, in_bf16)) + [name for _, name in VARIANTS if name not in ATTENTION]
+
+
+ALWAYS = set(always())
 
 
 def assembler_complaints(log: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Worker = Callable[[int], Any]
+# Ranks are forks of a process that has imported this and done nothing: imports take seconds per process, and gloo starts in the fork.
+# Forks hash strings alike. Ranks that do not are those of examples/long_context.py, which tests/project/test_examples.py runs.
+multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "dash_attn.attention"])
 
 
 def run_processes(worker: Worker, count: int, folder: Path, group_limit: float = 60, limit: float = 240) -> list[Any]:
@@ -20,7 +24,8 @@ def run_processes(worker: Worker, count: int, folder: Path, group_limit: float =
 
     group_limit: seconds a rank waits for another. limit: seconds for all; processes that run longer are killed.
     """
-    context = mp.spawn(_enter, (worker, count, str(folder), group_limit), nprocs=count, join=False)
+    arguments = (worker, count, str(folder), group_limit)
+    context = mp.start_processes(_enter, arguments, nprocs=count, join=False, start_method="forkserver")
     end = time.monotonic() + limit
     while not context.join(timeout=1):
         if time.monotonic() > end:

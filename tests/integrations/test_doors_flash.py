@@ -245,13 +245,13 @@ def agree(call: Call, ours: dict[str, Tensor]) -> None:
 
 
 @given(call=served_calls())
-@examples(600)
+@examples(300)
 def test_served_calls_are_as_documented(call: Call) -> None:
     check_served(call)
 
 
 @given(call=any_calls())
-@examples(1500)
+@examples(800)
 def test_any_call_is_as_documented_or_refused(call: Call) -> None:
     check_any(call)
 

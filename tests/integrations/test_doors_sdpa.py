@@ -200,13 +200,13 @@ def check_any(call: Call) -> None:
 
 
 @given(call=served_calls())
-@examples(1000)
+@examples(500)
 def test_served_calls_are_pytorchs(call: Call) -> None:
     check_served(call)
 
 
 @given(call=any_calls())
-@examples(2000)
+@examples(1000)
 def test_any_call_is_pytorchs_or_refused(call: Call) -> None:
     check_any(call)
 

@@ -3,6 +3,7 @@ processes prints the same hashes for any number of them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,15 +15,38 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("train_*.py"))
 SEED = "torch.manual_seed(0)"
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+IN_TURN = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print("example", path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
+Outcome = tuple[list[float], str]
 
 
-def run(script: Path, source: str) -> tuple[list[float], str]:
-    """Losses and hash. One thread: with more, PyTorch's own layers are slower here and may sum in another order."""
+def in_a_new_process(scripts: list[Path]) -> dict[str, Outcome]:
+    """Losses and hash of each, one after another. One thread: with more, PyTorch's own layers are slower here and may sum in another
+    order."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, f"{script.name}: {done.stderr}"
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
-    return losses, re.findall(r"^weights ([0-9a-f]{16})$", done.stdout, re.M)[0]
+    command = [sys.executable, "-c", IN_TURN, *map(str, scripts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return {script.stem: outcome(said) for script, said in zip(scripts, re.split("^example ", done.stdout, flags=re.M)[1:], strict=True)}
+
+
+def outcome(said: str) -> Outcome:
+    (weights,) = re.findall(r"^weights ([0-9a-f]{16})$", said, re.M)
+    return [float(loss) for loss in re.findall(r"loss (\S+)", said)], weights
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    """Of two processes. The second has them in another order, and a control: other weights at the start."""
+    control = tmp_path_factory.mktemp("control") / "control.py"
+    control.write_text(EXAMPLES[0].read_text().replace(SEED, "torch.manual_seed(1)"))
+    scripts = [script for script in EXAMPLES if HAS_TRANSFORMERS or script.stem != "train_hf"]
+    return [in_a_new_process(scripts), in_a_new_process([*reversed(scripts), control])]
 
 
 def test_the_examples_are_there() -> None:
@@ -30,17 +54,18 @@ def test_the_examples_are_there() -> None:
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_two_runs_end_with_the_same_weights(script: Path) -> None:
-    if script.stem == "train_hf":
-        pytest.importorskip("transformers")
+def test_two_runs_end_with_the_same_weights(script: Path, runs: list[dict[str, Outcome]]) -> None:
+    if script.stem == "train_hf" and not HAS_TRANSFORMERS:
+        pytest.skip("needs transformers")
     source = script.read_text()
     assert source.count("the one changed line") == 1
     assert source.count(SEED) == 1
-    losses, weights = run(script, source)
+    first, second = (run[script.stem] for run in runs)
+    losses, weights = first
     assert losses[-1] < losses[0]
-    assert run(script, source) == (losses, weights)
-    if script == EXAMPLES[0]:  # the control: other weights at the start, another hash at the end
-        assert run(script, source.replace(SEED, "torch.manual_seed(1)"))[1] != weights
+    assert second == first
+    if script == EXAMPLES[0]:
+        assert weights != runs[1]["control"][1]
 
 
 def test_any_number_of_processes_ends_with_the_same_weights() -> None:

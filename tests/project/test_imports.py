@@ -60,12 +60,15 @@ HEAVY = {"triton", "transformers", "accelerate", "matplotlib", "rich", "cuda", "
 
 def test_the_api_brings_in_nothing_heavy_and_is_quick() -> None:
     """On top of torch. The quickest of three: other work on the machine slows single runs."""
-    results = [run_python(USE_THE_API) for _ in range(3)]
-    assert all(result.returncode == 0 for result in results), results[0].stderr
-    seconds, *modules = zip(*(result.stdout.split() for result in results), strict=True)
-    assert not HEAVY & {name for (name, *_) in modules}
-    assert "dash_attn" in {name for (name, *_) in modules}
-    assert min(map(float, seconds)) < 1.0
+    found = []
+    while len(found) < 3 and min(found, default=1.0) >= 1.0:
+        result = run_python(USE_THE_API)
+        assert result.returncode == 0, result.stderr
+        seconds, *modules = result.stdout.split()
+        assert not HEAVY & set(modules)
+        assert "dash_attn" in modules
+        found.append(float(seconds))
+    assert min(found) < 1.0
 
 
 def test_attention_without_torch_fails_on_use_not_on_import() -> None:

@@ -32,7 +32,7 @@ from dash_attn.tools.verify.against import differences, refuse_failed
 from dash_attn.tools.verify.bits import NAMES, Results, attend, difference, sha256
 from dash_attn.tools.verify.cases import Case, default_cases, make_inputs
 from dash_attn.tools.verify.certificate import _device, read, status_of, verify
-from dash_attn.tools.verify.fresh import fresh_results
+from dash_attn.tools.verify.fresh import PROCESSES
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, overall
 from dash_attn.tools.verify.report import table
 from dense import dense, largest_error
@@ -51,12 +51,30 @@ def small_certificate(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_command_passes_with_a_fresh_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
+    """What each fresh process finds in its cache. It leaves a file there, as if it had compiled something."""
+    found: list[list[Path]] = []
+    run = subprocess.run
+
+    def watched(command: Any, **rest: Any) -> Any:
+        if "env" in rest:
+            found.append([*Path(rest["env"]["DASH_ATTN_CACHE"]).iterdir()])
+            assert rest["env"]["PYTHONHASHSEED"] == "random"
+            (Path(rest["env"]["DASH_ATTN_CACHE"]) / "compiled").touch()
+        return run(command, **rest)
+
+    monkeypatch.setattr(subprocess, "run", watched)
+    return found
+
+
+def test_the_command_passes_with_fresh_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path, caches: list[list[Path]]) -> None:
     path = tmp_path / "certificate.json"
     words = [word for word in SMALL if word != "--no-fresh"]
     assert main(["verify", *words, "--output", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.endswith("result: pass\n")
+    assert [len(files) for files in caches] == [0, 1], "first cold, then warm"
     assert "causal 400, 1/1 heads x 16, batch 1, fp32; alternating" in out
     certificate = json.loads(path.read_text())
     assert (certificate["status"], certificate["runs"], certificate["device"]["type"]) == ("pass", 2, "cpu")
@@ -70,6 +88,7 @@ def test_the_command_passes_with_a_fresh_process(capsys: pytest.CaptureFixture[s
         ("same bits in fresh processes", "pass"),
         ("control: unordered runs differ", "pass"),
     ]
+    assert entry["guarantees"][5]["detail"] == "2 compared"
     assert len(entry["explain"]["order_hash"]) >= 16
     results = attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
     assert entry["sha256"] == {name: sha256([x]) for name, x in zip(NAMES, results, strict=False)}
@@ -149,30 +168,19 @@ def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["same bits while other work runs"].detail.startswith("run 1 beside other work: out[0, 0, 0, 0]: ")
 
 
-def test_fresh_processes_compile_anew_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches: list[list[Path]] = []
-    run = subprocess.run
-
-    def watched(command: Any, **rest: Any) -> Any:
-        if "env" in rest:
-            caches.append([*Path(rest["env"]["DASH_ATTN_CACHE"]).iterdir()])
-            assert rest["env"]["PYTHONHASHSEED"] == "random"
-            (Path(rest["env"]["DASH_ATTN_CACHE"]) / "compiled").touch()
-        return run(command, **rest)
-
-    monkeypatch.setattr(subprocess, "run", watched)
-    found = fresh_results([SMALL_CASE], "cpu")
-    assert [len(files) for files in caches] == [0, 1], "first cold, then warm"
-    results = {what: results[0] for what, results in found.items()}
-    assert list(results) == ["a fresh process with a cold cache", "a fresh process with a warm cache"]
+def test_fresh_processes_are_compared() -> None:
     test = CaseTest(SMALL_CASE, "cpu", 2)
-    (outcome,) = (outcome for outcome in test.outcomes(results) if "fresh" in outcome.guarantee)
-    assert outcome == Outcome("same bits in fresh processes", "pass", "2 compared")
-    other = results["a fresh process with a warm cache"]
-    changed = {**results, "a fresh process with a warm cache": other._replace(dv=other.dv + 1)}
-    (outcome,) = (outcome for outcome in test.outcomes(changed) if "fresh" in outcome.guarantee)
-    assert outcome.status == "fail"
-    assert outcome.detail.startswith("a fresh process with a warm cache: dv[0, 0, 0, 0]: ")
+    here = attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+
+    def outcome_of(found: Results) -> Outcome:
+        results = dict(zip(PROCESSES, (here, found), strict=True))
+        (outcome,) = (outcome for outcome in test.outcomes(results) if "fresh" in outcome.guarantee)
+        return outcome
+
+    assert outcome_of(here) == Outcome("same bits in fresh processes", "pass", "2 compared")
+    failed = outcome_of(here._replace(dv=here.dv + 1))
+    assert failed.status == "fail"
+    assert failed.detail.startswith("a fresh process with a warm cache: dv[0, 0, 0, 0]: ")
 
 
 def test_progress_counts_every_comparison() -> None:
@@ -245,8 +253,10 @@ def test_equal_certificates_agree(capsys: pytest.CaptureFixture[str], tmp_path: 
         (lambda entry: entry["case"].update(mask="full"), "not in the other certificate"),
     ],
 )
-def test_different_certificates_say_what_differs(plant: Any, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    certificate = small_certificate(capsys)
+def test_different_certificates_say_what_differs(
+    plant: Any, said: str, small: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    certificate = copy.deepcopy(small)
     plant(certificate["cases"][0])
     certificate["versions"]["torch"] = "1.0"
     path = tmp_path / "there.json"

@@ -39,6 +39,11 @@ def random_timeline(seed: int) -> Timeline:
     return simulate(generate(rng.choice(["ascending", "descending", "weave"]), problem, rng.randint(1, 9)), machine)
 
 
+def colours(picture: np.ndarray) -> int:
+    """How many there are."""
+    return len(np.unique(picture.astype(np.int64) @ [65536, 256, 1]))
+
+
 def svg_texts(path: Path) -> list[str]:
     return ["".join(node.itertext()) for node in ET.parse(path).iter(f"{SVG}text")]
 
@@ -85,7 +90,7 @@ def test_png_has_size_and_content(tmp_path: Path) -> None:
     picture = np.asarray(Image.open(path).convert("RGB"))
     assert picture.shape[1] == plot.FIGURE_WIDTH * plot.DPI
     assert picture.shape[0] > 600
-    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 100
+    assert colours(picture) > 100
     assert tuple(picture[-1, 0]) == (255, 255, 255)
     mappable = q_tile_colours(8)
     for q_tile in range(8):
@@ -131,18 +136,18 @@ def test_stalls_are_drawn_and_only_where_they_are() -> None:
         assert bool(sum(len(c.get_paths()) for c in hatched)) == expected
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_large_run_is_a_small_image_soon(tmp_path: Path, overlap: int) -> None:
+@pytest.mark.parametrize(("overlap", "suffix"), [(0, "svg"), (2, "png")])
+def test_large_run_is_a_small_image_soon(tmp_path: Path, overlap: int, suffix: str) -> None:
     problem = Problem.from_tiles("causal", 256, 128, heads=16)
     timeline = simulate(generate("alternating", problem, 132), Machine(1, 0.3, overlap, 2))
     begin = time.monotonic()
-    for suffix in ("png", "svg"):
-        gantt([timeline], tmp_path / f"chart.{suffix}")
-        assert 20_000 < (tmp_path / f"chart.{suffix}").stat().st_size < 1_500_000
-    assert time.monotonic() - begin < 30
-    picture = np.asarray(Image.open(tmp_path / "chart.png").convert("RGB"))
-    assert tuple(picture[0, 0]) == (255, 255, 255)
-    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50
+    gantt([timeline], tmp_path / f"chart.{suffix}")
+    assert 20_000 < (tmp_path / f"chart.{suffix}").stat().st_size < 1_500_000
+    assert time.monotonic() - begin < 15
+    if suffix == "png":
+        picture = np.asarray(Image.open(tmp_path / "chart.png").convert("RGB"))
+        assert tuple(picture[0, 0]) == (255, 255, 255)
+        assert colours(picture) > 50
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])

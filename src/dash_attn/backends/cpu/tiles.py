@@ -10,17 +10,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...call.options import AttentionOptions
 from ...execution.rules import ChainPlace, Contribution, Coroutine, Ending, SumPlace
-from ...masks import EMPTY, PARTIAL
+from ...masks import EMPTY, PARTIAL, Mask
 from ...scheduling.order import Ints
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem, Task
@@ -71,18 +72,21 @@ class Scores:
         else:
             scores.mul_(self.scale)
         if partial:
-            scores.masked_fill_(self._dropped(q_tile, kv_tile), -torch.inf)
+            problem = self.problem
+            dropped = _dropped(problem.mask, problem.q_len, problem.kv_len, q_tile, kv_tile)
+            scores.masked_fill_(torch.from_numpy(dropped), -torch.inf)
         return scores, tanh
 
-    def _dropped(self, q_tile: int, kv_tile: int) -> Tensor:
-        """Elements of a tile that do not attend; those beyond the lengths never do."""
-        problem = self.problem
-        rows = slice(q_tile * TILE_Q, min((q_tile + 1) * TILE_Q, problem.q_len))
-        columns = slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, problem.kv_len))
-        dropped = np.ones((TILE_Q, TILE_KV), dtype=np.bool_)
-        keep = problem.mask.keep(rows, columns, problem.q_len, problem.kv_len)
-        dropped[: keep.shape[0], : keep.shape[1]] = ~keep
-        return torch.from_numpy(dropped)
+
+@lru_cache(maxsize=1024)  # 8 MiB: other heads, the backward and the next step ask for the same tiles
+def _dropped(mask: Mask, q_len: int, kv_len: int, q_tile: int, kv_tile: int) -> NDArray[np.bool_]:
+    """Elements of a tile that do not attend; those beyond the lengths never do. For reading only."""
+    rows = slice(q_tile * TILE_Q, min((q_tile + 1) * TILE_Q, q_len))
+    columns = slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, kv_len))
+    dropped = np.ones((TILE_Q, TILE_KV), dtype=np.bool_)
+    keep = mask.keep(rows, columns, q_len, kv_len)
+    dropped[: keep.shape[0], : keep.shape[1]] = ~keep
+    return dropped
 
 
 def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Scores, q_tile: int) -> tuple[Tensor, Tensor]:
