@@ -28,6 +28,25 @@ struct DealtKinds {
   }
 };
 
+// Which part the heads of a kind are, first those that every group has, then those of groups that have one more. As
+// Placement._instances: the first part of every group, then the second one, and so on.
+DEVICE void set_part(Chain& chain, const PlanTables& plan, int kind, int instance) {
+  const int parts = plan.split.parts, in_all = parts / plan.kinds;
+  int place = instance / plan.groups, kv_head;
+  if (place < in_all) {
+    const int group = instance - place * plan.groups;
+    chain.sequence = group / plan.kv_heads;
+    kv_head = group - chain.sequence * plan.kv_heads;
+  } else {
+    const int left = instance - in_all * plan.groups, with_more = plan.groups_with_more[kind];
+    place = in_all;
+    chain.sequence = left / with_more;
+    kv_head = plan.first_with_more[kind] + 2 * (left - chain.sequence * with_more);
+  }
+  const int first = plan.kinds == 1 ? 0 : parts & 1 ? (kv_head + plan.first_with_more[kind]) & 1 : kind;
+  chain.part = kv_head * parts + plan.kinds * place + first;
+}
+
 // The same formula as Placement.tickets: rounds, segments, turns of all kinds; in a turn position by position, head by head.
 DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   int ticket = number;
@@ -50,9 +69,7 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   const int position = ticket / width, left = width * positions - ticket;
   const int instance = in_round.before(round) + in_turn.before(turn) + ticket - position * width;
   Chain chain;
-  const int per_sequence = plan.heads_per_sequence[kind];
-  chain.sequence = instance / per_sequence;
-  chain.part = plan.first_head[kind] + plan.kinds * (instance - chain.sequence * per_sequence);
+  set_part(chain, plan, kind, instance);
   chain.kv_tile = plan.starts[kind * plan.kv_tiles + first + position];
   chain.table = kind * plan.kv_tiles + chain.kv_tile;
   chain.group_end = number + left;
