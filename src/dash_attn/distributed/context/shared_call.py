@@ -56,8 +56,9 @@ class SharedCall:
     def _check(self) -> None:
         if runs_packed(self.options):
             raise ValueError(
-                f"documents cannot be shared by ranks: each is planned by itself, and chunks would cut it. schedule={ANY_WORKERS!r}"
-                " plans the row as a whole; its bits are then those of that schedule on one rank"
+                "documents cannot be shared by ranks: each is planned by itself, and chunks would cut it. With ulysses equal to the"
+                " number of ranks, ranks exchange heads instead, and each document has the bits that it has alone."
+                f" schedule={ANY_WORKERS!r} plans the row as a whole; its bits are then those of that schedule on one rank"
             )
         self.shared  # noqa: B018  raises where lengths do not fit, or where the order has circles
 
