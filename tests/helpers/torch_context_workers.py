@@ -40,13 +40,21 @@ def everything(rank: int) -> dict[str, Any]:
         "inside": {dealt: _attention(mesh, dealt, True, inside=True) for dealt in _DEALT},
         "ulysses": _attention(mesh, "zigzag", True, ulysses=2),
         "checkpointed": _attention(mesh, "zigzag", True, attend=_checkpointed),
-        "traced": _attention(mesh, "zigzag", True, attend=torch.compile(_attend, backend="eager")),
         "wrapped module": _wrapped_module(mesh),
         "outside": _outside(mesh),
         "training": _training(rank, mesh),
         "ring": _ring(mesh),
         "errors": _errors(mesh),
         "accelerate": _accelerate(rank),
+    }
+
+
+def slower(rank: int) -> dict[str, Bits]:
+    """On four ranks, of which two share a sequence."""
+    mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("dp", "cp"))["cp"]
+    return {
+        "part of a mesh": _attention(mesh, "zigzag", True),
+        "traced": _attention(mesh, "zigzag", True, attend=torch.compile(_attend, backend="eager")),
     }
 
 
@@ -242,16 +250,21 @@ def _one_call(mesh: Any, outer: Block, inner: Block, rows: int = ROWS) -> object
 # Accelerate.
 
 
-def _accelerate(rank: int) -> Bits | None:
-    """Accelerate refuses context parallelism on CPU processes. Without this one check the rest is as on GPUs. None: not installed."""
-    try:
-        from accelerate import Accelerator
-        from accelerate.parallelism_config import ParallelismConfig
-    except ImportError:
-        return None
+def _accelerator(rank: int) -> Any:
+    """Accelerate refuses context parallelism on CPU processes. Without this one check the rest is as on GPUs."""
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost")
     ParallelismConfig._validate_accelerator = lambda *_: None
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=RANKS))
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=RANKS))
+
+
+def _accelerate(rank: int) -> Bits | None:
+    """None: it is not there."""
+    if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("accelerate.parallelism_config") is None:
+        return None
+    accelerator = _accelerator(rank)
     module = accelerator.prepare(_Scaled())
     tensors, truth = _tensors(), _on_one_process(True)
     with (
@@ -271,3 +284,29 @@ class _Scaled(_Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().forward(q * self.scale, k, v)
+
+
+def model_of_transformers(rank: int) -> dict[str, float]:
+    """The largest difference of logits between two ranks and one process, and what it is where ranks attend to their own rows only.
+
+    Its linear layers see fewer rows than on one process, so that nothing else than this is promised."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, attn_implementation="sdpa", **sizes))
+    tokens, places = torch.randint(64, (1, ROWS)), torch.arange(ROWS)[None]
+    with torch.no_grad():
+        truth = model(tokens, position_ids=places).logits
+    accelerator = _accelerator(rank)
+    model = accelerator.prepare(model)
+    buffers = [tokens, places, truth]
+    with (
+        replace_sdpa(context_parallel="torch"),
+        accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)),
+    ):
+        logits = model(tokens, position_ids=places).logits
+        logits.sum().backward()
+    with torch.no_grad():
+        control = model(tokens, position_ids=places).logits
+    return {"ours": float((logits - truth).abs().max().detach()), "control": float((control - truth).abs().max())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_inside_pytorchs_block_bits_are_those_of_one_process(found: Found, case:
     assert all(all(one["attention"][case].values()) for one in found), found
 
 
-@pytest.mark.parametrize("way", ["ulysses", "checkpointed", "traced"])
+@pytest.mark.parametrize("way", ["ulysses", "checkpointed"])
 def test_so_they_are_in_other_ways(found: Found, way: str) -> None:
     assert all(all(one[way].values()) for one in found), found
 
@@ -96,6 +97,22 @@ def test_accelerate(found: Found) -> None:
     if found[0]["accelerate"] is None:
         pytest.skip("needs an Accelerate with ParallelismConfig")
     assert all(all(one["accelerate"].values()) for one in found), found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_part_of_a_mesh_and_traced_calls(tmp_path: Path) -> None:
+    for found in run_processes(torch_context_workers.slower, 2 * torch_context_workers.RANKS, tmp_path):
+        assert all(all(bits.values()) for bits in found.values()), found
+
+
+@pytest.mark.exhaustive
+def test_a_model_of_transformers_with_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate.parallelism_config")
+    for found in run_processes(torch_context_workers.model_of_transformers, torch_context_workers.RANKS, tmp_path):
+        assert found["ours"] < 1e-5
+    assert found["control"] > 1e-4
 
 
 def test_pytorch_decides_the_sharding() -> None:

@@ -73,8 +73,8 @@ def scaled_dot_product_attention(
     _refuse(attn_mask, dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
     if has_placement(query) or has_placement(key) or has_placement(value):
         rows = RowsOfTorch.of(options.get("context_parallel"), query=query, key=key, value=value)
-        given = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return rows.placed(scaled_dot_product_attention(*rows.tensors, **given, **{**options, **rows.options}))
+        of_rank = {**options, **rows.options}
+        return rows.placed(scaled_dot_product_attention(*rows.tensors, None, dropout_p, is_causal, scale, enable_gqa, **of_rank))
     if options.get("context_parallel") == HERE:  # outside PyTorch's block
         options = {name: value for name, value in options.items() if name not in OF_GROUPS}
     _check_layout(query=query, key=key, value=value)
