@@ -8,7 +8,7 @@ from .aligning import Pair
 from .entries import Entry
 
 BEFORE, FORWARD, BACKWARD, UPDATE = "before the forward", "forward", "backward", "update"
-RECORD = "record this step again with detail={step} from a checkpoint to see the module (docs/ledger.md)"
+RECORD = "record this step again with `detail` from a checkpoint to see the module (docs/ledger.md)"
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ def _of_backward(entry: Entry, before: list[Pair]) -> Culprit:
 def _of_gradient(entry: Entry, before: list[Pair]) -> Culprit:
     if any(pair.entry.phase == "backward" for pair in before):
         return Culprit(BACKWARD, entry.module, True, "the gradient of its parameter differs, gradients between modules agree")
+    if not any(pair.entry.phase == "gradient" for pair in before):
+        return Culprit(f"{FORWARD} or {BACKWARD}", None, None, f"already the gradient nearest to the loss differs; {RECORD}")
     why = f"the nearest to the loss of those that differ, or a module between it and the loss; {RECORD}"
     return Culprit(BACKWARD, entry.module, None, why)
 
