@@ -187,10 +187,20 @@ def test_a_resumed_run(restored: bool, tmp_path: Path, capsys: pytest.CaptureFix
         return
     assert where(found)[:2] == (3, "before the forward")
     assert found["first"]["before_it"]
-    assert found["first"]["tensor"]["name"] == "python"
+    assert found["first"]["tensor"]["name"] == "torch cpu"
     assert {"rng"} == {phase for phase, count in found["first"]["differing"].items() if count["differ"]}
-    assert "B resumed at step 3 from another state than it had after step 2: rng python, rng torch cpu" in "\n".join(found["notes"])
+    assert "B resumed at step 3 from another state than it had after step 2: rng torch cpu" in "\n".join(found["notes"])
     assert found["steps_that_differ"] == [3, 4]
+
+
+def test_a_generator_that_nobody_draws_from_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without dropout, the lost state has no consequence. Control: with it, above."""
+    Training(tmp_path / "a", steps=3).run()
+    checkpoint = Training(tmp_path / "b", steps=2).run()
+    Training(tmp_path / "b", steps=1, first_step=2, checkpoint=checkpoint, seed=9, restores_generators=False).run()
+    status, found = diff(tmp_path / "a", tmp_path / "b", capsys)
+    assert (status, found["agree"]) == (0, True)
+    assert "the generator torch cpu has another state, but neither run drew from it" in found["notes"]
 
 
 def test_control_dropout_of_an_unseeded_generator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,5 +231,11 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compared(tmp_path, capsys, run, {**run, "before_step": flip_at_seven})
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     shown = capsys.readouterr().out
-    for text in ("first in step 7", "layers.2.mlp.0", "its inputs agreed    yes", "parameter weight of layers.2.mlp.0", "first element        [0, 3]"):
+    for text in (
+        "first in step 7",
+        "layers.2.mlp.0",
+        "its inputs agreed    yes",
+        "parameter weight of layers.2.mlp.0",
+        "first element        [0, 3]",
+    ):
         assert text in shown

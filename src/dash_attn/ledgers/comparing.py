@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .aligning import Pair, pairs
-from .culprit import RECORD, Culprit, culprit
+from .culprit import Culprit, culprit
 from .environment import ALWAYS_DIFFERENT
 from .framing import LedgerError
 from .reading import RankLedger, Step, read_run
@@ -61,6 +61,7 @@ class _OfRank:
     steps: list[int] = field(default_factory=list)
     differing: list[int] = field(default_factory=list)
     tensors: int = 0
+    idle: set[str] = field(default_factory=set)  # generators that differ, but nobody drew from
 
 
 def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
@@ -86,14 +87,17 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
         ranks=tuple(ranks),
         environment=_environment(a[ranks[0]], b[ranks[0]]),
         attention=_attention(a[ranks[0]], b[ranks[0]]),
-        notes=[*_notes(a, b, ranks), *_notes_of_difference(firsts)],
+        notes=[*_notes(a, b, ranks), *_notes_of_difference(firsts), *_notes_of_idle(found)],
     )
 
 
 def _compare_rank(rank: int, a: RankLedger, b: RankLedger) -> _OfRank:
     found = _OfRank()
+    idle = a.idle_generators & b.idle_generators
     for moment in _moments(a, b):
         aligned = pairs(moment.a, moment.b)
+        found.idle |= {name for pair in aligned if not pair.same and (name := _generator(pair)) in idle}
+        aligned = [pair for pair in aligned if _generator(pair) not in idle]
         if not aligned:
             continue
         step = moment.step + 1 if moment.is_start else moment.step
@@ -121,6 +125,10 @@ def _moments(a: RankLedger, b: RankLedger) -> Iterator[_Moment]:
             one, other = starts[0] or a.steps.get(number), starts[1] or b.steps.get(number)
             if one is not None and other is not None:
                 yield _Moment(number, True, one, other)
+
+
+def _generator(pair: Pair) -> str:
+    return pair.entry.tensor if pair.entry.phase == "rng" else ""
 
 
 def _by_phase(aligned: list[Pair]) -> dict[str, tuple[int, int]]:
@@ -185,15 +193,23 @@ def _notes(a: dict[int, RankLedger], b: dict[int, RankLedger], ranks: list[int])
 def _resume_faults(run: RankLedger) -> Iterator[str]:
     """A run that resumed starts with what it had when the checkpoint was written; that shows without another run."""
     for number, start in run.starts.items():
-        if number in run.steps and (lost := [pair.entry for pair in pairs(run.steps[number], start) if not pair.same]):
+        if number not in run.steps:
+            continue
+        lost = [pair.entry for pair in pairs(run.steps[number], start) if not pair.same and _generator(pair) not in run.idle_generators]
+        if lost:
             names = ", ".join(" ".join(filter(None, (entry.phase, entry.module, entry.tensor))) for entry in lost[:3])
             yield f"resumed at step {number + 1} from another state than it had after step {number}: {names}{', ...' * (len(lost) > 3)}"
 
 
 def _notes_of_difference(firsts: list[FirstDifference]) -> list[str]:
-    if any(RECORD in one.culprit.why for one in firsts) or len(firsts) < 2:
+    if len(firsts) < 2:
         return []
     return [f"ranks that differ: {', '.join(str(one.rank) for one in firsts)}"]
+
+
+def _notes_of_idle(found: dict[int, _OfRank]) -> list[str]:
+    names = sorted({name for of_rank in found.values() for name in of_rank.idle})
+    return [f"the generator {name} has another state, but neither run drew from it" for name in names]
 
 
 def _span(steps: list[int]) -> str:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 MARK = b"DASHLDG" + bytes([VERSION])
-FRAME = struct.Struct("<cII")  # kind, bytes of the payload, CRC-32 of kind and payload
+PREFIX = struct.Struct("<cI")  # kind, bytes of the payload
+CHECKSUMS = struct.Struct("<II")  # CRC-32 of the prefix, which tells a damaged length from a file that was cut off, and of the payload
+FRAME_BYTES = PREFIX.size + CHECKSUMS.size
 HEAD, LAYOUT, PLAN, STEP, END = b"H", b"L", b"P", b"S", b"E"
 KINDS = (HEAD, LAYOUT, PLAN, STEP, END)
 STEP_FIELDS = struct.Struct("<qdBI")  # step, time, flags, number of the layout; then the sums, then the elements that were kept
@@ -30,9 +32,14 @@ class Record(NamedTuple):
     kind: bytes
     payload: bytes
 
+    @property
+    def end(self) -> int:
+        return self.place + FRAME_BYTES + len(self.payload)
+
 
 def framed(kind: bytes, payload: bytes) -> bytes:
-    return FRAME.pack(kind, len(payload), zlib.crc32(payload, zlib.crc32(kind))) + payload
+    prefix = PREFIX.pack(kind, len(payload))
+    return prefix + CHECKSUMS.pack(zlib.crc32(prefix), zlib.crc32(payload)) + payload
 
 
 def as_json(value: Any) -> bytes:
@@ -47,20 +54,27 @@ def records(path: Path, data: bytes) -> Iterator[Record]:
     """All whole records. An unfinished one at the end is passed over; see `whole_bytes`."""
     check_mark(path, data)
     place = len(MARK)
-    while (payload := _payload_at(data, place)) is not None:
-        kind, length, checksum = FRAME.unpack_from(data, place)
-        if kind not in KINDS or checksum != zlib.crc32(payload, zlib.crc32(kind)):
-            raise LedgerError(f"{path} is damaged: the record at byte {place:,} of {len(data):,} does not match its checksum")
-        yield Record(place, kind, payload)
-        place += FRAME.size + length
+    while len(data) >= place + FRAME_BYTES:
+        kind, length = PREFIX.unpack_from(data, place)
+        of_prefix, of_payload = CHECKSUMS.unpack_from(data, place + PREFIX.size)
+        if of_prefix != zlib.crc32(data[place : place + PREFIX.size]):
+            raise _damaged(path, data, place)
+        start, end = place + FRAME_BYTES, place + FRAME_BYTES + length
+        if end > len(data):
+            return
+        if kind not in KINDS or of_payload != zlib.crc32(data[start:end]):
+            raise _damaged(path, data, place)
+        yield Record(place, kind, data[start:end])
+        place = end
 
 
 def whole_bytes(path: Path, data: bytes) -> int:
     """How much of a file are whole records."""
-    end = len(MARK)
-    for record in records(path, data):
-        end = record.place + FRAME.size + len(record.payload)
-    return end
+    return max((record.end for record in records(path, data)), default=len(MARK))
+
+
+def _damaged(path: Path, data: bytes, place: int) -> LedgerError:
+    return LedgerError(f"{path} is damaged: the record at byte {place:,} of {len(data):,} does not match its checksum")
 
 
 def check_mark(path: Path, data: bytes) -> None:
@@ -73,12 +87,3 @@ def check_mark(path: Path, data: bytes) -> None:
     if data.startswith(MARK[:-1]):
         raise LedgerError(f"{path} has format {data[len(MARK) - 1]} of ledgers; this version of dash-attn reads format {VERSION}")
     raise LedgerError(f"{path} is not a ledger: it begins with {data[: len(MARK)]!r}, a ledger with {MARK!r}")
-
-
-def _payload_at(data: bytes, place: int) -> bytes | None:
-    """None where the file ends before the record does."""
-    if len(data) < place + FRAME.size:
-        return None
-    start = place + FRAME.size
-    end = start + FRAME.unpack_from(data, place)[1]
-    return data[start:end] if end <= len(data) else None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .attention_plans import Plan
 from .entries import Entry
-from .framing import END, FRAME, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP_FIELDS, LedgerError, Record, from_json, records
+from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP_FIELDS, LedgerError, Record, from_json, records
 
 FILE_NAME = re.compile(r"rank-(\d+)\.ledger")
 
@@ -58,6 +58,15 @@ class Segment:
     @property
     def first_step(self) -> int:
         return int(self.head["first_step"])
+
+    def generator_states(self) -> dict[str, list[int]]:
+        """The states of each random number generator, as sums, one after the other."""
+        found: dict[str, list[int]] = {}
+        for step in self.steps:
+            for entry, state in zip(step.layout.entries, step.sums, strict=True):
+                if entry.phase == "rng":
+                    found.setdefault(entry.tensor, []).append(int(state))
+        return found
 
     def take(self, record: Record) -> None:
         if record.kind == LAYOUT:
@@ -102,6 +111,13 @@ class RankLedger:
         """The states that segments began with, by the step they came after; of several the last."""
         return {step.number: step for segment in self.segments for step in segment.steps if step.is_start}
 
+    @cached_property
+    def idle_generators(self) -> frozenset[str]:
+        """Random number generators whose state never changed while a process ran: nobody drew from them."""
+        states = [segment.generator_states() for segment in self.segments]
+        names = {name for found in states for name in found if len(found[name]) > 1}
+        return frozenset(name for name in names if all(len(set(found.get(name, ()))) <= 1 for found in states))
+
     @property
     def plans(self) -> dict[str, Plan]:
         return {name: plan for segment in self.segments for name, plan in segment.plans.items()}
@@ -138,7 +154,7 @@ def read_rank(path: Path) -> RankLedger:
                 segments[-1].take(record)
         except (KeyError, IndexError, ValueError, TypeError, zlib.error) as error:
             raise LedgerError(f"{path} is damaged: the record at byte {record.place:,} makes no sense ({error!r})") from None
-        end = record.place + FRAME.size + len(record.payload)
+        end = record.end
     if not segments:
         raise LedgerError(f"{path} is cut off before its first record was whole")
     return RankLedger(path, segments, len(data) - end)
