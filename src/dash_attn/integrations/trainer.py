@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 
+BEGINS_FIRST = "a trainer calls on_train_begin before any step"
+
+
 def ledger_callback(folder: str | os.PathLike[str], **options: Any) -> TrainerCallback:
     """A callback that records every step of a training in a ledger. The options are those of `dash_attn.ledger`.
 
@@ -26,7 +29,10 @@ def ledger_callback(folder: str | os.PathLike[str], **options: Any) -> TrainerCa
 
     class LedgerCallback(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recording.begin(state.global_step, kwargs["model"], kwargs["optimizer"])
+            recording.begin(state.global_step, kwargs["model"])
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recording.watch(kwargs["model"], kwargs["optimizer"])
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             recording.step(kwargs["model"], kwargs["optimizer"])
@@ -45,21 +51,29 @@ class _Recording:
             raise LedgerError(f"the trainer says where a training resumes: leave out resume_from; got {options['resume_from']!r}")
         self._folder, self._options = folder, options
         self._ledger: Ledger | None = None
+        self._watched = False
         self._batches: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
         self._handles: list[Any] = []
 
-    def begin(self, step: int, model: nn.Module, optimizer: Any) -> None:
+    def begin(self, step: int, model: nn.Module) -> None:
         self.end()
+        self._watched = False
         self._ledger = ledger(self._folder, **self._options, resume_from=step or None)
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
         ]
-        self._ledger.watch(model, getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
+
+    def watch(self, model: nn.Module, optimizer: Any) -> None:
+        """Before the first step, not when the training begins: a trainer that resumes restores the generators in between."""
+        assert self._ledger is not None, BEGINS_FIRST
+        if not self._watched:
+            self._ledger.watch(model, getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
+            self._watched = True
 
     def step(self, model: nn.Module, optimizer: Any) -> None:
-        assert self._ledger is not None, "on_optimizer_step comes after on_train_begin"
+        assert self._ledger is not None, BEGINS_FIRST
         self._ledger.step(model, getattr(optimizer, "optimizer", optimizer), loss=self._losses, batch=self._batches)
         self._batches, self._losses = [], []
 
