@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +31,11 @@ def signed(number: int) -> int:
 
 def words_of(tensor: Tensor) -> Tensor:
     """The bits of a strided tensor as int64, in logical order."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    octets = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).view(torch.uint8)
-    missing = -len(octets) % WORD
+    tensor = tensor.detach().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    missing = -octets.numel() % WORD
     if missing:
         octets = torch.cat([octets, octets.new_zeros(missing)])
     elif octets.storage_offset() % WORD:  # a view of words has to begin at one
@@ -48,9 +51,9 @@ class PartSums:
     owners: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     words: Tensor
+    size: int
     first: int  # index of its first word in the tensor
     owner: int
 
@@ -72,25 +75,26 @@ def _groups(tensors: Sequence[Tensor]) -> Iterable[list[_Part]]:
     held: dict[torch.device, int] = {}
     for owner, tensor in enumerate(tensors):
         words = words_of(tensor)
-        device, chunk = words.device, CHUNK.get(words.device.type, LARGE_CHUNK)
-        for first in range(0, len(words), chunk):
-            part = _Part(words[first : first + chunk], first, owner)
-            if held.get(device, 0) + len(part.words) > chunk:
+        device, length = words.device, words.numel()
+        chunk = CHUNK.get(device.type, LARGE_CHUNK)
+        for first in range(0, length, chunk):
+            size = min(chunk, length - first)
+            if held.get(device, 0) + size > chunk:
                 yield waiting.pop(device)
                 held[device] = 0
-            waiting.setdefault(device, []).append(part)
-            held[device] = held.get(device, 0) + len(part.words)
+            part = words if size == length else words[first : first + size]
+            waiting.setdefault(device, []).append(_Part(part, size, first, owner))
+            held[device] = held.get(device, 0) + size
     yield from waiting.values()
 
 
 def _sums_of(group: list[_Part]) -> PartSums:
     device, owners = group[0].words.device, tuple(part.owner for part in group)
     if len(group) == 1:
-        words, first = group[0].words, group[0].first
-        mixed = torch.add(words, _index_terms(device)[: len(words)]).add_(signed(first * INDEX))
+        words, size, first, _ = group[0]
+        mixed = torch.add(words, _index_terms(device)[:size]).add_(signed(first * INDEX))
         return PartSums(_mix(mixed).sum().reshape(1), owners)
-    lengths = tuple(len(part.words) for part in group)
-    ends, shifts = _places(lengths, tuple(part.first for part in group), device)
+    ends, shifts = _places(tuple(part.size for part in group), tuple(part.first for part in group), device)
     mixed = torch.cat([part.words for part in group])
     mixed.add_(_index_terms(device)[: len(mixed)])
     mixed.add_(torch.repeat_interleave(shifts, ends.diff(prepend=ends.new_zeros(1)), output_size=len(mixed)))

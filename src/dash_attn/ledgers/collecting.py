@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,38 +32,37 @@ class Collector:
     keep: int = 0
     entries: list[Entry] = field(default_factory=list)
     _sums: list[PartSums] = field(default_factory=list)
-    _kept: list[Tensor] = field(default_factory=list)
+    _kept: dict[int, Tensor] = field(default_factory=dict)  # by place of the entry
     _lock: threading.Lock = field(default_factory=threading.Lock)  # gradients of several devices arrive in several threads
 
     def add(self, named: Iterable[tuple[Entry, Tensor]], keep: int | None = None) -> None:
         """Record tensors as they are now. Their entries say where they are; dtype and shape are filled in."""
-        found = [(replace(entry, tensor=name), leaf) for entry, tensor in named for name, leaf in strided(entry.tensor, tensor)]
+        keep = self.keep if keep is None else keep
+        found = [(entry, name, leaf) for entry, tensor in named for name, leaf in strided(entry.tensor, tensor)]
         with self._lock, torch.no_grad():
             first = len(self.entries)
-            keep = self.keep if keep is None else keep
-            self.entries += [entry.of(leaf, keep) for entry, leaf in found]
-            for part in part_sums([leaf for _, leaf in found]):
+            self.entries += [entry.of(name, leaf, keep) for entry, name, leaf in found]
+            for part in part_sums([leaf for _, _, leaf in found]):
                 self._sums.append(PartSums(part.sums, tuple(owner + first for owner in part.owners)))
-            self._kept += [_first_octets(leaf, keep) for _, leaf in found]
+            if keep:
+                self._kept.update({first + place: _first_octets(leaf, keep) for place, (_, _, leaf) in enumerate(found)})
 
     def collect(self) -> Collected:
         """Wait for the devices and copy everything to the host."""
         sums = np.zeros(len(self.entries), dtype=np.uint64)
         owners = [owner for part in self._sums for owner in part.owners]
         np.add.at(sums, owners, np.frombuffer(_to_host([part.sums for part in self._sums]), dtype=np.uint64))
-        data, kept, start = _to_host(self._kept), [], 0
-        for octets in self._kept:
-            kept.append(data[start : start + len(octets)])
-            start += len(octets)
+        data, kept, start = _to_host(list(self._kept.values())), [b""] * len(self.entries), 0
+        for place, octets in self._kept.items():
+            kept[place] = data[start : start + octets.numel()]
+            start += octets.numel()
         return Collected(tuple(self.entries), sums, tuple(kept))
 
 
 def _first_octets(tensor: Tensor, count: int) -> Tensor:
     """A copy: the tensor may be changed before the step is over."""
-    if count == 0 or tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    first = tensor.detach().resolve_conj().resolve_neg().reshape(-1)[:count].clone()
-    return (torch.view_as_real(first) if first.is_complex() else first).reshape(-1).view(torch.uint8)
+    first = tensor.detach().reshape(-1)[:count].resolve_conj().resolve_neg().clone()
+    return (torch.view_as_real(first) if first.is_complex() else first).view(-1).view(torch.uint8)
 
 
 def _to_host(tensors: list[Tensor]) -> bytes:

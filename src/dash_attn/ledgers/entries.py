@@ -10,6 +10,8 @@ from torch import Tensor
 
 # The order in which a step runs. `recompute`: a forward inside the backward (activation checkpointing).
 PHASES = ("batch", "forward", "loss", "backward", "recompute", "gradient", "weight", "optimizer", "rng")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,17 @@ class Entry:
         """Equal for the same tensor in two runs."""
         return self.phase, self.module, self.role, self.tensor, self.call
 
-    def of(self, tensor: Tensor, keep: int) -> Entry:
-        """With what a tensor is."""
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        return Entry(**{**self.__dict__, "dtype": dtype, "shape": shape, "kept": min(keep, tensor.numel())})
+    def of(self, name: str, tensor: Tensor, keep: int) -> Entry:
+        """With what a tensor is. `name`: of the tensor, where it is a part of another one."""
+        kept = min(keep, tensor.numel()) if keep else 0
+        rest = (self.role, self.call, self.caller, self.takers)
+        return Entry(self.phase, self.module, name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), kept, *rest)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        if self.dtype not in DTYPES:
             raise ValueError(f"this version of PyTorch has no dtype {self.dtype!r}")
-        return dtype
+        return DTYPES[self.dtype]
 
     @property
     def kept_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Leaf = tuple[str, Tensor]
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -19,10 +20,15 @@ def local(tensor: Tensor) -> Tensor:
     return to_local() if callable(to_local) else tensor
 
 
-def strided(path: str, tensor: Tensor) -> Iterator[Leaf]:
-    """What holds the bits: sparse tensors are made of others."""
-    tensor = local(tensor.detach())
-    if tensor.layout == torch.strided:
+def strided(path: str, tensor: Tensor) -> Iterable[Leaf]:
+    """What holds the bits: sparse tensors are made of others, shards are in a DTensor."""
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:
+        return ((path, tensor),)
+    return _parts(path, local(tensor.detach()))
+
+
+def _parts(path: str, tensor: Tensor) -> Iterator[Leaf]:
+    if tensor.layout is torch.strided:
         yield path, tensor
     elif tensor.layout == torch.sparse_coo:
         yield from ((f"{path}.indices", tensor._indices()), (f"{path}.values", tensor._values()))

@@ -26,6 +26,11 @@ class Layout:
     attention: tuple[tuple[str | None, str], ...]  # (module, name of the plan) of every call
 
     @cached_property
+    def generators(self) -> dict[str, int]:
+        """Places of the random number generators."""
+        return {entry.tensor: place for place, entry in enumerate(self.entries) if entry.phase == "rng"}
+
+    @cached_property
     def kept_ends(self) -> list[int]:
         return list(accumulate((entry.kept_bytes for entry in self.entries), initial=0))
 
@@ -63,9 +68,8 @@ class Segment:
         """The states of each random number generator, as sums, one after the other."""
         found: dict[str, list[int]] = {}
         for step in self.steps:
-            for entry, state in zip(step.layout.entries, step.sums, strict=True):
-                if entry.phase == "rng":
-                    found.setdefault(entry.tensor, []).append(int(state))
+            for name, place in step.layout.generators.items():
+                found.setdefault(name, []).append(int(step.sums[place]))
         return found
 
     def take(self, record: Record) -> None:

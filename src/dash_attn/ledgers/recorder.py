@@ -47,6 +47,8 @@ def ledger(
     for name, value, least in (("keep", keep, 0), ("optimizer_every", optimizer_every, 1), ("resume_from", resume_from or 0, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
+    if isinstance(detail, str) or not (isinstance(detail, bool) or hasattr(detail, "__contains__")):
+        raise TypeError(f"detail must be a range, a set or a list of steps, or True for all; got {detail!r}")
     number = _rank() if rank is None else rank
     file = LedgerFile(Path(folder) / f"rank-{number}.ledger", append=resume_from is not None)
     return Ledger(file, number, detail, keep, optimizer_every, resume_from or 0)

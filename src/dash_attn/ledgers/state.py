@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def unwrapped(model: nn.Module, compiled: bool = True) -> nn.Module:
         model = inner
 
 
+@lru_cache(maxsize=2**16)
 def split_name(name: str) -> tuple[str, str]:
     """Module and name of a parameter in it."""
     module, _, tensor = plain_name(name).rpartition(".")
