@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "distributed": {*CORE, "call", "backends", "attention"},
     "nn": {"masks", "attention"},
     "tools": {*CORE, "execution", "viewing", "call", "backends", "attention", "distributed"},
-    "ledgers": {"scheduling", "call", "backends", "attention", "tools"},
+    "ledgers": {"call", "backends", "attention", "tools"},
     "integrations": {"masks", "call", "attention", "distributed", "ledgers"},
     "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools", "ledgers"},
 }

@@ -125,6 +125,27 @@ def test_a_backward_that_adds_in_any_order(
     assert found["first"]["differing"]["gradient"]["differ"] == 1
 
 
+class PerturbedLinear(nn.Linear):
+    """Its forward is right, the gradient of its input is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Perturbed.apply(x))  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_inside_of_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def perturb(model: nn.Module) -> None:
+        assert isinstance(model, TinyGpt)
+        model.layers[1].mlp[2].__class__ = PerturbedLinear
+
+    def chance(step: int, model: nn.Module) -> None:
+        monkeypatch.setattr(Perturbed, "chance", 1 << 10 if step == 2 else 0)
+
+    run = {"changed_model": perturb, "ledger": DETAIL}
+    found = compared(tmp_path, capsys, run, {**run, "before_step": chance})
+    assert where(found) == (2, "backward", "layers.1.mlp.2", True)
+    assert found["first"]["tensor"]["module"] == "layers.1.mlp.1"  # the gradient of its output
+
+
 def test_another_seed_in_one_data_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Worker 1 makes the batches of odd steps."""
     found = compared(tmp_path, capsys, {"ledger": {"detail": range(1, 2), "keep": 200}}, {"worker_seeds": (0, 5), "ledger": DETAIL})

@@ -15,7 +15,6 @@ from ..backends import backend_for, resolve
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..call.planning import describe_call
-from ..scheduling.validate import ScheduleError
 
 DIGITS = 16
 TOLD = ("backend", "schedule", "accumulation", "order_hash", "backward_tiles", "forward_tiles", "kernels")  # what decides bits
@@ -57,6 +56,6 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets
         return {**plan, **asked, "order_hash": "planned sequence by sequence"}
     try:
         explained = asdict(backend_for(options.backend, q.device).explain(q, k, v, options, predict_time=False))
-    except ScheduleError as error:  # the forward needs no schedule; the backward will raise this
-        return {**plan, "order_hash": f"no backward: {error}"}
+    except (ValueError, NotImplementedError) as error:  # the forward has run; what is wrong with the backward, it says itself
+        return {**plan, "order_hash": f"not explained: {error}"}
     return {**plan, **{name: explained[name] for name in TOLD}}

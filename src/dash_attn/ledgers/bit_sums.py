@@ -127,4 +127,5 @@ def _places(lengths: tuple[int, ...], firsts: tuple[int, ...], device: torch.dev
         shifts.append(signed((first - end) * INDEX))
         end += length
         ends.append(end)
-    return torch.tensor(ends, device=device), torch.tensor(shifts, device=device)
+    on_device = [torch.tensor(numbers).to(device, non_blocking=True) for numbers in (ends, shifts)]
+    return on_device[0], on_device[1]
