@@ -107,11 +107,13 @@ def test_lazy_conjugates_and_negatives_count() -> None:
 
 def xor_hash(tensor: Tensor) -> int:
     """The control, as torch.hash_tensor does it: no index, and bits that cancel."""
-    return int(np.bitwise_xor.reduce(tensor.numpy().view(np.uint32)))
+    return int(np.bitwise_xor.reduce(tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]).numpy()))
 
 
-def test_a_swap_is_seen() -> None:
-    tensor = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_swap_is_seen(dtype: torch.dtype) -> None:
+    """Of elements that are a word, and of elements that share one with others."""
+    tensor = torch.randn(300_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     for one, other in ((0, 1), (5, 6), (17, 250_000), (131_071, 131_073), (0, 2 * 2**16 * 2)):  # in a word, across chunks
         swapped = tensor.clone()
         swapped[[one, other]] = tensor[[other, one]]
