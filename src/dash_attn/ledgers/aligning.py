@@ -41,14 +41,17 @@ class Pair:
         return BITS
 
 
-def pairs(a: Step, b: Step) -> list[Pair]:
-    """In execution order, that of the run with more tensors. Phases that only one of them recorded are left out."""
+def pairs(a: Step, b: Step, complete: bool = True) -> list[Pair]:
+    """In execution order, that of the run with more tensors. Phases that only one of them recorded are left out.
+
+    complete: whether a tensor that only one has is a difference. It is not where a rank has other micro-batches in the two runs.
+    """
     places_a, places_b = dict(_keyed(a)), dict(_keyed(b))
     more, less = (places_a, places_b) if len(places_a) >= len(places_b) else (places_b, places_a)
     both = {key[0] for key in places_a} & {key[0] for key in places_b}
     keys = [key for key in more if key[0] in both] + [key for key in less if key[0] in both and key not in more]
     found = [_pair(a, places_a.get(key), b, places_b.get(key)) for key in keys]
-    return [pair for pair in found if None not in (pair.a, pair.b) or pair.entry.phase in COMPLETE]
+    return [pair for pair in found if None not in (pair.a, pair.b) or (complete and pair.entry.phase in COMPLETE)]
 
 
 def _keyed(step: Step) -> Iterator[tuple[tuple[object, ...], int]]:

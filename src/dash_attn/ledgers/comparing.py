@@ -13,7 +13,7 @@ from .aligning import Pair, pairs
 from .culprit import Culprit, culprit
 from .framing import LedgerError
 from .reading import Layout, RankLedger, Step, read_run
-from .surroundings import Change, attention_changes, environment_changes, generator_of, notes_on, span
+from .surroundings import Change, attention_changes, environment_changes, generator_of, notes_on, share_alike, span
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,14 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
 def _compare_rank(rank: int, a: RankLedger, b: RankLedger) -> _OfRank:
     found = _OfRank()
     idle = a.idle_generators & b.idle_generators
+    complete = share_alike(a, b)
     quick = _QuickLook()
     for moment in _moments(a, b):
         if not moment.is_start and quick.all_same(moment.a, moment.b):
             found.tensors += len(moment.a.sums) - len(idle & set(moment.a.layout.generators))
             found.steps.append(moment.step)
             continue
-        aligned = pairs(moment.a, moment.b)
+        aligned = pairs(moment.a, moment.b, complete)
         found.idle |= {name for pair in aligned if not pair.same and (name := generator_of(pair)) in idle}
         aligned = [pair for pair in aligned if generator_of(pair) not in idle]
         if not aligned:

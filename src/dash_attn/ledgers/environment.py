@@ -18,6 +18,7 @@ from ..tools.doctor import doctor
 
 VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "DASH_ATTN", "MKL", "NCCL", "NVIDIA", "OMP", "PYTHONHASHSEED", "PYTORCH", "TORCH", "TRITON")
 PACKAGES = ("numpy", "transformers", "accelerate", "triton", "lightning", "deepspeed", "flash_attn")
+LAUNCHER = "TORCHELASTIC"  # torchrun's own: names of its files and of the run
 ALWAYS_DIFFERENT = ("time", "pid")  # says nothing about why two runs differ
 
 
@@ -34,9 +35,13 @@ def environment() -> dict[str, Any]:
         "cpu": {"machine": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()},
         "gpu": _gpus(),
         "git": _git(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _matters(name)},
         "doctor": {finding.id: finding.found for finding in doctor()},
     }
+
+
+def _matters(variable: str) -> bool:
+    return variable.startswith(VARIABLES) and not variable.startswith(LAUNCHER)
 
 
 def _versions() -> dict[str, str]:

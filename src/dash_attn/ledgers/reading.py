@@ -123,6 +123,10 @@ class RankLedger:
         return frozenset(name for name in names if all(len(set(found.get(name, ()))) <= 1 for found in states))
 
     @property
+    def world_sizes(self) -> set[int]:
+        return {int(segment.head["world_size"]) for segment in self.segments}
+
+    @property
     def plans(self) -> dict[str, Plan]:
         return {name: plan for segment in self.segments for name, plan in segment.plans.items()}
 

@@ -25,19 +25,25 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", inner
 
 
+def share_alike(a: RankLedger, b: RankLedger) -> bool:
+    """Whether a rank has the same part of the work in both runs. On another number of ranks it has other micro-batches."""
+    return a.world_sizes == b.world_sizes and len(a.world_sizes) == 1
+
+
 def attention_changes(a: RankLedger, b: RankLedger) -> list[Change]:
     """The calls of the first step in which they differ."""
     for number in sorted(set(a.steps) & set(b.steps)):
         calls_a, calls_b = a.steps[number].layout.attention, b.steps[number].layout.attention
         if [plan for _, plan in calls_a] == [plan for _, plan in calls_b]:
             continue
-        if len(calls_a) != len(calls_b):
+        if len(calls_a) != len(calls_b) and share_alike(a, b):
             return [(f"step {number}: calls", str(len(calls_a)), str(len(calls_b)))]
         found: dict[tuple[str, str, str], list[str]] = {}
-        for place, ((module_a, plan_a), (module_b, plan_b)) in enumerate(zip(calls_a, calls_b, strict=True)):
+        for place, ((module_a, plan_a), (module_b, plan_b)) in enumerate(zip(calls_a, calls_b, strict=False)):
             for what in _changes(a.plans.get(plan_a, {}), b.plans.get(plan_b, {})):
                 found.setdefault(what, []).append(module_a or module_b or f"call {place}")
-        return [(f"step {number}, {_some(modules)}: {name}", one, other) for (name, one, other), modules in found.items()]
+        if found:
+            return [(f"step {number}, {_some(modules)}: {name}", one, other) for (name, one, other), modules in found.items()]
     return []
 
 
@@ -52,6 +58,8 @@ def _some(names: list[str]) -> str:
 
 def notes_on(a: dict[int, RankLedger], b: dict[int, RankLedger], ranks: list[int]) -> list[str]:
     found: list[str] = []
+    if not all(share_alike(a[rank], b[rank]) for rank in ranks):
+        found.append("the numbers of ranks differ, so a rank may have other micro-batches: what both recorded under one name is compared")
     for name, run, other in (("A", a, b), ("B", b, a)):
         if alone := sorted(set(run) - set(other) - set(ranks)):
             found.append(f"ranks {', '.join(map(str, alone))} are in {name} alone")
