@@ -113,7 +113,7 @@ class Sentences(Dataset[Tensor]):
         return self.count
 
     def __getitem__(self, number: int) -> Tensor:
-        source = torch.Generator().manual_seed((self.seed + 1) * 2**32 + number)
+        source = torch.Generator().manual_seed(self.seed * self.count + number)
         choices = torch.randint(4, (self.length,), generator=source).tolist()
         tokens = [number % self.vocabulary]
         for choice in choices:

@@ -56,6 +56,7 @@ def test_another_seed_is_seen_before_the_first_step(tmp_path: Path, capsys: pyte
     assert found["first"]["phase"] == "weight"
 
 
+@pytest.mark.exhaustive  # test_train_example.py has it in a copy of the example
 def test_unordered_attention_in_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The forward has no order to get wrong; the backward has."""
     run = {"steps": 1, "length": 1024, "model": {"unordered_in": 3}, "ledger": DETAIL}
@@ -111,7 +112,7 @@ def with_unordered_embedding(model: nn.Module) -> None:
     model.embedding = other
 
 
-@pytest.mark.parametrize("ledger", [{}, DETAIL], ids=["default", "detail"])
+@pytest.mark.parametrize("ledger", [{}, pytest.param(DETAIL, marks=pytest.mark.exhaustive)], ids=["default", "detail"])
 def test_a_backward_that_adds_in_any_order(
     ledger: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_backward_inside_of_a_module(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["first"]["tensor"]["module"] == "layers.1.mlp.1"  # the gradient of its output
 
 
+@pytest.mark.exhaustive  # test_train_example.py has it in a copy of the example
 def test_another_seed_in_one_data_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Worker 1 makes the batches of odd steps."""
     found = compared(tmp_path, capsys, {"ledger": {"detail": range(1, 2), "keep": 200}}, {"worker_seeds": (0, 5), "ledger": DETAIL})
@@ -162,6 +164,7 @@ def flip_at_seven(step: int, model: nn.Module, bit: int = 12) -> None:
         flip_bit(model.layers[2].mlp[0].weight, bit=bit)
 
 
+@pytest.mark.exhaustive  # test_train_example.py has it in a copy of the example
 def test_one_flipped_bit_of_a_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = {"steps": 9, "ledger": {"detail": range(6, 9), "keep": 4}}
     found = compared(tmp_path, capsys, run, {**run, "before_step": flip_at_seven})
@@ -194,6 +197,7 @@ def test_an_update_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert where(found) == (1, "update", "head", True)
 
 
+@pytest.mark.exhaustive  # test_train_example.py has it in a copy of the example
 @pytest.mark.parametrize("restored", [True, False])
 def test_a_resumed_run(restored: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its generators it agrees with the run that went on; without, the difference is there before its first step."""
@@ -224,6 +228,7 @@ def test_a_generator_that_nobody_draws_from_is_no_difference(tmp_path: Path, cap
     assert "the generator torch cpu has another state, but neither run drew from it" in found["notes"]
 
 
+@pytest.mark.exhaustive  # test_train_example.py has it in a copy of the example
 def test_control_dropout_of_an_unseeded_generator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def forget_the_seed(step: int, model: nn.Module) -> None:
         if step == 1:

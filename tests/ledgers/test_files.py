@@ -55,6 +55,7 @@ def small_run(folder: Path, steps: int = 3, **options: object) -> None:
             ledger.step(model, loss=loss)
 
 
+@pytest.mark.exhaustive  # test_train_example.py kills the example
 def test_a_killed_process_leaves_whole_steps(whole: Path, tmp_path: Path) -> None:
     """SIGKILL in step 2: no code of ours runs after it. The run resumes behind what is there."""
     path = os.pathsep.join([str(Path(dash_attn.__file__).parents[1]), str(HELPERS)])

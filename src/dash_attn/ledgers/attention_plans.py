@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.observers import observers
+from ..attention.observers import SharedPart, observers
 from ..backends import backend_for, resolve
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
@@ -39,11 +39,19 @@ class AttentionCalls:
         if self._observe in observers:
             observers.remove(self._observe)
 
-    def _observe(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> None:
-        key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, offsets is not None)
+    def _observe(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        offsets: SequenceOffsets | None,
+        shared: SharedPart | None,
+    ) -> None:
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, offsets is not None, None if shared is None else shared.key)
         name = self._names.get(key)
         if name is None:
-            plan = _plan_of(q, k, v, options, offsets)
+            plan = _plan_of(q, k, v, options, offsets) if shared is None else _shared_plan_of(q, k, v, options, shared)
             name = sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:DIGITS]
             self._names[key], self.plans[name] = name, plan
         self._calls.append((self._current_module(), name))
@@ -59,3 +67,8 @@ def _plan_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets
     except (ValueError, NotImplementedError) as error:  # the forward has run; what is wrong with the backward, it says itself
         return {**plan, "order_hash": f"not explained: {error}"}
     return {**plan, **{name: explained[name] for name in TOLD}}
+
+
+def _shared_plan_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, shared: SharedPart) -> Plan:
+    """The call is that of this rank's rows; schedule and order are those of the whole sequence."""
+    return {"call": describe_call(q, k, v, options), "accumulation": options.accumulation, **shared.describe()}

@@ -11,6 +11,7 @@ import numpy as np
 
 from .aligning import Pair, pairs
 from .culprit import Culprit, culprit
+from .entries import PHASES
 from .framing import LedgerError
 from .reading import Layout, RankLedger, Step, read_run
 from .surroundings import Change, attention_changes, environment_changes, generator_of, notes_on, share_alike, span
@@ -81,7 +82,7 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
         raise LedgerError(f"nothing was recorded in both runs: {spans}")
     firsts = [of_rank.first for of_rank in found.values() if of_rank.first is not None]
     return Comparison(
-        first=min(firsts, key=lambda one: (one.step, not one.before_it), default=None),
+        first=min(firsts, key=_time_of, default=None),
         steps=tuple(sorted({step for of_rank in found.values() for step in of_rank.steps})),
         steps_that_differ=tuple(sorted({step for of_rank in found.values() for step in of_rank.differing})),
         tensors=tensors,
@@ -90,6 +91,11 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
         attention=attention_changes(a[ranks[0]], b[ranks[0]]),
         notes=[*notes_on(a, b, ranks), *_notes_of_difference(firsts), *_notes_of_idle(found)],
     )
+
+
+def _time_of(first: FirstDifference) -> tuple[int, bool, int]:
+    """Ranks run side by side: a fault in the forward of one reaches the others with its gradients."""
+    return first.step, not first.before_it, PHASES.index(first.pair.entry.phase)
 
 
 def _compare_rank(rank: int, a: RankLedger, b: RankLedger) -> _OfRank:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .aligning import Pair, pairs
+from .culprit import name_of
 from .environment import ALWAYS_DIFFERENT
 from .reading import RankLedger
 
@@ -41,10 +42,15 @@ def attention_changes(a: RankLedger, b: RankLedger) -> list[Change]:
         found: dict[tuple[str, str, str], list[str]] = {}
         for place, ((module_a, plan_a), (module_b, plan_b)) in enumerate(zip(calls_a, calls_b, strict=False)):
             for what in _changes(a.plans.get(plan_a, {}), b.plans.get(plan_b, {})):
-                found.setdefault(what, []).append(module_a or module_b or f"call {place}")
+                found.setdefault(what, []).append(_where(module_a, module_b, place))
         if found:
             return [(f"step {number}, {_some(modules)}: {name}", one, other) for (name, one, other), modules in found.items()]
     return []
+
+
+def _where(module_a: str | None, module_b: str | None, place: int) -> str:
+    module = module_b if module_a is None else module_a
+    return f"call {place}" if module is None else name_of(module)
 
 
 def _changes(one: dict[str, Any], other: dict[str, Any]) -> list[Change]:
