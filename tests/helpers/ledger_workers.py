@@ -17,6 +17,7 @@ from dash_attn.distributed import context_parallel_attention, shard
 from tiny_gpt import VOCABULARY, TinyGpt
 
 STEPS = 3
+MOVED = "moved"  # a run of the example that one process began
 ROWS = 512  # of a sequence that both ranks share
 
 
@@ -29,7 +30,10 @@ def everything(folder: str, rank: int) -> dict[str, Any]:
     for name, sharding in (("zigzag", "zigzag"), ("again", "zigzag"), ("contiguous", "contiguous")):
         _share(runs / f"context-{name}", sharding)
     _share(runs / "context-ulysses", "zigzag", ulysses=2)
-    return {"example": train_example.train(runs / "example", steps=4, detail_from=2)}
+    return {
+        "example": train_example.train(runs / "example", detail_from=6),
+        "moved": train_example.train(runs / MOVED, resume=True),
+    }
 
 
 def _model() -> TinyGpt:

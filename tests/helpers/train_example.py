@@ -70,6 +70,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("def micro_batches(", OF_WORKER + "def micro_batches("),
     ],
     "a flipped bit at step 7": [(BEGUN, FLIP + BEGUN)],
+    "other data": [("manual_seed(self.seed * self.count + number)", "manual_seed(99 + number)")],
     "ends after step 4": [(BEGUN, "            if step == 5:\n                raise KeyboardInterrupt\n" + BEGUN)],
     "lost generators": [('    torch.set_rng_state(kept["random"].cpu())\n', "")],
     "unseeded dropout": [("        torch.manual_seed(seed)\n", "        torch.seed()\n")],

@@ -23,8 +23,11 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
+    path = train_example.copy_with("ends after step 4", tmp_path_factory.mktemp("copy"))
+    with pytest.raises(KeyboardInterrupt):
+        train_example.train(folder / ledger_workers.MOVED, path, checkpoint_every=3)
     found = run_processes(partial(ledger_workers.everything, str(folder)), RANKS, tmp_path_factory.mktemp("ranks"))
-    (folder / "weights").write_text(" ".join(one["example"] for one in found))
+    (folder / "weights").write_text(" ".join(one[name] for name in ("example", ledger_workers.MOVED) for one in found))
     return folder
 
 
@@ -99,15 +102,22 @@ def test_heads_that_ranks_exchange_are_recorded_as_one_call(runs: Path) -> None:
 
 
 def test_the_example_on_another_number_of_processes(runs: Path, tmp_path: Path) -> None:
-    alone = train_example.train(tmp_path / "a", steps=4, detail_from=2)
-    assert (runs / "weights").read_text().split() == [alone] * RANKS
-    found = compare_runs(tmp_path / "a", runs / "example")
-    assert found.agree
-    assert found.attention == []
-    assert "ranks 1 are in B alone" in found.notes
-    assert any(note.startswith("the numbers of ranks differ") for note in found.notes)
-    # Control: the tensors of a micro-batch are compared, not left out.
-    train_example.train(tmp_path / "other", seed=1, steps=4, detail_from=2)
-    first = compare_runs(tmp_path / "other", runs / "example").first
+    """From the start, and from a checkpoint of one process on."""
+    alone = train_example.train(tmp_path / "a", detail_from=6)
+    assert (runs / "weights").read_text().split() == [alone] * RANKS * 2
+    for name in ("example", ledger_workers.MOVED):
+        found = compare_runs(tmp_path / "a", runs / name)
+        assert found.agree
+        assert found.attention == []
+        assert found.steps == tuple(range(9))
+        assert "ranks 1 are in B alone" in found.notes
+        assert any(note.startswith("the numbers of ranks differ") for note in found.notes)
+
+
+def test_micro_batches_that_both_ranks_have_are_compared(runs: Path, tmp_path: Path) -> None:
+    """On another number of processes. The control of the one above: rank 0 has micro-batch 0 alone, and its data are others here."""
+    path = train_example.copy_with("other data", tmp_path)
+    train_example.train(tmp_path / "b", path, detail_from=0, steps=9)
+    first = compare_runs(tmp_path / "b", runs / "example").first
     assert first is not None
-    assert (first.step, first.before_it) == (0, True)
+    assert (first.step, first.culprit.direction, first.pair.entry.tensor) == (0, "before the forward", "batch[0]")

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-import train_example
 from dash_attn.ledgers import Comparison, compare_runs
-from train_example import EXAMPLE, FAULTS, SMALL, copy_with, train
+from train_example import EXAMPLE, SMALL, copy_with, train
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +54,13 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(
     assert found.agree
     assert found.steps == tuple(range(9))
     assert not any("resumed at step" in note for note in found.notes)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: tuple[Path, str], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "b", copy_with("ends after step 4", tmp_path), checkpoint_every=100)
+    assert train(tmp_path / "b", resume=True) == run[1]
+    assert compare_runs(run[0], tmp_path / "b").agree
 
 
 def test_a_run_resumes_with_its_settings(run: tuple[Path, str]) -> None:
@@ -141,9 +147,3 @@ def test_a_compiled_run(tmp_path: Path) -> None:
     bits = [train(tmp_path / name, compile=True, steps=3) for name in "ab"]
     assert bits[0] == bits[1]
     assert compare_runs(tmp_path / "a", tmp_path / "b").agree
-
-
-def test_every_fault_is_used() -> None:
-    source = Path(__file__).read_text()
-    assert [fault for fault in FAULTS if f'"{fault}"' not in source] == []
-    assert train_example.EXAMPLE.exists()
