@@ -107,7 +107,8 @@ class Sentences(Dataset[Tensor]):
 
     def __init__(self, config: Config) -> None:
         self.seed, self.count, self.length, self.vocabulary = config.seed, config.sequences, config.length, config.vocabulary
-        self.next = torch.randint(self.vocabulary, (self.vocabulary, 4), generator=torch.Generator().manual_seed(self.seed))
+        source = torch.Generator().manual_seed(self.seed)
+        self.next: list[list[int]] = torch.randint(self.vocabulary, (self.vocabulary, 4), generator=source).tolist()
 
     def __len__(self) -> int:
         return self.count
@@ -117,7 +118,7 @@ class Sentences(Dataset[Tensor]):
         choices = torch.randint(4, (self.length,), generator=source).tolist()
         tokens = [number % self.vocabulary]
         for choice in choices:
-            tokens.append(int(self.next[tokens[-1], choice]))
+            tokens.append(self.next[tokens[-1]][choice])
         return torch.tensor(tokens)
 
 

@@ -17,6 +17,7 @@ from dash_attn.distributed import context_parallel_attention, shard
 from tiny_gpt import VOCABULARY, TinyGpt
 
 STEPS = 3
+FAULTS = ("weight", "reduction")  # a weight on rank 1 alone; a gradient on both ranks, as after a sum over ranks in another order
 MOVED = "moved"  # a run of the example that one process began
 ROWS = 512  # of a sequence that both ranks share
 
@@ -25,8 +26,8 @@ def everything(folder: str, rank: int) -> dict[str, Any]:
     """All in one, because starting processes takes longer than what they do."""
     runs = Path(folder)
     for kind, wrap in (("ddp", DistributedDataParallel), ("fsdp", _sharded)):
-        for name in ("a", "b", "fault"):
-            _train(runs / f"{kind}-{name}", wrap(_model()), rank, faulty=name == "fault")
+        for name in ("a", "b", *FAULTS):
+            _train(runs / f"{kind}-{name}", wrap(_model()), rank, name)
     for name, sharding in (("zigzag", "zigzag"), ("again", "zigzag"), ("contiguous", "contiguous")):
         _share(runs / f"context-{name}", sharding)
     _share(runs / "context-ulysses", "zigzag", ulysses=2)
@@ -47,27 +48,32 @@ def _sharded(model: TinyGpt) -> nn.Module:
     return fully_shard(model)
 
 
-def _train(folder: Path, model: nn.Module, rank: int, faulty: bool) -> None:
-    """Step 1 has detail. A fault is one flipped bit of a weight, on rank 1, before it."""
+def _train(folder: Path, model: nn.Module, rank: int, name: str) -> None:
+    """Step 1 has detail. Faults are in it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     source = torch.Generator().manual_seed(rank)
     with dash_attn.ledger(folder, detail=range(1, 2), keep=8) as ledger:
         ledger.watch(model, optimizer)
         for step in range(STEPS):
             tokens = torch.randint(VOCABULARY, (1, 65), generator=source)
-            if faulty and rank == 1 and step == 1:
-                _flip(model)
+            if (step, name, rank) == (1, "weight", 1):
+                _flip(_weight(model))
             loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
+            if (step, name) == (1, "reduction"):
+                _flip(_weight(model).grad)
             optimizer.step()
             ledger.step(model, optimizer, loss=loss, batch=tokens)
             optimizer.zero_grad()
 
 
-def _flip(model: nn.Module) -> None:
-    """Of what this rank has of the weight."""
-    weight = next(weight for name, weight in model.named_parameters() if name.endswith("layers.2.mlp.0.weight"))
-    mine = weight.detach()
+def _weight(model: nn.Module) -> Any:
+    return next(weight for name, weight in model.named_parameters() if name.endswith("layers.2.mlp.0.weight"))
+
+
+def _flip(tensor: Any) -> None:
+    """A bit of what this rank has of it."""
+    mine = tensor.detach()
     mine = mine.to_local() if hasattr(mine, "to_local") else mine
     mine.view(-1).view(torch.int32)[3] ^= 1 << 12
 

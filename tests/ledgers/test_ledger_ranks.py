@@ -49,7 +49,7 @@ def test_names_are_those_of_the_model(runs: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_flipped_bit_on_one_rank(runs: Path, kind: str) -> None:
-    first = compare_runs(runs / f"{kind}-a", runs / f"{kind}-fault").first
+    first = compare_runs(runs / f"{kind}-a", runs / f"{kind}-weight").first
     assert first is not None
     assert (first.step, first.culprit.direction, first.culprit.module, first.culprit.inputs_agreed) == (
         1,
@@ -60,6 +60,18 @@ def test_a_flipped_bit_on_one_rank(runs: Path, kind: str) -> None:
     assert first.pair.entry.role == "parameter"
     if kind == "ddp":  # only its own forward sees it; the other gets its gradients
         assert first.rank == 1
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_another_sum_over_ranks(runs: Path, kind: str) -> None:
+    """All modules agree, so the note says what else it may be."""
+    found = compare_runs(runs / f"{kind}-a", runs / f"{kind}-reduction")
+    assert found.first is not None
+    assert (found.first.step, found.first.culprit.direction, found.first.pair.entry.phase) == (1, "backward", "gradient")
+    assert found.first.pair.entry.module == "layers.2.mlp.0"
+    assert "ranks that differ: 0, 1" in found.notes
+    assert any("summed over ranks" in note for note in found.notes)
+    assert not any("summed over ranks" in note for note in compare_runs(runs / f"{kind}-a", runs / f"{kind}-weight").notes)
 
 
 def test_shards_of_weights_are_each_ranks_own(runs: Path) -> None:
@@ -117,7 +129,7 @@ def test_the_example_on_another_number_of_processes(runs: Path, tmp_path: Path) 
 def test_micro_batches_that_both_ranks_have_are_compared(runs: Path, tmp_path: Path) -> None:
     """On another number of processes. The control of the one above: rank 0 has micro-batch 0 alone, and its data are others here."""
     path = train_example.copy_with("other data", tmp_path)
-    train_example.train(tmp_path / "b", path, detail_from=0, steps=9)
+    train_example.train(tmp_path / "b", path, steps=1)
     first = compare_runs(tmp_path / "b", runs / "example").first
     assert first is not None
     assert (first.step, first.culprit.direction, first.pair.entry.tensor) == (0, "before the forward", "batch[0]")

@@ -81,15 +81,17 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
         spans = " and ".join(f"{name} has {span(list(run[ranks[0]].steps))}" for name, run in (("A", a), ("B", b)))
         raise LedgerError(f"nothing was recorded in both runs: {spans}")
     firsts = [of_rank.first for of_rank in found.values() if of_rank.first is not None]
+    first = min(firsts, key=_time_of, default=None)
+    reduced = [] if first is None else _notes_of_reduction(first, a[first.rank], b[first.rank])
     return Comparison(
-        first=min(firsts, key=_time_of, default=None),
+        first=first,
         steps=tuple(sorted({step for of_rank in found.values() for step in of_rank.steps})),
         steps_that_differ=tuple(sorted({step for of_rank in found.values() for step in of_rank.differing})),
         tensors=tensors,
         ranks=tuple(ranks),
         environment=environment_changes(a[ranks[0]], b[ranks[0]]),
         attention=attention_changes(a[ranks[0]], b[ranks[0]]),
-        notes=[*notes_on(a, b, ranks), *_notes_of_difference(firsts), *_notes_of_idle(found)],
+        notes=[*notes_on(a, b, ranks), *_notes_of_difference(firsts), *reduced, *_notes_of_idle(found)],
     )
 
 
@@ -166,6 +168,13 @@ def _notes_of_difference(firsts: list[FirstDifference]) -> list[str]:
     if len(firsts) < 2:
         return []
     return [f"ranks that differ: {', '.join(str(one.rank) for one in firsts)}"]
+
+
+def _notes_of_reduction(first: FirstDifference, a: RankLedger, b: RankLedger) -> list[str]:
+    """What modules computed agreed on every rank, or was not recorded: a sum over ranks came between."""
+    if first.pair.entry.phase != "gradient" or max(a.world_sizes | b.world_sizes) == 1:
+        return []
+    return ["gradients are recorded after they were summed over ranks: that sum may be what differs, not the module"]
 
 
 def _notes_of_idle(found: dict[int, _OfRank]) -> list[str]:
