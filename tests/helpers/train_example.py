@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
@@ -72,6 +73,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "a flipped bit at step 7": [(BEGUN, FLIP + BEGUN)],
     "other data": [("manual_seed(self.seed * self.count + number)", "manual_seed(99 + number)")],
     "ends after step 4": [(BEGUN, "            if step == 5:\n                raise KeyboardInterrupt\n" + BEGUN)],
+    "waits after step 4": [(BEGUN, "            if step == 5:\n                time.sleep(600)\n" + BEGUN)],
     "lost generators": [('    torch.set_rng_state(kept["random"].cpu())\n', "")],
     "unseeded dropout": [("        torch.manual_seed(seed)\n", "        torch.seed()\n")],
 }  # fmt: skip
@@ -84,7 +86,9 @@ def module_of(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:  # the example sets a variable of cuBLAS, which other tests must not see
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        spec.loader.exec_module(module)
     return module
 
 
@@ -111,10 +115,11 @@ def train(out: Path, path: Path = EXAMPLE, **settings: Any) -> str:
 def settings_kept() -> Iterator[None]:
     """The example sets what belongs to a process."""
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    filled, generator = torch.utils.deterministic.fill_uninitialized_memory, torch.get_rng_state()
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = filled
         torch.set_num_threads(threads)
+        torch.set_rng_state(generator)

@@ -58,6 +58,7 @@ def test_a_flipped_bit_on_one_rank(runs: Path, kind: str) -> None:
         True,
     )
     assert first.pair.entry.role == "parameter"
+    assert first.pair.entry.shape == (32, 16)  # whole, of FSDP too
     if kind == "ddp":  # only its own forward sees it; the other gets its gradients
         assert first.rank == 1
 
