@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ...attention.autograd import attention_backward, attention_forward
+from ...attention.observers import SharedPart, observers, tell_observers
 from ...backends import resolve
 from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions, Choices, options_for
@@ -112,6 +113,9 @@ class OfRank:
             out, lse = attention_forward(q, k, v, self.options, None, own_sinks)
         else:
             out, lse = forward_pass(self.call, self.outside.rank, q, GatheredKeys(self.call, self.outside, k, v), own_sinks)
+            if observers:
+                part = SharedPart((self.call, self.outside.rank), partial(self.call.described, self.outside.rank))
+                tell_observers(q, k, v, self.options, shared=part)
         return self.exchange.to_rows(out), _by_head(self.exchange.to_rows(_by_row(lse)))
 
     def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:

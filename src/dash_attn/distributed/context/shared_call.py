@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from torch import Tensor
 
@@ -74,6 +75,20 @@ class SharedCall:
     @property
     def plan(self) -> Plan:
         return plan_for(self.problem, self.options.schedule, DEFAULT_WORKERS)
+
+    def described(self, rank: int) -> dict[str, Any]:
+        """What decides the bits of a rank's rows, as JSON has it. Order and tiles are those of one rank alone."""
+        plan = self.plan
+        return {
+            "backend": self.backend,
+            "schedule": plan.schedule_name,
+            "order_hash": plan.order_hash,
+            "backward_tiles": [self.problem.tile_q, self.problem.tile_kv],
+            "machine_code": self.devices.machine_code(),
+            "ranks": self.sharding.devices,
+            "rank": rank,
+            "chunks": [list(self.sharding.lengths), list(self.sharding.owners)],
+        }
 
     @property
     def shared(self) -> SharedSchedule:
