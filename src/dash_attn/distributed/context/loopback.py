@@ -51,7 +51,7 @@ class Mailbox:
         self.states[unit.number] = state.clone()
         state.fill_(torch.nan)
 
-    def receive(self, unit: Unit, size: int) -> Tensor:
+    def receive(self, unit: Unit) -> Tensor:
         assert unit.before is not None
         return self.states.pop(unit.before)
 
