@@ -28,22 +28,29 @@ struct DealtKinds {
   }
 };
 
-// Which part the heads of a kind are, first those that every group has, then those of groups that have one more. As
-// Placement._instances: the first part of every group, then the second one, and so on.
+// Which sequence and part a head of a kind is, as Placement._instances: the first part of every group, then the second one, and so on;
+// last those that only every second group has. Where parts differ in size: sequence by sequence, group by group.
 DEVICE void set_part(Chain& chain, const PlanTables& plan, int kind, int instance) {
-  const int parts = plan.split.parts, in_all = parts / plan.kinds;
+  const int parts = plan.split.parts, in_all = parts / plan.kinds, with_more = plan.groups_with_more[kind];
+  const int first_with_more = plan.first_with_more[kind];
+  if (plan.split.group % parts != 0) {
+    const int per_sequence = plan.kv_heads * in_all + with_more, first = plan.kinds == 1 ? 0 : parts & 1 ? first_with_more : kind;
+    chain.sequence = instance / per_sequence;
+    chain.part = first + plan.kinds * (instance - chain.sequence * per_sequence);
+    return;
+  }
   int place = instance / plan.groups, kv_head;
   if (place < in_all) {
     const int group = instance - place * plan.groups;
     chain.sequence = group / plan.kv_heads;
     kv_head = group - chain.sequence * plan.kv_heads;
   } else {
-    const int left = instance - in_all * plan.groups, with_more = plan.groups_with_more[kind];
+    const int left = instance - in_all * plan.groups;
     place = in_all;
     chain.sequence = left / with_more;
-    kv_head = plan.first_with_more[kind] + 2 * (left - chain.sequence * with_more);
+    kv_head = first_with_more + 2 * (left - chain.sequence * with_more);
   }
-  const int first = plan.kinds == 1 ? 0 : parts & 1 ? (kv_head + plan.first_with_more[kind]) & 1 : kind;
+  const int first = plan.kinds == 1 ? 0 : parts & 1 ? (kv_head + first_with_more) & 1 : kind;
   chain.part = kv_head * parts + plan.kinds * place + first;
 }
 

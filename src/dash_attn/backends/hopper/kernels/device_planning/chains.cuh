@@ -156,8 +156,9 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
   }
 
   // Where a part stands among those of its kind: the first one of every group, then the second one, and so on; last those that only
-  // every second group has.
+  // every second group has. Where parts differ in size: group by group.
   DEVICE int place_of(int number) const {
+    if (p.split.group % order.parts != 0) return number / kinds();
     const int kv_head = number / order.parts, in_all = order.parts / kinds(), place = (number - kv_head * order.parts) / kinds();
     return place * p.heads + (place < in_all ? kv_head : kv_head / 2);
   }
