@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attention.autocast import under_autocast
-from .attention.functions import check_dropout, flash_attn_func
+from .attention.functions import flash_attn_func
 from .attention.schedule_argument import options_in_words, with_schedule_as_text
 from .masks import is_whole
 
@@ -42,7 +42,6 @@ class SelfAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_sizes(embed_dim, num_heads, num_kv_heads)
         _check_options(options)
-        check_dropout(dropout_p)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.options = {"causal": causal, "window_size": window_size, "softcap": softcap, **with_schedule_as_text(options)}
         self.dropout_p = dropout_p

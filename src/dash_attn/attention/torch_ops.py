@@ -208,8 +208,8 @@ def _offsets(arguments: Arguments) -> SequenceOffsets | None:
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _options(mask: str, mask_sizes: tuple[int, ...], scale: float, *others: Any) -> AttentionOptions:
-    return AttentionOptions(decode_mask(mask, mask_sizes), scale, *others)
+def _options(mask: str, mask_sizes: tuple[int, ...], *others: Any) -> AttentionOptions:
+    return AttentionOptions(decode_mask(mask, mask_sizes), *others)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -23,12 +23,10 @@ class Modifiers(NamedTuple):
 
     def of_sequence(self, number: int) -> Modifiers:
         """Of one sequence, as a batch."""
-        one = slice(number, number + 1)
-        by_sequence = self.slopes is not None and self.slopes.ndim == 2
-        return self._replace(
-            seeds=None if self.seeds is None else self.seeds[one],
-            slopes=self.slopes[one] if by_sequence and self.slopes is not None else self.slopes,
-        )
+        seeds, slopes, one = self.seeds, self.slopes, slice(number, number + 1)
+        if slopes is not None and slopes.ndim == 2:
+            slopes = slopes[one]
+        return self._replace(seeds=None if seeds is None else seeds[one], slopes=slopes)
 
     def of_heads(self, heads: slice) -> Modifiers:
         """Of some query heads."""
@@ -46,10 +44,11 @@ def modifiers_of(q: Tensor, sequences: int, dropout_p: float, dropout_seed: Tens
     """What a call was given, checked; seeds that it was not given are drawn from PyTorch's generator of the device."""
     check_seeds(dropout_seed, q, sequences)
     check_slopes(alibi_slopes, q, sequences)
-    seeds = None if is_zero(dropout_p) else dropout_seed
-    if seeds is None and not is_zero(dropout_p):
-        seeds = torch.randint(0, MOST_SEED, (sequences,), dtype=torch.int64, device=q.device)
-    return None if seeds is None and alibi_slopes is None else Modifiers(seeds, alibi_slopes)
+    if is_zero(dropout_p):
+        return None if alibi_slopes is None else Modifiers(None, alibi_slopes)
+    if dropout_seed is None:
+        dropout_seed = torch.randint(0, MOST_SEED, (sequences,), dtype=torch.int64, device=q.device)
+    return Modifiers(dropout_seed, alibi_slopes)
 
 
 def given_modifiers(

@@ -153,23 +153,23 @@ def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -
 
 def options_for(choices: Choices, head_dim: int) -> AttentionOptions:
     """The options of a call, checked. Training repeats the same few, so they are kept."""
-    mask, causal, window_size, scale, *rest = choices
+    mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset, dropout_p, alibi = choices
     if scale is None:
         scale = head_dim**-0.5
-    softcap, schedule, *others = rest
     if not isinstance(schedule, str):
         schedule = text_of(schedule)
+    others = scale, softcap, schedule, accumulation, backend, head_offset, dropout_p, alibi
     if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
         try:
-            return _kept(mask, causal, window_size[0], window_size[1], scale, softcap, schedule, *others)
+            return _kept(mask, causal, window_size[0], window_size[1], *others)
         except TypeError:  # something has no hash, or is of a wrong type: below it is said what
             pass
-    return AttentionOptions(choose_mask(mask, causal, window_size), scale, softcap, schedule, *others)
+    return AttentionOptions(choose_mask(mask, causal, window_size), *others)
 
 
 @lru_cache(maxsize=1024, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
-def _kept(mask: Mask | None, causal: bool, left: int, right: int, scale: float, *others: Any) -> AttentionOptions:
-    return AttentionOptions(choose_mask(mask, causal, (left, right)), scale, *others)
+def _kept(mask: Mask | None, causal: bool, left: int, right: int, *others: Any) -> AttentionOptions:
+    return AttentionOptions(choose_mask(mask, causal, (left, right)), *others)
 
 
 def _check_schedule(schedule: Any) -> None:

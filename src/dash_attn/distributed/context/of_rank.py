@@ -154,7 +154,7 @@ class OfRank:
         if self.call is None:
             *gradients, dsinks = attention_backward(dout, q, k, v, out, lse, self.options, None, own_sinks, dlse, own_modifiers)
         else:
-            *gradients, dsinks = self._share(self.call, (dout, q, k, v, out), (lse, dlse), own_sinks, own_modifiers)
+            *gradients, dsinks = self._share(self.call, (dout, q, k, v, out), lse, own_sinks, dlse, own_modifiers)
         dq, dk, dv = map(self.exchange.to_rows, gradients)
         return dq, dk, dv, None if dsinks is None else self._on_first_rank(dsinks)
 
@@ -162,14 +162,15 @@ class OfRank:
         self,
         call: SharedCall,
         rows: Rows,
-        of_rows: tuple[Tensor, Tensor | None],
+        lse: Tensor,
         sinks: Tensor | None,
+        dlse: Tensor | None,
         modifiers: Modifiers | None,
     ) -> Gradients:
         dout, q, k, v, out = rows
         keys = GatheredKeys(call, self.outside, k, v)
-        mail = RankMail(self.outside, call.shared, call.devices.tile_size(*call.dims), of_rows[0])
-        work = BackwardPass(call, self.outside.rank, (dout, q, out), of_rows, keys, mail, modifiers)
+        mail = RankMail(self.outside, call.shared, call.devices.tile_size(*call.dims), lse)
+        work = BackwardPass(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, mail, modifiers)
         for unit in work.units:
             work.step(unit)
         dq, dk, dv = work.finish()
