@@ -90,13 +90,13 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None,
         options: AttentionOptions,
         offsets: SequenceOffsets | None,
-        modifiers: Modifiers | None = None,
+        modifiers: Modifiers | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = attention_forward(q, k, v, options, offsets, sinks, modifiers)
         # Saved like the other tensors, so that changing them in place before the backward is noticed.
         ends = (None, None) if offsets is None else (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *ends, *(modifiers or Modifiers())[:2])
-        ctx.options, ctx.offsets, ctx.modifiers, ctx.inputs = options, offsets, modifiers, len(ctx.needs_input_grad)
+        ctx.options, ctx.offsets, ctx.modifiers = options, offsets, modifiers
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -105,7 +105,7 @@ class Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
         if dout is None:
             if dlse is None:
-                return (None,) * ctx.inputs
+                return (None,) * 7
             dout = torch.zeros_like(out)  # only the LSE was used
         arguments = (dout, q, k, v, out, lse, ctx.options, ctx.offsets, sinks, dlse, ctx.modifiers)
         if not torch.is_grad_enabled():
@@ -115,7 +115,7 @@ class Attention(torch.autograd.Function):
                 gradients = attention_backward(*arguments)
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*wanted, None, None, None)[: ctx.inputs]
+        return *wanted, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
