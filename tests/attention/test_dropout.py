@@ -118,11 +118,11 @@ def test_results_are_those_of_the_definition(mask: Mask) -> None:
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 def test_gradcheck(mask: Mask) -> None:
-    q, k, v, _ = random_inputs(9, 11, (4, 2), 3, torch.float64, batch=2)
-    leaves = [x.requires_grad_() for x in (q, k, v, torch.zeros(4, dtype=torch.float64))]
+    q, k, v, _ = random_inputs(5, 6, (2, 1), 3, torch.float64, batch=2)
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.zeros(2, dtype=torch.float64))]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
-        return flash_attn_func(q, k, v, P, mask=mask, dropout_seed=SEEDS, sinks=sinks, alibi_slopes=torch.arange(4) / 8, return_lse=True)
+        return flash_attn_func(q, k, v, P, mask=mask, dropout_seed=SEEDS, sinks=sinks, alibi_slopes=torch.arange(2) / 8, return_lse=True)
 
     assert torch.autograd.gradcheck(attend, leaves)
 

@@ -129,7 +129,8 @@ def _distances(ahead: int, q_tile: int, kv_tile: int) -> NDArray[np.int64]:
     """Between the queries and the keys of a tile; the last query is at the last key. For reading only."""
     rows = np.arange(q_tile * TILE_Q, (q_tile + 1) * TILE_Q, dtype=np.int64) + ahead
     columns = np.arange(kv_tile * TILE_KV, (kv_tile + 1) * TILE_KV, dtype=np.int64)
-    return np.abs(rows[:, None] - columns)
+    distances: NDArray[np.int64] = np.abs(rows[:, None] - columns)
+    return distances
 
 
 def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Scores, at: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
