@@ -7,6 +7,7 @@ from functools import cache
 
 from torch import Tensor
 
+from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...scheduling.devices.sharding import Sharding
@@ -50,7 +51,15 @@ def machine_code() -> str:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, sharding: Sharding, device: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    sinks: Tensor | None,
+    problem: Problem,
+    sharding: Sharding,
+    device: int,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the device's queries. k and v are those of the whole sequence."""
+    """Output and LSE of the device's queries. k and v are those of the whole sequence. Options that come with modifiers are refused."""
     return forward_of_rows(q, k, v, options, sinks, sharding, device)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....call.modifiers import Modifiers
 from ....call.options import AttentionOptions
 from ....scheduling.devices.units import SharedSchedule, Unit
 from ....scheduling.plan import Plan
@@ -81,8 +82,10 @@ class DeviceBackward:
         rows: tuple[Tensor, ...],
         of_rows: tuple[Tensor, Tensor | None],
         overlap: bool = False,
+        modifiers: Modifiers | None = None,
     ) -> None:
-        """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that."""
+        """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that. Options that come with
+        modifiers are refused."""
         self.plan, self.shared, self.number, self.options, self.overlap = plan, shared, device, options, overlap
         dout, q, out = rows
         self.dims = q.shape[-1], dout.shape[-1]
