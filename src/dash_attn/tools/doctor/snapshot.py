@@ -1,4 +1,4 @@
-"""Everything the checks look at, read once. Reading changes nothing: it imports no module that is not there yet."""
+"""Everything the checks look at, read once. Reading changes nothing: it imports no library that is not there yet."""
 
 from __future__ import annotations
 
