@@ -5,15 +5,15 @@ Kernels that only measure or compare (recorded task times, unordered sums) are l
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 
@@ -51,19 +51,25 @@ def exact_compiler() -> str:
 
 
 def pack(variants: Sequence[tuple[str, str]], folder: Path) -> int:
-    """Into a new folder. Returns the bytes in it."""
+    """Into a new folder, from the cache on disk or compiled now. Without logs, which tell times. Returns the bytes in it."""
     if SMALLEST not in variants:
         raise ValueError(f"{SMALLEST} must be packed: it tells whether a driver loads such kernels")
     compiler = exact_compiler()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        kernels = list(pool.map(lambda variant: compile_kernel(*variant), variants))
-    for (header, name), kernel in zip(variants, kernels, strict=True):
-        write_kernel(packed_file(folder, header, name), replace(kernel, compiler=compiler))
+    for header, name in variants:
+        write_kernel(packed_file(folder, header, name), replace(compile_kernel(header, name), compiler=compiler, log=""))
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+def fill_cache(variants: Sequence[tuple[str, str]]) -> None:
+    """In several processes: NVRTC compiles one kernel at a time in each."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for _ in pool.map(compile_kernel, *zip(*variants, strict=True)):
+            pass
+
+
 if __name__ == "__main__":
+    fill_cache(PACKED)
     size = pack(PACKED, FOLDER)
     print(f"packed {len(PACKED)} kernels of NVRTC {exact_compiler()}, {size / 2**20:.1f} MiB")
