@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ pytest.importorskip("accelerate")
 from dash_attn.integrations import huggingface  # noqa: E402
 from dash_attn.integrations.trainer import ledger_callback  # noqa: E402
 from dash_attn.ledgers import LedgerError, compare_runs, read_run  # noqa: E402
+from process_settings import restored_settings  # noqa: E402
 
 SIZES = {
     "vocab_size": 64,
@@ -30,11 +30,8 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def _settings_restored() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    torch.use_deterministic_algorithms(False)
-    os.environ.clear()
-    os.environ.update(before)
+    with restored_settings():
+        yield
 
 
 def train(folder: Path, seed: int = 1, steps: int = 4, resume: bool = False, save_at: int = 0, **options: Any) -> None:

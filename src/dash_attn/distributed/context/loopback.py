@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.sums import sum_in_order
 from ...scheduling.devices.units import Unit
 from .gathering import sharding_of_tiles
-from .of_rank import sum_in_order
 from .passes import BackwardPass, forward_pass
 from .rows import rows_of
 from .shared_call import SharedCall

@@ -16,6 +16,7 @@ from ...backends import resolve
 from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import hash_of
+from ...call.sums import sum_in_order
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
 from ...scheduling.devices.sharding import CutTile, Sharding
@@ -155,14 +156,6 @@ class OfRank:
     def _on_first_rank(self, dsinks: Tensor) -> Tensor:
         whole = self.exchange.inside.gather(dsinks.contiguous())
         return whole if self.exchange.inside.rank == 0 and self.outside.rank == 0 else torch.zeros_like(whole)
-
-
-def sum_in_order(parts: Tensor) -> Tensor:
-    """Over sequences, first to last."""
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total += part
-    return total
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
