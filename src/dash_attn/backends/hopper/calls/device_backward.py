@@ -32,8 +32,8 @@ from ..device.tensor_map import TensorMap, tma_ready
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, sm_count
-from ..tiles import backward_dims, backward_tiles, helper_blocks
-from .kernel_names import LegKernels, Variant, leg_kernels, threads_per_row
+from ..tiles import backward_dims, backward_tiles, helper_blocks, threads_per_row
+from .kernel_names import LegKernels, Variant, leg_kernels
 from .layout import cut, kernel_scales, masked_score, row_strides
 from .legs_on_device import legs_on_device
 from .tables import mask_kind
