@@ -73,16 +73,31 @@ def test_another_error_of_the_driver_is_raised(cuda: LoadingDriver) -> None:
         load(*OTHER)
 
 
+def changed_source(name: str) -> dict[str, object]:
+    files = {**compiling.sources(), name: compiling.sources()[name] + "// changed"}
+    return {"sources": lambda: files}
+
+
 def test_changed_sources_or_options_find_none(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    for changed in ({"sources": lambda: {"common/x.cuh": ""}}, {"OPTIONS": ("--another",)}):
+    header = packed.SMALLEST[0]
+    for changed in (changed_source(header), changed_source("common/types.cuh"), {"OPTIONS": ("--another",)}):
         with monkeypatch.context() as private:
             for name, value in changed.items():
                 private.setattr(compiling, name, value)
             forget_keys()
             assert packed.packed_compiler() is None
-            assert packed.packed_kernel(*OTHER) is None
+            assert packed.packed_kernel(*packed.SMALLEST) is None
     forget_keys()
     assert packed.packed_compiler() == "13.4.92"  # the control
+
+
+def test_sources_that_a_kernel_does_not_include_do_not_matter(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = compiling.source_key(*packed.SMALLEST)
+    for name, is_included in (("forward/consumer.cuh", False), ("common/types.cuh", True)):
+        with monkeypatch.context() as private:
+            private.setattr(compiling, "sources", changed_source(name)["sources"])
+            forget_keys()
+            assert (compiling.source_key(*packed.SMALLEST) != key) == is_included
 
 
 def forget_keys() -> None:

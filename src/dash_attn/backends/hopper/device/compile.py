@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -35,6 +36,18 @@ def sources() -> dict[str, str]:
     return {**files, "common/wgmma.cuh": wgmma_header(), shared_header.NAME: shared_header.shared_header()}
 
 
+def included_by(header: str, files: dict[str, str]) -> dict[str, str]:
+    """A file, and those that it includes, directly or not."""
+    found: dict[str, str] = {}
+    left = [header]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found[name] = files[name]
+            left += re.findall(r'^#include "(.+)"$', files[name], re.MULTILINE)
+    return found
+
+
 def compile_kernel(header: str, name: str) -> Kernel:
     """The kernel `name` (a C++ name expression) of `header`, from the cache or compiled now."""
     path = cache_folder() / f"{source_key(header, name)}-nvrtc-{compiler_version()}.cubin"
@@ -48,7 +61,7 @@ def compile_kernel(header: str, name: str) -> Kernel:
 
 def compile_uncached(header: str, name: str, extra: dict[str, str] | None = None) -> Kernel:
     """Compile now. `extra` replaces or adds sources (tests plant faults with it)."""
-    files = {**sources(), **(extra or {})}
+    files = included_by(header, {**sources(), **(extra or {})})
     nvrtc = _nvrtc()
     names = [n.encode() for n in files]
     program = _check(
@@ -105,9 +118,9 @@ def _nvrtc() -> Any:
 
 @cache
 def source_key(header: str, name: str) -> str:
-    """Names a kernel by all that a compiler is given."""
+    """Names a kernel by all that a compiler is given, so that a change elsewhere compiles nothing again."""
     digest = hashlib.sha256()
-    for part in (header, name, *OPTIONS, *(f"{n}\0{t}" for n, t in sorted(sources().items()))):
+    for part in (header, name, *OPTIONS, *(f"{n}\0{t}" for n, t in sorted(included_by(header, sources()).items()))):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:40]
 
