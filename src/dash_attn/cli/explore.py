@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"--port must be a number from 0 to 65535; got {arguments.port}")
-    read_question(options, machine)  # what cannot be read is said here, not on the page
+    _check(read_question(options, machine))
     with PageServer(lambda asked: answer(asked, machine), start_of_form(options, machine), arguments.port) as server:
         print(f"Open {server.url} (Ctrl+C ends it)", flush=True)
         if arguments.open:
@@ -91,6 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
             webbrowser.open(server.url)
         server.serve_forever()
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What cannot be read is said by the command, not on the page."""
+    _schedules(arguments)
+    if not arguments.measured:
+        read_machine(arguments)
+    read_problem(arguments)
 
 
 def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .packing import packed
 from .paths import path_of_devices
 from .runs import NANOSECONDS
 
-CAUSES = ("start", "device", "states", "ranks")
+CAUSES = ("start", "device", "states", "ranks", "keys")
 MOST_UNITS = 200_000
 NONE = -1
 
@@ -75,7 +75,12 @@ def _units(run: DeviceTimeline) -> dict[str, Any]:
     columns = ("device", "kind", "keys", "queries", "tasks", "before", "after", "name", "heads")
     table = np.array(rows, dtype=np.int64).reshape(-1, len(columns)).T
     times = {name: packed(_ticks(getattr(run, name))) for name in ("start", "end", "arrival")}
-    return {**{name: packed(column) for name, column in zip(columns, table, strict=True)}, **times, "names": names.all, "heads_of": heads.all}
+    return {
+        **{name: packed(column) for name, column in zip(columns, table, strict=True)},
+        **times,
+        "names": names.all,
+        "heads_of": heads.all,
+    }
 
 
 def _heads(shared: SharedSchedule, unit: Unit) -> str:

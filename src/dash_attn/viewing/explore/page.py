@@ -12,7 +12,22 @@ from .packing import as_text, compressed
 
 FOLDER = Path(__file__).parent / "page"
 # In the order in which they use each other.
-SCRIPTS = ("data", "colours", "bars", "tasks", "units", "averaging", "drawing", "overlay", "chart", "details", "moment", "path", "form", "main")
+SCRIPTS = (
+    "data",
+    "colours",
+    "bars",
+    "tasks",
+    "units",
+    "averaging",
+    "drawing",
+    "overlay",
+    "chart",
+    "details",
+    "moment",
+    "path",
+    "form",
+    "main",
+)
 MOST_PLAIN = 2**18  # characters of data; more are compressed, which makes the bytes depend on the version of zlib
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from ...simulation.critical_path import Node, rank_predecessors
 from ..task_times import Indices, TaskTimes
 
 Event = tuple[Node, str]  # what happened, and what it waited for
+TOLERANCE_US = 0.02  # the tile model rounds what links deliver up to a tick
+MOST_BESIDE = 64
 Candidate = tuple[float, str, Node | None]  # when that ended
 
 
@@ -59,7 +63,7 @@ def _last_tasks_before(times: TaskTimes) -> Indices:
     tickets, start, _ = times.chains
     found = np.full(len(times.worker), -1)
     order = tickets[np.lexsort((start, times.worker[tickets]))].tolist()
-    for earlier, later in zip(order, order[1:], strict=False):
+    for earlier, later in pairwise(order):
         if times.worker[earlier] == times.worker[later]:
             first, end = times.offsets[earlier : earlier + 2].tolist()
             found[later] = first + int(np.argmax(times.reduce_end[first:end]))
@@ -67,7 +71,7 @@ def _last_tasks_before(times: TaskTimes) -> Indices:
 
 
 def path_of_devices(run: DeviceTimeline) -> list[tuple[int, str]]:
-    """Numbers of units from first to last, each with what its start waited for: keys, states, ranks, device or start."""
+    """Numbers of units from first to last, each with what its start waited for: states, ranks, device, keys or nothing (start)."""
     if not len(run.end):
         return []
     number: int | None = int(np.argmax(run.end))
@@ -80,21 +84,23 @@ def path_of_devices(run: DeviceTimeline) -> list[tuple[int, str]]:
 
 
 def _cause_of_start(run: DeviceTimeline, number: int) -> tuple[str, int | None]:
-    """Of those units that had ended when this one started, the last one; all of them have lower numbers, so a path ends."""
+    """What ended last before a unit started. All that it may wait for has lower numbers, so a path ends."""
     unit, start = run.shared.units[number], float(run.start[number])
-    arrival = float(run.arrival[number])
-    # Links deliver keys before a unit may start, but no unit computes them: a start that they alone explain ends the path.
+    earlier = _earlier_on_device(run, number)
     candidates: list[tuple[float, str, int | None]] = [(0.0, "start", None)]
+    candidates += [(float(run.end[other]), "device", other) for other in earlier]
+    candidates += [(float(run.end[other]), "ranks", other) for other in run.shared.waits[number]]
     if unit.before is not None:
-        candidates.append((arrival, "states", unit.before))
-    candidates += [(float(run.end[other]), "ranks", other) for other in run.shared.waits[number] if run.end[other] <= start]
-    candidates += [(float(run.end[other]), "device", other) for other in _earlier_on_device(run, number) if run.end[other] <= start]
-    _, cause, before = max(candidates, key=lambda candidate: candidate[0])
-    return cause, before
+        candidates.append((float(run.arrival[number]), "states", unit.before))
+    latest, cause, before = max((c for c in candidates if c[0] <= start + TOLERANCE_US), key=lambda candidate: candidate[0])
+    if start <= latest + TOLERANCE_US:
+        return cause, before
+    beside = [other for other in earlier if run.end[other] > start]  # overlapped: its workers became free one by one
+    return ("device", beside[-1]) if beside else ("keys", None)
 
 
-def _earlier_on_device(run: DeviceTimeline, number: int) -> Iterator[int]:
-    """Units of the same device before this one, those that started last first: the few that can have held its workers."""
-    mine = run.shared.by_device[run.shared.units[number].device]
-    place = next(index for index, unit in enumerate(mine) if unit.number == number)
-    return (unit.number for unit in mine[max(0, place - 64) : place])
+def _earlier_on_device(run: DeviceTimeline, number: int) -> list[int]:
+    """Units of the same device before this one. The last ones are all that can have held its workers."""
+    mine = [unit.number for unit in run.shared.by_device[run.shared.units[number].device]]
+    place = bisect_left(mine, number)
+    return mine[max(0, place - MOST_BESIDE) : place]

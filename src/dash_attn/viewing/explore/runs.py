@@ -25,7 +25,9 @@ Answer = dict[str, Any]
 
 def check_size(tasks: int) -> None:
     if tasks > MOST_TASKS:
-        raise ValueError(f"a page shows at most {MOST_TASKS:,} tasks per schedule; got {tasks:,} (fewer tokens, fewer heads or larger tiles)")
+        raise ValueError(
+            f"a page shows at most {MOST_TASKS:,} tasks per schedule; got {tasks:,} (fewer tokens, fewer heads or larger tiles)"
+        )
 
 
 def simulated(timeline: Timeline, name: str) -> Answer:
@@ -35,6 +37,7 @@ def simulated(timeline: Timeline, name: str) -> Answer:
     label = f"auto: {timeline.schedule.name}" if name == "auto" else timeline.schedule.name
     return {
         **_about(label, timeline.schedule, spans, timeline.machine.ticks_per_unit),
+        "makespan": int(run.chain_end.max(initial=0)),  # behind all adds, too
         "lower_bound": float(timeline.bounds.best),
         "hand_over": max(costs.reduce, costs.latency),
         "figures": _figures(timeline),
@@ -132,7 +135,8 @@ def _one_or_all(durations: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _ticks(times: NDArray[np.float64], ticks: int) -> NDArray[np.int64]:
-    return np.rint(np.where(np.isfinite(times), times, 0) * ticks).astype(np.int64)
+    whole: NDArray[np.int64] = np.rint(times * ticks).astype(np.int64)
+    return whole
 
 
 def _path(events: Sequence[Event]) -> Answer:

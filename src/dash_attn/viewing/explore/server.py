@@ -127,9 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         except MemoryError:
             raise Refused(HTTPStatus.BAD_REQUEST, "this problem does not fit in memory; use fewer or larger tiles") from None
         except OverflowError:
-            raise Refused(
-                HTTPStatus.BAD_REQUEST, "a number is too large for an exact simulation; choose a larger unit of time"
-            ) from None
+            raise Refused(HTTPStatus.BAD_REQUEST, "a number is too large for an exact simulation; choose a larger unit of time") from None
         except (ValueError, NotImplementedError, RuntimeError) as error:
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
 

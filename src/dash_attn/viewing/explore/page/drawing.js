@@ -63,7 +63,15 @@ function drawBars(chart) {
     for (let bar = first; bar < end; bar++) drawBar(chart, run.bars, bar, [top, tall], run.bars.phase[bar] === STALL ? hatch : palette.css[run.bars.colour[bar]]);
     if (run.back) drawBack(chart, lane, top + tall);
     if (run.byWorker && chart.laneHeight >= 10) outlineChains(chart, lane);
+    if (run.perDevice > 1 && lane % run.perDevice === 0 && lane) separateDevices(chart, lane);
   }
+}
+
+/** Where a device has several lanes. */
+function separateDevices(chart, lane) {
+  const { context, theme, plot } = chart;
+  context.fillStyle = theme.muted;
+  context.fillRect(plot.left, plot.top + (lane - chart.lanes.from) * chart.laneHeight - 0.5, plot.width, 1);
 }
 
 function drawBar(chart, bars, bar, [top, tall], fill) {

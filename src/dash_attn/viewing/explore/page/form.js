@@ -27,6 +27,7 @@ class Form {
   set(options) {
     const [first, second = ""] = (options.schedule ?? "auto").split(",");
     const values = { ...options, schedule: first, second };
+    this.form.reset();
     for (const [name, value] of Object.entries(values)) {
       const field = this.form.elements[name];
       if (!field) continue;

@@ -1,5 +1,7 @@
 // The upper canvas of a chart: what changes often. The chosen task and its links, the critical path, the moment.
 
+const MOST_BORDERS = 400;
+
 function drawOverlay(chart) {
   const { over: context, plot, theme, state } = chart;
   context.setTransform(chart.ratio, 0, 0, chart.ratio, 0, 0);
@@ -61,23 +63,69 @@ function link(chart, from, to, dashes) {
   context.fill();
 }
 
-/** A line through all events that decide the makespan; those in sight also get a border. */
+/** The events that decide the makespan: a line through them; where there is room, borders and lines between them. */
 function drawPath(chart) {
-  const { over: context, run, theme, plot } = chart;
-  const boxes = run.path.map(({ item, phase, index }) => boxOf(chart, item, phase, index));
-  const inSight = boxes.filter(([left, , width]) => left + width >= plot.left && left <= plot.left + plot.width);
-  for (const [colour, thickness] of [[theme.paper, 4], [theme.ink, 1.8]]) {
-    [context.strokeStyle, context.lineWidth, context.lineJoin] = [colour, thickness, "round"];
-    context.beginPath();
-    for (const box of boxes) {
-      context.lineTo(...middleOf(box, "start"));
-      context.lineTo(...middleOf(box, "end"));
-    }
-    context.stroke();
+  const { over: context, theme } = chart;
+  const [first, end] = pathInSight(chart);
+  const path = new Path2D();
+  if (end - first <= MOST_BORDERS && chart.crisp) borders(chart, first, end, path);
+  else envelope(chart, first, end, path);
+  for (const [colour, thickness] of [[theme.paper, 4.5], [theme.ink, 2]]) {
+    [context.strokeStyle, context.lineWidth] = [colour, thickness];
+    context.stroke(path);
   }
-  if (inSight.length > 400) return;
-  [context.strokeStyle, context.lineWidth] = [theme.ink, 1.4];
-  for (const box of inSight) context.strokeRect(...box);
+}
+
+/** [first, end) of the events of the path that touch what is in sight, and one more at each end. They follow each other in time. */
+function pathInSight({ run, view }) {
+  const firstWhere = (holds) => {
+    let [low, high] = [0, run.path.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (holds(middle)) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  };
+  const first = firstWhere((place) => run.pathSpans[2 * place + 1] >= view.from);
+  return [Math.max(0, first - 1), Math.min(run.path.length, firstWhere((place) => run.pathSpans[2 * place] > view.to) + 1)];
+}
+
+function borders(chart, first, end, path) {
+  const boxes = chart.run.path.slice(first, end).map(({ item, phase, index }) => boxOf(chart, item, phase, index));
+  boxes.forEach((box, place) => {
+    path.rect(...box);
+    if (!place) return;
+    path.moveTo(...middleOf(boxes[place - 1], "end"));
+    path.lineTo(...middleOf(box, "start"));
+  });
+}
+
+/** Of events that share a column of pixels, only how far up and down they go: thousands of lines in one would take long. */
+function envelope(chart, first, end, path) {
+  let [column, top, bottom, last] = [NaN, 0, 0, 0];
+  const flush = () => {
+    for (const y of [top, bottom, last]) path.lineTo(column, y);
+  };
+  for (let place = first; place < end; place++) {
+    const y = chart.laneTop(chart.run.laneOf(chart.run.path[place].item)) + (chart.laneHeight * LANE) / 2;
+    for (let edge = 2 * place; edge < 2 * place + 2; edge++) {
+      const x = Math.round(chart.x(chart.run.pathSpans[edge]));
+      if (x === column) {
+        [top, bottom, last] = [Math.min(top, y), Math.max(bottom, y), y];
+        continue;
+      }
+      if (!Number.isNaN(column)) flush();
+      path.lineTo(x, y);
+      [column, top, bottom, last] = [x, y, y, y];
+    }
+  }
+  if (!Number.isNaN(column)) flush();
+}
+
+/** Start and end of every event of a path. */
+function spansOf(run) {
+  return Float64Array.from(run.path.flatMap(({ item, phase, index }) => run.span(item, phase, index)));
 }
 
 function drawMoment(chart) {

@@ -5,12 +5,13 @@ const MEANING = {
   start: "nothing: it could start at once",
   worker: "its worker, busy with the chain before",
   compute: "a compute",
-  buffer: "the reduce before it, which frees a buffer",
+  buffer: "an earlier reduce of its chain, which frees a buffer",
   drain: "a free drain",
   rank: "the rank before",
   device: "its device",
   states: "its states, from the unit before",
   ranks: "ranks of another unit",
+  keys: "keys and values, gathered from all devices",
 };
 
 function showPath(box, charts, state) {

@@ -110,6 +110,7 @@ class TaskRun {
       const item = phase === ADD ? Math.max(0, this.offsets[Math.floor(index / this.adds.count) + 1] - 1) : index;
       return { item, phase, index, cause: path.causes[path.cause[place]] };
     });
+    this.pathSpans = spansOf(this);
   }
 
   colours() {
@@ -216,10 +217,13 @@ class TaskRun {
     return found;
   }
 
-  /** Why a worker stalls after a task. */
+  /** Why a worker stalls after a task: its reduce, or one that holds the buffer of the next compute, waits for a rank. */
   stallOf(item) {
-    const need = this.needs(item).find((found) => found.phase === REDUCE && found.last);
-    return need && need.item !== item ? `waits for ${need.words} (${this.title(need.item)})` : "waits";
+    const more = this.placeOf(item) + 1 < this.chains.tasks[this.chainOf[item]];
+    const held = this.drains && more ? Math.max(item - this.drains, this.offsets[this.chainOf[item]]) : item;
+    const need = this.needs(held).find((found) => found.phase === REDUCE && found.last);
+    const buffer = held === item ? "" : `needs the buffer of ${this.title(held)}, which `;
+    return `${buffer}${need.item === held ? "reduces" : `waits for ${need.words} (${this.title(need.item)})`}`;
   }
 }
 

@@ -14,6 +14,7 @@ class UnitRun {
     this.makeBars();
     const path = unpackedAll(data.path);
     this.path = Array.from(path.index, (index, place) => ({ item: index, phase: COMPUTE, index, cause: path.causes[path.cause[place]] }));
+    this.pathSpans = spansOf(this);
     this.back = null;
     this.laneWord = "device";
     this.itemWord = "unit";
@@ -109,9 +110,12 @@ class UnitRun {
     const [u, found] = [this.u, []];
     if (u.before[item] >= 0) found.push({ phase: COMPUTE, item: u.before[item], words: "states of", at: u.arrival[item] });
     const earlier = this.onDevice[u.device[item]][this.place[item] - 1];
-    if (earlier !== undefined) found.push({ phase: COMPUTE, item: earlier, words: "its device, which began", at: u.end[earlier] });
+    const ended = earlier !== undefined && u.end[earlier] <= u.start[item];
+    if (ended) found.push({ phase: COMPUTE, item: earlier, words: "its device, which ran", at: u.end[earlier] });
     for (const other of this.waitsFor[item]) found.push({ phase: COMPUTE, item: other, words: "ranks of", at: u.end[other] });
-    return markLast(found).map((need) => ({ ...need, at: need.at / this.ticks }));
+    const inTime = found.filter((need) => need.at <= u.start[item] + 1); // overlapped units take ranks over while they run
+    const late = found.filter((need) => need.at > u.start[item] + 1).map((need) => ({ ...need, last: false }));
+    return [...markLast(inTime), ...late].map((need) => ({ ...need, at: need.at / this.ticks }));
   }
 
   neededBy(item) {
