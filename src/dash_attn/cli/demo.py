@@ -24,7 +24,7 @@ COMPARED = ("ascending", "alternating")
 WORKERS = 8
 MACHINE = Machine(compute=3, reduce=1)
 PICTURE, PICTURE_OF_RUNS = "gantt-causal.png", "runs-part.png"
-SHOWN = re.compile(r"tokens|positions|blocks\.\d+\.(attention|mlp)|head")  # modules in the picture of runs
+SHOWN = re.compile(r"blocks\.\d+\.(attention|mlp)|head")  # modules in the picture of runs
 
 
 def add_command(commands: Any) -> None:

@@ -51,31 +51,38 @@ def _of_rank(rank: int, a: RankLedger, b: RankLedger) -> Spread:
     number = {module: place for place, module in enumerate(modules)}
     shape = len(DIRECTIONS), len(modules), len(steps)
     compared, differing = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    known: dict[int, tuple[Counts, Counts]] = {}
+    compare = _Compare(number, share_alike(a, b))
     for place, step in enumerate(steps):
-        entries, same = _compare(a.steps[step], b.steps[step], share_alike(a, b))
-        key = id(entries)
-        if key not in known:
-            known[key] = _places(entries, number)
-        direction, module = known[key]
-        there = direction >= 0
-        np.add.at(compared, (direction[there], module[there], place), 1)
-        np.add.at(differing, (direction[there], module[there], place), ~same[there])
+        direction, module, same = compare(a.steps[step], b.steps[step])
+        where, size = direction * len(modules) + module, len(DIRECTIONS) * len(modules)
+        counted = direction >= 0
+        compared[:, :, place] = np.bincount(where[counted], minlength=size).reshape(shape[:2])
+        differing[:, :, place] = np.bincount(where[counted & ~same], minlength=size).reshape(shape[:2])
     return Spread(rank, modules, tuple(steps), _rolled_up(compared, modules), _rolled_up(differing, modules))
 
 
-def _compare(a: Step, b: Step, complete: bool) -> tuple[tuple[Entry, ...], NDArray[np.bool_]]:
-    """The quick way where both recorded the same; else tensor by tensor."""
-    if a.layout is b.layout or a.layout.entries == b.layout.entries:
-        return a.layout.entries, a.sums == b.sums
-    found = pairs(a, b, complete)
-    return tuple(pair.entry for pair in found), np.array([pair.same for pair in found], dtype=bool)
+class _Compare:
+    """(direction, module, whether it is the same) of every tensor of a step. Most steps share a layout, which is looked at once."""
 
+    def __init__(self, number: dict[str, int], complete: bool) -> None:
+        self.number, self.complete = number, complete
+        self._known: dict[tuple[int, int], tuple[Counts, Counts] | None] = {}  # None: their layouts differ
 
-def _places(entries: tuple[Entry, ...], number: dict[str, int]) -> tuple[Counts, Counts]:
-    """(direction, module) of every tensor; direction -1: not counted."""
-    direction = np.array([DIRECTION_OF.get(entry.phase, -1) for entry in entries], dtype=np.int64)
-    return direction, np.array([number[entry.module] for entry in entries], dtype=np.int64)
+    def __call__(self, a: Step, b: Step) -> tuple[Counts, Counts, NDArray[np.bool_]]:
+        key = id(a.layout), id(b.layout)
+        if key not in self._known:
+            self._known[key] = self._places(a.layout.entries) if a.layout.entries == b.layout.entries else None
+        known = self._known[key]
+        return (*known, a.sums == b.sums) if known is not None else self.one_by_one(a, b)
+
+    def one_by_one(self, a: Step, b: Step) -> tuple[Counts, Counts, NDArray[np.bool_]]:
+        found = pairs(a, b, self.complete)
+        return (*self._places(tuple(pair.entry for pair in found)), np.array([pair.same for pair in found], dtype=bool))
+
+    def _places(self, entries: tuple[Entry, ...]) -> tuple[Counts, Counts]:
+        """Direction -1: not counted."""
+        direction = np.array([DIRECTION_OF.get(entry.phase, -1) for entry in entries], dtype=np.int64)
+        return direction, np.array([self.number[entry.module] for entry in entries], dtype=np.int64)
 
 
 def _modules_of(a: RankLedger, b: RankLedger) -> tuple[str, ...]:
