@@ -20,7 +20,7 @@ from dash_attn import GENERATORS, Causal, Machine, Problem, Timeline, generate, 
 from dash_attn.cli import explore
 from dash_attn.simulation.critical_path import rank_predecessors
 from dash_attn.simulation.machines import SHIPPED
-from dash_attn.viewing.explore.page import saved_page
+from dash_attn.viewing.explore.page import saved_page, served_page
 from dash_attn.viewing.explore.server import PageServer
 from dash_attn.viewing.task_times import times_of
 
@@ -34,7 +34,7 @@ class Page:
 
     def __init__(self, browser: Chromium) -> None:
         self.browser, self.asked = browser, 0
-        self.server = PageServer(self.answer, explore.start_of_form(explore.START))
+        self.server = PageServer(lambda: served_page(explore.start_of_form(explore.START)), self.answer)
         Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, options: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from dash_attn.cli import explore
 from dash_attn.cli.main import main
+from dash_attn.viewing.explore.page import served_page
 from dash_attn.viewing.explore.server import MOST_BYTES, PageServer
 
 JSON = {"Content-Type": "application/json"}
@@ -24,7 +25,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.options: list[Any] = []
-        self.server = PageServer(self.answer, explore.start_of_form(explore.START))
+        self.server = PageServer(lambda: served_page(explore.start_of_form(explore.START)), self.answer)
         self.port = self.server.port
 
     def answer(self, options: Any) -> dict[str, Any]:

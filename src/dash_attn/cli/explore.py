@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,13 +17,14 @@ from ..scheduling.validate import ScheduleError
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
 from ..viewing.explore.devices import shared_run
-from ..viewing.explore.page import saved_page
+from ..viewing.explore.page import saved_page, served_page
 from ..viewing.explore.runs import check_size, recorded, simulated
 from ..viewing.explore.server import PageServer
 from ..viewing.words import describe_machine, describe_problem
 from .arguments import COSTS, add_machine, add_problem, read_machine, read_problem, read_schedules
 from .cluster import DEFAULTS, add_cluster, plan_cluster, refuse_without_devices, title_of_cluster
 from .devices import add_device
+from .explore_ledgers import ledgers_answer
 from .files import check_file
 from .plan import refuse_ignored, simulate_all
 
@@ -31,6 +33,7 @@ EXAMPLES = """examples:
   dash-attn explore --seqlen 4096 --heads 8 --schedule ascending,auto --machine h200
   dash-attn explore --seqlen 1024 --heads 4 --schedule auto --measured
   dash-attn explore --devices 4 --seqlen 32768 --heads 8 --save devices.html
+  dash-attn explore --ledgers runs/a runs/b
 """
 MOST_SCHEDULES = 2
 MOST_TILES = 2**24  # of a problem, before anything is counted
@@ -48,12 +51,15 @@ Options = Mapping[str, Any]  # names of arguments, without dashes in front, to t
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "explore",
-        help="look at schedules on a local page",
-        description="Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`.",
+        help="look at schedules, or at where two runs part, on a local page",
+        description="Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`."
+        " With --ledgers it shows where two training runs part.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_question(parser)
+    ledgers_help = "show where two runs part, by their ledgers, in place of schedules"
+    parser.add_argument("--ledgers", nargs=2, metavar=("A", "B"), help=ledgers_help)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="where to listen on 127.0.0.1 (default: any free port)")
     parser.add_argument("--open", action="store_true", help="also open the page in a browser")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page in place of serving it")
@@ -74,16 +80,36 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_file("--save", arguments.save)
-    options = options_of(arguments)
-    machine = arguments.machine
-    if arguments.save is not None:
-        arguments.save.write_text(saved_page(answer(options, machine)), encoding="utf-8")
-        print(f"wrote {arguments.save}", file=sys.stderr)
-        return 0
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"--port must be a number from 0 to 65535; got {arguments.port}")
+    if arguments.ledgers is not None:
+        return _show_ledgers(arguments)
+    options, machine = options_of(arguments), arguments.machine
+    if arguments.save is not None:
+        return _save(arguments.save, saved_page(answer(options, machine)))
     _check(read_question(options, machine))
-    with PageServer(lambda asked: answer(asked, machine), start_of_form(options, machine), arguments.port) as server:
+    page = served_page(start_of_form(options, machine))
+    return _serve(arguments, PageServer(lambda: page, lambda asked: answer(asked, machine), arguments.port))
+
+
+def _show_ledgers(arguments: argparse.Namespace) -> int:
+    if given := given_options(arguments):
+        raise ValueError(f"--ledgers shows two runs; it does not go with --{next(iter(given)).replace('_', '-')}")
+    make = partial(ledgers_answer, *arguments.ledgers)
+    page = saved_page(make())  # what cannot be compared is said here
+    if arguments.save is not None:
+        return _save(arguments.save, page)
+    return _serve(arguments, PageServer(lambda: saved_page(make()), port=arguments.port))  # read anew: a run may go on
+
+
+def _save(path: Path, page: str) -> int:
+    path.write_text(page, encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, server: PageServer) -> int:
+    with server:
         print(f"Open {server.url} (Ctrl+C ends it)", flush=True)
         if arguments.open:
             import webbrowser
@@ -108,11 +134,14 @@ def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any
     return {"options": dict(options), "choices": choices, "masks": MASK_FORMS}
 
 
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    usual = vars(_Parser().parse_args([]))
+    return {name: getattr(arguments, name) for name in ASKED if getattr(arguments, name) != usual[name]}
+
+
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those that were given; START where none was."""
-    parser = _Parser()
-    usual = vars(parser.parse_args([]))
-    given = {name: getattr(arguments, name) for name in ASKED if getattr(arguments, name) != usual[name]}
+    given = given_options(arguments)
     if not given:
         return dict(START)
     if "schedule" in given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ TYPES: tuple[tuple[str, str], ...] = (("B", "u1"), ("H", "<u2"), ("i", "<i4"), (
 EXACT = 2**53
 
 
-def packed(values: NDArray[Any]) -> str:
+def packed(values: NDArray[Any] | Sequence[int]) -> str:
     """Whole numbers in the smallest type that holds them: its letter, then the bytes in base64."""
     numbers = np.asarray(values, dtype=np.int64)
     least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))

@@ -26,6 +26,8 @@ SCRIPTS = (
     "moment",
     "path",
     "form",
+    "modules",
+    "ledgers",
     "main",
 )
 MOST_PLAIN = 2**18  # characters of data; more are compressed, which makes the bytes depend on the version of zlib

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from .packing import as_text
-from .page import saved_page, served_page
+from .page import saved_page
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
@@ -27,6 +27,7 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 Options = Mapping[str, Any]
+Made = TypeVar("Made")
 Answering = Callable[[Options], dict[str, Any]]
 
 
@@ -39,13 +40,13 @@ class Refused(Exception):
 
 
 class PageServer(ThreadingHTTPServer):
-    """`answer` turns options into runs; it may raise ValueError. `start` is what the form begins with."""
+    """`make_page` is asked for every page, `answer` for what its form asks; both may raise ValueError. None: the page has no form."""
 
     daemon_threads = True
 
-    def __init__(self, answer: Answering, start: dict[str, Any], port: int = 0) -> None:
+    def __init__(self, make_page: Callable[[], str], answer: Answering | None = None, port: int = 0) -> None:
         super().__init__((ADDRESS, port), _Handler)
-        self.answer, self.start = answer, start
+        self.make_page, self.answer = make_page, answer
         self.one_at_a_time = Lock()  # a simulation takes a whole core, a measurement the whole machine
 
     @property
@@ -96,12 +97,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self) -> tuple[str, str]:
         if self.path != "/":
             raise Refused(HTTPStatus.NOT_FOUND, "there is one page here: /")
-        return HTML, served_page(self.server.start)
+        return HTML, self._made(self.server.make_page)
 
     def _post(self) -> tuple[str, str]:
-        if self.path not in ("/runs", "/page"):
+        if self.path not in ("/runs", "/page") or self.server.answer is None:
             raise Refused(HTTPStatus.NOT_FOUND, "ask /runs for data or /page for a file")
-        answer = self._answer(self._options())
+        make, options = self.server.answer, self._options()
+        answer = self._made(lambda: make(options))
         return (JSON, as_text(answer)) if self.path == "/runs" else (HTML, saved_page(answer))
 
     def _options(self) -> Options:
@@ -120,10 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.BAD_REQUEST, "options are an object, from name to value")
         return options
 
-    def _answer(self, options: Options) -> dict[str, Any]:
+    def _made(self, make: Callable[[], Made]) -> Made:
         try:
             with self.server.one_at_a_time:
-                return self.server.answer(options)
+                return make()
         except MemoryError:
             raise Refused(HTTPStatus.BAD_REQUEST, "this problem does not fit in memory; use fewer or larger tiles") from None
         except OverflowError:

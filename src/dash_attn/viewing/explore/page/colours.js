@@ -4,7 +4,7 @@ const VIRIDIS = ["#482374", "#443a83", "#3c508b", "#33638d", "#2a768e", "#228a8d
 const BLUES = ["#abcfe6", "#6aaed6", "#3787c0", "#1b69af"];
 const ORANGES = ["#fdc28b", "#fda057", "#f67824", "#e25508"];
 const REDUCE_SHADE = 0.62; // a reduce has its Q tile's colour, darker
-const NAMES = ["ink", "muted", "paper", "panel", "line", "idle", "stall", "stall-pale", "bound", "chosen", "startup", "add", "chain"];
+const NAMES = ["ink", "muted", "paper", "panel", "line", "idle", "stall", "stall-pale", "bound", "chosen", "startup", "add", "chain", "agree"];
 
 function rgbOf(hex) {
   const digits = hex.trim().replace("#", "");

@@ -12,6 +12,7 @@ const state = {
   moment: null,
   showPath: false,
   playing: null,
+  ledgers: null, // the chart of two runs, where the page is about those
 
   show(from, to) {
     const span = Math.min(this.whole, Math.max(this.whole * LEAST_SPAN, to - from));
@@ -182,6 +183,10 @@ function resized() {
   for (const chart of state.charts) chart.measure();
   showLegend();
   state.redraw();
+  if (state.ledgers === null) return;
+  state.ledgers.measure();
+  ledgerLegend(state.ledgers);
+  state.ledgers.draw();
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -221,7 +226,7 @@ async function begin() {
   listen();
   applyTheme();
   const [packing, data] = await embeddedData();
-  if (packing !== "form") return showAnswer(data);
+  if (packing !== "form") return data.kind === "ledgers" ? showLedgers(data) : showAnswer(data);
   window.explore.form = new Form(byId("form"), data, showAnswer);
   return window.explore.form.ask();
 }
