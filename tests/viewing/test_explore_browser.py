@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -415,7 +416,7 @@ const keys = ["ArrowRight", "ArrowDown", "w", "n", "c", "c", "C", ".", ".", ",",
 for (const chart of state.charts) {
   for (const key of keys) chart.pressedKey(key, false)
   for (let i = 0; i < 30; i++) chart.hover(chart.itemAt(i * 30, (i * 37) % chart.height))
-  for (let item = 0; item < chart.run.items; item += 1 + (chart.run.items >> 5)) {
+  for (let item = 0; item < chart.run.items; item += 1 + (chart.run.items >> 4)) {
     chart.go(item)
     document.querySelector("#details li button")?.click()
   }
@@ -495,6 +496,18 @@ def test_the_form_says_what_was_refused_and_keeps_the_charts(page: Page) -> None
 def test_the_form_sends_what_it_shows(page: Page) -> None:
     for options in ({**explore.START}, {**LARGE, "mask": "causal"}, {"mask": "full", "devices": "2", "seqlen": "1024", "schedule": "auto"}):
         assert page.browser.run(f"explore.form.set({json.dumps(options)})\nexplore.form.options()") == options
+
+
+def test_the_page_saves_itself(page: Page, tmp_path: Path) -> None:
+    browser = page.browser
+    browser.send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.run("await explore.form.save()\n1")
+    saved = tmp_path / "dash-attn-explore.html"
+    deadline = time.monotonic() + 20
+    while not saved.exists() and time.monotonic() < deadline:
+        browser.run("await new Promise((done) => setTimeout(done, 50))\n1")
+    browser.open(saved.as_uri())
+    assert browser.run("explore.state.charts.map((chart) => chart.run.name)") == ["ascending", "alternating"]
 
 
 ELSEWHERE = """

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -247,3 +250,20 @@ def test_bad_input_is_one_message(
     err = capsys.readouterr().err
     assert said in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_taken_port_is_said(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--port", str(asked.port)]) == 2
+    assert f"--port {asked.port}: cannot listen there" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_it_is_interrupted() -> None:
+    command = [sys.executable, "-m", "dash_attn.cli.main", "explore", "--q-tiles", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[1]
+        connection = http.client.HTTPConnection(*url.removeprefix("http://").rstrip("/").split(":"), timeout=30)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130

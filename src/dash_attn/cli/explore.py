@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from ..simulation.machines import SHIPPED
 from ..viewing.explore.devices import shared_run
 from ..viewing.explore.page import saved_page, served_page
 from ..viewing.explore.runs import check_size, recorded, simulated
-from ..viewing.explore.server import PageServer
+from ..viewing.explore.server import Answering, PageServer
 from ..viewing.words import describe_machine, describe_problem
 from .arguments import COSTS, add_machine, add_problem, read_machine, read_problem, read_schedules
 from .cluster import DEFAULTS, add_cluster, plan_cluster, refuse_without_devices, title_of_cluster
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _save(arguments.save, saved_page(answer(options, machine)))
     _check(read_question(options, machine))
     page = served_page(start_of_form(options, machine))
-    return _serve(arguments, PageServer(lambda: page, lambda asked: answer(asked, machine), arguments.port))
+    return _serve(arguments, lambda: page, lambda asked: answer(asked, machine))
 
 
 def _show_ledgers(arguments: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _show_ledgers(arguments: argparse.Namespace) -> int:
     page = saved_page(make())  # what cannot be compared is said here
     if arguments.save is not None:
         return _save(arguments.save, page)
-    return _serve(arguments, PageServer(lambda: saved_page(make()), port=arguments.port))  # read anew: a run may go on
+    return _serve(arguments, lambda: saved_page(make()), None)  # read anew: a run may go on
 
 
 def _save(path: Path, page: str) -> int:
@@ -108,7 +108,11 @@ def _save(path: Path, page: str) -> int:
     return 0
 
 
-def _serve(arguments: argparse.Namespace, server: PageServer) -> int:
+def _serve(arguments: argparse.Namespace, make_page: Callable[[], str], answering: Answering | None) -> int:
+    try:
+        server = PageServer(make_page, answering, arguments.port)
+    except OSError as error:
+        raise ValueError(f"--port {arguments.port}: cannot listen there: {error.strerror} (0 takes any free port)") from None
     with server:
         print(f"Open {server.url} (Ctrl+C ends it)", flush=True)
         if arguments.open:
