@@ -155,6 +155,29 @@ def test_all_links_are_those_of_the_schedule(page: Page, overlap: int) -> None:
     assert found == before == backwards
 
 
+LATE = """
+const { run } = explore.state.charts[0]
+const wrong = []
+for (let i = 0; i < run.items; i++) {
+  for (const need of run.needs(i).filter((found) => found.last)) {
+    const start = run.span(i, need.phase)[0]
+    if (Math.abs(need.at - start) > 1e-9) wrong.push([run.title(i), need.words, need.at, start])
+  }
+}
+return wrong
+"""
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_an_event_begins_when_the_last_of_its_needs_has_come(page: Page, overlap: int) -> None:
+    """Without start-ups, to the tick. So what the page calls the last to come is what decided."""
+    machine = {"compute": "2", "reduce": "0.7", "overlap": str(overlap), "latency": "1.5"}
+    page.show({"mask": "causal", "q-tiles": "12", "kv-tiles": "6", "heads": "3", "workers": "5", "schedule": "ascending", **machine})
+    assert page.browser.run(LATE) == []
+    page.show({"mask": "causal", "q-tiles": "12", "kv-tiles": "6", "heads": "3", "workers": "5", **machine, "startup": "2"})
+    assert page.browser.run(LATE) != []  # the control: the first compute of a chain waits for its start-up, too
+
+
 @pytest.mark.parametrize("name", ["ascending", "alternating"])
 def test_the_critical_path_is_the_simulators(page: Page, name: str) -> None:
     timeline = small_timeline(name)
@@ -225,6 +248,9 @@ def test_the_keyboard_goes_everywhere(page: Page) -> None:
     assert browser.run("explore.state.view.to - explore.state.view.from") == pytest.approx(0.7 * whole)
     browser.press("0")
     assert browser.run("explore.state.view.to") == whole
+    browser.press("v")
+    assert browser.run("explore.state.charts[0].lanes.to - explore.state.charts[0].lanes.from") == pytest.approx(0.7 * 8)
+    browser.press("V")
     browser.press(".")
     assert browser.run("explore.state.moment") == 0
     browser.press("Escape")
@@ -412,9 +438,9 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 POKE = """
 const { state } = explore
-const keys = ["ArrowRight", "ArrowDown", "w", "n", "c", "c", "C", ".", ".", ",", "+", "_", "ArrowUp", "0", "Escape"]
+const keys = ["ArrowRight", "ArrowDown", "w", "n", "c", "c", "C", ".", ".", ",", "+", "v", "V", "ArrowUp", "0", "Escape"]
 for (const chart of state.charts) {
-  for (const key of keys) chart.pressedKey(key, false)
+  for (const key of keys) chart.pressedKey(key)
   for (let i = 0; i < 30; i++) chart.hover(chart.itemAt(i * 30, (i * 37) % chart.height))
   for (let item = 0; item < chart.run.items; item += 1 + (chart.run.items >> 4)) {
     chart.go(item)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from dash_attn.cli.main import main
 from dash_attn.viewing.explore.page import served_page
 from dash_attn.viewing.explore.server import MOST_BYTES, PageServer
 
+DOCS = Path(__file__).parents[2] / "docs"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -226,6 +229,24 @@ def test_a_page_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["explore", "--devices", "2", "--seqlen", "2048", "--heads", "2", "--save", str(path)]) == 0
     assert "connect-src 'none'" in path.read_text()
     assert f"wrote {path}" in capsys.readouterr().err
+
+
+def shown_commands() -> list[str]:
+    """Of the page about the page, and of its help."""
+    (block,) = re.findall(r"```sh\n(.*?)```", (DOCS / "explore.md").read_text(), re.S)
+    return [line for line in (*block.splitlines(), *explore.EXAMPLES.splitlines()) if "dash-attn explore" in line]
+
+
+@pytest.mark.parametrize("command", [line for line in shown_commands() if "--ledgers" not in line])
+def test_shown_commands_work(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    quick = ["--seqlen", "256"] if "--measured" in words else []
+    assert main([*words, *quick, "--save", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 50_000
+
+
+def test_shown_commands_are_found() -> None:
+    assert len(shown_commands()) == 11
 
 
 @pytest.mark.parametrize(

@@ -186,21 +186,22 @@ class Chart {
 
   keyed(event) {
     if (event.ctrlKey || event.altKey || event.metaKey) return;
-    if (this.pressedKey(event.key, event.shiftKey)) event.preventDefault();
+    if (this.pressedKey(event.key)) event.preventDefault();
   }
 
   /** Whether the key meant something. */
-  pressedKey(key, shift) {
+  pressedKey(key) {
     const { state } = this;
     const actions = {
       ArrowRight: () => this.along(1),
       ArrowLeft: () => this.along(-1),
       ArrowDown: () => this.across(1),
       ArrowUp: () => this.across(-1),
-      "+": () => (shift && this.run.lanes > 2 ? this.zoomLanes(0.7) : state.zoom(0.7)),
+      "+": () => state.zoom(0.7),
       "=": () => state.zoom(0.7),
       "-": () => state.zoom(1 / 0.7),
-      _: () => this.zoomLanes(1 / 0.7),
+      v: () => this.zoomLanes(0.7),
+      V: () => this.zoomLanes(1 / 0.7),
       0: () => state.showAll(),
       w: () => this.follow(this.run.needs(this.current()).filter((need) => need.last && need.item !== this.current())),
       n: () => this.follow(this.run.neededBy(this.current())),
