@@ -519,6 +519,15 @@ def test_the_form_says_what_was_refused_and_keeps_the_charts(page: Page) -> None
     assert "shift cannot serve this problem" in page.browser.run('document.getElementById("refused").textContent')
 
 
+def test_a_server_that_has_gone_is_said(page: Page) -> None:
+    conditions = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.browser.send("Network.emulateNetworkConditions", offline=True, **conditions)
+    page.browser.run("await explore.form.ask()\n1")
+    page.browser.send("Network.emulateNetworkConditions", offline=False, **conditions)
+    assert "still running?" in page.error
+    page.browser.problems.clear()  # the browser says that it could not connect
+
+
 def test_the_form_sends_what_it_shows(page: Page) -> None:
     for options in ({**explore.START}, {**LARGE, "mask": "causal"}, {"mask": "full", "devices": "2", "seqlen": "1024", "schedule": "auto"}):
         assert page.browser.run(f"explore.form.set({json.dumps(options)})\nexplore.form.options()") == options

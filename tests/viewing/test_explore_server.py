@@ -182,6 +182,13 @@ def test_what_cannot_be_answered_is_said(asked: Asked, body: Any, headers: dict[
     assert asked.ask("GET", "/")[0] == 200  # and it goes on
 
 
+def test_a_fault_of_ours_is_said(asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(asked.server, "answer", lambda options: 1 // 0)
+    status, text = asked.ask("POST", "/runs", {}, **JSON)
+    assert (status, json.loads(text)["error"][:20]) == (500, "a fault in dash-attn")
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_a_schedule_that_does_not_serve_stands_beside_one_that_does(asked: Asked) -> None:
     _, text = asked.ask("POST", "/runs", {"mask": "causal", "schedule": "shift,auto"}, **JSON)
     answer = json.loads(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import traceback
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -84,6 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refused.status, JSON, as_text({"error": str(refused)}))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):  # nobody is there any more
             self.close_connection = True
+        except Exception as error:  # a fault of ours: the page says so, and the terminal has the rest
+            traceback.print_exc()
+            self.close_connection = True
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, JSON, as_text({"error": f"a fault in dash-attn: {error!r}"}))
 
     def _check_asker(self) -> None:
         host, origin, site = (self.headers.get(name) for name in ("Host", "Origin", "Sec-Fetch-Site"))

@@ -21,7 +21,7 @@ class Chart {
   }
 
   shortNotes() {
-    return this.run.figures.slice(0, 5).map(([name, value]) => `${name} ${value}`).join(" · ") + ` · time in ${this.run.unit === "microseconds" ? "microseconds" : "units of the model"}`;
+    return this.run.figures.slice(0, 5).map(([name, value]) => `${name} ${value}`).join(" · ") + ` · ${this.run.unit === "microseconds" ? "time in microseconds" : this.run.unit}`;
   }
 
   summary() {

@@ -34,7 +34,9 @@ async function embeddedData() {
 
 async function asked(path, options) {
   const request = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(options) };
-  const reply = await fetch(path, request);
+  const reply = await fetch(path, request).catch(() => {
+    throw new Error("Nobody answers. Is `dash-attn explore` still running?");
+  });
   if (!reply.ok) throw new Error((await reply.json()).error);
   return reply;
 }

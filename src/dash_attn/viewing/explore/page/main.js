@@ -84,7 +84,7 @@ const state = {
   setMoment(moment) {
     this.moment = Math.min(this.whole, Math.max(0, moment));
     byId("time").value = String((1000 * this.moment) / this.whole);
-    const words = `${plain(Number(this.moment.toPrecision(6)))} ${this.charts[0].run.unit}`;
+    const words = withUnit(this.charts[0].run, this.moment);
     byId("time").setAttribute("aria-valuetext", words);
     byId("now").textContent = words;
     showMoment(byId("at-moment"), this.charts, this.moment);

@@ -16,11 +16,15 @@ function doingAt(run, moment) {
   return { counts, stalled };
 }
 
+function withUnit(run, time) {
+  return `${plain(Number(time.toPrecision(7)))}${run.unit === "microseconds" ? " us" : ""}`;
+}
+
 function showMoment(section, charts, moment) {
   section.hidden = moment === null;
   if (moment === null) return;
   const parts = charts.map(({ run }) => momentOf(run, moment));
-  section.replaceChildren(element("h3", {}, `At ${plain(moment)} ${charts[0].run.unit}`), ...parts);
+  section.replaceChildren(element("h3", {}, `At ${withUnit(charts[0].run, moment)}`), ...parts);
 }
 
 function momentOf(run, moment) {
