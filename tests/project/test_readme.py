@@ -66,7 +66,7 @@ def test_plan_commands_work(command: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_plan_commands_are_found() -> None:
-    assert len(plan_commands()) == 8
+    assert len(plan_commands()) == 7
 
 
 def measured(suite: str, direction: str = "backward") -> list[dict[str, Any]]:
