@@ -49,9 +49,9 @@ def forward_of_documents(
     offsets: SequenceOffsets,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of dense tensors, by a backend's forward of packed ones."""
+    """Output and LSE of dense tensors, by a forward of packed ones. options: those of one document alone."""
     batch, length, heads, _ = tensors[0].shape
-    out, lse = forward(*map(laid_end_to_end, tensors), of_a_document(options), offsets, sinks)
+    out, lse = forward(*map(laid_end_to_end, tensors), options, offsets, sinks)
     return out.unflatten(0, (batch, length)), lse.view(heads, batch, length).transpose(0, 1).contiguous()
 
 
@@ -63,8 +63,9 @@ def backward_of_documents(
     offsets: SequenceOffsets,
     sinks: Tensor | None,
 ) -> Gradients:
-    """Gradients of dense tensors (dout, q, k, v, out), by a backend's backward of packed ones. rows: LSE and its gradient."""
+    """Gradients of dense tensors (dout, q, k, v, out), by a backward of packed ones. rows: LSE and its gradient. options: those of one
+    document alone."""
     lse, dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in rows)
-    dq, dk, dv, dsinks = backward(*map(laid_end_to_end, tensors), lse, of_a_document(options), offsets, sinks, dlse)
+    dq, dk, dv, dsinks = backward(*map(laid_end_to_end, tensors), lse, options, offsets, sinks, dlse)
     shape: Any = tensors[1].shape[:2]
     return dq.unflatten(0, shape), dk.unflatten(0, shape), dv.unflatten(0, shape), dsinks

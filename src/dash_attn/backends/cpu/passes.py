@@ -37,7 +37,7 @@ def forward(
     """Output in the input's dtype, LSE in the dtype of the arithmetic."""
     if offsets is None:
         if runs_packed(options):
-            return forward_of_documents(forward, (q, k, v), options, _offsets_of(q, options), sinks)
+            return forward_of_documents(forward, (q, k, v), of_a_document(options), _offsets_of(q, options), sinks)
         if options.gives_schedule:
             backward_plan(q, k, v, options)
         return _forward(q, k, v, options, sinks)
@@ -64,7 +64,8 @@ def backward(
     """dQ, dK and dV in the inputs' dtype, summed in the order of the plan (or of arrival, where options say unordered)."""
     if offsets is None:
         if runs_packed(options):
-            return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, _offsets_of(q, options), sinks)
+            tensors, alone = (dout, q, k, v, out), of_a_document(options)
+            return backward_of_documents(backward, tensors, (lse, dlse), alone, _offsets_of(q, options), sinks)
         dq, dk, dv, per_sequence = _backward((dout, q, k, v, out), (lse, dlse), options, sinks)
         return dq, dk, dv, _sum_in_order([] if per_sequence is None else list(per_sequence), sinks)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))

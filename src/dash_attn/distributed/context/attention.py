@@ -16,7 +16,8 @@ from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers
-from .of_rank import OfRank
+from .documents import Offsets
+from .of_rank import OfRank, Sharing
 
 
 @overload
@@ -37,6 +38,7 @@ def context_parallel_attention(
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -57,6 +59,7 @@ def context_parallel_attention(
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -77,6 +80,7 @@ def context_parallel_attention(
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
@@ -96,6 +100,7 @@ def context_parallel_attention(
     head_offset: int = 0,
     sharding: str | Sharding = "zigzag",
     ulysses: int = 1,
+    cu_seqlens: Offsets | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that the ranks of a group share, with the bits that one rank would give.
@@ -109,6 +114,9 @@ def context_parallel_attention(
         others says which lengths fit).
     ulysses: a factor of the group's size. Inside as many neighbouring ranks, heads are exchanged for rows; outside, states travel.
         It must divide the KV heads. On its own (ulysses = the group's size) no state travels.
+    cu_seqlens: where documents in the row begin, 0 first and the whole row's length last: a tuple, a list, or a tensor on the host.
+        `causal`, `window_size` and `mask` are then those of each document, whose bits are those it has alone. mask=Documents(...)
+        does the same. Chunks need not be multiples of a tile.
     sinks: the same on every rank. Their gradient is complete on the first rank of the group and zero on the others, so that the sum
         over ranks, which every replicated parameter needs, is the gradient.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
@@ -129,13 +137,14 @@ def context_parallel_attention(
         backend=backend,
         head_offset=head_offset,
     )
+    sharing = Sharing(sharding, ulysses, cu_seqlens)
     if is_traced(q, k, v, sinks):
         from .operator import traced_attention
 
-        out, lse = traced_attention(q, k, v, sinks, group, choices, sharding, ulysses)
+        out, lse = traced_attention(q, k, v, sinks, group, choices, sharing)
     else:
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        rank = OfRank.agreed(q, k, v, sinks, choices, Peers.of(group), sharding, ulysses, differentiable)
+        rank = OfRank.agreed(q, k, v, sinks, choices, Peers.of(group), sharing, differentiable)
         out, lse = SharedAttention.apply(q, k, v, sinks, rank)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 

@@ -14,12 +14,12 @@ from ...call.options import Choices, choose_mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
-from .of_rank import OfRank
+from .of_rank import OfRank, Sharing
 
-VERSION = 1  # part of every traced program, so that one whose operators meant something else is refused, not run
+VERSION = 2  # part of every traced program, so that one whose operators meant something else is refused, not run
 CHOICES = (
-    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
-    " str schedule, str backend, SymInt head_offset, bool differentiable, int version"
+    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, SymInt[]? cu_seqlens, str mask, SymInt[] mask_sizes,"
+    " float? scale, float softcap, str schedule, str backend, SymInt head_offset, bool differentiable, int version"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
@@ -36,6 +36,7 @@ class Arguments(NamedTuple):
     lengths: Sequence[int]
     owners: Sequence[int]
     ulysses: int
+    cu_seqlens: Sequence[int] | None
     mask: str
     mask_sizes: Sequence[int]
     scale: float | None
@@ -59,11 +60,14 @@ class Arguments(NamedTuple):
 
 
 def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: Group, choices: Choices, sharding: str | Sharding, ulysses: int
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: Group, choices: Choices, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
     if isinstance(choices.schedule, Schedule) and torch.compiler.is_compiling():
         raise TypeError("a compiled program takes a schedule as JSON text: pass schedule.to_json(), made outside of the program")
+    sharding, ulysses, cu_seqlens = sharing
+    if isinstance(cu_seqlens, Tensor):
+        raise TypeError("a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist(), made outside of the program")
     name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
     arguments = Arguments(
         group=_name_of(group),
@@ -71,6 +75,7 @@ def traced_attention(
         lengths=list(sharding.lengths) if isinstance(sharding, Sharding) else [],
         owners=list(sharding.owners) if isinstance(sharding, Sharding) else [],
         ulysses=ulysses,
+        cu_seqlens=None if cu_seqlens is None else list(cu_seqlens),
         mask=name,
         mask_sizes=sizes,
         scale=choices.softmax_scale,
@@ -102,7 +107,9 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Argu
         )
     peers = Peers.named(arguments.group) if arguments.group else Peers.alone()
     sharding = arguments.sharding or Sharding(tuple(arguments.lengths), tuple(arguments.owners))
-    return OfRank.agreed(q, k, v, sinks, arguments.choices, peers, sharding, arguments.ulysses, arguments.differentiable)
+    ends = None if arguments.cu_seqlens is None else list(arguments.cu_seqlens)
+    sharing = Sharing(sharding, arguments.ulysses, ends)
+    return OfRank.agreed(q, k, v, sinks, arguments.choices, peers, sharing, arguments.differentiable)
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)

@@ -13,6 +13,7 @@ from ...call.documents import runs_packed
 from ...call.given_schedule import schedule_for
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, plan_for
+from ...scheduling.devices.in_legs import in_legs
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.devices.share import share
 from ...scheduling.devices.units import SharedSchedule
@@ -103,4 +104,6 @@ class SharedCall:
 
 @lru_cache(maxsize=64)
 def _shared(problem: Problem, schedule: str, sharding: Sharding, heads_together: int) -> SharedSchedule:
-    return share(schedule_for(problem, schedule, DEFAULT_WORKERS), sharding, heads_together)
+    made = schedule_for(problem, schedule, DEFAULT_WORKERS)
+    # Of a document that one rank has alone, gangs could not wait for each other in one launch, either.
+    return share(made, sharding, heads_together) if sharding.chunks > 1 else in_legs(made, heads_together)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....call.documents import backward_of_documents, document_ends, forward_of_documents, runs_packed
+from ....call.documents import backward_of_documents, document_ends, forward_of_documents, of_a_document, runs_packed
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Documents
@@ -25,7 +25,7 @@ def forward(
     """Output and LSE."""
     if offsets is not None or not runs_packed(options):
         return forward_of_batch(q, k, v, options, offsets, sinks)
-    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks)
+    return forward_of_documents(forward_of_batch, (q, k, v), of_a_document(options), offsets_of(q, options), sinks)
 
 
 def backward(
@@ -43,7 +43,8 @@ def backward(
     """dQ, dK, dV and the gradient of the sinks."""
     if offsets is not None or not runs_packed(options):
         return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
-    return backward_of_documents(backward_of_batch, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks)
+    tensors, alone = (dout, q, k, v, out), of_a_document(options)
+    return backward_of_documents(backward_of_batch, tensors, (lse, dlse), alone, offsets_of(q, options), sinks)
 
 
 def offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:

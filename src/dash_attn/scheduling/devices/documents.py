@@ -1,0 +1,62 @@
+"""Documents in a row that devices share. Each keeps the order that it has alone, so its tiles count from its first row.
+
+A chunk of the row may begin anywhere in a document, and a tile belongs to one device. So the cuts between chunks are moved inside each
+document to the nearest border of its tiles: some rows of a tile that a cut goes through are worked on by the neighbour. After that,
+a document is a sequence with chunks of whole tiles, and those of one device alone need no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import whole_number
+from .sharding import Sharding
+
+
+@dataclass(frozen=True)
+class SharedDocument:
+    """`devices` have its rows: device i of `sharding` is the row's device `devices[i]`."""
+
+    rows: range  # of the row
+    sharding: Sharding
+    devices: tuple[int, ...]
+
+    def rows_of(self, device: int) -> NDArray[np.int64]:
+        """The rows that a device of the row works on."""
+        if device not in self.devices:
+            return np.zeros(0, dtype=np.int64)
+        return self.rows.start + self.sharding.rows_of(self.devices.index(device)).astype(np.int64)
+
+
+def deal_documents(row: Sharding, lengths: Sequence[int], unit: int) -> tuple[SharedDocument, ...]:
+    """The documents of a row in their order, cut at multiples of `unit` rows only."""
+    if sum(lengths) != row.rows:
+        raise ValueError(f"the documents of a row have all its {row.rows} rows together; got {sum(lengths)}")
+    ends = list(accumulate((whole_number("the length of a document", length) for length in lengths), initial=0))
+    return tuple(_dealt(row, range(first, end), unit) for first, end in pairwise(ends))
+
+
+def _dealt(row: Sharding, rows: range, unit: int) -> SharedDocument:
+    pieces: list[tuple[int, int]] = []  # (device, rows), in order
+    begin = 0
+    for end, device in zip(row.ends, row.owners, strict=True):
+        cut = _moved(end - rows.start, unit, len(rows))
+        if cut > begin and pieces and pieces[-1][0] == device:  # what was between has gone to its neighbours
+            pieces[-1] = device, pieces[-1][1] + cut - begin
+        elif cut > begin:
+            pieces.append((device, cut - begin))
+        begin = cut
+    devices = tuple(sorted({device for device, _ in pieces}))
+    sharding = Sharding(tuple(length for _, length in pieces), tuple(devices.index(device) for device, _ in pieces))
+    return SharedDocument(rows, sharding, devices)
+
+
+def _moved(cut: int, unit: int, length: int) -> int:
+    """To the nearest multiple of a unit that is inside, or to an end of the document."""
+    nearest = (cut + unit // 2) // unit * unit
+    return length if cut >= length else max(0, min(nearest, length))
