@@ -160,7 +160,7 @@ def shared_call(
     options: AttentionOptions,
     documents: tuple[int, ...] | None,
     sharding: Sharding,
-    heads_of: int,
+    heads_of: int = 1,
     backend: str | None = None,
 ) -> SharedCall | SharedDocuments:
     """Of one sequence, or of documents in a row. The other arguments are those of SharedCall.of."""

@@ -32,6 +32,10 @@ class Movement:
         """How many rows a rank gets from each."""
         return [len(self._common(other, rank, device)[1]) for other in self.ranks]
 
+    def sent(self, rank: int) -> int:
+        """How many rows go from a rank to others, each as often as it goes."""
+        return sum(len(self._common(rank, other, torch.device("cpu"))[0]) for other in self.ranks if other != rank)
+
     def put_together(self, rank: int, pieces: Sequence[Tensor]) -> Tensor:
         """The rows that a rank wants, from the pieces that it got from each."""
         found = pieces[0].new_empty(len(self.want[rank]), *pieces[0].shape[1:])
@@ -61,18 +65,22 @@ def move(movement: Movement, peers: Peers, *tensors: Tensor) -> list[Tensor]:
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """(batch, rows, ...) each -> bytes, (rows, bytes of all)."""
     rows = tensors[0].shape[1]
-    return torch.cat([x.detach().transpose(0, 1).reshape(rows, math.prod(_of_a_row(x))).view(torch.uint8) for x in tensors], dim=1)
+    return torch.cat([_flat(x.detach().transpose(0, 1)).view(torch.uint8).view(rows, _bytes_of_a_row(x)) for x in tensors], dim=1)
 
 
 def apart(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The other way round, for tensors with as many rows as there are now."""
-    widths = [math.prod(_of_a_row(x)) * x.element_size() for x in like]
-    parts = rows.split(widths, dim=1)
+    parts = rows.split([_bytes_of_a_row(x) for x in like], dim=1)
     return [
-        part.contiguous().view(x.dtype).view(len(rows), *_of_a_row(x)).transpose(0, 1).contiguous()
+        _flat(part).view(x.dtype).view(len(rows), x.shape[0], *x.shape[2:]).transpose(0, 1).contiguous()
         for part, x in zip(parts, like, strict=True)
     ]
 
 
-def _of_a_row(x: Tensor) -> tuple[int, ...]:
-    return x.shape[0], *x.shape[2:]
+def _flat(x: Tensor) -> Tensor:
+    """A copy: parts of other tensors need not begin where numbers of another dtype may."""
+    return x.clone(memory_format=torch.contiguous_format).flatten()
+
+
+def _bytes_of_a_row(x: Tensor) -> int:
+    return math.prod((x.shape[0], *x.shape[2:])) * x.element_size()

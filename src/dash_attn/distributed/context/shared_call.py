@@ -19,7 +19,6 @@ from ...scheduling.devices.share import share
 from ...scheduling.devices.units import SharedSchedule
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
-from ...scheduling.validate import ANY_WORKERS
 
 MOST_GATHERS = 4  # in which keys and values of all KV heads come
 
@@ -56,12 +55,7 @@ class SharedCall:
         return call
 
     def _check(self) -> None:
-        if runs_packed(self.options):
-            raise ValueError(
-                "documents cannot be shared by ranks: each is planned by itself, and chunks would cut it. With ulysses equal to the"
-                " number of ranks, ranks exchange heads instead, and each document has the bits that it has alone."
-                f" schedule={ANY_WORKERS!r} plans the row as a whole; its bits are then those of that schedule on one rank"
-            )
+        assert not runs_packed(self.options), "documents have calls of their own (documents.py)"
         self.shared  # noqa: B018  raises where lengths do not fit, or where the order has circles
 
     @property
