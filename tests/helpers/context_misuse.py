@@ -27,6 +27,7 @@ from shared_cases import CAUSAL, F64, RANKS, Case, results
 
 ROWS = 256  # of a rank: two chunks of a tile
 SMALL = Case(RANKS, RANKS * ROWS, (4, 4), (8, 8), call=CAUSAL)
+ONE_DOCUMENT = replace(SMALL, call={**CAUSAL, "cu_seqlens": [0, SMALL.rows]})
 ODD = 2  # the rank that differs
 LIMIT = 10  # seconds; a busy machine needs some to build a group
 LATE_LIMIT = 4
@@ -168,6 +169,8 @@ def _autograd(rank: int) -> dict[str, Any]:
         "changed in place": said(lambda: _change_in_place(rank)),
         "one rank uses its LSE": _one_uses_lse(rank, SMALL),
         "one rank uses its LSE, ulysses": _one_uses_lse(rank, replace(SMALL, ulysses=2)),
+        "one rank uses its LSE, one document": _one_uses_lse(rank, ONE_DOCUMENT),
+        "a traced tensor of offsets": said(lambda: torch.compile(_call, backend="eager")(cu_seqlens=torch.tensor([0, RANKS * ROWS]))),
         "nothing needs gradients": _call().requires_grad,
     }
 
@@ -189,6 +192,8 @@ def _ways() -> dict[str, list[Tensor]]:
         "twice": _gradients(attend),
         "checkpointed": _gradients(checkpointed),
         "checkpointed, ulysses": _gradients(checkpointed, with_ulysses),
+        "checkpointed, one document": _gradients(checkpointed, ONE_DOCUMENT),
+        "traced, one document": _gradients(torch.compile(attend, backend="eager"), ONE_DOCUMENT),
     }
 
 
@@ -296,8 +301,16 @@ def _timed(action: Callable[[], object]) -> dict[str, Any]:
     return {"words": said(action), "seconds": time.monotonic() - start}
 
 
-def _attention_of(ranks: int, group: Any) -> None:
-    case = Case(ranks, ranks * ROWS, (2, 2), (8, 8), call=CAUSAL)
+def lost_among_documents(rank: int) -> dict[str, Any]:
+    """Rank 2 dies in the backward."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=LIMIT))
+    if rank == 2:
+        BackwardPass.step = _dying_step  # type: ignore[method-assign]
+    return _timed(lambda: _attention_of(3, group, cu_seqlens=[0, 50, 3 * ROWS]))
+
+
+def _attention_of(ranks: int, group: Any, **more: Any) -> None:
+    case = Case(ranks, ranks * ROWS, (2, 2), (8, 8), call={**CAUSAL, **more})
     inputs = own_inputs(case, group)
     out, _ = attend(case, inputs, group)
     out.sum().backward()  # type: ignore[no-untyped-call]
