@@ -75,6 +75,7 @@ BOTH: dict[str, Any] = {"sinks": True, "lse_gradient": True}
 FEW = (300, 21, 455, 13, 235)  # 1024 rows
 LONG_AND_SHORT = (1, 900, 127, 128, 3, 41)  # 1200
 SHORT = (23, 17, 5, 19) * 12  # 768: no document is longer than a tile
+LONG = (2300, 40, 700, 300, 9)
 WINDOW: dict[str, Any] = {"window_size": (100, 0)}
 OWN = Sharding((100, 300, 57, 400, 343), (2, 0, 1, 2, 0))  # 1200 rows; some chunk is shorter than a tile
 
@@ -97,6 +98,9 @@ ROWS: dict[str, RowCase] = {
     "4 ranks, a rank without work": row(4, (90, 10, 300), (1, 1), sharding="contiguous", call=CAUSAL, **BOTH),
     "4 ranks, short documents": row(4, SHORT, (2, 1), sharding="contiguous", call={"softcap": 3.0}),
     "4 ranks, window of two sides": row(4, FEW, sharding="contiguous", dtype=BF16, call={"window_size": (150, 70)}),
+    "4 ranks, dealt by document": row(
+        4, (2300, 40, 700, 300, 9), (2, 1), sharding=Sharding.by_document((2300, 40, 700, 300, 9), 4), call=CAUSAL
+    ),
     "4 ranks, empty documents": row(4, (0, 500, 0, 0, 524, 0), call=CAUSAL, **BOTH),
     "ulysses alone": row(4, FEW, (4, 4), ulysses=4, call=WINDOW, **BOTH),
     "ulysses and states": row(4, LONG_AND_SHORT, (4, 2), batch=2, ulysses=2, call=CAUSAL, **BOTH),
@@ -126,7 +130,7 @@ def random_row(seed: int, ranks: int, heads: tuple[tuple[int, int], ...] = ((1, 
         random.choice([(8, 8), (16, 8), (8, 24)]),
         batch=random.choice([1, 1, 2]),
         dtype=random.choice([F32, F32, BF16, F16, F64]),
-        sharding=random.choice(["zigzag", "contiguous", own_sharding(random, sum(lengths), ranks)]),
+        sharding=random.choice(["zigzag", "contiguous", own_sharding(random, sum(lengths), ranks)]),  # none fits the documents
         sinks=random.random() < 0.5,
         lse_gradient=random.random() < 0.5,
         as_mask=random.random() < 0.3 and "window_size" not in call,

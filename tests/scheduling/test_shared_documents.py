@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dash_attn import Causal, Full, Mask, Problem, Window, generate
-from dash_attn.scheduling.devices.documents import SharedDocument, deal_documents
+from dash_attn.scheduling.devices.documents import SharedDocument, deal_documents, in_turn
 from dash_attn.scheduling.devices.in_legs import in_legs
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.scheduling.devices.share import share
@@ -76,6 +76,59 @@ def test_documents_fill_the_row() -> None:
         deal_documents(Sharding.contiguous(512, 2), (512, 0), UNIT)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_neighbours_take_turns(seed: int) -> None:
+    """Each document once, those of one device last."""
+    row, lengths = random_row(seed)
+    documents = deal_documents(row, lengths, UNIT)
+    order = in_turn(documents)
+    assert sorted(order) == list(range(len(documents)))
+    devices = [len(documents[place].devices) for place in order]
+    alone = devices.count(1)
+    assert all(count > 1 for count in devices[: len(devices) - alone])
+
+
+def test_borders_of_contiguous_chunks_need_two_rounds() -> None:
+    """Else the devices would work one after the other: each would wait at its first border for the one before."""
+    documents = deal_documents(Sharding.contiguous(8 * 512, 8), (256, *(512,) * 7, 256), UNIT)
+    assert [document.devices for document in documents[1:-1]] == [(device, device + 1) for device in range(7)]
+    assert in_turn(documents) == [1, 3, 5, 7, 2, 4, 6, 0, 8]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_dealt_by_document(seed: int) -> None:
+    random = Random(seed)
+    devices = random.choice([1, 2, 3, 4, 8])
+    lengths = random_lengths(random, devices * random.randint(2500, 5000))
+    row = Sharding.by_document(lengths, devices)
+    assert (row.rows, row.devices) == (sum(lengths), devices)
+    documents, owner = deal_documents(row, lengths, UNIT), np.repeat(row.owners, row.lengths)
+    for document in documents:  # no row changes hands
+        assert all((owner[document.rows_of(device)] == device).all() for device in document.devices)
+    rows = [len(row.rows_of(device)) for device in range(devices)]
+    assert max(rows) - min(rows) <= max(1024, max(lengths, default=0) // devices + 256)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "devices", "chunks"),
+    [
+        ((4096,), 2, [(1024, 0), (1024, 1), (1024, 1), (1024, 0)]),
+        ((2000,), 2, [(512, 0), (512, 1), (512, 1), (464, 0)]),  # more than its share
+        ((300, 200, 100, 200), 2, [(300, 0), (200, 1), (100, 0), (200, 1)]),
+        ((5000, 300, 200), 2, [(1280, 0), (1280, 1), (1280, 1), (1160, 0), (300, 0), (200, 1)]),
+        ((64,), 1, [(64, 0)]),
+    ],
+)
+def test_long_documents_are_cut_and_short_ones_are_not(lengths: tuple[int, ...], devices: int, chunks: list[tuple[int, int]]) -> None:
+    row = Sharding.by_document(lengths, devices)
+    assert list(zip(row.lengths, row.owners, strict=True)) == chunks
+
+
+def test_documents_that_are_too_few_are_not_dealt() -> None:
+    with pytest.raises(ValueError, match="2 documents of 300 rows cannot be dealt to 4 devices in whole tiles of 128 rows: device 1"):
+        Sharding.by_document((100, 200), 4)
+
+
 def plans(seed: int) -> tuple[int, list[tuple[SharedDocument, SharedSchedule]]]:
     row, lengths = random_row(seed)
     random = Random(seed)
@@ -83,8 +136,8 @@ def plans(seed: int) -> tuple[int, list[tuple[SharedDocument, SharedSchedule]]]:
         [Causal(), Full(), Window(random.randint(0, 600), 0), Window(random.randint(0, 300), random.randint(0, 300))]
     )
     heads, group = random.randint(1, 3), random.choice([1, 2, 4])
-    found = []
-    for document in deal_documents(row, lengths, UNIT):
+    found, documents = [], deal_documents(row, lengths, UNIT)
+    for document in (documents[place] for place in in_turn(documents)):
         schedule = generate("auto", Problem(mask, len(document.rows), len(document.rows), 64, 128, heads, group), 132)
         together = random.randint(1, 2)
         shared = share(schedule, document.sharding, together) if len(document.devices) > 1 else in_legs(schedule, together)

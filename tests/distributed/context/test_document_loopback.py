@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -20,8 +20,10 @@ from dash_attn.distributed.context.document_loopback import play_documents
 from dash_attn.distributed.context.document_moves import moves_of
 from dash_attn.distributed.context.documents import SharedDocuments, documents_in
 from dash_attn.distributed.context.loopback import Mailbox, Results
+from dash_attn.distributed.context.mail import RankMail
 from dash_attn.distributed.context.moving import Movement
 from dash_attn.distributed.context.rows import sharding_for
+from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.devices import documents as dealing
 from dash_attn.scheduling.devices.sharding import CutTile
 from dash_attn.scheduling.devices.units import Unit
@@ -252,3 +254,55 @@ def test_a_rank_may_have_nothing_to_work_on() -> None:
     worked_on = moves_of(shared(given)).to_workers.want
     assert [len(rows) for rows in worked_on] == [0, 0, 0, 400]
     assert differing(given, play(given)) == set()
+
+
+# Messages
+
+
+class Slow:
+    """A message whose end nobody tells, as gloo's."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class SlowPeers(Peers):
+    sent: list[tuple[int, int, Slow]] = field(default_factory=list)
+    received: list[tuple[int, int]] = field(default_factory=list)
+
+    def send(self, flat: Tensor, to: int, tag: int) -> Any:
+        self.sent.append((to, tag, Slow()))
+        return self.sent[-1][2]
+
+    def receive(self, flat: Tensor, source: int, tag: int) -> Any:
+        self.received.append((source, tag))
+        return Slow()
+
+
+def test_states_of_documents_are_kept_until_they_have_arrived() -> None:
+    """A rank that sends states of a document has taken all of the documents before: their memory is free."""
+    called = shared(row(2, (600, 600, 600), (2, 2), (8, 8), sharding=Sharding((300,) * 6, (0, 1) * 3), call=CAUSAL))
+    peers, mail, most = SlowPeers(None, 0, 2), None, 0
+    for document in called.in_turn:
+        assert document.ranks == (0, 1)
+        plan = document.call.shared
+        mail = RankMail(peers, plan, devices.tile_size(8, 8), torch.zeros(1), document.route, before=mail)
+        for unit in plan.by_device[0]:
+            if unit.before is not None and plan.units[unit.before].device == 1:
+                mail.receive(unit)
+            if plan.hops(unit):
+                mail.send(unit, torch.zeros(1))
+            most = max(most, len(mail.leaving) + len(mail.of_before))
+    assert mail is not None
+    mail.finish()
+    assert all(letter.waited == 1 for _, _, letter in peers.sent)
+    assert most < len(peers.sent) / 2
+    tags = [tag for _, tag, _ in peers.sent] + [tag for _, tag in peers.received]
+    assert len(set(tags)) == len(tags)

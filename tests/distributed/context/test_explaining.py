@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -270,6 +271,18 @@ def test_short_documents_send_few_rows_and_no_state() -> None:
     plain = explain_context_parallel(q, q, q, 4, causal=True, backend="cpu")
     assert [rank.hops for rank in long.each] == [rank.hops for rank in plain.each]
     assert long.predicted_efficiency == pytest.approx(plain.predicted_efficiency)
+
+
+def test_devices_work_on_many_documents_at_once() -> None:
+    """In the order of the row they would work one after the other: 0.14."""
+    lengths = [700 + 37 * number % 1100 for number in range(100)]
+    lengths.append(-sum(lengths) % 16)
+    ends, rows = [0, *accumulate(lengths)], sum(lengths)
+    q = meta(rows // 8, 4)
+    assert explain_context_parallel(q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu").predicted_efficiency > 0.6
+    own = Sharding.by_document(list(filter(None, lengths)), 8)
+    q = meta(len(own.rows_of(0)), 4)
+    assert explain_context_parallel(q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu", sharding=own).predicted_efficiency > 0.95
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -85,7 +85,7 @@ def _memory(row: SharedDocuments, rank: int, bytes_of: NumberBytes, sizes: _RowB
 def makespan_of(row: SharedDocuments) -> tuple[int, int]:
     """All tasks, and how long the slowest rank takes if a task takes one unit of time and nothing else any: as the chunk model has it."""
     free, tasks = [0] * row.sharding.devices, 0
-    for document in row.documents:
+    for document in row.in_turn:
         shared, ends = document.call.shared, list[int]()
         for unit, waits in zip(shared.units, shared.waits, strict=True):
             rank, work = document.ranks[unit.device], shared.tasks_of(unit)

@@ -55,7 +55,7 @@ def _exchange(movement: Movement, tensors: Sequence[Sequence[Tensor]]) -> list[l
 
 
 def _run(row: SharedDocuments, ranks: list[BackwardOfDocuments], mailbox: Callable[[], Mailbox]) -> None:
-    for document in row.documents:
+    for document in row.in_turn:
         letters = mailbox()
         own = [next(one for one in ranks[rank].own if one.document is document) for rank in document.ranks]
         works = [ranks[rank].start(one, letters) for rank, one in zip(document.ranks, own, strict=True)]

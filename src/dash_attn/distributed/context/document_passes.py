@@ -1,4 +1,4 @@
-"""Forward and backward of one rank, where the row that ranks share has documents: one document after the other, in the order of the row.
+"""Forward and backward of one rank, where the row that ranks share has documents: one document after the other, in one order for all.
 
 Ranks cannot wait in a circle. All units of all documents have one sequence, that of the first document, then that of the next. Inside
 a document each unit comes after those that it waits for, and no unit waits for one of another document. What ranks exchange besides
@@ -64,7 +64,7 @@ def forward_of_documents(row: SharedDocuments, rank: int, q: Tensor, k: Tensor, 
 
 
 class BackwardOfDocuments:
-    """Of one rank: `start` and `end` each of its documents, in their order; between, a `step` for each unit."""
+    """Of one rank: `start` and `end` each of its documents, in turn; between, a `step` for each unit."""
 
     def __init__(
         self, row: SharedDocuments, rank: int, rows: Sequence[Tensor], of_rows: Sequence[Tensor], keys: tuple[Tensor, Tensor], sinks: bool
@@ -85,7 +85,7 @@ class BackwardOfDocuments:
             self.kept[own.number] = work
 
     def run(self, mail_of: Callable[[DocumentCall], Mail]) -> None:
-        for own in self.own:
+        for own in sorted(self.own, key=lambda own: own.document.turn):
             work = self.start(own, mail_of(own.document))
             for unit in work.units:
                 work.step(unit)
@@ -94,7 +94,8 @@ class BackwardOfDocuments:
     def tiles_of_sinks(self) -> Tensor:
         """What the gradient of sinks needs of all tiles that the rank works on: (1, tiles, ...)."""
         like = self.of_rows[0].new_empty(0, *self._of_a_tile())
-        return torch.cat([like, *(work.backward.rows_of_sinks.movedim(-2, 0) for work in self.kept.values())])[None]
+        works = [self.kept[own.number] for own in self.own]
+        return torch.cat([like, *(work.backward.rows_of_sinks.movedim(-2, 0) for work in works)])[None]
 
     def sums_of_sinks(self, tiles: Tensor, sinks: Tensor) -> Tensor:
         """(1, documents, batch, query heads): of documents whose first rank this is, from all their tiles."""

@@ -37,15 +37,16 @@ def backward_on_ranks(
     of_rows = by_head(lse), by_head(dlse)
     k, v = move(moves.keys, peers, k, v)
     work = BackwardOfDocuments(row, peers.rank, (dout, q, out), of_rows, (k, v), sinks is not None)
-    mails: list[RankMail] = []
+    mail: RankMail | None = None
 
     def mail_of(document: DocumentCall) -> RankMail:
+        nonlocal mail
         call = document.call
-        mails.append(RankMail(peers, call.shared, call.devices.tile_size(*call.dims), of_rows[0], document.route))
-        return mails[-1]
+        mail = RankMail(peers, call.shared, call.devices.tile_size(*call.dims), of_rows[0], document.route, before=mail)
+        return mail
 
     work.run(mail_of)
-    for mail in mails:
+    if mail is not None:
         mail.finish()
     dq, dk, dv = move(moves.back, peers, *work.gradients)
     if sinks is None:

@@ -16,7 +16,7 @@ from ...call.documents import of_a_document, runs_packed
 from ...call.options import AttentionOptions, refuse_given_schedule
 from ...call.planning import hash_of
 from ...masks import Documents, is_whole
-from ...scheduling.devices.documents import SharedDocument, deal_documents
+from ...scheduling.devices.documents import SharedDocument, deal_documents, in_turn
 from ...scheduling.devices.sharding import Sharding
 from .mail import Route
 from .shared_call import SharedCall
@@ -78,8 +78,9 @@ class DocumentCall:
 
     call: SharedCall
     place: SharedDocument
+    number: int  # in the row
+    turn: int  # in the order in which ranks take documents
     first_tag: int  # of its messages
-    number: int
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -129,7 +130,13 @@ class SharedDocuments:
 
     @property
     def documents(self) -> tuple[DocumentCall, ...]:
+        """In the order of the row."""
         return _planned(self)
+
+    @property
+    def in_turn(self) -> tuple[DocumentCall, ...]:
+        """In the order in which ranks take them."""
+        return tuple(sorted(self.documents, key=lambda document: document.turn))
 
     def described(self, rank: int) -> dict[str, Any]:
         """What decides the bits of a rank's rows, as JSON has it: as SharedCall tells it of one sequence."""
@@ -144,13 +151,13 @@ class SharedDocuments:
 @lru_cache(maxsize=16)
 def _planned(row: SharedDocuments) -> tuple[DocumentCall, ...]:
     """States of different documents have different tags: these count on from document to document."""
-    unit = math.lcm(*row.devices.backward_tiles(*row.dims))
+    places = deal_documents(row.sharding, row.lengths, math.lcm(*row.devices.backward_tiles(*row.dims)))
     found, tag = [], 0
-    for number, place in enumerate(deal_documents(row.sharding, row.lengths, unit)):
-        call = SharedCall(row.options, place.sharding, row.batch, row.kv_heads, row.group, row.dims, row.backend)
-        found.append(DocumentCall(call, place, tag, number))
+    for turn, number in enumerate(in_turn(places)):
+        call = SharedCall(row.options, places[number].sharding, row.batch, row.kv_heads, row.group, row.dims, row.backend)
+        found.append(DocumentCall(call, places[number], number, turn, tag))
         tag += len(call.shared.units)
-    return tuple(found)
+    return tuple(sorted(found, key=lambda document: document.number))
 
 
 def shared_call(

@@ -38,9 +38,17 @@ class Route(NamedTuple):
 class RankMail:
     """The messages of one rank."""
 
-    def __init__(self, peers: Peers, shared: SharedSchedule, tile_size: int, like: Tensor, route: Route | None = None) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        shared: SharedSchedule,
+        tile_size: int,
+        like: Tensor,
+        route: Route | None = None,
+        before: RankMail | None = None,
+    ) -> None:
         """tile_size: numbers in the state of one KV tile. like: a tensor with the dtype and the device of states. route: unless device
-        i is rank i."""
+        i is rank i. before: of the sequence that all ranks have worked on before this one."""
         self.peers, self.shared, self.tile_size, self.like = peers, shared, tile_size, like
         self.route = Route(range(peers.count)) if route is None else route
         self.awaited: dict[int, deque[Unit]] = defaultdict(deque)  # by rank: units that will send here, in order
@@ -49,6 +57,7 @@ class RankMail:
                 self.awaited[self._rank_of(unit.number)].append(unit)
         self.coming: dict[int, _Letter] = {}  # by the number of the unit that sends it
         self.leaving: list[_Letter] = []
+        self.of_before: list[_Letter] = [] if before is None else before.of_before + before.leaving
 
     def send(self, unit: Unit, state: Tensor) -> None:
         assert unit.after is not None
@@ -72,7 +81,7 @@ class RankMail:
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
-        for letter in self.leaving:
+        for letter in self.of_before + self.leaving:
             self._wait("send", letter)
 
     def _forget_arrived(self, unit: Unit) -> None:
@@ -80,9 +89,12 @@ class RankMail:
         so by itself, and memory would be held until the end."""
         sender = self._rank_of(unit.number)
         arrived = [letter for letter in self.leaving if letter.other == sender and (letter.unit.after or 0) < unit.number]
+        arrived += [letter for letter in self.of_before if letter.other == sender]
         for letter in arrived:
             self._wait("send", letter)
-        self.leaving = [letter for letter in self.leaving if all(letter is not other for other in arrived)]
+        self.leaving, self.of_before = (
+            [letter for letter in letters if all(letter is not other for other in arrived)] for letters in (self.leaving, self.of_before)
+        )
 
     def _expect(self, source: int, before: int) -> None:
         """Begin to receive all messages from a rank that were sent before this number."""

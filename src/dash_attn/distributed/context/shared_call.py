@@ -67,7 +67,7 @@ class SharedCall:
         rows, tiles = self.sharding.rows, self.devices.backward_tiles(*self.dims)
         return Problem(self.options.mask, rows, rows, *tiles, self.kv_heads, self.group, self.batch, self.options.head_offset)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return plan_for(self.problem, self.options.schedule, DEFAULT_WORKERS)
 
@@ -85,7 +85,7 @@ class SharedCall:
             "chunks": [list(self.sharding.lengths), list(self.sharding.owners)],
         }
 
-    @property
+    @cached_property
     def shared(self) -> SharedSchedule:
         return _shared(self.problem, self.options.schedule, self.sharding, self.devices.heads_together(self.problem, self.sharding))
 

@@ -41,6 +41,25 @@ def deal_documents(row: Sharding, lengths: Sequence[int], unit: int) -> tuple[Sh
     return tuple(_dealt(row, range(first, end), unit) for first, end in pairwise(ends))
 
 
+def in_turn(documents: Sequence[SharedDocument]) -> list[int]:
+    """The order in which devices take documents, by their places. All devices keep to it, so none waits for one that waits for it.
+
+    First those that several devices share, in rounds in which each device has at most one: else neighbours, which share the documents
+    at their borders, would work one after the other. Those of one device alone come last: nobody waits for them.
+    """
+    left = [place for place, document in enumerate(documents) if len(document.devices) > 1]
+    alone = [place for place, document in enumerate(documents) if len(document.devices) == 1]
+    order: list[int] = []
+    while left:
+        busy: set[int] = set()
+        for place in left:
+            if busy.isdisjoint(documents[place].devices):
+                busy.update(documents[place].devices)
+                order.append(place)
+        left = [place for place in left if place not in order]
+    return order + alone
+
+
 def _dealt(row: Sharding, rows: range, unit: int) -> SharedDocument:
     pieces: list[tuple[int, int]] = []  # (device, rows), in order
     begin = 0
