@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Documents, flash_attn_func
+from dash_attn import Documents, explain, flash_attn_func
 from dash_attn.backends.cpu import devices
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention
@@ -199,7 +200,7 @@ def without_plans() -> Any:
 @pytest.mark.parametrize("further", [0, 64])
 def test_a_cut_through_a_tile_is_refused(further: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts that stay where the row has them, or that go elsewhere."""
-    monkeypatch.setattr(dealing, "_moved", lambda cut, unit, length: max(0, min(cut + further, length)))
+    monkeypatch.setattr(dealing, "_moved", lambda cut, unit, length: min(cut + further, length))
     with pytest.raises(CutTile, match="chunks must be multiples of 128 rows"):
         shared(SMALL)
 
@@ -247,6 +248,13 @@ def test_offsets_may_be_a_tensor() -> None:
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], context_parallel_attention(q, q, q, causal=True))
+
+
+def test_it_is_described_by_the_bits_of_each_document() -> None:
+    found = json.loads(json.dumps(shared(SMALL).described(1)))
+    assert (found["rank"], found["ranks"], found["documents"]) == (1, 3, list(SMALL.lengths))
+    q = torch.empty(1, SMALL.case.rows, 4, 8, device="meta")
+    assert found["order_hash"] == explain(q, q, q, mask=Documents(SMALL.lengths), backend="cpu").order_hash
 
 
 def test_a_rank_may_have_nothing_to_work_on() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ class OwnDocument:
         return BackwardPass(self.document.call, self.device, own, (lse, dlse), self.keys_of(*keys), mail)
 
 
-def own_documents(row: SharedDocuments, rank: int) -> list[OwnDocument]:
+@lru_cache(maxsize=16)
+def own_documents(row: SharedDocuments, rank: int) -> tuple[OwnDocument, ...]:
+    """In the order of the row."""
     found, first, first_key = [], 0, 0
     for document in row.documents:
         if rank not in document.ranks:
@@ -50,7 +53,7 @@ def own_documents(row: SharedDocuments, rank: int) -> list[OwnDocument]:
         end, end_key = first + len(document.place.rows_of(rank)), first_key + len(document.place.rows)
         found.append(OwnDocument(document, document.ranks.index(rank), slice(first, end), slice(first_key, end_key)))
         first, first_key = end, end_key
-    return found
+    return tuple(found)
 
 
 def forward_of_documents(row: SharedDocuments, rank: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -68,8 +68,11 @@ class _Part:
         check_factor(ulysses, peers.count, k.shape[2])
         place = peers.rank % ulysses
         own = replace(options, head_offset=options.head_offset + place * (k.shape[2] // ulysses))
-        own, documents = documents_in(own, sharing.cu_seqlens, sharding.rows)
+        alone, documents = documents_in(own, sharing.cu_seqlens, sharding.rows)
         outer = outer_sharding(sharding, ulysses)
+        if outer.devices == 1 and sharing.cu_seqlens is None:
+            documents = None  # backends know masks of documents
+        own = own if documents is None else alone
         try:
             call = shared_call(q, k, v, own, documents, outer, ulysses) if outer.devices > 1 else None
         except CutTile as error:  # it speaks of outer chunks: with Ulysses, as many of the rank's own are one

@@ -7,6 +7,7 @@ a document is a sequence with chunks of whole tiles, and those of one device alo
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -37,8 +38,13 @@ def deal_documents(row: Sharding, lengths: Sequence[int], unit: int) -> tuple[Sh
     """The documents of a row in their order, cut at multiples of `unit` rows only."""
     if sum(lengths) != row.rows:
         raise ValueError(f"the documents of a row have all its {row.rows} rows together; got {sum(lengths)}")
-    ends = list(accumulate((whole_number("the length of a document", length) for length in lengths), initial=0))
-    return tuple(_dealt(row, range(first, end), unit) for first, end in pairwise(ends))
+    borders = list(accumulate((whole_number("the length of a document", length) for length in lengths), initial=0))
+    chunks = list(zip(row.ends, row.owners, strict=True))
+    found = []
+    for first, end in pairwise(borders):
+        there = slice(bisect_right(row.ends, first), bisect_left(row.ends, end) + 1)
+        found.append(_dealt(chunks[there], range(first, end), unit))
+    return tuple(found)
 
 
 def in_turn(documents: Sequence[SharedDocument]) -> list[int]:
@@ -56,14 +62,16 @@ def in_turn(documents: Sequence[SharedDocument]) -> list[int]:
             if busy.isdisjoint(documents[place].devices):
                 busy.update(documents[place].devices)
                 order.append(place)
-        left = [place for place in left if place not in order]
+        taken = set(order)
+        left = [place for place in left if place not in taken]
     return order + alone
 
 
-def _dealt(row: Sharding, rows: range, unit: int) -> SharedDocument:
+def _dealt(chunks: Sequence[tuple[int, int]], rows: range, unit: int) -> SharedDocument:
+    """chunks: (end, device) of those that have rows of the document."""
     pieces: list[tuple[int, int]] = []  # (device, rows), in order
     begin = 0
-    for end, device in zip(row.ends, row.owners, strict=True):
+    for end, device in chunks:
         cut = _moved(end - rows.start, unit, len(rows))
         if cut > begin and pieces and pieces[-1][0] == device:  # what was between has gone to its neighbours
             pieces[-1] = device, pieces[-1][1] + cut - begin
@@ -76,6 +84,5 @@ def _dealt(row: Sharding, rows: range, unit: int) -> SharedDocument:
 
 
 def _moved(cut: int, unit: int, length: int) -> int:
-    """To the nearest multiple of a unit that is inside, or to an end of the document."""
-    nearest = (cut + unit // 2) // unit * unit
-    return length if cut >= length else max(0, min(nearest, length))
+    """To the nearest multiple of a unit, or to the end of the document."""
+    return min((cut + unit // 2) // unit * unit, length) if cut < length else length
