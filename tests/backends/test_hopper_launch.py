@@ -43,6 +43,7 @@ class Driver:
 @dataclass
 class Compiled:
     sha256: str
+    origin: str = "compiled here, NVRTC 13.0"
 
 
 @dataclass

@@ -67,6 +67,7 @@ class _Unusual(Full):
         raise RuntimeError("a mask that fails in its own way")
 
 
+SEEDED: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": torch.tensor([7])}
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact that an error names: of most ranks, of the odd one
     "mask": ({"causal": True}, {"causal": False}),
     "mask ": ({"window_size": (200, 0)}, {"window_size": (201, 0)}),
@@ -88,6 +89,9 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact
     "the dtype": ({}, {"dtype": F64}),
     "the sinks": ({}, {"sinks": torch.zeros(4)}),
     "the sinks ": ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4, dtype=F64)}),
+    "dropout_p": (SEEDED, {**SEEDED, "dropout_p": 0.2}),
+    "dropout_seed": (SEEDED, {**SEEDED, "dropout_seed": torch.tensor([8])}),
+    "alibi_slopes": ({}, {"alibi_slopes": torch.ones(4)}),
     "whether gradients are needed": ({}, {"gradients": True}),
 }
 
@@ -118,6 +122,11 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "batch must be a whole number >= 1; got 0": {"batch": 0},
     "sum of the document lengths (1000); got q_len=1024": {"mask": Documents((500, 500))},
     "give documents once, as mask=Documents(...) or as cu_seqlens; got both": {"mask": Documents((512, 512)), "cu_seqlens": (0, 1024)},
+    "dropout needs a seed for each document": {
+        "cu_seqlens": (0, 1024),
+        "dropout_p": 0.1,
+        "dropout_seed": torch.zeros(1, dtype=torch.int64),
+    },
     "must begin with 0 and end with the 1024 rows of all ranks together; got [0, 256]": {"cu_seqlens": (0, 256)},
     "zigzag sharding of 4 devices has 8 chunks of one length; 1020 rows cannot be dealt": {"rows": 255, "cu_seqlens": (0, 1020)},
     "ulysses must divide the number of ranks, which is 4; got 8": {"ulysses": 8, "heads": (8, 8)},
@@ -128,6 +137,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "sharding must be a name or a Sharding; got int": {"sharding": 3},
     "chunks must be multiples of 128 rows": {"sharding": Sharding((192,) * 4 + (64,) * 4, (0, 1, 2, 3) * 2)},
     "an order that is a function of the sequence alone; that of shift is not": {"schedule": "shift"},
+    "give dropout_seed, the same 1 numbers of torch.int64 on every rank; got dropout_p=0.1 and no dropout_seed": {"dropout_p": 0.1},
     "give either mask or causal/window_size": {"mask": Window(3, 3), "causal": True},
 }
 

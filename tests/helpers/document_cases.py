@@ -76,6 +76,7 @@ FEW = (300, 21, 455, 13, 235)  # 1024 rows
 LONG_AND_SHORT = (1, 900, 127, 128, 3, 41)  # 1200
 SHORT = (23, 17, 5, 19) * 12  # 768: no document is longer than a tile
 LONG = (2300, 40, 700, 300, 9)
+SLOPES = torch.tensor([0.5, 0.03])
 WINDOW: dict[str, Any] = {"window_size": (100, 0)}
 OWN = Sharding((100, 300, 57, 400, 343), (2, 0, 1, 2, 0))  # 1200 rows; some chunk is shorter than a tile
 
@@ -93,6 +94,8 @@ ROWS: dict[str, RowCase] = {
     "3 ranks, full, a mask": row(3, LONG_AND_SHORT, sharding="contiguous", as_mask=True, **BOTH),
     "3 ranks, window": row(3, LONG_AND_SHORT, (2, 1), batch=2, call=WINDOW, **BOTH),
     "3 ranks, short documents": row(3, SHORT, call=CAUSAL, **BOTH),
+    "3 ranks, ALiBi": row(3, FEW + (8,), (2, 1), batch=2, call={**CAUSAL, "alibi_slopes": SLOPES}),
+    "one rank, ALiBi": row(1, FEW, (2, 1), batch=2, call={**CAUSAL, "alibi_slopes": SLOPES}),
     "3 ranks, chunks of their own": row(3, LONG_AND_SHORT, dtype=F16, sharding=OWN, call=CAUSAL),
     "4 ranks": row(4, FEW, (4, 2), batch=2, call=CAUSAL, **BOTH),
     "4 ranks, a rank without work": row(4, (90, 10, 300), (1, 1), sharding="contiguous", call=CAUSAL, **BOTH),

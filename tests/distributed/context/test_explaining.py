@@ -323,6 +323,7 @@ def test_it_prints_as_a_table() -> None:
         ({"sharding": Sharding((256, 384), (0, 1))}, "a rank of this sharding has 256 or 384 of the 640 rows.*; got 512 queries"),
         ({"ranks": 5, "sharding": "contiguous", "mask": Documents((2500,))}, "documents need q_len == kv_len == sum"),
         ({"cu_seqlens": (0, 1000)}, "end with the 1024 rows of all ranks together"),
+        ({"dropout_p": 0.1}, "ranks that share a sequence must drop the same pairs, .*: give dropout_seed"),
         ({"backend": "auto"}, "say which one to explain"),
         ({"ranks": 16, "causal": True}, None),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...call.modifiers import Modifiers
 from .document_moves import moves_of
 from .document_passes import BackwardOfDocuments, forward_of_documents, sum_of_sinks
 from .documents import SharedDocuments
@@ -25,6 +26,7 @@ def play_documents(
     *,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> Results:
     """Forward and backward of whole tensors, each rank with its own rows. mailbox: makes one for each document."""
     dlse = q.new_zeros(len(q), q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)) if dlse is None else dlse
@@ -34,9 +36,9 @@ def play_documents(
     keys = _exchange(moves.keys, [(k[:, mine], v[:, mine]) for mine in own])
     ranks = []
     for rank, ((my_q, my_dout, my_dlse), (my_k, my_v)) in enumerate(zip(dealt, keys, strict=True)):
-        out, lse = forward_of_documents(row, rank, my_q, my_k, my_v, sinks)
-        of_rows = lse, by_head(my_dlse)
-        ranks.append(BackwardOfDocuments(row, rank, (my_dout, my_q, out), of_rows, (my_k, my_v), sinks is not None))
+        out, lse = forward_of_documents(row, rank, (my_q, my_k, my_v), sinks, modifiers)
+        rows, of_rows = (my_dout, my_q, out), (lse, by_head(my_dlse))
+        ranks.append(BackwardOfDocuments(row, rank, rows, of_rows, (my_k, my_v), sinks is not None, modifiers))
     _run(row, ranks, mailbox)
     results = [(one.rows[2], by_row(one.of_rows[0]), *one.gradients) for one in ranks]
     found = [torch.empty_like(x) for x in (dout, by_row(dlse), q, k, v)]

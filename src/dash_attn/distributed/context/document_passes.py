@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...call.modifiers import Modifiers
 from ...call.sums import sum_in_order
 from .documents import DocumentCall, SharedDocuments
 from .gathering import WholeKeys
@@ -36,12 +37,6 @@ class OwnDocument:
     def keys_of(self, k: Tensor, v: Tensor) -> WholeKeys:
         return WholeKeys(self.document.call, k[:, self.keys], v[:, self.keys])
 
-    def backward(self, rows: Sequence[Tensor], of_rows: Sequence[Tensor], keys: tuple[Tensor, Tensor], mail: Mail) -> BackwardPass:
-        """rows: dout, q and out; of_rows: LSE and its gradient. All of them, and keys, are those of the rank."""
-        own = tuple(x[:, self.rows] for x in rows)
-        lse, dlse = (x[:, :, self.rows] for x in of_rows)
-        return BackwardPass(self.document.call, self.device, own, (lse, dlse), self.keys_of(*keys), mail)
-
 
 @lru_cache(maxsize=16)
 def own_documents(row: SharedDocuments, rank: int) -> tuple[OwnDocument, ...]:
@@ -56,12 +51,15 @@ def own_documents(row: SharedDocuments, rank: int) -> tuple[OwnDocument, ...]:
     return tuple(found)
 
 
-def forward_of_documents(row: SharedDocuments, rank: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the rows that a rank works on. k and v are those that it got."""
+def forward_of_documents(
+    row: SharedDocuments, rank: int, tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, modifiers: Modifiers | None
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the rows that a rank works on. tensors: their q, and the k and v that it got."""
+    q, k, v = tensors
     out = q.new_empty(*q.shape[:3], row.dims[1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     for own in own_documents(row, rank):
-        found = forward_pass(own.document.call, own.device, q[:, own.rows], own.keys_of(k, v), sinks)
+        found = forward_pass(own.document.call, own.device, q[:, own.rows], own.keys_of(k, v), sinks, modifiers)
         out[:, own.rows], lse[:, :, own.rows] = found
     return out, lse
 
@@ -70,16 +68,26 @@ class BackwardOfDocuments:
     """Of one rank: `start` and `end` each of its documents, in turn; between, a `step` for each unit."""
 
     def __init__(
-        self, row: SharedDocuments, rank: int, rows: Sequence[Tensor], of_rows: Sequence[Tensor], keys: tuple[Tensor, Tensor], sinks: bool
+        self,
+        row: SharedDocuments,
+        rank: int,
+        rows: Sequence[Tensor],
+        of_rows: Sequence[Tensor],
+        keys: tuple[Tensor, Tensor],
+        sinks: bool,
+        modifiers: Modifiers | None,
     ) -> None:
         """rows: dout, q and out of the rows that the rank works on; of_rows: their LSE and its gradient."""
-        self.row, self.rank, self.rows, self.of_rows, self.keys, self.sinks = row, rank, rows, of_rows, keys, sinks
+        self.row, self.rows, self.of_rows, self.keys = row, rows, of_rows, keys
+        self.sinks, self.modifiers = sinks, modifiers
         self.own = own_documents(row, rank)
         self.gradients = torch.empty_like(rows[1]), *(x.new_empty(x.shape[0], rows[1].shape[1], *x.shape[2:]) for x in keys)
         self.kept: dict[int, BackwardPass] = {}  # by document: the gradient of sinks needs them behind their units
 
     def start(self, own: OwnDocument, mail: Mail) -> BackwardPass:
-        return own.backward(self.rows, self.of_rows, self.keys, mail)
+        rows = tuple(x[:, own.rows] for x in self.rows)
+        lse, dlse = (x[:, :, own.rows] for x in self.of_rows)
+        return BackwardPass(own.document.call, own.device, rows, (lse, dlse), own.keys_of(*self.keys), mail, self.modifiers)
 
     def end(self, own: OwnDocument, work: BackwardPass) -> None:
         for whole, part in zip(self.gradients, work.finish(), strict=True):

@@ -35,6 +35,11 @@ def documents_in(options: AttentionOptions, cu_seqlens: Offsets | None, rows: in
     if isinstance(options.mask, Documents):
         raise ValueError("give documents once, as mask=Documents(...) or as cu_seqlens; got both")
     refuse_given_schedule(options)
+    if options.dropout_p:
+        raise ValueError(
+            f"dropout needs a seed for each document, and ranks that share them take one per sequence: dropout_p must be 0 with cu_seqlens;"
+            f" got {options.dropout_p!r}. On one rank, flash_attn_varlen_func takes one per document"
+        )
     lengths = _lengths(cu_seqlens, rows)
     for length in set(lengths):
         options.mask.check(length, length)

@@ -14,7 +14,7 @@ from ...backends import import_backend, resolve_to_explain
 from ...call.explanation import Explanation, size_in_words
 from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import describe_call, hash_of
-from ...call.tensor_checks import check_flags, check_sinks, check_tensors
+from ...call.tensor_checks import check_flags, check_tensors
 from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
@@ -25,6 +25,7 @@ from ...simulation.simulate import Machine
 from .costs import Memory, NumberBytes, RankCosts, Sent, costs_of_sharing
 from .document_costs import costs_of_documents, makespan_of
 from .documents import Offsets, SharedDocuments, documents_in, shared_call
+from .of_rank import Given
 from .rows import sharding_of_rank
 from .shared_call import SharedCall
 from .ulysses import check_factor, outer_sharding
@@ -96,6 +97,9 @@ def explain_context_parallel(
     softcap: float = 0.0,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     schedule: str | Schedule = "auto",
     backend: str = "auto",
     head_offset: int = 0,
@@ -113,7 +117,7 @@ def explain_context_parallel(
     check_flags(return_lse=return_lse)
     whole_number("ranks", ranks)
     check_tensors(q, k, v)
-    check_sinks(sinks, q)
+    Given(sinks, dropout_seed, alibi_slopes).check(q, dropout_p)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -123,6 +127,8 @@ def explain_context_parallel(
         schedule=schedule,
         backend=backend,
         head_offset=head_offset,
+        dropout_p=dropout_p,
+        alibi=alibi_slopes is not None,
     )
     options = options_for(choices, q.shape[-1])
     chosen = sharding_of_rank(sharding, q.shape[1], ranks)

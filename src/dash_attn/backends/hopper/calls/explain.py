@@ -15,6 +15,7 @@ from ....masks import Documents
 from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
+from ..device.cubin_files import Kernel
 from .backward_setup import BackwardSetup, DenseBackwardSetup, dense_setup, packed_setup
 from .documents import offsets_of
 from .few_workers import LegSetup
@@ -71,12 +72,14 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
 
 def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegSetup | None = None) -> dict[str, Any]:
     """What this backend adds to an explanation."""
-    kernels = {"forward": ahead.kernel(), **(_kernels(behind) if in_legs is None else _kernels_of_legs(in_legs))}
+    names = {"forward": ahead.kernel(), **(_kernels(behind) if in_legs is None else _kernels_of_legs(in_legs))}
+    loaded = {} if q.is_meta else _load(names, behind.layout.device)
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
         "forward_tiles": (ahead.q_rows, ahead.kv_rows),
         "workspace_bytes": behind.workspace.bytes if in_legs is None else in_legs.workspace_bytes,
-        "kernels": {} if q.is_meta else _hashes(kernels, behind.layout.device),
+        "kernels": {name: kernel.sha256 for name, kernel in loaded.items()},
+        "kernel_origins": {name: kernel.origin for name, kernel in loaded.items()},
     }
 
 
@@ -95,6 +98,6 @@ def _kernels_of_legs(in_legs: LegSetup) -> dict[str, KernelName]:
     }
 
 
-def _hashes(kernels: dict[str, KernelName], device: int) -> dict[str, str]:
-    """Compiles what is not compiled yet: the hash is of the machine code, not of the source."""
-    return {name: kernel.load(device).kernel.sha256 for name, kernel in kernels.items()}
+def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:
+    """Compiles what is not compiled yet: hashes are of the machine code, not of the source."""
+    return {name: kernel.load(device).kernel for name, kernel in kernels.items()}
