@@ -8,7 +8,7 @@ from itertools import pairwise
 from ..problem import whole_number
 
 UNIT = 128  # rows that every tile divides
-LEAST_TILES = 4  # of a chunk; of 1 to 8, this had the best predictions (docs/long-sequences.md)
+LEAST_TILES = 4  # of a chunk; of 1 to 8, this had the best predictions (docs/log.md)
 Chunk = tuple[int, int]  # rows, device
 
 
