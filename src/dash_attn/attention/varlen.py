@@ -13,7 +13,7 @@ from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_
 from ..masks import Mask
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
-from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
+from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
 from .torch_ops import is_traced, traced_attention
 from .transforms import refuse_transforms
 
@@ -41,7 +41,7 @@ def flash_attn_varlen_func(
     block_table: None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -63,7 +63,7 @@ def flash_attn_varlen_func(
     block_table: None = ...,
     *,
     return_lse: Literal[True],
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> OutAndLse: ...
 @overload
 def flash_attn_varlen_func(
@@ -84,7 +84,7 @@ def flash_attn_varlen_func(
     *,
     return_attn_probs: Literal[True],
     return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> OutLseNone: ...
 @overload
 def flash_attn_varlen_func(
@@ -106,7 +106,7 @@ def flash_attn_varlen_func(
     block_table: None = ...,
     *,
     return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> AnyResults: ...
 def flash_attn_varlen_func(
     q: Tensor,
