@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import BooleanMask, Full, Mask
+from ..masks import BooleanMask, Full
 from ..masks.boolean_mask import check_shape
 
 
@@ -18,13 +18,9 @@ def take_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, BooleanMask | None]
     check_mask_tensor(mask, q, k)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         return Full(), None  # nobody attends anything
-    made = mask if isinstance(mask, BooleanMask) else BooleanMask(_on_host(mask))
-    return planned(made)
-
-
-def planned(made: BooleanMask) -> tuple[Mask, BooleanMask | None]:
-    """The pattern, and the elements if they say more than it does."""
-    return made.pattern, made if made.has_partial_blocks else None
+    if isinstance(mask, Tensor):
+        mask = BooleanMask(_on_host(mask).expand(*mask.shape[:-2], q.shape[1], k.shape[1]))
+    return mask.pattern, mask if mask.has_partial_blocks else None
 
 
 def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
@@ -36,7 +32,8 @@ def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
             raise ValueError(f"a mask tensor must be dense (layout torch.strided); got {mask.layout}")
         if mask.device != q.device and q.device.type != "meta":
             raise ValueError(f"a mask tensor must be on the device of q, k and v ({q.device}); got {mask.device}")
-    check_shape(tuple(mask.shape), (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    needed = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    check_shape(tuple(mask.shape), needed, broadcast=4 if isinstance(mask, Tensor) else 2)
 
 
 def _on_host(mask: Tensor) -> Tensor:

@@ -65,10 +65,6 @@ class BooleanMask:
         places = np.array([patterns.index(pattern) for pattern in of_matrices])
         return PatternPerHead(patterns, places[self.numbers])
 
-    def check(self, batch: int, heads: int, q_len: int, kv_len: int) -> None:
-        """Raise ValueError unless there is a matrix for each query head of each sequence."""
-        check_shape(self.shape, (batch, heads, q_len, kv_len))
-
     def of(self, sequence: int, head: int) -> PackedMatrix:
         """The matrix of a query head of a sequence."""
         sequences, heads = self.numbers.shape
@@ -88,14 +84,11 @@ class BooleanMask:
         return f"BooleanMask(shape={self.shape}, matrices={len(self.matrices)}, nbytes={self.nbytes})"
 
 
-def check_shape(shape: tuple[int, ...], needed: tuple[int, int, int, int]) -> None:
-    """The lengths must be those of the call. Sequences and heads are broadcast."""
-    leading = (1, 1, *shape[:-2])[-2:]
-    if (
-        not 2 <= len(shape) <= 4
-        or shape[-2:] != needed[2:]
-        or any(size not in (1, all_) for size, all_ in zip(leading, needed, strict=False))
-    ):
+def check_shape(shape: tuple[int, ...], needed: tuple[int, int, int, int], broadcast: int = 2) -> None:
+    """Raise ValueError unless there is a matrix for each query head of each sequence. broadcast: how many dimensions may be 1."""
+    sizes = (1,) * (4 - len(shape)) + tuple(shape)
+    fits = (size == wanted or (size == 1 and place < broadcast) for place, (size, wanted) in enumerate(zip(sizes, needed, strict=False)))
+    if not 2 <= len(shape) <= 4 or not all(fits):
         raise ValueError(
             f"a boolean mask must be {needed[2:]} (q_len, kv_len), or broadcast to {needed} (batch, query heads, q_len, kv_len);"
             f" got shape {tuple(shape)}"

@@ -115,14 +115,21 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     note = "the CPU backend is for reference, its time is not modelled"
     fields = {"backward_tiles": tiles, "forward_tiles": tiles, "prediction_note": note}
     if isinstance(options.mask, PatternPerHead):
-        alike = [backward_plan(one.queries(q)[0], *one.keys(k, v), one.options) for one in together(q, k, options)]
-        return _without_gang(explanation_of_several(alike, "cpu", (q, k, v), options, **fields))
+        return _without_gang(explanation_of_several(_plans_per_head(q, k, v, options), "cpu", (q, k, v), options, **fields))
     if not runs_packed(options):
         return _without_gang(explanation_of(backward_plan(q, k, v, options), "cpu", (q, k, v), options, **fields))
     assert isinstance(options.mask, Documents)
     alone = of_a_document(options)
     plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
     return _without_gang(explanation_of_several(plans, "cpu", (q, k, v), options, **fields))
+
+
+def _plans_per_head(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> list[Plan]:
+    plans = []
+    for one in together(q, k, options):
+        (queries,), (keys, values) = one.queries(q), one.keys(k, v)
+        plans.append(backward_plan(queries, keys, values, one.options))
+    return plans
 
 
 def _without_gang(described: Explanation) -> Explanation:
