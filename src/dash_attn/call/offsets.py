@@ -10,6 +10,13 @@ from torch import Tensor
 
 from ..masks import is_whole
 
+# In place of every offset: whoever computed them found on the device, where nobody can raise, that there are none.
+NO_OFFSETS = -2
+FROM_A_MASK = (
+    "dash_attn needs an attention_mask that keeps one stretch of each row, with zeros only before it and behind it;"
+    " beside cu_seq_lens_q, one of ones"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceOffsets:
@@ -60,6 +67,8 @@ def _check_offsets(name: str, ends: Tensor) -> None:
 
 def _slices(side: str, cu_seqlens: Tensor, tokens: int, longest: int) -> list[slice]:
     name, ends = f"cu_seqlens_{side}", cu_seqlens.tolist()
+    if ends[0] == NO_OFFSETS:
+        raise ValueError(FROM_A_MASK)
     for entry, (start, end) in enumerate(pairwise(ends), 1):
         if end < start:
             raise ValueError(f"{name} must not decrease; got {start} followed by {end} at entry {entry}")
