@@ -27,6 +27,7 @@ from ._mask_functions import is_plain, is_plain_window, read_causal
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
 from ._padding import Padding, is_known_whole, kept_columns, refuse_beside
+from ._tensor_parallel import first_kv_head
 from ._torch_context_parallel import refuse_inside
 
 __all__ = ["NAME", "attention", "check", "mask_for", "register"]
@@ -87,6 +88,7 @@ def attention(
     mask, offsets = _mask_and_offsets(given, type(module), query, key, kwargs)
     refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
+    options["head_offset"] = first_kv_head(module, key.shape[1])
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
