@@ -37,7 +37,9 @@ def assert_expected(kind: str, model_type: str, side: str = "") -> None:
     found = outcome(kind, model_type, side)
     assert found.status != "wrong", found.detail
     if SAME_VERSION:
-        assert found == recorded(RECORDED, kind, model_type, side), "docs/models.md is out of date: run `python tools/model_sweep.py` and `make pages`"
+        assert found == recorded(RECORDED, kind, model_type, side), (
+            "docs/models.md is out of date: run `python tools/model_sweep.py` and `make pages`"
+        )
 
 
 @pytest.mark.parametrize(("kind", "model_type"), SHORT)

@@ -9,9 +9,9 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from dash_attn.integrations._tensor_parallel import first_kv_head  # noqa: E402
-from processes import run_processes  # noqa: E402
-from tensor_parallel_workers import RANKS, sharded_llama  # noqa: E402
+from dash_attn.integrations._tensor_parallel import first_kv_head
+from processes import run_processes
+from tensor_parallel_workers import RANKS, sharded_llama
 
 
 @pytest.mark.slow

@@ -34,11 +34,16 @@ def read_causal(mask_function: MaskFunction) -> tuple[int | None, Tensor | None]
 read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/transforms.py; asked after is_plain_window
 
 
-def is_plain(mask_function: MaskFunction) -> bool:
-    """Whether it has captured nothing, and is known here."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+def is_causal(mask_function: MaskFunction) -> bool:
+    from transformers.masking_utils import causal_mask_function
 
-    return mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    return mask_function is causal_mask_function
+
+
+def is_bidirectional(mask_function: MaskFunction) -> bool:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return mask_function is bidirectional_mask_function
 
 
 def is_plain_window(mask_function: MaskFunction, arguments: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ def first_kv_head(module: nn.Module, kv_heads: int) -> int:
     for name in KEY_PROJECTIONS:
         weight: Any = getattr(getattr(module, name, None), "weight", None)
         if weight is not None and has_placement(weight):
-            return _first_row(weight) * kv_heads // max(1, weight.to_local().shape[0])
+            return _first_row(weight) * kv_heads // int(weight.to_local().shape[0])
     return 0
 
 

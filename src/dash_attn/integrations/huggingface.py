@@ -23,7 +23,7 @@ from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknow
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
 from ._layer_mask import NAME, LayerMask
-from ._mask_functions import is_plain, is_plain_window, read_causal
+from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
 from ._padding import Padding, is_known_whole, kept_columns, refuse_beside
@@ -147,7 +147,9 @@ def _is_traceable(mask_function: Callable[..., Tensor] | None, offsets: tuple[An
     """Whether the mask can be told without values, and without what a function of this program has captured but numbers."""
     if arguments.get("use_vmap") or not all(isinstance(offset, int) for offset in offsets):
         return False
-    return mask_function is None or is_plain(mask_function) or is_plain_window(mask_function, arguments)
+    if mask_function is None or is_causal(mask_function) or is_bidirectional(mask_function):
+        return True
+    return is_plain_window(mask_function, arguments)
 
 
 def _made(
@@ -172,16 +174,14 @@ def _made(
     return made
 
 
-_made_on_the_host = torch.compiler.disable(_made, reason=ON_THE_HOST)
+_made_on_the_host: Callable[..., LayerMask] = torch.compiler.disable(_made, reason=ON_THE_HOST)
 
 
 def _described_mask(
     mask_function: Callable[..., Tensor] | None, sizes: tuple[int, int, int], offsets: tuple[int, int], device: Any
 ) -> LayerMask:
-    from transformers.masking_utils import bidirectional_mask_function
-
     batch, q_len, kv_len = sizes
-    if mask_function is bidirectional_mask_function:
+    if mask_function is not None and is_bidirectional(mask_function):
         return LayerMask(Full(), (q_len, kv_len))
     last_query, last_key = offsets[0] + q_len - 1, offsets[1] + kv_len - 1
     if last_query != last_key:
