@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..device.driver import LoadedKernel, flag, load_kernel
-from ..tiles import HELPER_THREADS, THREADS, backward_tiles, forward_tiles
+from ..tiles import HELPER_THREADS, THREADS, backward_tiles, forward_tiles, threads_per_row
 
 PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
 
@@ -86,8 +86,3 @@ def leg_kernels(variant: Variant, v_dim: int) -> LegKernels:
         plain.postprocess,
         plain.sink_gradient,
     )
-
-
-def threads_per_row(v_dim: int) -> int:
-    """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
-    return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32
