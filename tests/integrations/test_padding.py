@@ -286,6 +286,14 @@ def test_offsets_are_made_without_a_look_at_the_mask() -> None:
         bool(kept.all())  # the control
 
 
+def test_layers_on_several_devices_get_the_offsets_where_they_are() -> None:
+    made = huggingface.mask_for(3, LENGTH, LENGTH, attention_mask=rows_of("left"))
+    q, k, v, _ = (x.to("meta") for x in inputs(LENGTH, torch.float32))
+    assert made.padding.offsets(SelfAttention).on(q.device).cu_seqlens_k.device == q.device
+    with pytest.raises(ValueError, match="no backend runs on meta"):  # not: cu_seqlens_q must be on the device of q
+        huggingface.attention(SelfAttention(), q, k, v, made)
+
+
 def test_offsets_by_hand() -> None:
     kept = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 0]]).bool()
     offsets = Padding(kept, 5, Causal()).offsets(SelfAttention)

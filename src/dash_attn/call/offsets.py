@@ -44,6 +44,12 @@ class SequenceOffsets:
             if ends.device != device:
                 raise ValueError(f"{name} must be on the device of q, k and v ({device}); got {ends.device}")
 
+    def on(self, device: torch.device) -> SequenceOffsets:
+        """The same, on this device."""
+        if self.cu_seqlens_q.device == device:
+            return self
+        return SequenceOffsets(self.cu_seqlens_q.to(device), self.cu_seqlens_k.to(device), self.max_seqlen_q, self.max_seqlen_k)
+
     def sequences(self, q_tokens: int, kv_tokens: int) -> list[tuple[slice, slice]]:
         """The query and key tokens of each sequence. Reads and checks the values, so for tensors on the CPU only."""
         q = _slices("q", self.cu_seqlens_q, q_tokens, self.max_seqlen_q)

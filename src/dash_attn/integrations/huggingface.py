@@ -92,6 +92,7 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
+    offsets = offsets.on(q.device)  # layers of one model may be on several devices, and nobody moves our mask
     options |= {field.name: getattr(offsets, field.name) for field in fields(offsets)}
     out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
     return out.unflatten(0, q.shape[:2]), None
