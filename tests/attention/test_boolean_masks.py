@@ -23,7 +23,7 @@ from dash_attn.nn import SelfAttention
 from dense import Results, assert_same_bits, largest_error, random_inputs, run_dense, run_ours, same_bits
 from kept_pairs import dense_modified
 
-ALL, QUICK = range(200), 40
+ALL, QUICK = range(200), 100
 
 
 @pytest.mark.parametrize("number", [number if number < QUICK else pytest.param(number, marks=pytest.mark.exhaustive) for number in ALL])
@@ -142,6 +142,7 @@ def test_a_group_of_two_patterns_is_heads_of_their_own() -> None:
     exact_rows = run_ours(tuple(x.float() for x in inputs), mask)
     for total, parts in ((exact_rows.dk, exact.dk), (exact_rows.dv, exact.dv)):
         assert same_bits(total[:, :, 0], parts[:, :, 0] + parts[:, :, 1] + parts[:, :, 2])
+    assert same_bits(ours.dv, exact_rows.dv.bfloat16())  # dK also depends on the output, which is rounded
     alike = run_ours(inputs, mask[:1].expand(3, 150, 300))
     assert same_bits(alike.dq[:, :, :1], run_ours(inputs, mask[0]).dq[:, :, :1])
 
