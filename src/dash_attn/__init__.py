@@ -19,6 +19,7 @@ from .simulation.simulate import Machine, Timeline, simulate
 
 if TYPE_CHECKING:
     from .attention.functions import explain, flash_attn_func
+    from .attention.kv_cache import flash_attn_with_kvcache
     from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from .attention.varlen import flash_attn_varlen_func
     from .tools.doctor import doctor
@@ -32,6 +33,7 @@ _NEEDS_TORCH = {
     "flash_attn_kvpacked_func": ".attention.packed_tensors",
     "flash_attn_qkvpacked_func": ".attention.packed_tensors",
     "flash_attn_varlen_func": ".attention.varlen",
+    "flash_attn_with_kvcache": ".attention.kv_cache",
 }
 
 
@@ -69,6 +71,7 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "generate",
     "lower",
     "parse_mask",

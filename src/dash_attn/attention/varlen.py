@@ -12,6 +12,7 @@ from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_
 from ..masks import Mask
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
+from .pages import attention_of_pages
 from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
 from .torch_ops import is_traced, traced_attention
 from .transforms import refuse_transforms
@@ -37,7 +38,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: Literal[False] = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: Literal[False] = ...,
     **own: Unpack[OwnKeywords],
@@ -59,7 +60,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: Literal[False] = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: Literal[True],
     **own: Unpack[OwnKeywords],
@@ -102,7 +103,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: bool = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: bool = ...,
     **own: Unpack[OwnKeywords],
@@ -144,11 +145,12 @@ def flash_attn_varlen_func(
     start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
 
+    block_table: int32 (sequences, entries). k and v are then pages, (pages, page size, kv_heads, dim), as in
+    flash_attn_with_kvcache; cu_seqlens_k only says how many keys each sequence has. There is no backward then.
+
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`. lse is (q_heads, q tokens);
     gradients go through it.
     """
-    if block_table is not None:
-        raise ValueError("paged keys and values are not supported: block_table must be None")
     refuse_transforms()
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
     refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
@@ -164,7 +166,9 @@ def flash_attn_varlen_func(
         head_offset=head_offset,
     )
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
+    if block_table is not None:
+        out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
+    elif is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
         check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         out, lse = traced_attention(q, k, v, sinks, packed, choices)
     else:
