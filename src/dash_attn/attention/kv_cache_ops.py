@@ -49,9 +49,7 @@ class CacheArguments(NamedTuple):
     version: int
 
 
-def run_eagerly(
-    tensors: CacheTensors, places: CachePlaces, offsets: SequenceOffsets | None, choices: Choices
-) -> tuple[Tensor, Tensor]:
+def run_eagerly(tensors: CacheTensors, places: CachePlaces, offsets: SequenceOffsets | None, choices: Choices) -> tuple[Tensor, Tensor]:
     """Checked, then run."""
     _check(tensors, places, offsets)
     options = options_for(choices, tensors.q.shape[-1])
@@ -64,12 +62,11 @@ def run_traced(
     """The operator. offsets: SequenceOffsets' fields."""
     name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
     lengths = places.cache_seqlens
-    given = isinstance(lengths, Tensor)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = offsets or (None, None, 0, 0)
     arguments = CacheArguments(
         sinks=tensors.sinks,
-        cache_seqlens=lengths if given else None,
-        cache_length=0 if given else lengths,
+        cache_seqlens=lengths if isinstance(lengths, Tensor) else None,
+        cache_length=0 if isinstance(lengths, Tensor) else lengths,
         cache_batch_idx=places.cache_batch_idx,
         cache_leftpad=places.cache_leftpad,
         block_table=places.block_table,

@@ -36,6 +36,8 @@ def _refuse_choices(choices: Choices) -> None:
     if choices.mask is not None and not isinstance(choices.mask, (Full, Causal, Window)):
         raise ValueError(f"keys in pages take a full or causal mask or a window; got mask={choices.mask!r}")
     if not isinstance(choices.schedule, str) or choices.schedule != "auto":
-        raise ValueError(f"keys in pages have no backward, so there is nothing to schedule: schedule must be 'auto'; got {choices.schedule!r}")
+        raise ValueError(
+            f"keys in pages have no backward, so there is nothing to schedule: schedule must be 'auto'; got {choices.schedule!r}"
+        )
     if choices.accumulation != "ordered":
         raise ValueError(f"keys in pages have no backward: accumulation must be 'ordered'; got {choices.accumulation!r}")
