@@ -77,3 +77,14 @@ def forward_tiles(dim: int, consumers: int) -> ForwardTiles:
     q_bytes = consumers * 64 * columns * 2
     tiles = (3 if dim <= 128 else 1) * q_bytes + 4 * kv_rows * columns * 2
     return ForwardTiles(kv_rows, tiles + 2 * 32 + 16 + 128)
+
+
+DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
+DECODE_THREADS = 160
+
+
+def decode_tiles(dim: int) -> ForwardTiles:
+    """As DecodeConfig: Q, a ring of slots for tiles of K and V, barriers. Rows are those of the forward, so the bits are."""
+    columns, kv_rows = -(-dim // 64) * 64, forward_tiles(dim, 2).kv_rows
+    slots = 6 if dim <= 64 else 3 if dim <= 128 else 4
+    return ForwardTiles(kv_rows, (DECODE_ROWS + slots * kv_rows) * columns * 2 + 128)

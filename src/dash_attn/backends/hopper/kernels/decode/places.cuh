@@ -1,0 +1,78 @@
+// Which queries and keys a unit has, from lengths and pages that only the device knows. What is wrong stops the kernel.
+#pragma once
+#include "common/ptx.cuh"
+
+// Slots of one sequence in the cache: from `first`, its first key, to `end`, behind its last. `length` of them were there before.
+struct CacheSlots {
+  int first, length, end, row;  // row: of a cache without pages
+
+  DEVICE CacheSlots(const CacheParams& c, int sequence) {
+    length = c.lengths == nullptr ? c.length : c.lengths[sequence];
+    first = c.left_padding == nullptr ? 0 : c.left_padding[sequence];
+    row = c.rows == nullptr ? sequence : c.rows[sequence];
+    end = length + c.added;
+    if (length < 0 || length > c.capacity - c.added) report_and_trap(c.report, Trouble::CacheLength, c.call, sequence, length);
+    if (first < 0 || first > length) report_and_trap(c.report, Trouble::CachePadding, c.call, sequence, first);
+    if (c.pages == nullptr && (row < 0 || row >= c.count)) report_and_trap(c.report, Trouble::CacheRow, c.call, sequence, row);
+  }
+};
+
+// Where a slot is: a page and a row in it, or a row of the cache and the slot itself.
+DEVICE int2 place_of_slot(const CacheParams& c, const CacheSlots& slots, int sequence, int slot) {
+  if (c.pages == nullptr) return make_int2(slots.row, slot);
+  const int entry = slot / c.page_size, page = c.pages[(i64)sequence * c.page_stride + entry];
+  if (page < 0 || page >= c.count) report_and_trap(c.report, Trouble::CachePage, c.call, sequence, entry);
+  return make_int2(page, slot - entry * c.page_size);
+}
+
+// Keys count from the sequence's first one.
+struct KeyRange {
+  int first, end;
+
+  DEVICE KeyRange(const DecodeParams& p, int query, int q_len, int keys) {
+    const int position = query + keys - q_len;  // the last query is aligned with the last key
+    first = p.window_left < 0 ? 0 : max(0, position - p.window_left);
+    end = p.window_right < 0 ? keys : min(keys, position + p.window_right + 1);
+  }
+};
+
+struct Unit {
+  int sequence, kv_head, first_row;  // the rows of all units of a sequence and KV head: [query][query head of the group]
+  int q_start, q_len, rows;          // q_start: first query in the caller's tensor, if queries are packed
+  int keys;
+  int low, high;    // keys that any row attends
+  int lowest_full, end_full;  // keys that every row attends
+
+  DEVICE Unit(const DecodeParams& p) {
+    const int unit = blockIdx.x, head = unit / p.row_tiles;
+    sequence = head / p.kv_heads;
+    kv_head = head - sequence * p.kv_heads;
+    first_row = (unit - head * p.row_tiles) * 64;
+    q_start = 0;
+    q_len = p.q_len;
+    if (p.cu_q != nullptr) {
+      q_start = p.cu_q[sequence];
+      q_len = checked_length(p, sequence, q_start, p.cu_q[sequence + 1]);
+    }
+    rows = q_len * p.group;
+  }
+  DEVICE bool has_rows() const { return first_row < rows; }
+  DEVICE void look_at_keys(const DecodeParams& p, const CacheSlots& slots) {
+    keys = slots.end - slots.first;
+    const KeyRange top(p, first_row / p.group, q_len, keys), bottom(p, (min(first_row + 64, rows) - 1) / p.group, q_len, keys);
+    low = top.first;
+    high = bottom.end;
+    lowest_full = bottom.first;
+    end_full = top.end;
+  }
+  template <int KV_ROWS> DEVICE int last_tile() const { return (high - 1) / KV_ROWS; }
+  template <int KV_ROWS> DEVICE int visits() const { return low < high ? last_tile<KV_ROWS>() - low / KV_ROWS + 1 : 0; }
+
+ private:
+  static DEVICE int checked_length(const DecodeParams& p, int sequence, int start, int end) {
+    const bool ends_wrong = (sequence == 0 && start != 0) || (sequence == p.count - 1 && end != p.tokens);
+    if (ends_wrong || start < 0 || end < start || end > p.tokens || end - start > p.q_len)
+      report_and_trap(p.cache.report, Trouble::BadLengths, p.cache.call, 0, sequence);
+    return end - start;
+  }
+};

@@ -1,0 +1,7 @@
+"""Attention to a cache of keys and values on Hopper GPUs."""
+
+from __future__ import annotations
+
+from .calls.decode import attention_with_cache
+
+__all__ = ["attention_with_cache"]
