@@ -83,7 +83,7 @@ PACKED = (
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends[[0, 2, 1]], ends, 6, 6)", "Give cumulative lengths, not lengths."),
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends[[0, 2]], 6, 10)", "As many key sequences as query sequences."),
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 5, 6)", "Give the longest length or more."),
-    ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 6, 6, block_table=ends)", "Training has no paged keys."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 6, 6, block_table=ends)", "With `block_table`, k and v are pages."),
     ("flash_attn_qkvpacked_func(q)", "`torch.stack([q, k, v], dim=2)`"),
     ("flash_attn_kvpacked_func(q, k)", "`torch.stack([k, v], dim=2)`"),
 )
