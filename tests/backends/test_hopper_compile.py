@@ -98,6 +98,10 @@ SIZES = [
         for c in CONSUMER_CHOICES[d]
     ),
     *(("forward/attention.cuh", f"ForwardConfig<{d}, 2>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
+    *(("decode/attention.cuh", f"DecodeConfig<{d}>::SHARED_BYTES", shapes.decode_tiles(d).shared_bytes) for d in DIMS),
+    *(("decode/attention.cuh", f"DecodeConfig<{d}>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
+    ("decode/attention.cuh", "DecodeConfig<64>::THREADS", shapes.DECODE_THREADS),
+    ("decode/attention.cuh", "DecodeConfig<64>::ROWS", shapes.DECODE_ROWS),
 ]
 
 

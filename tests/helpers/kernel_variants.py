@@ -63,10 +63,13 @@ HELPERS = [
     *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
     *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
 ]
+DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in DIMS for softcap in FLAGS]
 VARIANTS = [
     *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
     *(("backward/legs.cuh", name) for name in LEGS),
     *(("forward/attention.cuh", name) for name in FORWARD),
+    *(("decode/attention.cuh", name) for name in DECODE),
+    ("decode/append.cuh", "append_to_cache"),
     *dict.fromkeys(HELPERS),
 ]
 BF16_BACKWARD = [variant for variant in VARIANTS if variant[1].startswith("attention_backward<bf16")]
