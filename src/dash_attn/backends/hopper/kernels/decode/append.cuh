@@ -7,7 +7,7 @@ __global__ void __launch_bounds__(128) append_to_cache(const __grid_constant__ A
   const int sequence = blockIdx.x / p.cache.added, token = blockIdx.x - sequence * p.cache.added;
   const CacheSlots slots(p.cache, sequence);
   const int slot = slots.length + token;
-  const int2 place = place_of_slot(p.cache, slots, sequence, slot);
+  const int2 place = PlaceOfSlot(p.cache, slots, sequence, slot).checked(p.cache, sequence);
   if (threadIdx.x == 0 && p.owners != nullptr) {
     const int owner = 1 + (p.cache.pages == nullptr ? sequence : sequence * p.entries + slot / p.cache.page_size);
     const int before = atomicCAS(p.owners + place.x, 0, owner);

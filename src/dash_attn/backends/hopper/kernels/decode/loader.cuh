@@ -3,6 +3,17 @@
 #include "decode/config.cuh"
 #include "decode/places.cuh"
 
+// The box of a KV tile that a lane loads. Boxes that nobody attends are not loaded: their pages may be gone.
+struct Box {
+  bool mine;
+  PlaceOfSlot place;
+
+  DEVICE Box(const DecodeParams& p, const Unit& unit, const CacheSlots& slots, int key, bool exists)
+      : mine(exists && key < unit.high && key + p.box_rows > unit.low),
+        place(p.cache, slots, unit.sequence, slots.first + (mine ? key : unit.low)) {}
+  DEVICE u32 count() const { return __popc(__ballot_sync(0xffffffffu, mine)); }
+};
+
 template <int D> struct DecodeLoader {
   using C = DecodeConfig<D>;
   const DecodeParams& p;
@@ -13,23 +24,26 @@ template <int D> struct DecodeLoader {
   int lane;
 
   DEVICE void run() {
-    const int boxes = C::KV_ROWS / p.box_rows, box = lane / C::PANELS, panel = lane - box * C::PANELS;
+    const int box = lane / C::PANELS, panel = lane - box * C::PANELS;
+    const u32 at = panel * C::KV_PANEL + box * p.box_rows * PANEL_ROW;
     Ring<C> ring{shared};
-    int tile = unit.last_tile<C::KV_ROWS>();
+    int left = unit.visits<C::KV_ROWS>(), key = unit.last_tile<C::KV_ROWS>() * C::KV_ROWS + box * p.box_rows;
+    if (left == 0) return;
+    Box now = find(key, box);
 #pragma unroll 1
-    for (int left = unit.visits<C::KV_ROWS>(); left > 0; left--, tile--) {
-      const int key = tile * C::KV_ROWS + box * p.box_rows;
-      // Boxes that nobody attends are not loaded: their pages may be gone.
-      const bool mine = box < boxes && key < unit.high && key + p.box_rows > unit.low;
-      const int2 place = mine ? place_of_slot(p.cache, slots, unit.sequence, slots.first + key) : make_int2(0, 0);
-      const u32 bytes = __popc(__ballot_sync(0xffffffffu, mine)) * p.box_rows * PANEL_ROW;
-      const u32 at = panel * C::KV_PANEL + box * p.box_rows * PANEL_ROW;
-      load(ring, k_map, mine, bytes, at, panel, place);
-      load(ring, v_map, mine, bytes, at, panel, place);
+    for (; left > 0; left--) {
+      key -= C::KV_ROWS;
+      const Box next = find(key, left > 1 ? box : C::KV_ROWS);
+      const int2 place = now.place.checked(p.cache, unit.sequence);
+      const u32 bytes = now.count() * p.box_rows * PANEL_ROW;
+      load(ring, k_map, now.mine, bytes, at, panel, place);
+      load(ring, v_map, now.mine, bytes, at, panel, place);
+      now = next;
     }
   }
 
  private:
+  DEVICE Box find(int key, int box) { return Box(p, unit, slots, key, box * p.box_rows < C::KV_ROWS); }
   DEVICE void load(Ring<C>& ring, const TensorMap* map, bool mine, u32 bytes, u32 at, int panel, int2 place) {
     ring.empty().wait(ring.phase ^ 1);
     if (lane == 0) ring.full().arrive_expect(bytes);

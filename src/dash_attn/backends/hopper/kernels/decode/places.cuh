@@ -17,13 +17,22 @@ struct CacheSlots {
   }
 };
 
-// Where a slot is: a page and a row in it, or a row of the cache and the slot itself.
-DEVICE int2 place_of_slot(const CacheParams& c, const CacheSlots& slots, int sequence, int slot) {
-  if (c.pages == nullptr) return make_int2(slots.row, slot);
-  const int entry = slot / c.page_size, page = c.pages[(i64)sequence * c.page_stride + entry];
-  if (page < 0 || page >= c.count) report_and_trap(c.report, Trouble::CachePage, c.call, sequence, entry);
-  return make_int2(page, slot - entry * c.page_size);
-}
+// Where a slot is: a page and a row in it, or a row of the cache and the slot itself. A page is looked up when this is made and
+// looked at when it is asked for, so that the look-up of the next slot runs under other waits.
+struct PlaceOfSlot {
+  int entry, page, row;
+
+  DEVICE PlaceOfSlot(const CacheParams& c, const CacheSlots& slots, int sequence, int slot) : entry(0), page(slots.row), row(slot) {
+    if (c.pages == nullptr) return;
+    entry = slot / c.page_size;
+    row = slot - entry * c.page_size;
+    page = c.pages[(i64)sequence * c.page_stride + entry];
+  }
+  DEVICE int2 checked(const CacheParams& c, int sequence) const {
+    if (page < 0 || page >= c.count) report_and_trap(c.report, Trouble::CachePage, c.call, sequence, entry);
+    return make_int2(page, row);
+  }
+};
 
 // Keys count from the sequence's first one.
 struct KeyRange {
