@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py --compile                  needs no GPU
     timeout 300 python benchmarks/decode.py --check 200    bits against the whole forward, small cases first, a verdict per case
+    timeout 300 python benchmarks/decode.py --check 200 --clusters 1000000
     timeout 300 python benchmarks/decode.py --time         GB/s beside PyTorch's SDPA with one query per sequence
 
 Exits with 1 if anything differs.
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,11 +35,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # --check also runs on 
 
 
 def compile_all() -> int:
-    from dash_attn.backends.hopper.calls.kernel_names import KernelName, decode_kernel
+    from dash_attn.backends.hopper.calls.kernel_names import KernelName, cluster_kernel, decode_kernel
     from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
-    from dash_attn.backends.hopper.tiles import KERNEL_DIMS
+    from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, KERNEL_DIMS
 
-    kernels = [decode_kernel(dtype, dim, cap) for dim in KERNEL_DIMS for dtype in ("bf16", "f16") for cap in (False, True)]
+    kinds = [*((decode_kernel, dim) for dim in KERNEL_DIMS), *((cluster_kernel, dim) for dim in CLUSTER_DIMS)]
+    kernels = [named(dtype, dim, cap) for named, dim in kinds for dtype in ("bf16", "f16") for cap in (False, True)]
     bad = 0
     for kernel in (*kernels, KernelName("decode/append.cuh", "append_to_cache")):
         log = compile_kernel(kernel.header, kernel.name).log
@@ -342,8 +345,13 @@ def main() -> int:
     parser.add_argument("--check", type=int, metavar="CASES", help="random cases after the small ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time", action="store_true")
+    parser.add_argument(
+        "--clusters", type=int, help="units up to which a cluster serves each: 0 never, 1000000 always where it can; else as it is"
+    )
     parser.add_argument("--pages", type=int, nargs="*", default=[0, 16, 64, 256], help="page sizes to time; 0: rows")
     chosen = parser.parse_args()
+    if chosen.clusters is not None:
+        import_module("dash_attn.backends.hopper.calls.decode").MOST_CLUSTERS = chosen.clusters
     bad = compile_all() if chosen.compile else 0
     if chosen.check is not None:
         bad += check(chosen.check, chosen.seed)

@@ -31,6 +31,7 @@ class Driver:
 
     launched: list[tuple[str, int]] = field(default_factory=list)
     boxes: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
 
     def load(self, device: int, header: str, name: str, threads: int, shared_bytes: int) -> Any:
@@ -66,8 +67,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     class Map:
         address = 1
 
-        def __init__(self, tensor: Tensor, rows: int) -> None:
+        def __init__(self, tensor: Tensor, rows: int, columns: int = 64) -> None:
             driver.boxes.append(rows)
+            driver.columns.append(columns)
 
         def point_to(self, pointer: int) -> None:
             assert pointer % 16 == 0
@@ -142,6 +144,21 @@ def test_a_number_for_all_lengths_is_no_new_call(driver: Driver) -> None:
         assert (params.cache.length, params.cache.lengths) == (length, None)
         assert only_call().append.params.cache.length == length
     assert only_call().append.params.owners is None, "every sequence has a row of its own"
+
+
+def test_few_units_are_served_by_clusters(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of 8 rows then, and every CTA of a cluster loads 16 columns of V."""
+    tensors = CacheTensors(half(2, 3, 32, 128), half(2, 1000, 8, 128), half(2, 1000, 8, 128))
+    monkeypatch.setattr(decode, "MOST_CLUSTERS", 32)
+    decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
+    assert driver.loaded == ["attention_decode_cluster<bf16, 128, false>"]
+    assert driver.launched == [("attention_decode_cluster", 2 * 8 * 2 * 8)], "12 rows: two units of 8 CTAs"
+    assert driver.columns == [64, 16]
+    assert only_call().params.row_tiles == 2
+    monkeypatch.setattr(decode, "MOST_CLUSTERS", 31)
+    decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
+    assert driver.launched[-1] == ("attention_decode", 16)
+    assert driver.columns[2:] == [64, 64]
 
 
 def test_packed_queries(driver: Driver) -> None:

@@ -11,7 +11,7 @@ import torch
 from cached import CacheCase, Played, play
 from dash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from dense import same_bits
-from gpu_helpers import poisoned_memory, run_script
+from gpu_helpers import patched_backend, poisoned_memory, run_script
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +32,17 @@ def test_bits_are_those_of_the_whole_forward(page_size: int, most_padding: int, 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (70, 1)], ids=str)
 def test_dims_and_groups(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     assert play(CacheCase((500, 150), heads, dims, dtype, page_size=32, seed=1, chunks=CHUNKS, device="cuda")) == []
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("page_size", "most_padding"), [(0, 70), (16, 0), (256, 0)])
+def test_clusters_change_no_bit(page_size: int, most_padding: int, dim: int, options: dict[str, Any]) -> None:
+    case = CacheCase(
+        (3000, 300, 129, 1), (8, 2), (dim, dim), page_size=page_size, most_padding=most_padding, options=options, chunks=CHUNKS
+    )
+    with patched_backend({("calls.decode", "MOST_CLUSTERS"): 10**6}), poisoned_memory():
+        assert play(replace(case, device="cuda", sinks=page_size == 16)) == []
 
 
 def test_packed_queries_and_pages() -> None:

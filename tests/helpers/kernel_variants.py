@@ -64,11 +64,13 @@ HELPERS = [
     *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
 ]
 DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in DIMS for softcap in FLAGS]
+CLUSTER = [f"attention_decode_cluster<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in shapes.CLUSTER_DIMS for softcap in FLAGS]
 VARIANTS = [
     *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
     *(("backward/legs.cuh", name) for name in LEGS),
     *(("forward/attention.cuh", name) for name in FORWARD),
     *(("decode/attention.cuh", name) for name in DECODE),
+    *(("decode/cluster.cuh", name) for name in CLUSTER),
     ("decode/append.cuh", "append_to_cache"),
     *dict.fromkeys(HELPERS),
 ]

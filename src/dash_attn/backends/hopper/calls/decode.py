@@ -21,12 +21,14 @@ from ..device.tensor_map import TensorMap, is_tma_ready
 from ..device.trouble import raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
 from ..support import DTYPES, Unsupported, check_call, sm_count
-from ..tiles import DECODE_ROWS, decode_tiles, kernel_dim
-from .kernel_names import KernelName, decode_kernel
+from ..tiles import CLUSTER_COLUMNS, CLUSTER_DIMS, CLUSTER_ROWS, DECODE_ROWS, decode_tiles, kernel_dim
+from .kernel_names import KernelName, cluster_kernel, decode_kernel
 from .layout import MOST_CALLS, kernel_scales
 from .tables import FAR_AWAY
 
 APPEND_THREADS = 128
+# Units up to which a cluster serves each, because one CTA each would leave SMs idle. The bits are the same.
+MOST_CLUSTERS = 0  # not before it has run on a GPU
 
 
 def attention_with_cache(
@@ -81,10 +83,12 @@ class DecodeCall:
         q_heads, kv_heads, dim = q.shape[-2], cache.shape[2], kernel_dim(q.shape[-1], v_cache.shape[-1])
         count, longest = (q.shape[0], q.shape[1]) if offsets is None else (len(offsets.cu_seqlens_q) - 1, offsets.max_seqlen_q)
         kv_rows, group = decode_tiles(dim).kv_rows, q_heads // kv_heads
-        row_tiles = -(-longest * group // DECODE_ROWS)
-        self.count, self.new, self.grid = count, places.new, count * kv_heads * row_tiles
+        clusters = count * kv_heads * -(-longest * group // CLUSTER_ROWS)
+        self.in_clusters = dim in CLUSTER_DIMS and 0 < clusters <= MOST_CLUSTERS
+        row_tiles = -(-longest * group // (CLUSTER_ROWS if self.in_clusters else DECODE_ROWS))
+        self.grid = count * kv_heads * row_tiles * (dim // CLUSTER_COLUMNS if self.in_clusters else 1)
         if max(self.grid, count * places.new) >= 2**31:
-            raise Unsupported(f"backend 'hopper' takes fewer than 2^31 units of {DECODE_ROWS} rows; got {self.grid}")
+            raise Unsupported(f"backend 'hopper' takes fewer than 2^31 units of {DECODE_ROWS} rows and new keys; got {self.grid}")
         self.params = DecodeParams(
             count=count,
             tokens=0 if offsets is None else len(q),
@@ -100,8 +104,10 @@ class DecodeCall:
         )
         self.params.window_left, self.params.window_right = window_of(options.mask)
         self.params.cache = _cache_params(places, cache, q_heads)
-        self.maps = [TensorMap(x, self.params.box_rows) for x in (cache, v_cache)]
-        kernel = decode_kernel(DTYPES[q.dtype], dim, bool(options.softcap)).load(self.index)
+        columns = CLUSTER_COLUMNS if self.in_clusters else 64
+        self.maps = [TensorMap(cache, self.params.box_rows), TensorMap(v_cache, self.params.box_rows, columns)]
+        named = cluster_kernel if self.in_clusters else decode_kernel
+        kernel = named(DTYPES[q.dtype], dim, bool(options.softcap)).load(self.index)
         self.launch = kernel.prepare(max(1, self.grid), [*(m.address for m in self.maps), addressof(self.params)])
         self.append = Append(tensors, places, self.params.cache, self.index) if places.new and count else None
         self.out_shape = (*q.shape[:-1], v_cache.shape[-1])
@@ -208,7 +214,7 @@ def _key(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, 
     first = tensors.q
     padded, chosen = places.cache_leftpad is not None, places.cache_batch_idx is not None
     aligned = tensors.k_cache.data_ptr() % 16 == 0 and tensors.v_cache.data_ptr() % 16 == 0
-    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned
+    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned, MOST_CLUSTERS
 
 
 _calls: Kept[DecodeCall] = Kept(MOST_CALLS)

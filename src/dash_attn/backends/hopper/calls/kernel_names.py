@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..device.driver import LoadedKernel, flag, load_kernel
-from ..tiles import DECODE_THREADS, HELPER_THREADS, THREADS, backward_tiles, decode_tiles, forward_tiles
+from ..tiles import (
+    CLUSTER_THREADS,
+    DECODE_THREADS,
+    HELPER_THREADS,
+    THREADS,
+    backward_tiles,
+    cluster_tiles,
+    decode_tiles,
+    forward_tiles,
+)
 
 PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
 
@@ -43,6 +52,11 @@ def forward_kernel(variant: Variant, consumers: int) -> KernelName:
 def decode_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
     name = f"attention_decode<{dtype}, {dim}, {flag(softcap)}>"
     return KernelName("decode/attention.cuh", name, DECODE_THREADS, decode_tiles(dim).shared_bytes)
+
+
+def cluster_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
+    name = f"attention_decode_cluster<{dtype}, {dim}, {flag(softcap)}>"
+    return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim).shared_bytes)
 
 
 @dataclass(frozen=True)

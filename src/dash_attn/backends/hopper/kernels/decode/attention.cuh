@@ -10,7 +10,7 @@ template <typename Half, int D, bool SOFTCAP> __global__ void __launch_bounds__(
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
-  Unit unit(p);
+  Unit unit(p, blockIdx.x, C::ROWS);
   if (!unit.has_rows()) return;
   const CacheSlots slots(p.cache, unit.sequence);
   unit.look_at_keys(p, slots);

@@ -26,7 +26,7 @@ template <int D_> struct DecodeConfig {
   static_assert(SHARED_BYTES <= (CTAS == 2 ? 115712 : MOST_SHARED_BYTES), "shared memory of one SM");
 };
 
-// A place in the ring. FULL: written, may be read. EMPTY: read, may be overwritten.
+// A place in a ring of slots. FULL: written, may be read. EMPTY: read, may be overwritten.
 template <typename C> struct Ring {
   u32 shared, slot = 0, phase = 0;
 

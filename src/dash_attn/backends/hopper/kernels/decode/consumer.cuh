@@ -2,12 +2,12 @@
 // forward/consumer.cuh, in its order; tests compare the bits.
 #pragma once
 #include "decode/config.cuh"
-#include "decode/places.cuh"
+#include "decode/softmax.cuh"
 #include "common/wgmma.cuh"
 
 template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
   using C = DecodeConfig<D>;
-  static constexpr int LANES = D == 64 ? 4 : 1;  // as in the forward
+  static constexpr int LANES = sum_lanes(D);
   static constexpr int OWN_THREADS = 1;          // a barrier of the warpgroup
   const DecodeParams& p;
   const Unit& unit;
@@ -45,15 +45,9 @@ template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
     const int thread = warp * WARP + lane;
 #pragma unroll 4
     for (int i = thread; i < C::PANELS * 64 * 8; i += WARPGROUP) {
-      const int panel = i / (64 * 8), row = (i / 8) % 64, chunk = i % 8, column = panel * 64 + chunk * 8, at = unit.first_row + row;
-      int4 value = make_int4(0, 0, 0, 0);
-      if (at < unit.rows && column < p.q_dim) {
-        const int query = at / p.group, head = unit.kv_head * p.group + at - query * p.group;
-        const i64 batch = p.cu_q == nullptr ? unit.sequence : 0;
-        const i64 offset = batch * p.q_strides[0] + (i64)(unit.q_start + query) * p.q_strides[1] + head * p.q_strides[2] + column;
-        value = *reinterpret_cast<const int4*>(static_cast<const short*>(p.q) + offset);
-      }
-      store_shared_i32x4(shared + C::Q + panel * C::PANEL + row * PANEL_ROW + ((chunk ^ (row & 7)) * 16), value);
+      const int panel = i / (64 * 8), row = (i / 8) % 64, chunk = i % 8, column = panel * 64 + chunk * 8;
+      store_shared_i32x4(shared + C::Q + panel * C::PANEL + row * PANEL_ROW + ((chunk ^ (row & 7)) * 16),
+                         load_query(p, unit, unit.first_row + row, column));
     }
     fence_async_shared();
     named_barrier_sync<OWN_THREADS>(WARPGROUP);
@@ -131,62 +125,22 @@ template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float part[LANES];
-#pragma unroll
-      for (int i = 0; i < LANES; i++) part[i] = row_score(r, i);
-#pragma unroll
-      for (int i = LANES; i < C::SCORES / 2; i++) part[i % LANES] = fmaxf(part[i % LANES], row_score(r, i));
-      float largest = row_max[r];
-#pragma unroll
-      for (int i = 0; i < LANES; i++) largest = fmaxf(largest, part[i]);
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const float shift = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);
-      rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift);
+      const float largest = fmaxf(row_max[r], tile_max(s, r));
+      rescale[r] = weigh(s, r, row_max[r], largest, p.scale_log2, part);
       row_max[r] = largest;
-#pragma unroll
-      for (int i = 0; i < C::SCORES / 2; i++) {
-        float& x = row_score(r, i);
-        x = exp2_approx(fmaf(x, p.scale_log2, -shift));
-        part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
-      }
-      row_sum[r] = fmaf(row_sum[r], rescale[r], part[0]);
-#pragma unroll
-      for (int i = 1; i < LANES; i++) row_sum[r] += part[i];
+      row_sum[r] = add_to_sum(row_sum[r], rescale[r], part);
     }
   }
-  DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }
-
   DEVICE void finish(int first_row) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = first_row + 8 * r, query = row / p.group, head = unit.kv_head * p.group + row - query * p.group;
-      const bool exists = row < unit.rows;
-      float sum = row_sum[r], top = __fmul_rn(row_max[r], p.scale_log2), shrink = 1.f;
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const float logit = p.sinks != nullptr && exists ? p.sinks[head] : MINUS_INFINITY;
-      if (p.sinks != nullptr) {
-        const float sink = __fmul_rn(logit, LOG2_E), higher = fmaxf(top, sink);
-        if (higher != MINUS_INFINITY) {
-          shrink = exp2_approx(top - higher);
-          sum = fmaf(sum, shrink, exp2_approx(sink - higher));
-          top = higher;
-        }
-      }
-      const float factor = sum == 0.f ? 0.f : shrink / sum;  // a query that attends nothing has output 0 and LSE -inf; NaN stays NaN
-      float lse = sum == 0.f ? MINUS_INFINITY : (top + __log2f(sum)) * LN_2;
-      if (p.sinks != nullptr && row_max[r] == MINUS_INFINITY && row_sum[r] == 0.f) lse = logit;  // just the sink, unrounded
-      if (exists) store_row(query, head, lse, factor, r);
-    }
-  }
-  DEVICE void store_row(int query, int head, float lse, float factor, int r) {
-    const bool packed = p.cu_q != nullptr;
-    const i64 token = packed ? (i64)unit.q_start + query : (i64)unit.sequence * p.q_len + query;
-    const i64 lse_at = packed ? (i64)head * p.tokens + token : ((i64)unit.sequence * p.q_heads + head) * p.q_len + query;
-    if ((lane & 3) == 0) p.lse[lse_at] = lse;
-    u32* at = static_cast<u32*>(p.out) + ((token * p.q_heads + head) * p.v_dim) / 2 + (lane & 3);
+      const RowPlace row(p, unit, first_row + 8 * r);
+      const RowEnd end(p, row, row_max[r], row_sum[r]);
+      if (!row.exists) continue;
+      if ((lane & 3) == 0) p.lse[row.lse_at(p, unit)] = end.lse;
 #pragma unroll
-    for (int g = 0; g < D / 8; g++)
-      if (8 * g < p.v_dim) at[4 * g] = pack<Half>(out[4 * g + 2 * r] * factor, out[4 * g + 2 * r + 1] * factor);
+      for (int g = 0; g < D / 8; g++)
+        store_pair<Half>(p, unit, row, 8 * g + 2 * (lane & 3), out[4 * g + 2 * r] * end.factor, out[4 * g + 2 * r + 1] * end.factor);
+    }
   }
 };

@@ -46,17 +46,18 @@ struct KeyRange {
 };
 
 struct Unit {
-  int sequence, kv_head, first_row;  // the rows of all units of a sequence and KV head: [query][query head of the group]
+  int sequence, kv_head, first_row, end_row;  // the rows of all units of a sequence and KV head: [query][query head of the group]
   int q_start, q_len, rows;          // q_start: first query in the caller's tensor, if queries are packed
   int keys;
   int low, high;    // keys that any row attends
   int lowest_full, end_full;  // keys that every row attends
 
-  DEVICE Unit(const DecodeParams& p) {
-    const int unit = blockIdx.x, head = unit / p.row_tiles;
+  DEVICE Unit(const DecodeParams& p, int unit, int rows_of_unit) {
+    const int head = unit / p.row_tiles;
     sequence = head / p.kv_heads;
     kv_head = head - sequence * p.kv_heads;
-    first_row = (unit - head * p.row_tiles) * 64;
+    first_row = (unit - head * p.row_tiles) * rows_of_unit;
+    end_row = first_row + rows_of_unit;
     q_start = 0;
     q_len = p.q_len;
     if (p.cu_q != nullptr) {
@@ -68,7 +69,7 @@ struct Unit {
   DEVICE bool has_rows() const { return first_row < rows; }
   DEVICE void look_at_keys(const DecodeParams& p, const CacheSlots& slots) {
     keys = slots.end - slots.first;
-    const KeyRange top(p, first_row / p.group, q_len, keys), bottom(p, (min(first_row + 64, rows) - 1) / p.group, q_len, keys);
+    const KeyRange top(p, first_row / p.group, q_len, keys), bottom(p, (min(end_row, rows) - 1) / p.group, q_len, keys);
     low = top.first;
     high = bottom.end;
     lowest_full = bottom.first;
