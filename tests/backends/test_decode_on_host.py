@@ -125,9 +125,10 @@ def test_dims(machine: Machine, dims: tuple[int, int]) -> None:
     assert_bits(machine, Case((140, 30), dims=dims, page_size=16), 0)
 
 
-def test_a_cluster_of_eight(machine: Machine) -> None:
-    """Three rounds, the last of them not full; beside one CTA, which the others compare with the forward."""
-    problem, results = Problem(Case((2300,), dims=(128, 128), page_size=64, heads=(4, 1), appended=False)), []
+@pytest.mark.parametrize(("dim", "length"), [(64, 3300), (128, 2300)])
+def test_many_rounds_of_a_cluster(machine: Machine, dim: int, length: int) -> None:
+    """Seven rounds of four CTAs, three of eight, the last of them not full; beside one CTA, which others compare with the forward."""
+    problem, results = Problem(Case((length,), dims=(dim, dim), page_size=64, heads=(4, 1), appended=False)), []
     for most_clusters in CLUSTERS.values():
         with hopper_on_host(machine, most_clusters) as (_, decode):
             results.append(decode.attention_with_cache(problem.tensors(), problem.places, problem.options, None))

@@ -99,15 +99,21 @@ static bool run_together(int first_block, int count, int threads) {
   }
   std::vector<int> warps((fibers.size() + 31) / 32);
   for (size_t i = 0; i < warps.size(); i++) warps[i] = (int)i;
+  std::vector<unsigned> laziness(warps.size());  // percent: some warps are much slower than others
+  for (unsigned& lazy : laziness) lazy = dice() % 3 == 0 ? 97 : dice() % 60;
+  const unsigned pace = dice() % 2 ? 1 : 8;  // of copies
   for (;;) {
-    bool some_left = false, some_ran = false;
+    bool some_left = false, some_ran = false, some_lazy = false;
     std::shuffle(warps.begin(), warps.end(), dice);
     for (int warp : warps) {
+      const bool lazy = dice() % 100 < laziness[(size_t)warp];
       for (size_t i = (size_t)warp * 32; i < std::min<size_t>((size_t)warp * 32 + 32, fibers.size()); i++) {
         Fiber& fiber = fibers[i];
         if (fiber.ended) continue;
         some_left = true;
         if (fiber.ready && !fiber.ready()) continue;
+        some_lazy |= lazy;
+        if (lazy) break;
         some_ran = true;
         fiber.ready = nullptr;
         now = &fiber;
@@ -118,12 +124,12 @@ static bool run_together(int first_block, int count, int threads) {
       }
     }
     std::shuffle(later.begin(), later.end(), dice);
-    const size_t doing = later.empty() ? 0 : 1 + dice() % later.size();
+    const size_t doing = later.empty() || dice() % pace ? 0 : 1 + dice() % later.size();
     std::vector<Condition> actions(later.end() - (long)doing, later.end());
     later.resize(later.size() - doing);
     for (Condition& action : actions) action();
     if (!some_left) return later.empty();
-    if (!some_ran && doing == 0) return false;
+    if (!some_ran && !some_lazy && later.empty() && doing == 0) return false;
   }
 }
 
