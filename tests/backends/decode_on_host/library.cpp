@@ -99,8 +99,8 @@ static bool run_together(int first_block, int count, int threads) {
   }
   std::vector<int> warps((fibers.size() + 31) / 32);
   for (size_t i = 0; i < warps.size(); i++) warps[i] = (int)i;
-  std::vector<unsigned> laziness(warps.size());  // percent: some warps are much slower than others
-  for (unsigned& lazy : laziness) lazy = dice() % 3 == 0 ? 97 : dice() % 60;
+  std::vector<unsigned> laziness(warps.size());  // percent: a few warps are much slower than others
+  for (unsigned& lazy : laziness) lazy = dice() % 12 == 0 ? 99 : dice() % 20;
   const unsigned pace = dice() % 2 ? 1 : 8;  // of copies
   for (;;) {
     bool some_left = false, some_ran = false, some_lazy = false;
