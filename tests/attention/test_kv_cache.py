@@ -118,6 +118,26 @@ def test_pages_before_the_window_may_be_gone() -> None:
     assert same_bits(played.lse[0][-1], lse[:, :, -1:])
 
 
+@pytest.mark.parametrize("first", [0, 37, 128, 229])
+@pytest.mark.parametrize("most_padding", [0, 9])
+def test_a_cache_that_dropped_keys_says_their_positions(first: int, most_padding: int) -> None:
+    """A window of 40 keys before each query: for the last 31 of 300 tokens, all before position 229 may be gone."""
+    played = Played(CacheCase((300,), dtype=torch.float32, options={"window_size": (40, 0)}))
+    q, k, v = played.tensors[0]
+    out, lse = played.whole(0)
+    rows = slice(269, 300)
+    caches = [torch.cat([torch.full_like(x[:, :most_padding], NAN), x[:, first:269], torch.full_like(x[:, :50], NAN)], 1) for x in (k, v)]
+    used = most_padding + 269 - first
+    places: dict[str, Any] = {"cache_seqlens": used, "cache_leftpad": numbers(most_padding), "first_position": numbers(first)}
+    new, options = (k[:, rows], v[:, rows]), {"causal": True, "window_size": (40, 0), "return_softmax_lse": True}
+    ours = flash_attn_with_kvcache(q[:, rows], *(x.clone() for x in caches), *new, **places, **options)
+    assert same_bits(ours[0], out[:, rows])
+    assert same_bits(ours[1], lse[:, :, rows].contiguous())
+    silent = flash_attn_with_kvcache(q[:, rows], *caches, *new, **{**places, "first_position": 0}, **options)
+    torch.testing.assert_close(silent[0], out[:, rows])
+    assert same_bits(silent[0], out[:, rows]) == (first % 128 == 0), "the control: tiles are cut elsewhere"
+
+
 def test_nothing_to_attend() -> None:
     q, cache, sinks = torch.randn(2, 3, 4, 16), torch.full((2, 8, 2, 16), NAN), torch.randn(4)
     out, lse = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=0, return_softmax_lse=True)

@@ -68,12 +68,17 @@ EITHER: list[Bad] = [
     ({"q": torch.zeros(2, 3, 4, 16, requires_grad=True)}, r"no backward, and q requires a gradient"),
 ]
 ROWS: list[Bad] = [
+    ({"first_position": 5}, r"sequence 0 attends keys from position 0 on, and the cache begins with 5"),
+    ({"first_position": 5, "cache_leftpad": numbers(0, 12), "window_size": (30, 0)}, r"attends keys from position 0 on"),
+    ({"first_position": -1}, r"first_position must be a whole number >= 0 and below 2\^31, .* got -1"),
+    ({"first_position": numbers(0, -4)}, r"first_position must be between 0 and 1073741824; got -4 for sequence 1"),
     ({"cache_batch_idx": numbers(1, 3)}, r"cache_batch_idx must be a row of the cache, 0 to 2; got 3 for sequence 1"),
     ({"cache_batch_idx": numbers(-1, 1)}, r"cache_batch_idx must be a row of the cache, 0 to 2; got -1 for sequence 0"),
     ({"cache_batch_idx": numbers(1, 1)}, r"different rows where keys are appended; sequences 0 and 1 have row 1"),
     ({"k_cache": torch.zeros(1, 48, 2, 16), "v_cache": torch.zeros(1, 48, 2, 16)}, r"a row for each of the 2 sequences of q; got 1"),
 ]
 PAGES: list[Bad] = [
+    ({"first_position": 16}, r"first_position must be 0 with block_table"),
     ({"block_table": table((5, 8, -1), (2, 3, 4))}, r"block_table must name pages of the cache, 0 to 7; got 8 at entry 1 of sequence 0"),
     ({"block_table": table((5, 6, -1), (-1, 3, 4))}, r"0 to 7; got -1 at entry 0 of sequence 1"),
     ({"block_table": table((5, 6, -1), (2, 3, 6))}, r"page 6 is entry 1 of sequence 0 and entry 2 of sequence 1"),

@@ -98,6 +98,8 @@ def test_opcheck() -> None:
         cache_batch_idx=None,
         cache_leftpad=None,
         block_table=played.table,
+        first_positions=None,
+        first_position=0,
         cu_seqlens_q=None,
         cu_seqlens_k=None,
         max_seqlen_q=0,

@@ -42,6 +42,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     appended: bool = True
+    dropped: int = 0  # keys that the cache has no more, of each sequence
     seed: int = 0
 
 
@@ -66,11 +67,11 @@ class Problem:
         rows = columns * count + 2
         dealt = torch.tensor(self.random.sample(range(rows), columns * count)).view(count, columns)
         self.caches = [torch.full((rows, size, case.heads[1], dim), NAN).bfloat16() for dim in case.dims]
-        kept = [n - case.chunk if case.appended else n for n in case.lengths]
+        kept = [n - case.dropped - (case.chunk if case.appended else 0) for n in case.lengths]
         for i, (length, pad) in enumerate(zip(kept, self.padding, strict=True)):
             at = torch.arange(pad, pad + length)
             for cache, x in zip(self.caches, self.whole[i][1:], strict=True):
-                cache[dealt[i][at // size], at % size] = x[0, :length]
+                cache[dealt[i][at // size], at % size] = x[0, case.dropped : case.dropped + length]
             if case.page_size:
                 dealt[i, -(-case.lengths[i] // size) :] = -9
         lengths = torch.tensor([n + p for n, p in zip(kept, self.padding, strict=True)], dtype=torch.int32)
@@ -80,6 +81,7 @@ class Problem:
             cache_batch_idx=None if case.page_size else dealt[:, 0].int(),
             cache_leftpad=torch.tensor(self.padding, dtype=torch.int32) if case.most_padding else None,
             block_table=dealt.int() if case.page_size else None,
+            first_position=case.dropped,
         )
 
     def tensors(self) -> CacheTensors:
@@ -110,6 +112,7 @@ CASES = {
     "padding": Case((260, 20), most_padding=50),
     "a window": Case((300, 270), 2, page_size=16, mask=Window(40, 0)),
     "softcap": Case((140, 7), softcap=2.0, appended=False),
+    "dropped keys": Case((300, 270), 2, most_padding=20, mask=Window(40, 0), dropped=150),
     "many rows": Case((90,), 40, heads=(3, 1)),
 }
 
@@ -151,7 +154,7 @@ def test_any_case(machine: Machine, seed: int) -> None:
         0.0,
         source.random() < 0.5,
         source.random() < 0.5,
-        seed,
+        seed=seed,
     )
     assert_bits(machine, case, source.choice((0, 10**6)))
 
@@ -207,6 +210,7 @@ BAD: dict[str, tuple[CachePlaces, tuple[int, int, int]]] = {
     "two owners": (replace(GOOD, block_table=torch.tensor([[5, 6, -1], [2, 3, 6]]).int()), (parameters.CACHE_SHARED, 1, 6)),
     "no row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 8)), (parameters.CACHE_ROW, 1, 8)),
     "the same row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 1)), (parameters.CACHE_SHARED, 1, 1)),
+    "dropped too much": (CachePlaces(9, 3, first_position=numbers(0, 2)), (parameters.CACHE_POSITION, 1, 2)),
     "too much padding": (CachePlaces(9, 3, cache_leftpad=numbers(0, 10)), (parameters.CACHE_PADDING, 1, 10)),
 }
 

@@ -216,6 +216,7 @@ def test_what_a_kernel_says_of_a_cache() -> None:
     for what, text in (
         (parameters.CACHE_LENGTH, "cache_seqlens is 9 for sequence 4"),
         (parameters.CACHE_PADDING, "cache_leftpad is 9 for sequence 4"),
+        (parameters.CACHE_POSITION, "first_position is 9 for sequence 4"),
         (parameters.CACHE_ROW, "cache_batch_idx is 9 for sequence 4"),
         (parameters.CACHE_PAGE, "entry 9 of sequence 4 in block_table is no page"),
         (parameters.CACHE_SHARED, "page or row 9 of the cache is appended to by sequence 4 and by another one"),

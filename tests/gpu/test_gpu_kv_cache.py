@@ -114,6 +114,7 @@ BAD = {
     "{'block_table': lambda n: torch.stack([n(5, 6, -1), n(2, 3, 6)])}": "page or row 6 of the cache is appended to by sequence",
     "{**ROWS, 'cache_batch_idx': lambda n: n(1, 9)}": "cache_batch_idx is 9 for sequence 1",
     "{**ROWS, 'cache_batch_idx': lambda n: n(1, 1)}": "page or row 1 of the cache is appended to by sequence",
+    "{**ROWS, 'first_position': 2}": "first_position is 2 for sequence",
     "{**ROWS, 'cache_leftpad': lambda n: n(1, 4)}": "cache_leftpad is 4 for sequence 1",
 }
 

@@ -41,6 +41,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: Literal[False] = ...,
     *,
     sinks: Tensor | None = ...,
+    first_position: int | Tensor = ...,
     backend: str = ...,
 ) -> Tensor: ...
 @overload
@@ -66,6 +67,7 @@ def flash_attn_with_kvcache(
     *,
     return_softmax_lse: Literal[True],
     sinks: Tensor | None = ...,
+    first_position: int | Tensor = ...,
     backend: str = ...,
 ) -> OutAndLse: ...
 @overload
@@ -91,6 +93,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = ...,
     *,
     sinks: Tensor | None = ...,
+    first_position: int | Tensor = ...,
     backend: str = ...,
 ) -> Tensor | OutAndLse: ...
 def flash_attn_with_kvcache(
@@ -115,6 +118,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     sinks: Tensor | None = None,
+    first_position: int | Tensor = 0,
     backend: str = "auto",
 ) -> Tensor | OutAndLse:
     """Attention of new queries to cached keys and values. Each token has the bits it has in flash_attn_func on the whole sequence.
@@ -129,6 +133,8 @@ def flash_attn_with_kvcache(
     cache_leftpad: int32 (batch,), the slot of each sequence's first key. Positions are counted from it.
     block_table: int32 (batch, entries), the pages of each sequence. Entries behind its last key, or before its window, are not read.
     softmax_scale, causal, window_size, softcap, sinks, backend: as in flash_attn_func.
+    first_position: the position of each sequence's first cached key, where a cache dropped those before a window: a number or an
+        int32 tensor (batch,). KV tiles are cut by position, so bits depend on it.
     num_splits: 0 or 1. How work is split never changes bits and is not the caller's to choose.
 
     Rotary embeddings and ALiBi are not supported and raise. There is no backward: a tensor that requires a gradient raises.
@@ -147,10 +153,10 @@ def flash_attn_with_kvcache(
         raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
     new = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else 0
-    places = CachePlaces(0 if cache_seqlens is None else cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if cache_seqlens is None:
         check_strided(k_cache=k_cache)
-        places = CachePlaces(_all_slots(k_cache, block_table), 0, cache_batch_idx, cache_leftpad, block_table)
+        cache_seqlens = _all_slots(k_cache, block_table)
+    places = CachePlaces(cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table, first_position)
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
     out, lse = run(tensors, places, None, choices)
     return (out, lse) if return_softmax_lse else out
@@ -160,7 +166,14 @@ def run(
     tensors: CacheTensors, places: CachePlaces, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE. packed: SequenceOffsets' fields."""
-    numbers = (places.cache_seqlens, places.cache_batch_idx, places.cache_leftpad, places.block_table, *(packed or ())[:2])
+    numbers = (
+        places.cache_seqlens,
+        places.cache_batch_idx,
+        places.cache_leftpad,
+        places.block_table,
+        places.first_position,
+        *(packed or ())[:2],
+    )
     read = (tensors.q, tensors.k_cache, tensors.v_cache, tensors.k, tensors.v, tensors.sinks)
     if is_traced(*read, *(x for x in numbers if isinstance(x, Tensor))):
         check_strided(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)

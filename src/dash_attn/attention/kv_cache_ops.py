@@ -19,7 +19,10 @@ from ..call.options import AttentionOptions, Choices, choose_mask, options_for
 from ..call.tensor_checks import check_sinks
 from .mask_arguments import decode_mask, encode_mask
 
-PLACES = "Tensor? cache_seqlens, SymInt cache_length, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table"
+PLACES = (
+    "Tensor? cache_seqlens, SymInt cache_length, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table,"
+    " Tensor? first_positions, SymInt first_position"
+)
 PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str backend"
 REST = f"Tensor? sinks, {PLACES}, {PACKED}, {CHOICES}, int version"
@@ -37,6 +40,8 @@ class CacheArguments(NamedTuple):
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
     block_table: Tensor | None
+    first_positions: Tensor | None
+    first_position: int  # of every sequence, if there is no tensor
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     max_seqlen_q: int
@@ -61,7 +66,7 @@ def run_traced(
 ) -> tuple[Tensor, Tensor]:
     """The operator. offsets: SequenceOffsets' fields."""
     name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
-    lengths = places.cache_seqlens
+    lengths, positions = places.cache_seqlens, places.first_position
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = offsets or (None, None, 0, 0)
     arguments = CacheArguments(
         sinks=tensors.sinks,
@@ -70,6 +75,8 @@ def run_traced(
         cache_batch_idx=places.cache_batch_idx,
         cache_leftpad=places.cache_leftpad,
         block_table=places.block_table,
+        first_positions=positions if isinstance(positions, Tensor) else None,
+        first_position=0 if isinstance(positions, Tensor) else positions,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -139,6 +146,7 @@ def _read(
         arguments.cache_batch_idx,
         arguments.cache_leftpad,
         arguments.block_table,
+        arguments.first_position if arguments.first_positions is None else arguments.first_positions,
     )
     offsets = _offsets(arguments)
     _check(tensors, places, offsets)

@@ -20,6 +20,7 @@ class CachePlaces:
 
     Sequence i has slots cache_leftpad[i] to cache_seqlens[i], and `new` more behind them that a call fills. Without a block
     table the slots are those of row cache_batch_idx[i] of the cache; with one, of the pages block_table[i], end to end.
+    Its first key has position first_position[i]: 0, unless the cache dropped keys before it.
     """
 
     cache_seqlens: Tensor | int
@@ -27,6 +28,7 @@ class CachePlaces:
     cache_batch_idx: Tensor | None = None
     cache_leftpad: Tensor | None = None
     block_table: Tensor | None = None
+    first_position: Tensor | int = 0
 
     def capacity(self, cache: Tensor) -> int:
         """Slots of a sequence."""
@@ -56,16 +58,20 @@ def check_cache(tensors: CacheTensors, places: CachePlaces, offsets: SequenceOff
     cache, device = tensors.k_cache, tensors.q.device
     if tensors.appends:
         _check_new(tensors, batch)
-    for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad"):
+    for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "first_position"):
         values = getattr(places, name)
         if isinstance(values, Tensor):
             _check_numbers(name, values, (batch,), device)
-    if not isinstance(places.cache_seqlens, Tensor):
-        _check_one_length(places.cache_seqlens)
+    for name in ("cache_seqlens", "first_position"):
+        _check_one_number(name, getattr(places, name))
     if places.block_table is None:
         if places.cache_batch_idx is None and cache.shape[0] < batch:
             raise ValueError(f"the cache must have a row for each of the {batch} sequences of q; got {cache.shape[0]} rows")
         return
+    if not isinstance(places.first_position, (int, SymInt)) or places.first_position != 0:
+        raise ValueError(
+            "pages keep the positions of their keys: first_position must be 0 with block_table; entries of dropped keys may be -1"
+        )
     if places.cache_batch_idx is not None:
         raise ValueError("block_table says where the keys of each sequence are: cache_batch_idx must be None with it")
     _check_pages(places.block_table, cache, batch, device)
@@ -124,11 +130,11 @@ def _check_numbers(name: str, values: Tensor, shape: tuple[int, ...], device: to
         raise ValueError(f"{name} must be contiguous in its last dimension; got stride {values.stride(-1)}")
 
 
-def _check_one_length(length: int) -> None:
-    if isinstance(length, SymInt):  # of a program that is traced
+def _check_one_number(name: str, number: int | Tensor) -> None:
+    if isinstance(number, (Tensor, SymInt)):  # a symbol: of a program that is traced
         return
-    if not is_whole(length) or length < 0:
-        raise ValueError(f"cache_seqlens must be a whole number >= 0 or an int32 tensor with one per sequence; got {length!r}")
+    if not is_whole(number) or not 0 <= number < 2**31:
+        raise ValueError(f"{name} must be a whole number >= 0 and below 2^31, or an int32 tensor with one per sequence; got {number!r}")
 
 
 def _check_pages(table: Tensor, cache: Tensor, batch: int, device: torch.device) -> None:

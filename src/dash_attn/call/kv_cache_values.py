@@ -14,10 +14,14 @@ from torch import Tensor
 from ..masks import IntervalMask, Mask
 from .kv_cache import CachePlaces
 
+MOST_KEYS = 2**30  # positions are 32-bit numbers on a GPU
+
 
 @dataclass(frozen=True)
 class SequenceSlots:
-    """The slots of one sequence: `first` is its first key, `length` the end of what was there, `end` that of what will be."""
+    """The slots of one sequence: `first` is its first key, `length` the end of what was there, `end` that of what will be.
+    `position` is that of its first key.
+    """
 
     number: int
     first: int
@@ -26,10 +30,15 @@ class SequenceSlots:
     row: int  # of the cache, if there are no pages
     pages: tuple[int, ...] | None
     page_size: int
+    position: int = 0
 
     @property
     def keys(self) -> int:
-        return self.end - self.first
+        """With those that the cache dropped."""
+        return self.position + self.end - self.first
+
+    def slot_of(self, key: int) -> int:
+        return self.first + key - self.position
 
     def at(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Where slots are in the first two axes of the cache."""
@@ -50,9 +59,10 @@ def slots_of_sequences(places: CachePlaces, cache: Tensor, batch: int) -> list[S
     lengths = numbers.tolist() if isinstance(numbers, Tensor) else [numbers] * batch
     padding = [0] * batch if places.cache_leftpad is None else places.cache_leftpad.tolist()
     rows = list(range(batch)) if places.cache_batch_idx is None else places.cache_batch_idx.tolist()
+    positions = places.first_position.tolist() if isinstance(places.first_position, Tensor) else [places.first_position] * batch
     tables = [None] * batch if places.block_table is None else [tuple(row) for row in places.block_table.tolist()]
     capacity, found = places.capacity(cache), []
-    for i, (length, first, row, pages) in enumerate(zip(lengths, padding, rows, tables, strict=True)):
+    for i, (length, first, row, pages, position) in enumerate(zip(lengths, padding, rows, tables, positions, strict=True)):
         if not 0 <= length <= capacity:
             raise ValueError(f"cache_seqlens must be between 0 and the {capacity} slots of a sequence; got {length} for sequence {i}")
         if length + places.new > capacity:
@@ -64,7 +74,9 @@ def slots_of_sequences(places: CachePlaces, cache: Tensor, batch: int) -> list[S
             raise ValueError(f"cache_leftpad must be between 0 and cache_seqlens; got {first} for sequence {i} of {length}")
         if pages is None and not 0 <= row < cache.shape[0]:
             raise ValueError(f"cache_batch_idx must be a row of the cache, 0 to {cache.shape[0] - 1}; got {row} for sequence {i}")
-        found.append(SequenceSlots(i, first, length, length + places.new, row, pages, cache.shape[1]))
+        if not 0 <= position <= MOST_KEYS:
+            raise ValueError(f"first_position must be between 0 and {MOST_KEYS}; got {position} for sequence {i}")
+        found.append(SequenceSlots(i, first, length, length + places.new, row, pages, cache.shape[1], position))
     return found
 
 
@@ -103,9 +115,15 @@ def check_owners(sequences: list[SequenceSlots]) -> None:
             )
 
 
-def first_attended(mask: Mask, queries: int, keys: int) -> int:
+def first_attended(mask: Mask, queries: int, sequence: SequenceSlots) -> int:
     """The first key that any of the queries attends: with a window, keys before it need not be there any more."""
     assert isinstance(mask, IntervalMask), "caches take full and causal masks and windows"
     if queries == 0:
-        return keys
-    return int(mask.clipped_bounds(np.arange(1), queries, keys)[0][0])
+        return sequence.keys
+    first = int(mask.clipped_bounds(np.arange(1), queries, sequence.keys)[0][0])
+    if first < min(sequence.position, sequence.keys):
+        raise ValueError(
+            f"sequence {sequence.number} attends keys from position {first} on, and the cache begins with {sequence.position}:"
+            " keep the keys of the whole window, which the first query of a call decides"
+        )
+    return first

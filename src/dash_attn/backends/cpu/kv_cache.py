@@ -1,6 +1,7 @@
 """Attention to a cache on the CPU: the keys of each sequence are gathered, and the forward of the whole sequence does the rest.
 
 Queries take the rows that they have among the Q tiles of the whole sequence, so each is computed as there, whatever came with it.
+TILE_KV is a multiple of TILE_Q, so leaving out whole tiles of keys moves no query inside its tile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...call.kv_cache_values import SequenceSlots, check_owners, check_pages, fi
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from .passes import forward
-from .tiles import TILE_Q, arithmetic
+from .tiles import TILE_KV, TILE_Q, arithmetic
 
 
 def attention_with_cache(
@@ -24,9 +25,9 @@ def attention_with_cache(
     q, cache = tensors.q, tensors.k_cache
     queries = _queries(q, offsets)
     sequences = slots_of_sequences(places, cache, len(queries))
-    lowest = [s.first + first_attended(options.mask, q_len, s.keys) for s, (_, q_len) in zip(sequences, queries, strict=True)]
+    lowest = [first_attended(options.mask, q_len, s) for s, (_, q_len) in zip(sequences, queries, strict=True)]
     for sequence, low in zip(sequences, lowest, strict=True):
-        check_pages(sequence, low, sequence.end, len(cache))
+        check_pages(sequence, sequence.slot_of(low), sequence.end, len(cache))
         check_pages(sequence, sequence.length, sequence.end, len(cache))
     check_owners(sequences)
     _append(tensors, sequences)
@@ -61,9 +62,10 @@ def _append(tensors: CacheTensors, sequences: list[SequenceSlots]) -> None:
 
 
 def _gather(cache: Tensor, sequence: SequenceSlots, low: int) -> Tensor:
-    """(keys, heads, head dim). Zeros stand for keys that nobody attends, as weights of 0 do not make a NaN 0."""
-    gathered = cache.new_zeros(sequence.keys, *cache.shape[2:])
-    gathered[low - sequence.first :] = cache[sequence.at(low, sequence.end)]
+    """(keys, heads, head dim), without whole tiles that nobody attends. Zeros stand for other such keys: 0 x NaN is NaN."""
+    left_out = low // TILE_KV * TILE_KV
+    gathered = cache.new_zeros(sequence.keys - left_out, *cache.shape[2:])
+    gathered[low - left_out :] = cache[sequence.at(sequence.slot_of(low), sequence.end)]
     return gathered
 
 

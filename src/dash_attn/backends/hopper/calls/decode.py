@@ -192,6 +192,8 @@ def _cache_params(places: CachePlaces, cache: Tensor, q_heads: int) -> CachePara
 def _point_to(params: CacheParams, places: CachePlaces) -> None:
     lengths = places.cache_seqlens
     params.lengths, params.length = (lengths.data_ptr(), 0) if isinstance(lengths, Tensor) else (None, lengths)
+    positions = places.first_position
+    params.positions, params.position = (positions.data_ptr(), 0) if isinstance(positions, Tensor) else (None, positions)
     for field, values in (("left_padding", places.cache_leftpad), ("rows", places.cache_batch_idx), ("pages", places.block_table)):
         setattr(params, field, None if values is None else values.data_ptr())
 

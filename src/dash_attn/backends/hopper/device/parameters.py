@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 RAGGED = 2**30  # where the row axis of a packed tensor ends (kernels/common/sequence.cuh)
 # Why a kernel gave up (trouble.py).
 HANG, BAD_LENGTHS = 1, 2
-CACHE_LENGTH, CACHE_PADDING, CACHE_ROW, CACHE_PAGE, CACHE_SHARED = 3, 4, 5, 6, 7
+CACHE_LENGTH, CACHE_PADDING, CACHE_ROW, CACHE_PAGE, CACHE_SHARED, CACHE_POSITION = 3, 4, 5, 6, 7, 8
 Pair = c_int * 2
 Strides = c_int64 * 3
 NUMBERS: dict[str, Any] = {"int": c_int, "u32": c_uint32, "u64": c_uint64, "i64": c_int64, "float": c_float}
@@ -415,10 +415,11 @@ class CacheParams(Structure):
     _members_ = (
         ("const int*", "lengths", "[sequences] slots in use before the call; null: `length` of each"),
         ("const int*", "left_padding", "[sequences] slot of the first key; null: 0"),
+        ("const int*", "positions", "[sequences] position of the first key; null: `position` of each"),
         ("const int*", "rows", "[sequences] row of a cache without pages; null: the sequence's own number"),
         ("const int*", "pages", "[sequences][page_stride] pages of each sequence; null: a cache without pages"),
         ("i64", "page_stride", ""),
-        ("int", "length, added", "added: new keys of each sequence, already in the cache when it is attended to"),
+        ("int", "length, position, added", "added: new keys of each sequence, already in the cache when it is attended to"),
         ("int", "capacity", "slots of a sequence"),
         ("int", "page_size, count", "count: rows or pages of the cache"),
         ("int*", "report", "host memory: what is wrong, in which call"),

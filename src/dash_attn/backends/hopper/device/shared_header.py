@@ -27,6 +27,7 @@ TROUBLES = {
     "CacheRow": "CACHE_ROW",
     "CachePage": "CACHE_PAGE",
     "CacheShared": "CACHE_SHARED",
+    "CachePosition": "CACHE_POSITION",
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ....scheduling.problem import Task
-from .parameters import BAD_LENGTHS, CACHE_LENGTH, CACHE_PADDING, CACHE_PAGE, CACHE_ROW, CACHE_SHARED
+from .parameters import BAD_LENGTHS, CACHE_LENGTH, CACHE_PADDING, CACHE_PAGE, CACHE_POSITION, CACHE_ROW, CACHE_SHARED
 
 MOST_POLLS = 200_000_000  # of a semaphore, each about half a microsecond: minutes, far beyond any real wait
 MOST_NAMED = 4096  # calls whose tasks can still be named
@@ -29,6 +29,7 @@ OF_A_CACHE = {
     CACHE_ROW: "cache_batch_idx is {1} for sequence {0}: it must be a row of the cache",
     CACHE_PAGE: "entry {1} of sequence {0} in block_table is no page of the cache",
     CACHE_SHARED: "page or row {1} of the cache is appended to by sequence {0} and by another one, or twice",
+    CACHE_POSITION: "first_position is {1} for sequence {0}: it must be at least 0 and at most the first position that is attended",
 }
 
 _numbers = count()

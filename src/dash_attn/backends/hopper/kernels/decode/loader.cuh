@@ -10,7 +10,7 @@ struct Box {
 
   DEVICE Box(const DecodeParams& p, const Unit& unit, const CacheSlots& slots, int key, bool exists)
       : mine(exists && key < unit.high && key + p.box_rows > unit.low),
-        place(p.cache, slots, unit.sequence, slots.first + (mine ? key : unit.low)) {}
+        place(p.cache, slots, unit.sequence, slots.origin + (mine ? key : unit.low)) {}
   DEVICE u32 count() const { return __popc(__ballot_sync(0xffffffffu, mine)); }
 };
 

@@ -2,17 +2,21 @@
 #pragma once
 #include "common/ptx.cuh"
 
-// Slots of one sequence in the cache: from `first`, its first key, to `end`, behind its last. `length` of them were there before.
+// Slots of one sequence in the cache. The key at position p has slot `origin` + p; there are keys from `position` on, 0 unless the
+// cache dropped some. `end` is the slot behind the last key, `length` what it was before the call.
 struct CacheSlots {
-  int first, length, end, row;  // row: of a cache without pages
+  int origin, position, length, end, row;  // row: of a cache without pages
 
   DEVICE CacheSlots(const CacheParams& c, int sequence) {
     length = c.lengths == nullptr ? c.length : c.lengths[sequence];
-    first = c.left_padding == nullptr ? 0 : c.left_padding[sequence];
+    const int first = c.left_padding == nullptr ? 0 : c.left_padding[sequence];
+    position = c.positions == nullptr ? c.position : c.positions[sequence];
     row = c.rows == nullptr ? sequence : c.rows[sequence];
     end = length + c.added;
     if (length < 0 || length > c.capacity - c.added) report_and_trap(c.report, Trouble::CacheLength, c.call, sequence, length);
     if (first < 0 || first > length) report_and_trap(c.report, Trouble::CachePadding, c.call, sequence, first);
+    if (position < 0 || position > (1 << 30)) report_and_trap(c.report, Trouble::CachePosition, c.call, sequence, position);
+    origin = first - position;
     if (c.pages == nullptr && (row < 0 || row >= c.count)) report_and_trap(c.report, Trouble::CacheRow, c.call, sequence, row);
   }
 };
@@ -68,12 +72,13 @@ struct Unit {
   }
   DEVICE bool has_rows() const { return first_row < rows; }
   DEVICE void look_at_keys(const DecodeParams& p, const CacheSlots& slots) {
-    keys = slots.end - slots.first;
+    keys = slots.end - slots.origin;
     const KeyRange top(p, first_row / p.group, q_len, keys), bottom(p, (min(end_row, rows) - 1) / p.group, q_len, keys);
     low = top.first;
     high = bottom.end;
     lowest_full = bottom.first;
     end_full = top.end;
+    if (low < high && low < slots.position) report_and_trap(p.cache.report, Trouble::CachePosition, p.cache.call, sequence, slots.position);
   }
   template <int KV_ROWS> DEVICE int last_tile() const { return (high - 1) / KV_ROWS; }
   template <int KV_ROWS> DEVICE int visits() const { return low < high ? last_tile<KV_ROWS>() - low / KV_ROWS + 1 : 0; }
