@@ -35,21 +35,26 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # --check also runs on 
 
 
 def compile_all() -> int:
-    from dash_attn.backends.hopper.calls.kernel_names import KernelName, cluster_kernel, decode_kernel
+    from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
+    from dash_attn.backends.hopper.calls.kernel_names import KernelName, Variant, cluster_kernel, decode_kernel, forward_kernel
     from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
     from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, KERNEL_DIMS
 
     kinds = [*((decode_kernel, dim) for dim in KERNEL_DIMS), *((cluster_kernel, dim) for dim in CLUSTER_DIMS)]
     kernels = [named(dtype, dim, cap) for named, dim in kinds for dtype in ("bf16", "f16") for cap in (False, True)]
+    kernels.append(KernelName("decode/append.cuh", "append_to_cache"))
+    for dtype in ("bf16", "f16"):  # what --check compares with
+        for dim, choices in CONSUMER_CHOICES.items():
+            kernels += [forward_kernel(Variant(dtype, dim, cap, "Band"), consumers) for consumers in choices for cap in (False, True)]
     bad = 0
-    for kernel in (*kernels, KernelName("decode/append.cuh", "append_to_cache")):
+    for kernel in kernels:
         log = compile_kernel(kernel.header, kernel.name).log
         sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)
         spills = any(map(int, sizes)) or "C75" in log
         bad += spills
         registers = re.search(r"Used (\d+) registers", log)
         print(f"{'SPILLS' if spills else 'clean '} {kernel.name}: {registers[1] if registers else '?'} registers", flush=True)
-    print(f"NVRTC {compiler_version()}: {bad} of {len(kernels) + 1} kernels spill or are serialised")
+    print(f"NVRTC {compiler_version()}: {bad} of {len(kernels)} kernels spill or are serialised")
     return bad
 
 

@@ -9,7 +9,7 @@ from torch import SymInt, Tensor
 
 from ..masks import is_whole
 from .offsets import SequenceOffsets
-from .tensor_checks import check_strided, check_tensors
+from .tensor_checks import LAYOUTS, check_dtype, check_strided, shape_problem
 
 PAGE_UNIT = 16  # rows: pages have a multiple of it
 
@@ -95,11 +95,14 @@ def _check_tensors(tensors: CacheTensors, offsets: SequenceOffsets | None) -> in
         raise ValueError(f"k_cache and v_cache may differ in the head dim only; got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
     if 0 in k_cache.shape[:2]:
         raise ValueError(f"the cache has no slots; got k_cache {tuple(k_cache.shape)}")
-    if offsets is None:
-        check_tensors(q, k_cache[:1].expand(len(q), -1, -1, -1), v_cache[:1].expand(len(q), -1, -1, -1))
-        return len(q)
-    check_tensors(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), ndim=3)
-    return len(offsets.cu_seqlens_q) - 1
+    ndim = 4 if offsets is None else 3
+    if q.ndim != ndim:
+        raise ValueError(f"q must be {ndim}-d {LAYOUTS[ndim]}; got shape {tuple(q.shape)}")
+    check_dtype(q.dtype)
+    problem = shape_problem(q.shape[-3:], k_cache.shape[1:], v_cache.shape[1:])
+    if problem is not None:
+        raise ValueError(f"{problem}; got q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}")
+    return len(q) if offsets is None else len(offsets.cu_seqlens_q) - 1
 
 
 def _check_new(tensors: CacheTensors, batch: int) -> None:
