@@ -94,7 +94,7 @@ CACHES = (
     ("flash_attn_with_kvcache(q, cache, cache, k, v)", "`cache_seqlens`: the keys in use before the call."),
     ("flash_attn_with_kvcache(q, cache, cache, cache_seqlens=torch.tensor([3, 4]))", "`cache_seqlens.int()`"),
     ("flash_attn_with_kvcache(q, cache, cache, cache_seqlens=33, block_table=table)", "More pages in the table."),
-    ("flash_attn_with_kvcache(q, cache, cache, cache_seqlens=20, block_table=table + 1)", "Only entries that no key needs may name no page."),
+    ("flash_attn_with_kvcache(q, cache, cache, cache_seqlens=20, block_table=table + 1)", "Only entries that no key needs may be wrong."),
     ("flash_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=4, block_table=table[[0, 0]])", "Copy a page before two append to it."),
     (
         "i = torch.tensor([1, 1], dtype=torch.int32); flash_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=4, cache_batch_idx=i)",
