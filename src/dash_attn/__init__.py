@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .attention.kv_cache import flash_attn_with_kvcache
     from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from .attention.varlen import flash_attn_varlen_func
+    from .ledgers import ledger
     from .tools.doctor import doctor
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _NEEDS_TORCH = {
     "flash_attn_qkvpacked_func": ".attention.packed_tensors",
     "flash_attn_varlen_func": ".attention.varlen",
     "flash_attn_with_kvcache": ".attention.kv_cache",
+    "ledger": ".ledgers",
 }
 
 
@@ -73,6 +75,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "generate",
+    "ledger",
     "lower",
     "parse_mask",
     "simulate",
