@@ -11,6 +11,7 @@ from ..masks import is_whole
 from .offsets import SequenceOffsets
 from .tensor_checks import LAYOUTS, check_dtype, check_strided, shape_problem
 
+DECODE_EQUALS_TRAINING = "decode-equals-training"  # a guarantee: a token has the bits of the whole forward, whatever the cache
 PAGE_UNIT = 16  # rows: pages have a multiple of it
 
 
