@@ -19,7 +19,9 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
+from ._cached_keys import attend_to_cache, goes_to_cache
 from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
+from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implementation
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
 from ._layer_mask import NAME, LayerMask
@@ -48,6 +50,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, torch.compiler.disable(mask_for, reason=ON_THE_HOST))
     watch_models()
+    keep_implementation()
 
 
 def attention(
@@ -69,12 +72,14 @@ def attention(
     attention_mask: what `mask_for` returned. Without one every query attends every key, and the layer must say that it is
     not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, one logit per query head.
+    Of a cache's keys those in use are attended (`_cached_keys.py`).
     Documents are kept apart that cu_seq_lens_q (with its companions) or the mask show. Where neither a 2-d attention_mask
     nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
     """
     note_call()
     layer = type(module).__name__
-    refuse_unknown(kwargs, layer)
+    paged = kwargs.get("cache") is not None
+    refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
     refuse_dropout(dropout, layer)
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
     if not isinstance(given, LayerMask):
@@ -82,10 +87,16 @@ def attention(
             f"dash_attn takes the masks it makes itself; {layer} got a {type(given).__name__}."
             " Pass a 2-d attention_mask of ones or None, and pack documents with position_ids"
         )
-    mask, offsets = _mask_and_offsets(given, query, key, kwargs)
-    refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
-    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
+    given.check(query.shape[2], key.shape[2])
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if paged:
+        return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
+    refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
+    offsets = _offsets(given, len(query), kwargs)
+    if offsets is None and goes_to_cache(q, k, v, given, s_aux):
+        return attend_to_cache(q, k, v, given, options), None
+    k, v, options["mask"] = k[:, : given.keys], v[:, : given.keys], given.mask
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
     options |= {field.name: getattr(offsets, field.name) for field in fields(offsets)}
@@ -93,14 +104,13 @@ def attention(
     return out.unflatten(0, q.shape[:2]), None
 
 
-def _mask_and_offsets(given: LayerMask, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, SequenceOffsets | None]:
-    """The mask, and the offsets of documents where the batch is packed."""
-    given.check(query.shape[2], key.shape[2])
+def _offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> SequenceOffsets | None:
+    """Of documents, where the batch is packed."""
     offsets = offsets_of_arguments(arguments) or given.offsets
     positions = arguments.get("position_ids")
     if offsets is None and positions is not None and not given.documents_are_known and not isinstance(given.mask, Full):
-        offsets = _positions.offsets(positions, len(query), key.shape[2])
-    return given.mask, offsets
+        offsets = _positions.offsets(positions, batch, given.first_position + given.keys)
+    return offsets
 
 
 def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
@@ -115,6 +125,7 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
 
 
 def _plain_mask(kv_len: int, window: int | None) -> Mask:
+    """kv_len: with keys that a cache dropped."""
     return Causal() if window is None or window >= kv_len else Window(window - 1, 0)
 
 
@@ -125,16 +136,19 @@ def mask_for(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LayerMask | None = None,
     **kwargs: Any,
 ) -> LayerMask:
     """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend everything"."""
     refuse_inside('attn_implementation="dash_attn"')
+    if isinstance(attention_mask, LayerMask):  # `generate` made it ahead
+        attention_mask.check(q_length, kv_length)
+        return attention_mask
     if kwargs.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
     offsets = int(q_offset), int(kv_offset)
     made = _described_mask(mask_function, (batch_size, q_length, kv_length), offsets, kwargs.get("device"))
-    _refuse_padding(attention_mask, kv_length)  # after the alignment: a static cache has keys that the mask does not cover
+    _refuse_padding(attention_mask, offsets[1], offsets[1] + made.keys)
     made.documents_are_known |= attention_mask is not None
     made.model = watched_model() or f"the model of a {type(kwargs.get('config')).__name__}"
     return made
@@ -148,25 +162,29 @@ def _described_mask(
     batch, q_len, kv_len = sizes
     if mask_function is bidirectional_mask_function:
         return LayerMask(Full(), (q_len, kv_len))
-    last_query, last_key = offsets[0] + q_len - 1, offsets[1] + kv_len - 1
-    if last_query != last_key:
-        raise NotImplementedError(
-            f"dash_attn needs the last query at the last key; got positions {last_query} and {last_key}. A static cache has keys after"
-            " the last query: use a dynamic cache"
-        )
+    keys, first = offsets[0] + q_len - offsets[1], offsets[1]
     known = (None, None) if mask_function is None else read_causal(mask_function)
+    if keys > kv_len or (keys < kv_len and known is None):
+        raise NotImplementedError(
+            f"dash_attn needs the last query at the last key; got positions {first + keys - 1} and {first + kv_len - 1}. A static cache"
+            " has slots behind the last query: with this mask, use a dynamic cache"
+        )
     if known is None:
         assert mask_function is not None
         return LayerMask(mask_of_pattern(_on_indices(mask_function, *offsets, device), batch, q_len, kv_len), (q_len, kv_len))
     window, documents = known
-    return LayerMask(_plain_mask(kv_len, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
+    made = LayerMask(_plain_mask(first + keys, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
+    made.keys, made.first_position, made.windows = keys, first, (window,)
+    if keys < kv_len:  # a static cache: its length goes to a kernel as a tensor, so that a graph can be replayed
+        made.lengths_on_device = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return made
 
 
-def _refuse_padding(padding: Tensor | None, kv_length: int) -> None:
+def _refuse_padding(padding: Tensor | None, first: int, end: int) -> None:
+    """first, end: of the keys, among all tokens of the sequence."""
     if padding is None:
         return
-    padding = padding[:, -kv_length:]
-    if padding.shape[1] != kv_length or not padding.all():
+    if padding.shape[1] < end or not padding[:, first:end].all():
         raise ValueError(
             "dash_attn does not support padding: attention_mask must be all ones or None."
             " Lay the documents end to end in one row, with position_ids that start at 0 in each"

@@ -104,18 +104,20 @@ class _Decoding:
     def _call(self, chosen: list[int], done: list[int], count: int) -> tuple[Tensor, Tensor]:
         q = torch.stack([self.inputs[0][i, n : n + count] for i, n in zip(chosen, done, strict=True)]).detach()
         kept, new = self._kept_and_new(chosen, done, count)
-        places = {name: values[chosen].to(self.device) for name, values in self.places.items()}
-        lengths = torch.tensor(kept, dtype=torch.int32, device=self.device)
-        out, lse = flash_attn_with_kvcache(q, *self.caches, *new, cache_seqlens=lengths, **places, **self.options)
+        k_cache, v_cache = self.caches
+        places: dict[str, Any] = {name: values[chosen].to(self.device) for name, values in self.places.items()}
+        places["cache_seqlens"] = torch.tensor(kept, dtype=torch.int32, device=self.device)
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **places, **self.options)
         return out, lse
 
-    def _kept_and_new(self, chosen: list[int], done: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+    def _kept_and_new(self, chosen: list[int], done: list[int], count: int) -> tuple[list[int], dict[str, Any]]:
         """Lengths before the call, and what it appends: with a full mask all keys, before any query."""
         if not isinstance(self.case.read_mask(), Full):
-            return done, [torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self._keys]
+            new = (torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self._keys)
+            return done, dict(zip("kv", new, strict=True))
         if any(done):
-            return [self.case.seqlen] * len(chosen), []
-        return [0] * len(chosen), [x[chosen] for x in self._keys]
+            return [self.case.seqlen] * len(chosen), {}
+        return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self._keys), strict=True))
 
 
 def _mask_arguments(mask: Mask) -> dict[str, Any]:

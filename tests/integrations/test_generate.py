@@ -1,0 +1,323 @@
+"""`generate` and `generate_batch` of transformers: what attention gives in prefill, chunks of it and decode steps has the bits of the
+training forward, given the same queries, keys and values. Tokens are eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from dash_attn import flash_attn_func  # noqa: E402
+from dash_attn.integrations import _cached_keys, huggingface  # noqa: E402
+from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
+from dense import same_bits  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOW = 40
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=WINDOW, layer_types=LAYERS),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **SIZES, head_dim=16, sliding_window=WINDOW, layer_types=LAYERS, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+PROMPT = torch.randint(1, 64, (2, 120), generator=torch.Generator().manual_seed(0))
+WAYS: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "chunks": {"prefill_chunk_size": 50},
+    "static in chunks": {"cache_implementation": "static", "prefill_chunk_size": 50},
+}
+
+
+@dataclass
+class Chunk:
+    """New tokens of one layer: (heads, tokens, dim), and what attention made of them, (tokens, heads, dim)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    options: dict[str, Any]
+
+
+@dataclass
+class Recorder:
+    """Our attention, with a note of every call by layer and sequence."""
+
+    chains: dict[tuple[int, int], list[Chunk]] = field(default_factory=dict)
+
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: LayerMask, **arguments: Any) -> Any:
+        options = {
+            "softmax_scale": arguments.get("scaling"),
+            "window_size": (-1 if attention_mask.windows in (None, (None,)) else attention_mask.windows[0] - 1, 0),
+            "sinks": arguments.get("s_aux"),
+        }
+        ends = arguments["cu_seq_lens_q"].tolist() if "cache" in arguments else None
+        new = slice(attention_mask.keys - query.shape[2], attention_mask.keys)
+        out, weights = huggingface.attention(module, query, key, value, attention_mask, **arguments)
+        if ends is None:
+            for i in range(len(query)):
+                chunk = Chunk(query[i], key[i, :, new].clone(), value[i, :, new].clone(), out[i], options)
+                self.chains.setdefault((module.layer_idx, i), []).append(chunk)
+        else:
+            for start, end in pairwise(ends):
+                rows = slice(start, end)
+                chunk = Chunk(query[0, :, rows], key[0, :, rows].clone(), value[0, :, rows].clone(), out[0, rows], options)
+                self._join(module.layer_idx, int(arguments["position_ids"][0, start]), chunk)
+        return out, weights
+
+    def _join(self, layer: int, position: int, chunk: Chunk) -> None:
+        """Requests of a batch are told apart by their lengths."""
+        found = [number for (of, number) in self.chains if of == layer and self.length(layer, number) == position]
+        if position == 0:
+            found = [len(self.chains)]
+        assert len(found) == 1, "the lengths of this test must tell requests apart"
+        self.chains.setdefault((layer, found[0]), []).append(chunk)
+
+    def length(self, layer: int, number: int) -> int:
+        return sum(chunk.q.shape[1] for chunk in self.chains[layer, number])
+
+    def differing(self) -> list[str]:
+        """Layers and sequences of which a token has other bits than in the training forward."""
+        bad = []
+        for (layer, number), chunks in self.chains.items():
+            q, k, v = (torch.cat([getattr(chunk, name) for chunk in chunks], 1).transpose(0, 1)[None] for name in "qkv")
+            expected = flash_attn_func(q, k, v, causal=True, **chunks[0].options)
+            if not same_bits(torch.cat([chunk.out for chunk in chunks])[None].contiguous(), expected):
+                bad.append(f"layer {layer}, sequence {number}")
+        return bad
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    huggingface.register()
+    made = Recorder()
+    transformers.AttentionInterface.register(huggingface.NAME, made.attention)
+    yield made
+    huggingface.register()
+
+
+def model_of(name: str, implementation: str = "dash_attn", dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=implementation, dtype=dtype).eval()
+
+
+def sampled(model: Any, prompt: Tensor = PROMPT, **choices: Any) -> Tensor:
+    choices = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(prompt), **choices}
+    tokens: Tensor = model.generate(prompt, **choices)
+    return tokens
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_are_those_of_training(name: str, way: str, recorder: Recorder) -> None:
+    tokens = sampled(model_of(name), **WAYS[way])
+    assert {recorder.length(*key) for key in recorder.chains} == {135}, "all tokens but the last were attended from"
+    assert max(len(chunks) for chunks in recorder.chains.values()) == (18 if "chunks" in way else 16)
+    assert recorder.differing() == []
+    assert torch.equal(tokens, sampled(model_of(name, "eager"), **WAYS[way]))
+
+
+def test_bits_in_bfloat16(recorder: Recorder) -> None:
+    sampled(model_of("llama", dtype=torch.bfloat16), cache_implementation="static")
+    assert recorder.differing() == []
+
+
+def test_a_cache_that_does_not_say_what_it_dropped_has_other_bits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of sliding caches: from token 128 on, 40 keys counted from 0 lie in one tile, and in training in two."""
+
+    def from_zero(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: Any) -> Tensor:
+        given.first_position = 0
+        return attend(q, k, v, given, options)
+
+    attend = huggingface.attend_to_cache
+    monkeypatch.setattr(huggingface, "attend_to_cache", from_zero)
+    tokens = sampled(model_of("mistral"))
+    assert len(recorder.differing()) == 4
+    assert torch.equal(tokens, sampled(model_of("mistral", "eager"))), "values are right"
+
+
+def test_sdpa_has_other_bits(recorder: Recorder) -> None:
+    """The control of all: one query at a time and all at once, by PyTorch."""
+    sampled(model_of("llama"))
+    chunks = recorder.chains[0, 0]
+    q, k, v = (torch.cat([getattr(chunk, name) for chunk in chunks], 1)[None] for name in "qkv")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    whole = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+    steps = torch.cat([sdpa(q[:, :, n : n + 1], k[:, :, : n + 1], v[:, :, : n + 1], enable_gqa=True) for n in range(q.shape[2])], 2)
+    torch.testing.assert_close(steps, whole)
+    assert not same_bits(steps, whole)
+
+
+@pytest.mark.parametrize("choices", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_beams_and_speculation_choose_eagers_tokens(choices: dict[str, Any]) -> None:
+    huggingface.register()
+    prompt = PROMPT[:1, :30].repeat(1, 3)
+    ours, eager = (sampled(model_of("llama", kind), prompt, **choices) for kind in ("dash_attn", "eager"))
+    assert torch.equal(ours, eager)
+
+
+def chunked_attention(implementation: str) -> Any:
+    sizes = {**SIZES, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 32}
+    config = transformers.Llama4TextConfig(**sizes, layer_types=["chunked_attention", "full_attention"], attn_implementation=implementation)
+    torch.manual_seed(0)
+    return transformers.Llama4ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("way", ["dynamic", "static"])
+def test_chunked_attention_chooses_eagers_tokens(way: str) -> None:
+    """A chunk is a document in training. A cache does not say where it begins, so values agree and bits are not promised."""
+    huggingface.register()
+    ours, eager = (sampled(chunked_attention(kind), PROMPT[:, :50], **WAYS[way]) for kind in ("dash_attn", "eager"))
+    assert torch.equal(ours, eager)
+
+
+def test_the_kernel_for_caches_runs_the_decode_steps(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts do not: the forward is faster for many queries, and has the same bits."""
+    calls: list[int] = []
+    cached = _cached_keys.flash_attn_with_kvcache
+
+    def counted(q: Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(q.shape[1])
+        return cached(q, *rest, **options)
+
+    monkeypatch.setattr(_cached_keys, "flash_attn_with_kvcache", counted)
+    for way in ("dynamic", "static"):
+        calls.clear()
+        sampled(model_of("llama"), **WAYS[way])
+        assert calls == [1] * 30, "15 steps of two layers"
+
+
+@pytest.mark.parametrize("way", ["dynamic", "static"])
+def test_padding_is_refused(way: str) -> None:
+    huggingface.register()
+    padding = torch.ones_like(PROMPT)
+    padding[1, :9] = 0
+    with pytest.raises(ValueError, match="does not support padding: attention_mask must be all ones or None"):
+        sampled(model_of("llama"), attention_mask=padding, **WAYS[way])
+
+
+def test_gradients_through_a_cache_that_dropped_keys_are_refused() -> None:
+    huggingface.register()
+    model = model_of("mistral")
+    with torch.no_grad():
+        cache = model(input_ids=PROMPT, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"no backward for a cache that dropped keys, here those before position 81.*torch.no_grad"):
+        model(input_ids=PROMPT[:, :1], past_key_values=cache, use_cache=True)
+    with torch.no_grad():
+        assert model(input_ids=PROMPT[:, :1], past_key_values=cache, use_cache=True).logits.shape == (2, 1, 64)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_gradients_through_a_static_cache_are_those_of_the_plain_model(name: str) -> None:
+    """Slots that are not in use get none."""
+    huggingface.register()
+    model = model_of(name, dtype=torch.float64)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=200)
+    prompt = PROMPT[:, :35]
+    plain, cached = (model(input_ids=prompt, **use).logits.square().sum() for use in ({"use_cache": False}, {"past_key_values": cache}))
+    expected, found = (torch.autograd.grad(loss, list(model.parameters())) for loss in (plain, cached))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_mask_made_ahead_is_for_its_lengths() -> None:
+    made = LayerMask(huggingface.Causal(), (1, 200))
+    assert huggingface.mask_for(2, 1, 200, 50, attention_mask=made) is made
+    with pytest.raises(NotImplementedError, match=r"a mask of 1 queries and 200 keys .* attends 2 queries and 200 keys"):
+        huggingface.mask_for(2, 2, 200, 50, attention_mask=made)
+
+
+def test_a_mask_of_another_kind_needs_a_dynamic_cache() -> None:
+    def odd(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (k % 2 == 0)
+
+    with pytest.raises(NotImplementedError, match=r"got positions 49 and 199. A static cache .* use a dynamic cache"):
+        huggingface.mask_for(1, 50, 200, mask_function=odd)
+
+
+@pytest.mark.slow
+def test_compiled_steps_have_the_same_bits(recorder: Recorder) -> None:
+    """As `generate` compiles them on a GPU. The length of a static cache is a tensor there, so the programs do not multiply."""
+    huggingface.register()
+    plain = sampled(model_of("llama"), return_dict_in_generate=True, output_logits=True)
+    config = transformers.CompileConfig(backend="eager")
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    options = {"return_dict_in_generate": True, "output_logits": True, "cache_implementation": "static", "compile_config": config}
+    compiled = sampled(model_of("llama"), **options)
+    assert same_bits(torch.stack(compiled.logits), torch.stack(plain.logits))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    sampled(model_of("llama"), max_new_tokens=40, **options)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= graphs, "not more for more tokens"
+
+
+# Continuous batching. Prompts are so long that lengths tell requests apart, and the third comes in chunks.
+PROMPTS = [PROMPT[0, :7].tolist(), PROMPT[1, :30].tolist(), PROMPT[0, :90].tolist()]
+
+
+def sampled_together(model: Any, prompts: list[list[int]] = PROMPTS, tokens: int = 10) -> list[Any]:
+    pages = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=60, max_batch_tokens=64)
+    choices = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(inputs=prompts, generation_config=choices, continuous_batching_config=pages)
+    return [found[name] for name in sorted(found)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_continuous_batching(name: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "qwen3", lambda: transformers.Qwen3Config(**SIZES, head_dim=16))
+    model = model_of(name)
+    found = sampled_together(model)
+    assert model.config._attn_implementation == "dash_attn"
+    assert {(layer, recorder.length(layer, number)) for layer, number in recorder.chains} == {(i, n) for i in (0, 1) for n in (16, 39, 99)}
+    assert recorder.differing() == []
+    eager = model_of(name, "eager")
+    for prompt, request in zip(PROMPTS, found, strict=True):
+        expected = sampled(eager, torch.tensor([prompt]), max_new_tokens=10)
+        assert request.generated_tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_continuous_batching_inside_a_window(recorder: Recorder) -> None:
+    sampled_together(model_of("mistral"), [PROMPTS[0], PROMPTS[1][:20]])
+    assert {recorder.length(*key) for key in recorder.chains} == {16, 29}
+    assert recorder.differing() == []
+
+
+def test_continuous_batching_past_a_window_is_refused(recorder: Recorder) -> None:
+    short, long = sampled_together(model_of("mistral"), [PROMPTS[0], PROMPTS[1]], tokens=20)
+    said = f"{short.error} {long.error}"
+    assert "no continuous batching past a sliding window, here of 40 keys: the cache dropped 1 keys" in said
+    assert recorder.differing() == []
+
+
+def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces implementations that it does not know where flash-attn is installed."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    huggingface.register()
+    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
+    model = model_of("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "set_attn_implementation", lambda self, name: pytest.fail(f"set to {name}"))
+        sampled_together(model, PROMPTS[:1], tokens=2)
