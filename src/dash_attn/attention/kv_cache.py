@@ -145,21 +145,34 @@ def flash_attn_with_kvcache(
     """
     refuse_transforms()
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
-    _refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
+    refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
     tensors = CacheTensors(q, k_cache, v_cache, k, v, sinks)
-    if (k is None) != (v is None):
+    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
+    places = places_of(tensors, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, first_position)
+    choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
+    out, lse = run(tensors, places, None, choices)
+    return (out, lse) if return_softmax_lse else out
+
+
+def places_of(
+    tensors: CacheTensors,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    first_position: int | Tensor,
+) -> CachePlaces:
+    """Where the keys lie. Without lengths every slot is in use."""
+    k, k_cache = tensors.k, tensors.k_cache
+    if (k is None) != (tensors.v is None):
         raise ValueError(f"k and v must be given together; got {'v' if k is None else 'k'} alone")
     if k is not None and cache_seqlens is None:
         raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
-    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
     new = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else 0
     if cache_seqlens is None:
         check_strided(k_cache=k_cache)
         cache_seqlens = _all_slots(k_cache, block_table)
-    places = CachePlaces(cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table, first_position)
-    choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = run(tensors, places, None, choices)
-    return (out, lse) if return_softmax_lse else out
+    return CachePlaces(cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table, first_position)
 
 
 def run(
@@ -198,7 +211,7 @@ def _all_slots(k_cache: Tensor, block_table: Tensor | None) -> int:
     return slots * block_table.shape[1] if isinstance(block_table, Tensor) and block_table.ndim == 2 else slots
 
 
-def _refuse_unsupported(rotary_cos: Any, rotary_sin: Any, alibi_slopes: Any, num_splits: Any) -> None:
+def refuse_unsupported(rotary_cos: Any, rotary_sin: Any, alibi_slopes: Any, num_splits: Any) -> None:
     """Arguments of FlashAttention that cannot be honoured."""
     if rotary_cos is not None or rotary_sin is not None:
         raise ValueError(

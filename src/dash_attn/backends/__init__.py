@@ -13,6 +13,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from ..call.cache_explanation import CacheExplanation
 from ..call.explanation import Explanation
 from ..call.kv_cache import CachePlaces, CacheTensors
 from ..call.offsets import SequenceOffsets
@@ -131,6 +132,9 @@ class Cache(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Appends the new keys and values in place, then output and LSE, laid out like those of `Backend.forward`."""
 
+    def explain_cache(self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+        """What `attention_with_cache` of these tensors, which may be on the meta device, would do."""
+
 
 def resolve(name: str, device: torch.device) -> str:
     """The backend for tensors on this device, or an error if the one asked for does not run there."""
@@ -175,7 +179,13 @@ def import_devices(name: str) -> Devices:
 @lru_cache(maxsize=64)
 def cache_backend_for(name: str, device: torch.device) -> Cache:
     """The module that runs calls with a cache on this device."""
-    return cast(Cache, import_module(f"{__name__}.{resolve(name, device)}.kv_cache"))
+    return import_cache(resolve(name, device))
+
+
+@cache
+def import_cache(name: str) -> Cache:
+    """The module of a backend for calls with a cache."""
+    return cast(Cache, import_module(f"{__name__}.{name}.kv_cache"))
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...call.cache_explanation import CACHE_GUARANTEES, CacheExplanation, bytes_at_most, call_in_words
 from ...call.empty import no_pairs
 from ...call.kv_cache import CachePlaces, CacheTensors
 from ...call.kv_cache_values import SequenceSlots, check_owners, check_pages, first_attended, slots_of_sequences
@@ -41,6 +42,19 @@ def attention_with_cache(
     if offsets is not None:
         return out, lse
     return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+
+
+def explain_cache(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+    return CacheExplanation(
+        call=call_in_words(tensors, places, options),
+        backend="cpu",
+        guarantees=CACHE_GUARANTEES,
+        kv_rows=TILE_KV,
+        units=len(tensors.q) * tensors.q.shape[2],
+        served_by="one after another",
+        new_keys=places.new,
+        read_bytes=bytes_at_most(tensors, places, options),
+    )
 
 
 def _queries(q: Tensor, offsets: SequenceOffsets | None) -> list[tuple[int, int]]:

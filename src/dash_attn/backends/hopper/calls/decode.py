@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from ctypes import addressof
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -26,7 +27,7 @@ from .kernel_names import KernelName, cluster_kernel, decode_kernel
 from .layout import MOST_CALLS, kernel_scales
 from .tables import FAR_AWAY
 
-APPEND_THREADS = 128
+APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
 # Units up to which a cluster serves each, because one CTA each would leave SMs idle. The bits are the same.
 MOST_CLUSTERS = 0  # not before it has run on a GPU
 
@@ -73,6 +74,38 @@ def window_of(mask: Mask) -> tuple[int, int]:
     raise Unsupported(f"a cache takes a full or causal mask or a window; got {mask}")
 
 
+@dataclass(frozen=True)
+class Work:
+    """How a call is cut into units, and what serves one."""
+
+    dim: int  # of the kernel
+    group: int  # query heads per KV head
+    in_clusters: bool
+    row_tiles: int  # units of a sequence and a KV head
+    units: int
+
+    @classmethod
+    def of(cls, tensors: CacheTensors, count: int, longest: int) -> Work:
+        """Of so many sequences, of which the longest has so many queries."""
+        kv_heads, dim = tensors.k_cache.shape[2], kernel_dim(tensors.q.shape[-1], tensors.v_cache.shape[-1])
+        group = tensors.q.shape[-2] // kv_heads
+        clusters = count * kv_heads * -(-longest * group // CLUSTER_ROWS)
+        in_clusters = dim in CLUSTER_DIMS and 0 < clusters <= MOST_CLUSTERS
+        row_tiles = -(-longest * group // (CLUSTER_ROWS if in_clusters else DECODE_ROWS))
+        return cls(dim, group, in_clusters, row_tiles, count * kv_heads * row_tiles)
+
+    @property
+    def ctas_of_unit(self) -> int:
+        return self.dim // CLUSTER_COLUMNS if self.in_clusters else 1
+
+    @property
+    def ctas(self) -> int:
+        return self.units * self.ctas_of_unit
+
+    def kernel(self, dtype: str, capped: bool) -> KernelName:
+        return (cluster_kernel if self.in_clusters else decode_kernel)(dtype, self.dim, capped)
+
+
 class DecodeCall:
     """Everything about a call that does not change with addresses and numbers."""
 
@@ -80,13 +113,11 @@ class DecodeCall:
         q, cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
         self.index, self.device = device_index(q.device), q.device
         sm_count(self.index)  # raises on GPUs that the kernels are not for
-        q_heads, kv_heads, dim = q.shape[-2], cache.shape[2], kernel_dim(q.shape[-1], v_cache.shape[-1])
         count, longest = (q.shape[0], q.shape[1]) if offsets is None else (len(offsets.cu_seqlens_q) - 1, offsets.max_seqlen_q)
-        kv_rows, group = decode_tiles(dim).kv_rows, q_heads // kv_heads
-        clusters = count * kv_heads * -(-longest * group // CLUSTER_ROWS)
-        self.in_clusters = dim in CLUSTER_DIMS and 0 < clusters <= MOST_CLUSTERS
-        row_tiles = -(-longest * group // (CLUSTER_ROWS if self.in_clusters else DECODE_ROWS))
-        self.grid = count * kv_heads * row_tiles * (dim // CLUSTER_COLUMNS if self.in_clusters else 1)
+        work = Work.of(tensors, count, longest)
+        q_heads, kv_heads, dim, group = q.shape[-2], cache.shape[2], work.dim, work.group
+        kv_rows, row_tiles = decode_tiles(dim).kv_rows, work.row_tiles
+        self.in_clusters, self.grid = work.in_clusters, work.ctas
         if max(self.grid, count * places.new) >= 2**31:
             raise Unsupported(f"backend 'hopper' takes fewer than 2^31 units of {DECODE_ROWS} rows and new keys; got {self.grid}")
         self.params = DecodeParams(
@@ -106,8 +137,7 @@ class DecodeCall:
         self.params.cache = _cache_params(places, cache, q_heads)
         columns = CLUSTER_COLUMNS if self.in_clusters else 64
         self.maps = [TensorMap(cache, self.params.box_rows), TensorMap(v_cache, self.params.box_rows, columns)]
-        named = cluster_kernel if self.in_clusters else decode_kernel
-        kernel = named(DTYPES[q.dtype], dim, bool(options.softcap)).load(self.index)
+        kernel = work.kernel(DTYPES[q.dtype], bool(options.softcap)).load(self.index)
         self.launch = kernel.prepare(max(1, self.grid), [*(m.address for m in self.maps), addressof(self.params)])
         self.append = Append(tensors, places, self.params.cache, self.index) if places.new and count else None
         self.out_shape = (*q.shape[:-1], v_cache.shape[-1])
@@ -155,7 +185,7 @@ class Append:
         # Without a table or rows to choose, no two sequences can meet.
         shared = table is not None or places.cache_batch_idx is not None
         self.owners = Workspace(owners=4 * k_cache.shape[0]) if shared else None
-        kernel = KernelName("decode/append.cuh", "append_to_cache", APPEND_THREADS).load(index)
+        kernel = APPEND.load(index)
         blocks = tensors.q.shape[0] * places.new
         self._launch = kernel.prepare(blocks, [addressof(self.params)])
 
