@@ -14,7 +14,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from dash_attn import flash_attn_func  # noqa: E402
+from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.integrations import _cached_keys, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dense import same_bits  # noqa: E402
@@ -74,7 +74,8 @@ class Recorder:
             "sinks": arguments.get("s_aux"),
         }
         ends = arguments["cu_seq_lens_q"].tolist() if "cache" in arguments else None
-        new = slice(attention_mask.keys - query.shape[2], attention_mask.keys)
+        end = attention_mask.first_key + attention_mask.keys
+        new = slice(end - query.shape[2], end)
         out, weights = huggingface.attention(module, query, key, value, attention_mask, **arguments)
         if ends is None:
             for i in range(len(query)):
@@ -102,11 +103,16 @@ class Recorder:
         """Layers and sequences of which a token has other bits than in the training forward."""
         bad = []
         for (layer, number), chunks in self.chains.items():
-            q, k, v = (torch.cat([getattr(chunk, name) for chunk in chunks], 1).transpose(0, 1)[None] for name in "qkv")
-            expected = flash_attn_func(q, k, v, causal=True, **chunks[0].options)
-            if not same_bits(torch.cat([chunk.out for chunk in chunks])[None].contiguous(), expected):
+            *inputs, out = self.joined(layer, number)
+            if not same_bits(out, flash_attn_func(*inputs, causal=True, **chunks[0].options)):
                 bad.append(f"layer {layer}, sequence {number}")
         return bad
+
+    def joined(self, layer: int, number: int) -> list[Tensor]:
+        """q, k, v and output of all tokens of a sequence."""
+        chunks = self.chains[layer, number]
+        heads_first = [torch.cat([getattr(chunk, name) for chunk in chunks], 1) for name in "qkv"]
+        return [*(x.transpose(0, 1)[None] for x in heads_first), torch.cat([chunk.out for chunk in chunks])[None].contiguous()]
 
 
 @pytest.fixture
@@ -178,19 +184,35 @@ def test_beams_and_speculation_choose_eagers_tokens(choices: dict[str, Any]) -> 
     assert torch.equal(ours, eager)
 
 
+CHUNK = 100  # of Llama 4's attention
+
+
 def chunked_attention(implementation: str) -> Any:
-    sizes = {**SIZES, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 32}
+    sizes = {**SIZES, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": CHUNK}
     config = transformers.Llama4TextConfig(**sizes, layer_types=["chunked_attention", "full_attention"], attn_implementation=implementation)
     torch.manual_seed(0)
     return transformers.Llama4ForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("way", ["dynamic", "static"])
-def test_chunked_attention_chooses_eagers_tokens(way: str) -> None:
-    """A chunk is a document in training. A cache does not say where it begins, so values agree and bits are not promised."""
+def test_a_chunk_is_a_sequence_of_its_own(way: str, recorder: Recorder) -> None:
+    """As in the training forward, where chunks are documents. The control counts positions from the first token."""
+    prompt = PROMPT.repeat(1, 2)[:, :190]
+    tokens = sampled(chunked_attention("dash_attn"), prompt, **WAYS[way])
+    assert torch.equal(tokens, sampled(chunked_attention("eager"), prompt, **WAYS[way]))
+    q, k, v, out = recorder.joined(0, 0)
+    assert same_bits(out, flash_attn_func(q, k, v, mask=Documents((CHUNK, CHUNK, 5))))
+    steps = [flash_attn_func(q[:, n : n + 1], k[:, : n + 1], v[:, : n + 1], window_size=(n % CHUNK, 0)) for n in range(190, 205)]
+    torch.testing.assert_close(torch.cat(steps, 1), out[:, 190:])
+    assert not same_bits(torch.cat(steps, 1), out[:, 190:].contiguous())
+    recorder.chains = {key: chunks for key, chunks in recorder.chains.items() if key[0] == 1}
+    assert recorder.differing() == [], "the other layer attends everything"
+
+
+def test_several_chunks_with_keys_before_them_are_refused() -> None:
     huggingface.register()
-    ours, eager = (sampled(chunked_attention(kind), PROMPT[:, :50], **WAYS[way]) for kind in ("dash_attn", "eager"))
-    assert torch.equal(ours, eager)
+    with pytest.raises(NotImplementedError, match="this mask is none of them"):
+        sampled(chunked_attention("dash_attn"), PROMPT, prefill_chunk_size=80)
 
 
 def test_the_kernel_for_caches_runs_the_decode_steps(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ class ForeignUse(AttributeError, TypeError):
 class LayerMask:
     """A mask and the lengths it is for, with the documents' offsets where the batch is packed.
 
-    keys: how many of the keys that a layer gets there are. A static cache has slots behind them.
+    keys: how many of the keys that a layer gets are attended. A static cache has slots behind them.
+    first_key: where they begin among those. Chunked attention does not look at the chunks before.
     first_position: that of the first of them. A cache of a window dropped those before.
     lengths_on_device: `keys` as a tensor with one number per sequence, where the cache is static.
     windows: of a causal mask, its sliding window, or None without one; None if nothing of the kind is known.
@@ -28,13 +29,25 @@ class LayerMask:
     model: the name of the configuration it was made for, for messages.
     """
 
-    __slots__ = ("documents_are_known", "first_position", "keys", "lengths", "lengths_on_device", "mask", "model", "offsets", "windows")
+    __slots__ = (
+        "documents_are_known",
+        "first_key",
+        "first_position",
+        "keys",
+        "lengths",
+        "lengths_on_device",
+        "mask",
+        "model",
+        "offsets",
+        "windows",
+    )
     ndim = 4  # transformers asks whether it has made this mask already: of four dimensions it has
 
     def __init__(self, mask: Mask, lengths: tuple[int, int], offsets: SequenceOffsets | None = None) -> None:
         self.mask = mask
         self.lengths = lengths
         self.keys = lengths[1]
+        self.first_key = 0
         self.first_position = 0
         self.lengths_on_device: Tensor | None = None
         self.windows: tuple[int | None] | None = None

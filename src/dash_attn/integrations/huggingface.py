@@ -25,7 +25,7 @@ from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implement
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
 from ._layer_mask import NAME, LayerMask
-from ._mask_functions import read_causal
+from ._mask_functions import read_causal, read_chunks
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
 from ._torch_context_parallel import refuse_inside
@@ -94,9 +94,11 @@ def attention(
     refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     offsets = _offsets(given, len(query), kwargs)
+    k, v = k[:, given.first_key :], v[:, given.first_key :]
     if offsets is None and goes_to_cache(q, k, v, given, s_aux):
         return attend_to_cache(q, k, v, given, options), None
-    k, v, options["mask"] = k[:, : given.keys], v[:, : given.keys], given.mask
+    options["mask"] = given.mask
+    k, v = k[:, : given.keys], v[:, : given.keys]
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
     options |= {field.name: getattr(offsets, field.name) for field in fields(offsets)}
@@ -148,7 +150,8 @@ def mask_for(
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
     offsets = int(q_offset), int(kv_offset)
     made = _described_mask(mask_function, (batch_size, q_length, kv_length), offsets, kwargs.get("device"))
-    _refuse_padding(attention_mask, offsets[1], offsets[1] + made.keys)
+    first = offsets[1] + made.first_key
+    _refuse_padding(attention_mask, first, first + made.keys)
     made.documents_are_known |= attention_mask is not None
     made.model = watched_model() or f"the model of a {type(kwargs.get('config')).__name__}"
     return made
@@ -163,6 +166,9 @@ def _described_mask(
     if mask_function is bidirectional_mask_function:
         return LayerMask(Full(), (q_len, kv_len))
     keys, first = offsets[0] + q_len - offsets[1], offsets[1]
+    chunk = None if mask_function is None else read_chunks(mask_function)
+    if chunk is not None and offsets[0] // chunk == (offsets[0] + q_len - 1) // chunk:
+        return _mask_of_chunk(offsets[0] // chunk * chunk, sizes, offsets)
     known = (None, None) if mask_function is None else read_causal(mask_function)
     if keys > kv_len or (keys < kv_len and known is None):
         raise NotImplementedError(
@@ -177,6 +183,13 @@ def _described_mask(
     made.keys, made.first_position, made.windows = keys, first, (window,)
     if keys < kv_len:  # a static cache: its length goes to a kernel as a tensor, so that a graph can be replayed
         made.lengths_on_device = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return made
+
+
+def _mask_of_chunk(start: int, sizes: tuple[int, int, int], offsets: tuple[int, int]) -> LayerMask:
+    """Queries of one chunk attend what it has so far. To the bits it is a sequence of its own, as where a forward has many chunks."""
+    made = LayerMask(Causal(), sizes[1:])
+    made.first_key, made.keys = start - offsets[1], offsets[0] + sizes[1] - start
     return made
 
 
