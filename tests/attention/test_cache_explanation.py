@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -86,6 +89,27 @@ def test_cpu() -> None:
     assert "rows, float32, causal, softcap 2" in found.call
     assert "appended      3 keys per sequence" in str(found)
     assert torch.equal(cache.isnan(), before.isnan()), "nothing is appended"
+
+
+LOGGED = """
+import torch
+from dash_attn import flash_attn_with_kvcache
+q, k, pages = torch.zeros(2, 1, 4, 16), torch.zeros(2, 1, 2, 16), torch.zeros(6, 16, 2, 16)
+table = torch.arange(6, dtype=torch.int32).view(2, 3)
+for length in (3, 4, 20):
+    flash_attn_with_kvcache(q, pages, pages.clone(), k, k, cache_seqlens=length, block_table=table, causal=True)
+flash_attn_with_kvcache(q, pages, pages, cache_seqlens=3)
+"""
+
+
+def test_the_log_has_one_line_for_every_kind_of_call() -> None:
+    environment = {**os.environ, "DASH_ATTN_LOG": "1"}
+    done = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, timeout=120, env=environment, check=True)
+    shapes = "q (2, 1, 4, 16), k_cache (6, 16, 2, 16), v_cache (6, 16, 2, 16)"
+    assert done.stderr.splitlines() == [
+        f"dash-attn: {shapes}, pages of 16, float32, causal, 1 keys appended: cpu on cpu, decode-equals-training",
+        f"dash-attn: {shapes}, rows, float32, full: cpu on cpu, decode-equals-training",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ..call.kv_cache import CachePlaces, CacheTensors, check_cache
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, choose_mask, options_for
 from ..call.tensor_checks import check_sinks
+from .call_log import LOG_CALLS, log_cache_call
 from .mask_arguments import decode_mask, encode_mask
 
 PLACES = (
@@ -57,7 +58,14 @@ class CacheArguments(NamedTuple):
 def run_eagerly(tensors: CacheTensors, places: CachePlaces, offsets: SequenceOffsets | None, choices: Choices) -> tuple[Tensor, Tensor]:
     """Checked, then run."""
     _check(tensors, places, offsets)
-    options = options_for(choices, tensors.q.shape[-1])
+    return _attend(tensors, places, options_for(choices, tensors.q.shape[-1]), offsets)
+
+
+def _attend(
+    tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, offsets: SequenceOffsets | None
+) -> tuple[Tensor, Tensor]:
+    if LOG_CALLS:
+        log_cache_call(tensors, places, options, offsets is not None)
     return cache_backend_for(options.backend, tensors.q.device).attention_with_cache(tensors, places, options, offsets)
 
 
@@ -119,7 +127,7 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *rest: 
 def _run(tensors: CacheTensors, arguments: CacheArguments) -> tuple[Tensor, Tensor]:
     tensors, places, offsets, options = _read(tensors, arguments)
     assert options is not None, "a program that runs has no symbols"
-    return cache_backend_for(options.backend, tensors.q.device).attention_with_cache(tensors, places, options, offsets)
+    return _attend(tensors, places, options, offsets)
 
 
 def _shapes(tensors: CacheTensors, arguments: CacheArguments) -> tuple[Tensor, Tensor]:
