@@ -35,10 +35,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # --check also runs on 
 
 
 def compile_all() -> int:
-    from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
     from dash_attn.backends.hopper.calls.kernel_names import KernelName, Variant, cluster_kernel, decode_kernel, forward_kernel
     from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
-    from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, KERNEL_DIMS
+    from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, CONSUMER_CHOICES, KERNEL_DIMS
 
     kinds = [*((decode_kernel, dim) for dim in KERNEL_DIMS), *((cluster_kernel, dim) for dim in CLUSTER_DIMS)]
     kernels = [named(dtype, dim, cap) for named, dim in kinds for dtype in ("bf16", "f16") for cap in (False, True)]

@@ -28,8 +28,11 @@ TENSORS = (
     ("flash_attn_func(q[:, :, :0], k, v)", "A tensor-parallel rank without heads must not call."),
 )
 OPTIONS = (
-    ("flash_attn_func(q, k, v, dropout_p=0.1)", "Train without attention dropout."),
-    ("flash_attn_func(q, k, v, alibi_slopes=torch.ones(4))", "Use rotary embeddings, or another library."),
+    ("flash_attn_func(q, k, v, dropout_p=1.0)", "A probability below 1; 0 in evaluation."),
+    ("flash_attn_func(q, k, v, dropout_p=0.1, dropout_seed=7)", "`torch.full((batch,), 7)`, on the device of the tensors."),
+    ("flash_attn_func(q, k, v, dropout_p=0.1, mask=Documents((4, 6)))", "Documents end to end, with a seed each ([dropout](dropout.md))."),
+    ("flash_attn_func(q, k, v, alibi_slopes=torch.ones(2))", "One slope for every query head, not KV head."),
+    ("flash_attn_func(q, k, v, alibi_slopes=torch.ones(4, requires_grad=True))", "Slopes are not learned, as in FlashAttention."),
     ('flash_attn_func(q, k, v, softmax_scale=float("nan"))', "Look for the NaN upstream; `None` means `head_dim ** -0.5`."),
     ("flash_attn_func(q, k, v, softmax_scale=0.0)", "`None` means `head_dim ** -0.5`."),
     ("flash_attn_func(q, k, v, softcap=-1.0)", "0 means no softcap."),

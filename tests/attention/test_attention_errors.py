@@ -47,8 +47,8 @@ def test_not_a_tensor() -> None:
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"dropout_p": 0.1}, ValueError, r"dropout_p must be 0; got 0.1"),
-    ({"alibi_slopes": torch.ones(4)}, ValueError, r"alibi_slopes must be None"),
+    ({"dropout_p": -0.1}, ValueError, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got -0.1"),
+    ({"alibi_slopes": 0.5}, TypeError, r"alibi_slopes must be a tensor or None; got float"),
     ({"softmax_scale": float("nan")}, ValueError, r"softmax_scale must be a finite number other than 0; got nan"),
     ({"softmax_scale": float("inf")}, ValueError, r"softmax_scale .*got inf"),
     ({"softmax_scale": 0.0}, ValueError, r"softmax_scale .*got 0.0"),

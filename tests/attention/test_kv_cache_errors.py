@@ -141,6 +141,8 @@ PACKED: list[tuple[dict[str, Any], str]] = [
     ({"mask": Documents((5,))}, r"keys in pages take a full or causal mask or a window"),
     ({"schedule": "ascending"}, r"nothing to schedule"),
     ({"accumulation": "unordered"}, r"accumulation must be 'ordered'"),
+    ({"dropout_p": 0.5}, r"no dropout and no ALiBi: .* got dropout_p=0.5"),
+    ({"alibi_slopes": torch.ones(4)}, r"no dropout and no ALiBi: .* got alibi_slopes"),
     ({"q": torch.zeros(5, 4, 16, requires_grad=True)}, r"no backward, and q requires a gradient"),
 ]
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Documents, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
-from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, KERNEL_DIMS, cluster_tiles, decode_tiles, forward_tiles
+from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, CONSUMER_CHOICES, KERNEL_DIMS, cluster_tiles, decode_tiles, forward_tiles
 from dense import same_bits
 
 LENGTH = 300

@@ -39,6 +39,7 @@ class Driver:
 @dataclass
 class Compiled:
     sha256: str
+    origin: str = "compiled here, NVRTC 13.0"
 
 
 @dataclass

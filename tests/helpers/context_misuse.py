@@ -66,6 +66,7 @@ class _Unusual(Full):
         raise RuntimeError("a mask that fails in its own way")
 
 
+SEEDED: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": torch.tensor([7])}
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact that an error names: of most ranks, of the odd one
     "mask": ({"causal": True}, {"causal": False}),
     "mask ": ({"window_size": (200, 0)}, {"window_size": (201, 0)}),
@@ -85,6 +86,9 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact
     "the dtype": ({}, {"dtype": F64}),
     "the sinks": ({}, {"sinks": torch.zeros(4)}),
     "the sinks ": ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4, dtype=F64)}),
+    "dropout_p": (SEEDED, {**SEEDED, "dropout_p": 0.2}),
+    "dropout_seed": (SEEDED, {**SEEDED, "dropout_seed": torch.tensor([8])}),
+    "alibi_slopes": ({}, {"alibi_slopes": torch.ones(4)}),
     "whether gradients are needed": ({}, {"gradients": True}),
 }
 
@@ -123,6 +127,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "sharding must be a name or a Sharding; got int": {"sharding": 3},
     "chunks must be multiples of 128 rows": {"sharding": Sharding((192,) * 4 + (64,) * 4, (0, 1, 2, 3) * 2)},
     "an order that is a function of the sequence alone; that of shift is not": {"schedule": "shift"},
+    "give dropout_seed, the same 1 numbers of torch.int64 on every rank; got dropout_p=0.1 and no dropout_seed": {"dropout_p": 0.1},
     "give either mask or causal/window_size": {"mask": Window(3, 3), "causal": True},
 }
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dash_attn.call.modifiers import Modifiers
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context.gathering import GatheredKeys
 from dash_attn.distributed.context.of_rank import Gradients, OfRank, Rows
@@ -83,8 +84,8 @@ def _sums_by_all_reduce() -> Iterator[None]:
 class _Partials(BackwardPass):
     """The control: each rank sums what its own queries give, with the same products in the same order, and no state travels."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments, mail=None)  # type: ignore[arg-type]
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, mail=None, **more)  # type: ignore[arg-type]
         self.sums: dict[Any, Tensor] = {}
 
     def sum_of(self, unit: Unit) -> Tensor:
@@ -96,10 +97,12 @@ class _Partials(BackwardPass):
         self._drop_keys(unit)
 
 
-def _share_by_all_reduce(self: OfRank, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+def _share_by_all_reduce(
+    self: OfRank, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None, modifiers: Modifiers | None
+) -> Gradients:
     dout, q, k, v, out = rows
     keys = GatheredKeys(call, self.outside, k, v)
-    work = _Partials(call, self.outside.rank, (dout, q, out), (lse, dlse), keys)
+    work = _Partials(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, modifiers=modifiers)
     for unit in work.units:
         if unit.leg is not None:
             work.step(unit)

@@ -7,8 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from dash_attn.backends.hopper import tiles as shapes
-from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
-from dash_attn.backends.hopper.calls.kernel_names import threads_per_row
+from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES, threads_per_row
 
 DTYPES = ("bf16", "f16")
 DIMS = shapes.KERNEL_DIMS

@@ -69,6 +69,7 @@ PLANTED = [
     ("transformer-engine", variables(NVTE_ALLOW_NONDETERMINISTIC_ALGO=None), "not set"),
     ("torch-version", {"torch_version": "2.8.1+cu128"}, "2.8.1"),
     ("cuda-bindings", {"cuda_bindings": False}, "cuda-bindings"),
+    ("kernel-origin", {"kernels": "4 packed, NVRTC 13.4.92; 1 compiled here, NVRTC 13.0"}, "1 compiled here"),
     ("gpu-model", {"gpu": Gpu("NVIDIA A100", (8, 0))}, "A100 has compute capability 8.0"),
     ("hash-seed", variables(PYTHONHASHSEED=None), "not set"),
     ("hash-seed", variables(PYTHONHASHSEED="random"), "random"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call.kv_cache import CachePlaces, CacheTensors
 from ..call.offsets import SequenceOffsets
-from ..call.options import Choices
+from ..call.options import Choices, is_zero
 from ..masks import Causal, Full, Window
 from .kv_cache import refuse_gradients, run
 
@@ -39,5 +39,8 @@ def _refuse_choices(choices: Choices) -> None:
         raise ValueError(
             f"keys in pages have no backward, so there is nothing to schedule: schedule must be 'auto'; got {choices.schedule!r}"
         )
+    if not is_zero(choices.dropout_p) or choices.alibi:
+        asked = "alibi_slopes" if choices.alibi else f"dropout_p={choices.dropout_p!r}"
+        raise ValueError(f"keys in pages take no dropout and no ALiBi: dropout_p must be 0 and alibi_slopes None; got {asked}")
     if choices.accumulation != "ordered":
         raise ValueError(f"keys in pages have no backward: accumulation must be 'ordered'; got {choices.accumulation!r}")

@@ -19,6 +19,7 @@ class OwnKeywords(TypedDict, total=False):
 
     mask: Mask | None
     sinks: Tensor | None
+    dropout_seed: Tensor | None
     schedule: str | Schedule
     accumulation: str
     backend: str

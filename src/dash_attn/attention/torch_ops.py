@@ -16,6 +16,7 @@ from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
 from ..call.given_schedule import text_of
+from ..call.modifiers import Modifiers, check_seeds, check_slopes
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule
 from ..call.tensor_checks import check_sinks, check_tensors
@@ -24,14 +25,17 @@ from .autograd import attention_backward, attention_forward
 from .mask_arguments import decode_mask, encode_mask
 
 PLAIN = (Tensor, torch.nn.Parameter)
-PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
-CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str schedule, str accumulation, str backend, SymInt head_offset"
+TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes"
+CHOICES = (
+    f"{TENSORS}, SymInt max_seqlen_q, SymInt max_seqlen_k, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
+    " str schedule, str accumulation, str backend, SymInt head_offset, float dropout_p, int version"
+)
 # Part of every traced program, so that one from a cache or a file whose operators meant something else is refused, not run.
-# 2: the LSE has a gradient.
-VERSION = 2
-FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}, int version) -> (Tensor, Tensor)"
+# 2: the LSE has a gradient. 3: dropout and ALiBi.
+VERSION = 3
+FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}, int version)"
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -48,6 +52,8 @@ class Arguments(NamedTuple):
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
+    dropout_seed: Tensor | None
+    alibi_slopes: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     mask: str
@@ -58,11 +64,24 @@ class Arguments(NamedTuple):
     accumulation: str
     backend: str
     head_offset: int
+    dropout_p: float
     version: int
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        if self.dropout_seed is None and self.alibi_slopes is None:
+            return None
+        return Modifiers(self.dropout_seed, self.alibi_slopes)
 
 
 def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    packed: tuple[Tensor, Tensor, int, int] | None,
+    choices: Choices,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator. packed: SequenceOffsets' fields."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
@@ -70,6 +89,8 @@ def traced_attention(
     arguments = Arguments(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        dropout_seed=None if modifiers is None else modifiers.seeds,
+        alibi_slopes=None if modifiers is None else modifiers.slopes,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         mask=name,
@@ -80,6 +101,7 @@ def traced_attention(
         accumulation=choices.accumulation,
         backend=choices.backend,
         head_offset=choices.head_offset,
+        dropout_p=choices.dropout_p,
         version=VERSION,
     )
     out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *arguments)
@@ -97,9 +119,10 @@ def _schedule_text(schedule: str | Schedule) -> str:
 
 @torch.library.custom_op("dash_attn::attention", mutates_args=(), schema=FORWARD)
 def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    offsets, options = _read(q, k, v, sinks, Arguments(*rest))
+    arguments = Arguments(*rest)
+    offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    return attention_forward(q, k, v, options, offsets, sinks)
+    return attention_forward(q, k, v, options, offsets, sinks, arguments.modifiers)
 
 
 @torch.library.custom_op("dash_attn::attention_backward", mutates_args=(), schema=BACKWARD)
@@ -107,9 +130,10 @@ def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    offsets, options = _read(q, k, v, sinks, Arguments(*rest))
+    arguments = Arguments(*rest)
+    offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse, arguments.modifiers)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -144,7 +168,8 @@ def _read(
     if offsets is not None:
         offsets.check_device(q.device)
     scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
-    numbers = (*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset)
+    _check_modifiers(q, arguments)
+    numbers = (*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset, arguments.dropout_p)
     if any(isinstance(number, (SymInt, SymFloat)) for number in numbers):
         return offsets, None
     options = _options(
@@ -156,6 +181,8 @@ def _read(
         arguments.accumulation,
         arguments.backend,
         arguments.head_offset,
+        arguments.dropout_p,
+        arguments.alibi_slopes is not None,
     )
     resolve(options.backend, q.device)
     if offsets is None:
@@ -163,6 +190,14 @@ def _read(
     else:
         refuse_given_schedule(options)
     return offsets, options
+
+
+def _check_modifiers(q: Tensor, arguments: Arguments) -> None:
+    sequences = q.shape[0] if arguments.cu_seqlens_q is None else len(arguments.cu_seqlens_q) - 1
+    check_seeds(arguments.dropout_seed, q, sequences)
+    check_slopes(arguments.alibi_slopes, q, sequences)
+    if arguments.dropout_p and arguments.dropout_seed is None:
+        raise ValueError(f"dropout needs a seed for each sequence; got dropout_p={arguments.dropout_p} and no dropout_seed")
 
 
 def _offsets(arguments: Arguments) -> SequenceOffsets | None:
@@ -173,34 +208,24 @@ def _offsets(arguments: Arguments) -> SequenceOffsets | None:
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _options(
-    mask: str,
-    mask_sizes: tuple[int, ...],
-    scale: float,
-    softcap: float,
-    schedule: str,
-    accumulation: str,
-    backend: str,
-    head_offset: int,
-) -> AttentionOptions:
-    return AttentionOptions(decode_mask(mask, mask_sizes), scale, softcap, schedule, accumulation, backend, head_offset)
+def _options(mask: str, mask_sizes: tuple[int, ...], *others: Any) -> AttentionOptions:
+    return AttentionOptions(decode_mask(mask, mask_sizes), *others)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.choices = inputs[:6], inputs[6:]
+    tensors, ctx.choices = inputs[:8], inputs[8:]
     ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    unused = (None,) * (2 + len(ctx.choices))
-    out, lse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    unused = (None,) * (4 + len(ctx.choices))
+    out, lse, q, k, v, sinks, *others = ctx.saved_tensors
     if dout is None:
         if dlse is None:
             return (None,) * 4 + unused
         dout = torch.zeros_like(out)  # only the LSE was used
-    ends = cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *ends, *ctx.choices)
+    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *others, *ctx.choices)
     return dq, dk, dv, None if sinks is None else dsinks, *unused
 
 

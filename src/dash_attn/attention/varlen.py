@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
+from ..call.modifiers import modifiers_of
 from ..call.offsets import SequenceOffsets
-from ..call.options import Choices, options_for, refuse_given_schedule, refuse_unsupported
+from ..call.options import Choices, check_determinism, check_dropout, options_for, refuse_given_schedule
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import Mask
 from ..scheduling.schedule import Schedule
@@ -128,6 +129,7 @@ def flash_attn_varlen_func(
     *,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
     schedule: str | Schedule = "auto",
     accumulation: str = "ordered",
     backend: str = "auto",
@@ -141,6 +143,9 @@ def flash_attn_varlen_func(
     sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func; a schedule is
     "auto" or, on the CPU, a name: each sequence is planned by its own lengths, so a Schedule fits none of them and raises.
 
+    dropout_seed is (sequences,): each sequence drops the pairs that it drops alone with its seed. alibi_slopes are (q_heads,) or
+    (sequences, q_heads).
+
     On the GPU the values of cu_seqlens are not read on the host, so the call does not wait for the GPU: they must
     start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
@@ -153,7 +158,8 @@ def flash_attn_varlen_func(
     """
     refuse_transforms()
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
-    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
+    check_dropout(dropout_p)
+    check_determinism(deterministic, accumulation)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -164,13 +170,16 @@ def flash_attn_varlen_func(
         accumulation=accumulation,
         backend=backend,
         head_offset=head_offset,
+        dropout_p=dropout_p,
+        alibi=alibi_slopes is not None,
     )
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
         out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
-    elif is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
+    elif is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, dropout_seed, alibi_slopes):
         check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        out, lse = traced_attention(q, k, v, sinks, packed, choices)
+        modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
+        out, lse = traced_attention(q, k, v, sinks, packed, choices, modifiers)
     else:
         check_tensors(q, k, v, ndim=3)
         check_sinks(sinks, q)
@@ -178,7 +187,8 @@ def flash_attn_varlen_func(
         offsets.check_device(q.device)
         options = options_for(choices, q.shape[-1])
         refuse_given_schedule(options)
-        out, lse = Attention.apply(q, k, v, sinks, options, offsets)  # type: ignore[no-untyped-call]
+        modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
+        out, lse = Attention.apply(q, k, v, sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..call.cache_explanation import CacheExplanation
 from ..call.explanation import Explanation
 from ..call.kv_cache import CachePlaces, CacheTensors
+from ..call.modifiers import Modifiers
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..scheduling.devices.sharding import Sharding
@@ -28,7 +29,8 @@ DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
 class Backend(Protocol):
     """Dense tensors are (batch, length, heads, head dim), LSE (batch, query heads, length). With `offsets` they are
     (tokens, heads, head dim) and (query heads, tokens). There is at least one query and one key; of packed sequences
-    some may be empty. `sinks` are (query heads,) logits that each row's softmax also sums.
+    some may be empty. `sinks` are (query heads,) logits that each row's softmax also sums. `modifiers`
+    come where the options have dropout or ALiBi.
     """
 
     def forward(
@@ -39,6 +41,7 @@ class Backend(Protocol):
         options: AttentionOptions,
         offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and LSE. Raises where a schedule that was given does not fit, which a backward would find too late."""
 
@@ -54,6 +57,7 @@ class Backend(Protocol):
         offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
         dlse: Tensor | None = None,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dQ, dK, dV, and the gradient of the sinks where there are any. `dlse`, where the LSE was used, is laid out like it."""
 
@@ -96,7 +100,7 @@ class DeviceBackward(Protocol):
 class Devices(Protocol):
     """The module `devices` of a backend that can run one of several devices that share a sequence."""
 
-    DeviceBackward: type  # (plan, shared, device, options, rows, of_rows) -> DeviceBackward
+    DeviceBackward: type  # (plan, shared, device, options, rows, of_rows, modifiers=) -> DeviceBackward
 
     def backward_tiles(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """Rows of a Q tile and of a KV tile."""
@@ -120,6 +124,7 @@ class Devices(Protocol):
         problem: Problem,
         sharding: Sharding,
         device: int,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and LSE of the device's queries; k and v are those of the whole sequence, all of some heads."""
 

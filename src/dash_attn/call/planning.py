@@ -74,7 +74,9 @@ def describe_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
         mask = f"{mask[:LONGEST_MASK]}..."
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in (("q", q), ("k", k), ("v", v)))
     softcap = f", softcap {options.softcap:g}" if options.softcap else ""
-    return f"{shapes}, {str(q.dtype).removeprefix('torch.')}, {mask}{softcap}"
+    dropout = f", dropout {options.dropout_p:g}" if options.dropout_p else ""
+    alibi = ", ALiBi" if options.alibi else ""
+    return f"{shapes}, {str(q.dtype).removeprefix('torch.')}, {mask}{softcap}{dropout}{alibi}"
 
 
 def plan_in_words(plan: Plan) -> str:

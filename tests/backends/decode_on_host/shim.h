@@ -95,6 +95,8 @@ static inline unsigned __ballot_sync(unsigned, bool mine) {
   for (int i = 0; i < 32; i++) bits |= all[i] << i;
   return bits;
 }
+static inline int __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+static inline int __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == 0xffffffffu; }
 static inline float __shfl_xor_sync(unsigned, float x, int mask) {
   return std::bit_cast<float>(exchange(std::bit_cast<unsigned>(x))[(threadIdx.x % 32) ^ mask]);
 }

@@ -49,8 +49,17 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool = F
         raise Unsupported(f"backend 'hopper' takes fewer than 2^31 query rows (batch x length x heads); got {q.numel() // q.shape[-1]}")
     if options.softcap and not options.ordered:
         raise Unsupported("accumulation='unordered' is for comparison only: backend 'hopper' has it without softcap; got both")
+    _check_modifiers(options)
     if packed:
         _check_packed(options)
+
+
+def _check_modifiers(options: AttentionOptions) -> None:
+    """What no kernel has yet."""
+    if options.dropout_p:
+        raise Unsupported(f"backend 'hopper' has no dropout yet: dropout_p must be 0; got {options.dropout_p}. Backend 'cpu' has it")
+    if options.alibi:
+        raise Unsupported("backend 'hopper' has no ALiBi yet: alibi_slopes must be None. Backend 'cpu' has it")
 
 
 def _check_packed(options: AttentionOptions) -> None:

@@ -9,11 +9,19 @@ KERNEL_DIMS = (64, 96, 128, 192, 256)
 # ... of q and k, and of v, in the backward: keys of 192 with values up to 128 (DeepSeek) have a kernel of their own.
 BACKWARD_DIMS = (*((dim, dim) for dim in KERNEL_DIMS), (192, 128))
 THREADS, HELPER_THREADS = 384, 256
+# Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
+# Consumers: time per element, relative.
+CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 
 
 def helper_blocks(threads: int) -> int:
     """Of a helper kernel with that many threads."""
     return -(-threads // HELPER_THREADS)
+
+
+def threads_per_row(v_dim: int) -> int:
+    """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
+    return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32
 
 
 def kernel_dim(*dims: int) -> int:

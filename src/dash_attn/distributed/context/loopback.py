@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.modifiers import Modifiers
 from ...call.sums import sum_in_order
 from ...scheduling.devices.units import Unit
 from .gathering import sharding_of_tiles
@@ -66,6 +67,7 @@ def play_all_ranks(
     *,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    modifiers: Modifiers | None = None,
     units: Iterable[Unit] | None = None,
 ) -> Results:
     """Forward and backward of whole tensors, each rank with its own rows. dlse: the gradient of the LSE, where it was used. units: in
@@ -76,9 +78,9 @@ def play_all_ranks(
     ranks = []
     for device in devices:
         mine = rows_of(call.sharding, device, q.device)
-        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, sinks)
+        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, sinks, modifiers)
         of_rows = lse[:, :, mine], None if dlse is None else dlse[:, :, mine]
-        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox))
+        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox, modifiers))
     for unit in call.shared.units if units is None else units:
         ranks[unit.device].step(unit)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
 from ...backends import resolve
 from ...call.given_schedule import in_words
+from ...call.modifiers import Modifiers, given_modifiers
 from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import hash_of
 from ...call.sums import sum_in_order
@@ -32,6 +34,29 @@ from .ulysses import HeadExchange, check_factor, inside_and_outside, outer_shard
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dout, q, k, v, out
+
+
+class Given(NamedTuple):
+    """Tensors of a call that every rank has alike."""
+
+    sinks: Tensor | None = None
+    seeds: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        return None if self.seeds is None and self.slopes is None else Modifiers(self.seeds, self.slopes)
+
+    def check(self, q: Tensor, dropout_p: float) -> None:
+        check_sinks(self.sinks, q)
+        given_modifiers(q, q.shape[0], dropout_p, self.seeds, self.slopes)
+
+    @property
+    def facts(self) -> Facts:
+        """On a GPU the host does not look at values."""
+        seeds = self.seeds.tolist() if self.seeds is not None and self.seeds.device.type == "cpu" else self.seeds is not None
+        sinks, slopes = ("none" if x is None else str(x.dtype) for x in (self.sinks, self.slopes))
+        return {"the sinks": sinks, "alibi_slopes": slopes, "dropout_seed": seeds}
 
 
 @dataclass(frozen=True)
@@ -84,7 +109,7 @@ class OfRank:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
+        given: Given,
         choices: Choices,
         peers: Peers,
         sharding: str | Sharding,
@@ -95,10 +120,9 @@ class OfRank:
 
         def make() -> _Part:
             check_tensors(q, k, v)
-            check_sinks(sinks, q)
+            given.check(q, choices.dropout_p)
             chosen = sharding_of_rank(sharding, q.shape[1], peers.count)
-            of_sinks = "none" if sinks is None else str(sinks.dtype)
-            more: Facts = {"the sinks": of_sinks, "whether gradients are needed": differentiable}
+            more: Facts = {**given.facts, "whether gradients are needed": differentiable}
             return _Part.of(q, k, v, options_for(choices, q.shape[-1]), peers, chosen, ulysses, more)
 
         part = agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
@@ -106,39 +130,48 @@ class OfRank:
         exchange = HeadExchange(inside, part.sharding, peers.rank - peers.rank % ulysses)
         return cls(part.options, part.call, exchange, outside, part.facts)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, modifiers: Modifiers | None = None) -> tuple[Tensor, Tensor]:
         """Output and LSE of this rank's rows."""
         q, k, v = map(self.exchange.to_heads, (q, k, v))
-        own_sinks = self._own(sinks)
+        own_sinks, own_modifiers = self._own(sinks), self._own_modifiers(modifiers)
         if self.call is None:
-            out, lse = attention_forward(q, k, v, self.options, None, own_sinks)
+            out, lse = attention_forward(q, k, v, self.options, None, own_sinks, own_modifiers)
         else:
-            out, lse = forward_pass(self.call, self.outside.rank, q, GatheredKeys(self.call, self.outside, k, v), own_sinks)
+            keys = GatheredKeys(self.call, self.outside, k, v)
+            out, lse = forward_pass(self.call, self.outside.rank, q, keys, own_sinks, own_modifiers)
             if observers:
                 part = SharedPart((self.call, self.outside.rank), partial(self.call.described, self.outside.rank))
                 tell_observers(q, k, v, self.options, shared=part)
         return self.exchange.to_rows(out), _by_head(self.exchange.to_rows(_by_row(lse)))
 
-    def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+    def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None, modifiers: Modifiers | None = None) -> Gradients:
         """dQ, dK and dV of this rank's rows. The sinks' gradient is that of all ranks on the first one, and zero on the others."""
         dout, q, k, v, out = map(self.exchange.to_heads, rows)
         if self.exchange.inside.count > 1 and dlse is None:  # a neighbour may have used its LSE where this rank has not
             dlse = torch.zeros_like(lse)
         dlse = None if dlse is None else _by_head(self.exchange.to_heads(_by_row(dlse)))
         lse = _by_head(self.exchange.to_heads(_by_row(lse)))
-        own_sinks = self._own(sinks)
+        own_sinks, own_modifiers = self._own(sinks), self._own_modifiers(modifiers)
         if self.call is None:
-            *gradients, dsinks = attention_backward(dout, q, k, v, out, lse, self.options, None, own_sinks, dlse)
+            *gradients, dsinks = attention_backward(dout, q, k, v, out, lse, self.options, None, own_sinks, dlse, own_modifiers)
         else:
-            *gradients, dsinks = self._share(self.call, (dout, q, k, v, out), lse, own_sinks, dlse)
+            *gradients, dsinks = self._share(self.call, (dout, q, k, v, out), lse, own_sinks, dlse, own_modifiers)
         dq, dk, dv = map(self.exchange.to_rows, gradients)
         return dq, dk, dv, None if dsinks is None else self._on_first_rank(dsinks)
 
-    def _share(self, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+    def _share(
+        self,
+        call: SharedCall,
+        rows: Rows,
+        lse: Tensor,
+        sinks: Tensor | None,
+        dlse: Tensor | None,
+        modifiers: Modifiers | None,
+    ) -> Gradients:
         dout, q, k, v, out = rows
         keys = GatheredKeys(call, self.outside, k, v)
         mail = RankMail(self.outside, call.shared, call.devices.tile_size(*call.dims), lse)
-        work = BackwardPass(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, mail)
+        work = BackwardPass(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, mail, modifiers)
         for unit in work.units:
             work.step(unit)
         dq, dk, dv = work.finish()
@@ -153,6 +186,12 @@ class OfRank:
     def _own(self, sinks: Tensor | None) -> Tensor | None:
         return None if sinks is None else sinks[self.exchange.heads(len(sinks))]
 
+    def _own_modifiers(self, modifiers: Modifiers | None) -> Modifiers | None:
+        """The options of the rank's own heads know where these begin."""
+        if modifiers is None or modifiers.slopes is None:
+            return modifiers
+        return modifiers._replace(slopes=modifiers.slopes[..., self.exchange.heads(modifiers.slopes.shape[-1])])
+
     def _on_first_rank(self, dsinks: Tensor) -> Tensor:
         whole = self.exchange.inside.gather(dsinks.contiguous())
         return whole if self.exchange.inside.rank == 0 and self.outside.rank == 0 else torch.zeros_like(whole)
@@ -160,7 +199,7 @@ class OfRank:
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
     """What must be the same on every rank."""
-    facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset")}
+    facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset", "dropout_p")}
     facts["softmax_scale"] = options.scale
     facts["backend"] = resolve(options.backend, q.device)
     facts["mask"], facts["schedule"] = _mask_in_words(options.mask), _schedule_in_words(options.schedule)

@@ -18,7 +18,8 @@ SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "pow
 
 
 def environment() -> dict[str, Any]:
-    from ...backends.hopper.device.compile import compiler_version
+    from ...backends.hopper.device.compile import compiler_at_hand
+    from ...backends.hopper.device.packed import packed_compiler
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
@@ -28,7 +29,8 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "nvrtc": compiler_version(),
+        "nvrtc": compiler_at_hand(),
+        "packed_nvrtc": packed_compiler(),  # of the kernels that came with the package, which run if the driver loads them
         "python": platform.python_version(),
         "dash_attn": __version__,
         "commit": commit(),

@@ -79,6 +79,10 @@ def cuda_bindings(snapshot: Snapshot) -> str | None:
     return "CUDA is there, cuda-bindings is not" if snapshot.cuda and not snapshot.cuda_bindings else None
 
 
+def kernel_origin(snapshot: Snapshot) -> str | None:
+    return snapshot.kernels if snapshot.cuda else None
+
+
 def not_hopper(snapshot: Snapshot) -> str | None:
     gpu = snapshot.gpu
     if gpu is None or gpu.capability == HOPPER:
@@ -159,6 +163,15 @@ SURROUNDING_CHECKS = (
         "The GPU kernels are launched through it; without it dash-attn raises on CUDA tensors.",
         "pip install 'dash-attn[gpu]'",
         "README.md",
+    ),
+    Check(
+        "kernel-origin",
+        "info",
+        "environment",
+        kernel_origin,
+        "Machine code decides bits. Packed kernels are the same on every machine; those compiled here depend on the NVRTC at hand.",
+        "Install the same wheel everywhere (python -m build), and compare the kernels' hashes (dash_attn.explain)",
+        "docs/hopper.md",
     ),
     Check(
         "gpu-model",

@@ -96,9 +96,11 @@ def _versions(device: str) -> dict[str, str | None]:
         "system": platform.system(),
     }
     if device == "cuda":
-        from ...backends.hopper.device.compile import compiler_version
+        from ...backends.hopper.device.compile import compiler_at_hand
+        from ...backends.hopper.device.packed import packed_compiler
 
-        found["nvrtc"] = compiler_version()  # another version may give other machine code
+        found["nvrtc"] = compiler_at_hand()  # another version may give other machine code
+        found["packed_nvrtc"] = packed_compiler()  # each case has the origins of its kernels
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....call.modifiers import Modifiers
 from ....call.options import AttentionOptions
 from ....scheduling.devices.units import SharedSchedule, Unit
 from ....scheduling.plan import Plan
@@ -31,8 +32,8 @@ from ..device.tensor_map import TensorMap, tma_ready
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, sm_count
-from ..tiles import backward_dims, backward_tiles, helper_blocks
-from .kernel_names import LegKernels, Variant, leg_kernels, threads_per_row
+from ..tiles import backward_dims, backward_tiles, helper_blocks, threads_per_row
+from .kernel_names import LegKernels, Variant, leg_kernels
 from .layout import cut, kernel_scales, masked_score, row_strides
 from .legs_on_device import legs_on_device
 from .tables import mask_kind
@@ -81,8 +82,10 @@ class DeviceBackward:
         rows: tuple[Tensor, ...],
         of_rows: tuple[Tensor, Tensor | None],
         overlap: bool = False,
+        modifiers: Modifiers | None = None,
     ) -> None:
-        """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that."""
+        """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that. Options that come with
+        modifiers are refused."""
         self.plan, self.shared, self.number, self.options, self.overlap = plan, shared, device, options, overlap
         dout, q, out = rows
         self.dims = q.shape[-1], dout.shape[-1]

@@ -15,6 +15,7 @@ from ....masks import Documents
 from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
+from ..device.cubin_files import Kernel
 from .backward_setup import BackwardSetup, dense_setup, packed_setup
 from .documents import offsets_of
 from .forward_setup import ForwardSetup, dense_forward_setup, packed_forward_setup
@@ -58,16 +59,18 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
 
 def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, Any]:
     """What this backend adds to an explanation."""
+    loaded = {} if q.is_meta else _load_kernels(ahead, behind)
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
         "forward_tiles": (ahead.q_rows, ahead.kv_rows),
         "workspace_bytes": behind.workspace.bytes,
-        "kernels": {} if q.is_meta else _kernel_hashes(ahead, behind),
+        "kernels": {name: kernel.sha256 for name, kernel in loaded.items()},
+        "kernel_origins": {name: kernel.origin for name, kernel in loaded.items()},
     }
 
 
-def _kernel_hashes(ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, str]:
-    """Compiles what is not compiled yet: the hash is of the machine code, not of the source."""
+def _load_kernels(ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, Kernel]:
+    """Compiles what is not compiled yet: hashes are of the machine code, not of the source."""
     kernels = behind.kernels()
     names = {
         "forward": ahead.kernel(),
@@ -75,4 +78,4 @@ def _kernel_hashes(ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, str]
         "backward": kernels.attention,
         "postprocess": kernels.postprocess,
     }
-    return {name: kernel.load(behind.layout.device).kernel.sha256 for name, kernel in names.items()}
+    return {name: kernel.load(behind.layout.device).kernel for name, kernel in names.items()}

@@ -14,6 +14,7 @@ from ..tiles import (
     cluster_tiles,
     decode_tiles,
     forward_tiles,
+    threads_per_row,
 )
 
 PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
@@ -105,8 +106,3 @@ def leg_kernels(variant: Variant, v_dim: int) -> LegKernels:
         plain.postprocess,
         plain.sink_gradient,
     )
-
-
-def threads_per_row(v_dim: int) -> int:
-    """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
-    return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32

@@ -129,7 +129,13 @@ class PlanTables(Structure):
         ("int", "kinds, kv_tiles, lanes, tickets, has_gangs", ""),
         ("int", "rounds", "heads are dealt to them evenly"),
         ("int", "instances[2]", "heads of each kind over the whole batch"),
-        ("int", "heads_per_sequence[2], first_head[2], last_member_first[2]", "per kind; a head is a part of a group"),
+        ("int", "last_member_first[2]", "per kind"),
+        ("int", "kv_heads, groups", "of a sequence, of the whole batch"),
+        (
+            "int",
+            "groups_with_more[2], first_with_more[2]",
+            "per kind: groups of a sequence with one part more of it, every second one",
+        ),
         ("GroupSplit", "split", ""),
     )
 
