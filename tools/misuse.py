@@ -108,6 +108,15 @@ CACHES = (
     ("flash_attn_with_kvcache(q, cache, cache, rotary_cos=q, rotary_sin=q)", "Rotate q and k before, as in training."),
     ("flash_attn_with_kvcache(q, cache, cache, num_splits=4)", "Leave it out."),
     ("flash_attn_with_kvcache(q.requires_grad_(), cache, cache)", "`torch.no_grad()`; train with `flash_attn_func`."),
+    (
+        "flash_attn_varlen_func(tokens, cache, cache, ends, ends, 6, 6, dropout_p=0.1, block_table=table)",
+        "Dropout is for training: on the whole sequence.",
+    ),
+    (
+        'explain_with_kvcache(q.to("meta"), cache.to("meta"), cache.to("meta"))',
+        "Name the backend: meta tensors have no device to choose by.",
+    ),
+    ("huggingface.mask_for(1, 4, 8, q_offset=6)", "Give the layer all keys up to its last query."),
 )
 OTHERS = (
     (

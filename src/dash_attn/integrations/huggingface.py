@@ -171,9 +171,9 @@ def _described_mask(
         return _mask_of_chunk(offsets[0] // chunk * chunk, sizes, offsets)
     known = (None, None) if mask_function is None else read_causal(mask_function)
     if keys > kv_len or (keys < kv_len and known is None):
+        why = "" if keys > kv_len else ". A static cache has slots behind the last query: with this mask, use a dynamic cache"
         raise NotImplementedError(
-            f"dash_attn needs the last query at the last key; got positions {first + keys - 1} and {first + kv_len - 1}. A static cache"
-            " has slots behind the last query: with this mask, use a dynamic cache"
+            f"dash_attn needs the last query at the last key; got positions {first + keys - 1} and {first + kv_len - 1}{why}"
         )
     if known is None:
         assert mask_function is not None
