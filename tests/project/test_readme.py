@@ -15,6 +15,8 @@ import pytest
 
 from dash_attn import GENERATORS
 from dash_attn.cli.main import main
+from dash_attn.tools.bench.relative import relative_table
+from dash_attn.tools.bench.results import read
 from rooms import PACKAGE, ROOMS
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +67,7 @@ def test_plan_commands_work(command: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_plan_commands_are_found() -> None:
-    assert len(plan_commands()) == 8
+    assert len(plan_commands()) == 7
 
 
 def measured(suite: str, direction: str = "backward") -> list[dict[str, Any]]:
@@ -134,7 +136,8 @@ def test_the_cost_of_determinism_is_the_committed_one() -> None:
 def test_other_figures_are_the_committed_ones() -> None:
     flash = [row["ratio_to_cudnn"] for row in measured("paper") if row["candidate"] == "PyTorch flash deterministic"]
     assert f"deterministic flash backward reaches {min(flash):.2f} to {max(flash):.2f} of cuDNN" in RESULTS
-    for name in ("dash-attn", "FlashAttention-4 deterministic", "FlashAttention-4"):
+    peers = [f"FlashAttention-{number}{mode}" for number in (3, 4) for mode in ("", " deterministic")]
+    for name in ("dash-attn", "dash-attn unordered", *peers):
         ratio = [f"{row['ratio_to_cudnn']:.2f}" for row in measured("paper-fa4") if row["candidate"] == name]
         assert f"| {name} | {' | '.join(ratio)} |" in RESULTS
     hosts = json.loads((ROOT / "benchmarks/results/h200-host.json").read_text())["host"]
@@ -142,6 +145,17 @@ def test_other_figures_are_the_committed_ones() -> None:
     for name, shown in (("dash-attn", "dash-attn"), ("PyTorch flash", "PyTorch SDPA, flash"), ("cuDNN", "PyTorch SDPA, cuDNN")):
         assert f"| {shown} | {took[name]} | {took[f'{name}, one thread']} |" in RESULTS
     assert f"Our own part (look-up, descriptors, launches) is {took['dash-attn, without autograd']}." in RESULTS
+
+
+def test_the_table_of_ranks_is_the_committed_one() -> None:
+    header, lines = relative_table(read(ROOT / "benchmarks/results/h200-ranks.json"), "backward")
+    section = RESULTS[RESULTS.index("| query/KV heads, tokens |") :]
+    shown = [line.replace("**", "").split("|")[1:-1] for line in section[: section.index("\n\n")].splitlines()[2:]]
+    columns = ("cuDNN", "FlashAttention-4", "FlashAttention-4 deterministic", "dash-attn equal heads", "dash-attn unordered")
+    for place, name in enumerate(columns, start=1):
+        measured_ones = [line[header.index(name)].split()[0] for line in lines if line[header.index(name)] != "-"]
+        figures = [figure for row in shown for figure in row[place].strip().split("; ") if re.fullmatch(r"\d\.\d\d", figure)]
+        assert sorted(figures) == sorted(measured_ones), name
 
 
 def test_the_forward_is_the_committed_one() -> None:

@@ -44,3 +44,14 @@ def test_a_rank_that_dies_in_the_backward(found: Found) -> None:
         assert "from rank " in words
         assert seconds < 2 * LIMIT
     assert any("from rank 2: that rank has ended" in found[global_rank]["backward"]["words"] for global_rank in (0, 2))
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_dies_in_the_backward_of_documents(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = run_processes(context_misuse.lost_among_documents, 3, tmp_path_factory.mktemp("lost"), limit=120)
+    assert found[2] is None
+    for rank in range(2):
+        words, seconds = found[rank].values()
+        assert words.startswith(f"RuntimeError: rank {rank} of 3 could not receive the states of queries ")
+        assert " of document 1 (rows 50 to 767 of all) from rank " in words
+        assert seconds < 2 * LIMIT

@@ -17,7 +17,8 @@ from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers
-from .of_rank import Given, OfRank
+from .documents import Offsets
+from .of_rank import Given, OfRank, Sharing
 
 
 @overload
@@ -41,6 +42,7 @@ def context_parallel_attention(
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -64,6 +66,7 @@ def context_parallel_attention(
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -87,6 +90,7 @@ def context_parallel_attention(
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
@@ -109,6 +113,7 @@ def context_parallel_attention(
     head_offset: int = 0,
     sharding: str | Sharding = "zigzag",
     ulysses: int = 1,
+    cu_seqlens: Offsets | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that the ranks of a group share, with the bits that one rank would give.
@@ -122,6 +127,9 @@ def context_parallel_attention(
         others says which lengths fit).
     ulysses: a factor of the group's size. Inside as many neighbouring ranks, heads are exchanged for rows; outside, states travel.
         It must divide the KV heads. On its own (ulysses = the group's size) no state travels.
+    cu_seqlens: where documents in the row begin, 0 first and the whole row's length last: a tuple, a list, or a tensor on the host.
+        `causal`, `window_size` and `mask` are then those of each document, whose bits are those it has alone. mask=Documents(...)
+        does the same. Chunks need not be multiples of a tile.
     sinks: the same on every rank. Their gradient is complete on the first rank of the group and zero on the others, so that the sum
         over ranks, which every replicated parameter needs, is the gradient.
     dropout_seed: with dropout_p, one number per sequence, the same on every rank. It must be given: each rank has a generator of its own.
@@ -145,14 +153,14 @@ def context_parallel_attention(
         dropout_p=dropout_p,
         alibi=alibi_slopes is not None,
     )
-    given = Given(sinks, dropout_seed, alibi_slopes)
+    given, sharing = Given(sinks, dropout_seed, alibi_slopes), Sharing(sharding, ulysses, cu_seqlens)
     if is_traced(q, k, v, *given):
         from .operator import traced_attention
 
-        out, lse = traced_attention(q, k, v, given, group, choices, sharding, ulysses)
+        out, lse = traced_attention(q, k, v, given, group, choices, sharing)
     else:
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        rank = OfRank.agreed(q, k, v, given, choices, Peers.of(group), sharding, ulysses, differentiable)
+        rank = OfRank.agreed(q, k, v, given, choices, Peers.of(group), sharing, differentiable)
         out, lse = SharedAttention.apply(q, k, v, sinks, rank, given.modifiers)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 

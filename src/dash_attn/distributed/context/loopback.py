@@ -11,7 +11,7 @@ from torch import Tensor
 from ...call.modifiers import Modifiers
 from ...call.sums import sum_in_order
 from ...scheduling.devices.units import Unit
-from .gathering import sharding_of_tiles
+from .gathering import WholeKeys, sharding_of_tiles
 from .passes import BackwardPass, forward_pass
 from .rows import rows_of
 from .shared_call import SharedCall
@@ -26,20 +26,6 @@ class Results(NamedTuple):
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None = None
-
-
-class WholeKeys:
-    """All keys are here already."""
-
-    def __init__(self, call: SharedCall, k: Tensor, v: Tensor) -> None:
-        self.call, self.k, self.v = call, k, v
-
-    def start(self, number: int) -> None:
-        pass
-
-    def get(self, number: int) -> tuple[Tensor, Tensor]:
-        heads = self.call.gathers[number]
-        return self.k[:, :, heads.start : heads.stop], self.v[:, :, heads.start : heads.stop]
 
 
 class Mailbox:

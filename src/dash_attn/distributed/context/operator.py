@@ -14,12 +14,12 @@ from ...call.options import Choices, choose_mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
-from .of_rank import Given, OfRank
+from .of_rank import Given, OfRank, Sharing
 
-VERSION = 2  # part of every traced program, so that one whose operators meant something else is refused, not run
+VERSION = 3  # part of every traced program, so that one whose operators meant something else is refused, not run
 CHOICES = (
-    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
-    " str schedule, str backend, SymInt head_offset, float dropout_p, bool differentiable, int version"
+    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, SymInt[]? cu_seqlens, str mask, SymInt[] mask_sizes,"
+    " float? scale, float softcap, str schedule, str backend, SymInt head_offset, float dropout_p, bool differentiable, int version"
 )
 GIVEN = "Tensor? sinks, Tensor? dropout_seed, Tensor? alibi_slopes"
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES}) -> (Tensor, Tensor)"
@@ -39,6 +39,7 @@ class Arguments(NamedTuple):
     lengths: Sequence[int]
     owners: Sequence[int]
     ulysses: int
+    cu_seqlens: Sequence[int] | None
     mask: str
     mask_sizes: Sequence[int]
     scale: float | None
@@ -65,11 +66,14 @@ class Arguments(NamedTuple):
 
 
 def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, given: Given, group: Group, choices: Choices, sharding: str | Sharding, ulysses: int
+    q: Tensor, k: Tensor, v: Tensor, given: Given, group: Group, choices: Choices, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
     if isinstance(choices.schedule, Schedule) and torch.compiler.is_compiling():
         raise TypeError("a compiled program takes a schedule as JSON text: pass schedule.to_json(), made outside of the program")
+    sharding, ulysses, cu_seqlens = sharing
+    if isinstance(cu_seqlens, Tensor):
+        raise TypeError("a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist(), made outside of the program")
     name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
     arguments = Arguments(
         group=_name_of(group),
@@ -77,6 +81,7 @@ def traced_attention(
         lengths=list(sharding.lengths) if isinstance(sharding, Sharding) else [],
         owners=list(sharding.owners) if isinstance(sharding, Sharding) else [],
         ulysses=ulysses,
+        cu_seqlens=None if cu_seqlens is None else list(cu_seqlens),
         mask=name,
         mask_sizes=sizes,
         scale=choices.softmax_scale,
@@ -109,8 +114,9 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, given: Given, arguments: Arguments) -
         )
     peers = Peers.named(arguments.group) if arguments.group else Peers.alone()
     sharding = arguments.sharding or Sharding(tuple(arguments.lengths), tuple(arguments.owners))
-    choices = arguments.choices._replace(alibi=given.slopes is not None)
-    return OfRank.agreed(q, k, v, given, choices, peers, sharding, arguments.ulysses, arguments.differentiable)
+    ends = None if arguments.cu_seqlens is None else list(arguments.cu_seqlens)
+    choices, sharing = arguments.choices._replace(alibi=given.slopes is not None), Sharing(sharding, arguments.ulysses, ends)
+    return OfRank.agreed(q, k, v, given, choices, peers, sharing, arguments.differentiable)
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[Given, Arguments]:
