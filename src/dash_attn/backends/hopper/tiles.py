@@ -90,7 +90,7 @@ def forward_tiles(dim: int, consumers: int) -> ForwardTiles:
 DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
 DECODE_THREADS = 160
 CLUSTER_DIMS = (64, 128)  # head dims of which a cluster can serve a unit
-CLUSTER_ROWS, CLUSTER_COLUMNS, CLUSTER_THREADS = 8, 16, 288  # rows of its units, columns of V that a CTA owns
+CLUSTER_ROWS, CLUSTER_COLUMNS, CLUSTER_THREADS = 8, 16, 320  # rows of its units, columns of V that a CTA owns
 
 
 def decode_tiles(dim: int) -> ForwardTiles:
@@ -107,7 +107,7 @@ def cluster_tiles(dim: int) -> ForwardTiles:
     message = CLUSTER_ROWS * (kv_rows * 2 + 4 + 4 + lanes * 16)
     tiles = CLUSTER_ROWS * dim * 2 + k_slots * kv_rows * dim * 2 + v_slots * kv_rows * CLUSTER_COLUMNS * 2
     messages = (2 * ctas + 2) * _in_units(message)
-    barriers = 8 * (2 * k_slots + 2 * v_slots + 2 + 2 * ctas + 2)
+    barriers = 8 * (2 * k_slots + 2 * v_slots + 2 + 2 * ctas + 2 + 2)
     return ForwardTiles(kv_rows, _in_units(tiles + messages + 2 * ctas * CLUSTER_ROWS * 4 + barriers))
 
 

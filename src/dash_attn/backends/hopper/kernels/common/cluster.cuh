@@ -28,7 +28,7 @@ DEVICE void copy_to_cta(u32 remote, u32 shared, u32 bytes, u32 remote_barrier) {
 DEVICE void arrive_in_cta(u32 remote_barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
 }
-// For barriers on which other CTAs arrive.
+// For barriers on which threads of other CTAs arrive. (Where they copy and count bytes, mbarrier_wait is enough, and keeps the L1 cache.)
 DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
   asm volatile(
       "{\n.reg .pred done;\nWAIT:\n"

@@ -27,8 +27,10 @@ template <typename Half, int D, bool SOFTCAP> __global__ void __cluster_dims__(C
     ClusterScores<Half, D, SOFTCAP>(p, unit, shared, rank, warp, lane).run();
   else if (warp < 8)
     ClusterOutputs<Half, D>(p, unit, shared, rank, warp - 4, lane).run();
-  else
+  else if (warp < 9)
     ClusterLoader<D>{p, &k_map, &v_map, unit, slots, shared, rank, lane}.run();
+  else
+    ClusterReceipts<D>{unit, {shared}, lane}.run();
   __syncwarp();
   cluster_sync();  // nobody leaves while others still read from it or write to it
 }

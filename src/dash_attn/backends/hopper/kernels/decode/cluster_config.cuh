@@ -18,7 +18,7 @@
 
 template <int D_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = 16, CTAS = D / COLUMNS, LANES = sum_lanes(D);
-  static constexpr int WARPS = 9, THREADS = WARPS * WARP;  // scores, outputs, loader
+  static constexpr int WARPS = 10, THREADS = WARPS * WARP;  // scores, outputs, loader, and one that tells others what was read
   static constexpr int PANELS = D / 64, KV_PANEL = KV_ROWS * PANEL_ROW, GROUP = ROWS * PANEL_ROW;  // a group: 8 rows of a panel
   static constexpr int Q_BYTES = PANELS * GROUP, K_BYTES = PANELS * KV_PANEL, V_ROW = 2 * COLUMNS, V_BYTES = KV_ROWS * V_ROW;
   static constexpr int P_BYTES = KV_ROWS / 64 * GROUP, SCORES = KV_ROWS / 2, OUTPUTS = COLUMNS / 2;
@@ -40,12 +40,13 @@ template <int D_> struct ClusterConfig {
     MessageSlot messages[MESSAGES], drafts[2];
     float maxima[2][CTAS][ROWS];
     u64 k_full[K_SLOTS], k_empty[K_SLOTS], v_full[V_SLOTS], v_empty[V_SLOTS];
-    u64 maxima_full[2], message_full[MESSAGES], drafts_read[2];
+    u64 maxima_full[2], message_full[MESSAGES], drafts_read[2], round_read[2];
   };
   static constexpr int Q = OFFSET_OF(Storage, q), K = OFFSET_OF(Storage, k), V = OFFSET_OF(Storage, v);
   static constexpr int MESSAGE_RING = OFFSET_OF(Storage, messages), DRAFTS = OFFSET_OF(Storage, drafts);
   static constexpr int MAXIMA = OFFSET_OF(Storage, maxima), MAXIMA_FULL = OFFSET_OF(Storage, maxima_full);
   static constexpr int MESSAGE_FULL = OFFSET_OF(Storage, message_full), DRAFTS_READ = OFFSET_OF(Storage, drafts_read);
+  static constexpr int ROUND_READ = OFFSET_OF(Storage, round_read);
   static constexpr int RESCALE = OFFSET_OF(Message, rescale), HIGHEST = OFFSET_OF(Message, highest), PARTS = OFFSET_OF(Message, parts);
   static constexpr int SHARED_BYTES = sizeof(Storage);
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
@@ -79,6 +80,7 @@ template <typename C> struct Mail {
   DEVICE u32 message_full(int visit) const { return shared + C::MESSAGE_FULL + 8 * (visit % C::MESSAGES); }
   DEVICE u32 draft(int round) const { return shared + C::DRAFTS + (round & 1) * (u32)sizeof(typename C::MessageSlot); }
   DEVICE u32 draft_read(int round) const { return shared + C::DRAFTS_READ + 8 * (round & 1); }
+  DEVICE Barrier round_read(int round) const { return {shared + C::ROUND_READ + 8 * (round & 1)}; }
 
   DEVICE void expect_maxima(const Rounds<C>& rounds, int round, int rank) const {
     const int tiles = rounds.tiles_of(round);
@@ -91,7 +93,8 @@ template <typename C> struct Mail {
   DEVICE void init(const Rounds<C>& rounds, int rank) const {
     for (int i = 0; i < 2; i++) {
       mbarrier_init(maxima_full(i), 1);
-      mbarrier_init(draft_read(i), 4 * C::CTAS);
+      mbarrier_init(draft_read(i), C::CTAS);
+      round_read(i).init(4);
     }
     for (int i = 0; i < C::MESSAGES; i++) mbarrier_init(message_full(i), 1);
     mbarrier_init_fence();

@@ -27,7 +27,7 @@ template <typename Half, int D> struct ClusterOutputs {
 #pragma unroll 1
     for (int visit = 0; visit < rounds.visits; visit++) {
       const u32 message = mail.message(visit), start = rounds.first_key(visit);
-      wait_for_cluster(mail.message_full(visit), visit / C::MESSAGES & 1);
+      mbarrier_wait(mail.message_full(visit), visit / C::MESSAGES & 1);
       if (warp == 0 && lane == 0) mail.expect_message(rounds, visit + C::MESSAGES);
       const float rescale = load(message + C::RESCALE + (lane >> 2) * 4);
       highest = load(message + C::HIGHEST + (lane >> 2) * 4);
@@ -45,7 +45,7 @@ template <typename Half, int D> struct ClusterOutputs {
       __syncwarp();
       if (lane == 0) {
         ring.empty().arrive();
-        arrive_in_cta(in_cta(mail.draft_read(visit / C::CTAS), visit % C::CTAS));
+        if (visit % C::CTAS == C::CTAS - 1 || visit == rounds.visits - 1) mail.round_read(visit / C::CTAS).arrive();
       }
       ring.next();
     }
@@ -81,5 +81,23 @@ template <typename Half, int D> struct ClusterOutputs {
 #pragma unroll
     for (int g = 0; g < 2; g++)
       store_pair<Half>(p, unit, row, rank * C::COLUMNS + 8 * g + 2 * (lane & 3), out[4 * g] * end.factor, out[4 * g + 1] * end.factor);
+  }
+};
+
+// One warp: tells the senders of a round that this CTA has read it. An arrive in another CTA waits for all memory operations before it,
+// which would hold up the warpgroup of the outputs.
+template <int D> struct ClusterReceipts {
+  using C = ClusterConfig<D>;
+  const Unit& unit;
+  Mail<C> mail;
+  int lane;
+
+  DEVICE void run() {
+    const Rounds<C> rounds(unit);
+#pragma unroll 1
+    for (int round = 0; rounds.tiles_of(round) > 0; round++) {
+      mail.round_read(round).wait((round >> 1) & 1);
+      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(round), lane));
+    }
   }
 };

@@ -40,7 +40,7 @@ template <typename Half, int D, bool SOFTCAP> struct ClusterScores {
       if (start < unit.lowest_full || start + C::KV_ROWS > unit.end_full) mask_scores(kept, start);
       const float mine = tile_max(s, 0);
       tell_maximum(rounds.tiles_of(round), round, mine);
-      wait_for_cluster(mail.maxima_full(round), (round >> 1) & 1);
+      mbarrier_wait(mail.maxima_full(round), (round >> 1) & 1);
       if (lane == 0) mail.expect_maxima(rounds, round + 2, rank);
       float before = highest;
       for (int cta = 0; cta < rounds.tiles_of(round); cta++) {
