@@ -13,7 +13,8 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from dash_attn import Documents, flash_attn_func  # noqa: E402
-from dash_attn.integrations import _cached_keys, huggingface  # noqa: E402
+from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
+from dash_attn.integrations import _cached_keys, _continuous_batching, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dense import same_bits  # noqa: E402
 from recorded_attention import Recorder  # noqa: E402
@@ -260,11 +261,32 @@ def test_continuous_batching_inside_a_window(recorder: Recorder) -> None:
     assert recorder.differing() == []
 
 
-def test_continuous_batching_past_a_window_is_refused(recorder: Recorder) -> None:
-    short, long = sampled_together(model_of("mistral"), [PROMPTS[0], PROMPTS[1]], tokens=20)
-    said = f"{short.error} {long.error}"
-    assert "no continuous batching past a sliding window, here of 40 keys: the cache dropped 1 keys" in said
+@pytest.mark.parametrize("name", ["mistral", "gpt-oss"])
+def test_continuous_batching_past_a_window(name: str, recorder: Recorder) -> None:
+    """From token 128 on a window of 40 keys has two tiles, as in training, though the cache holds no more than 40 keys."""
+    prompts = [PROMPTS[0], PROMPT[0, :115].tolist()]
+    found = sampled_together(model_of(name), prompts, tokens=30)
+    assert {recorder.length(*key) for key in recorder.chains} == {36, 144}
     assert recorder.differing() == []
+    for prompt, request in zip(prompts, found, strict=True):
+        expected = sampled(model_of(name, "eager"), torch.tensor([prompt]), max_new_tokens=30)
+        assert request.generated_tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_pages_that_do_not_say_what_was_dropped_have_other_bits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: positions counted from the first key that is left."""
+    monkeypatch.setattr(_continuous_batching, "_first_positions", lambda offsets, positions, window: [0])
+    sampled_together(model_of("mistral"), [PROMPT[0, :115].tolist()], tokens=30)
+    assert len(recorder.differing()) == 2, "both layers"
+
+
+def test_positions_tell_what_was_dropped() -> None:
+    ends = torch.tensor([0, 1, 1, 4], dtype=torch.int32), torch.tensor([0, 40, 40, 62], dtype=torch.int32)
+    offsets = SequenceOffsets(*ends, 3, 40)
+    positions = torch.tensor([[99, 19, 20, 21]])
+    assert _continuous_batching._first_positions(offsets, positions, 40) == [60, 0, 0]
+    with pytest.raises(NotImplementedError, match="needs position_ids to tell which keys a cache with a window of 40 dropped"):
+        _continuous_batching._first_positions(offsets, None, 40)
 
 
 def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,10 @@ def test_any_number_of_processes_ends_with_the_same_weights() -> None:
 
 def test_sampled_tokens_have_the_attention_of_training() -> None:
     """In every layer, given equal inputs. The controls differ: SDPA, and the rest of a model whose products are not pinned."""
-    command, one_thread = [sys.executable, str(FOLDER / "sample_and_train.py")], {**os.environ, "OMP_NUM_THREADS": "1"}
+    command, one_thread = (
+        [sys.executable, str(FOLDER / "sample_and_train.py")],
+        {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=one_thread)
     assert done.returncode == 0, done.stderr
     heading, *table = done.stdout.split("\n\n")[0].splitlines()

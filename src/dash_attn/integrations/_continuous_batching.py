@@ -1,7 +1,7 @@
 """Continuous batching of transformers (`generate_batch`): requests of any lengths in one packed batch, their keys in pages.
 
-The cache writes the new keys into its pages and gathers those of every request, end to end. Where a key lay does not matter to its
-bits; where its sequence begins does, so a cache of a window that dropped keys is refused.
+The cache writes the new keys into its pages and gathers those of every request, end to end. Where a key lay does not matter to the
+bits; where its sequence begins does, so requests that have grown past a sliding window are told apart.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.kv_cache import flash_attn_with_kvcache
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Window
@@ -24,8 +25,10 @@ FOR_THE_CACHE = ("cache", "read_index", "write_index", "block_table", "logits_in
 
 def keep_implementation() -> None:
     """transformers lets continuous batching run with implementations that it knows, and would replace ours or refuse it."""
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
+    try:
+        from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    except ImportError:  # a version without it, or without what it needs
+        return
     original = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)
     if original is None or getattr(original, "keeps_dash_attn", False):  # older versions refuse implementations that they do not know
         return
@@ -54,24 +57,33 @@ def attend_to_pages(
     key, value = arguments["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
     offsets = offsets_of_arguments(arguments)
     assert offsets is not None, "continuous batching always gives them"
-    if window is not None and offsets.max_seqlen_k >= window:
-        _refuse_dropped_keys(offsets, arguments.get("position_ids"), window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if window is not None and offsets.max_seqlen_k >= window:
+        firsts = _first_positions(offsets, arguments.get("position_ids"), window)
+        if any(firsts):
+            return _one_by_one((q, k, v), offsets, firsts, {"window_size": (window - 1, 0), **options})[None]
     mask = Causal() if window is None else Window(window - 1, 0)
     ends = offsets.cu_seqlens_q, offsets.cu_seqlens_k, offsets.max_seqlen_q, offsets.max_seqlen_k
     out: Tensor = flash_attn_varlen_func(q, k, v, *ends, mask=mask, **options)
     return out[None]
 
 
-def _refuse_dropped_keys(offsets: SequenceOffsets, positions: Tensor | None, window: int) -> None:
-    """A request whose last position is not its number of keys has lost some."""
-    lengths_q, lengths_k = offsets.cu_seqlens_q.diff(), offsets.cu_seqlens_k.diff()
+def _first_positions(offsets: SequenceOffsets, positions: Tensor | None, window: int) -> list[int]:
+    """Of the first key of each request. It is not 0 where the cache dropped keys: the last position tells how many there were."""
     if positions is None:
-        raise NotImplementedError(f"dash_attn needs position_ids to tell whether a cache with a window of {window} dropped keys; got none")
-    last = positions[0][(offsets.cu_seqlens_q[1:] - 1).clamp(min=0).long()] + 1
-    dropped = torch.where(lengths_q > 0, last - lengths_k, 0)
-    if bool((dropped != 0).any()):
-        raise NotImplementedError(
-            f"dash_attn has no continuous batching past a sliding window, here of {window} keys: the cache dropped {int(dropped.max())}"
-            " keys and does not say so. Use generate, whose caches do"
-        )
+        raise NotImplementedError(f"dash_attn needs position_ids to tell which keys a cache with a window of {window} dropped; got none")
+    lengths_q, lengths_k = offsets.cu_seqlens_q.diff(), offsets.cu_seqlens_k.diff()
+    last = positions[0][(offsets.cu_seqlens_q[1:] - 1).clamp(min=0).long()]
+    firsts: list[int] = torch.where(lengths_q > 0, last + 1 - lengths_k, 0).tolist()
+    return firsts
+
+
+def _one_by_one(tokens: tuple[Tensor, Tensor, Tensor], offsets: SequenceOffsets, firsts: list[int], options: dict[str, Any]) -> Tensor:
+    """Packed sequences count positions from their first key, so requests that dropped keys get a call each."""
+    q, k, v = tokens
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    for first, (rows, keys) in zip(firsts, offsets.sequences(len(q), len(k)), strict=True):
+        if rows.start < rows.stop:
+            one: Tensor = flash_attn_with_kvcache(q[None, rows], k[None, keys], v[None, keys], first_position=first, **options)
+            out[rows] = one[0]
+    return out
