@@ -85,6 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "device_index": lambda device: 0,
         "report_address": lambda: 0,
         "cuda_driver": NothingToReset,
+        "MOST_CLUSTERS": 0,
     }.items():
         monkeypatch.setattr(decode, name, value)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
