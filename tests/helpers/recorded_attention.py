@@ -31,6 +31,7 @@ class Recorder:
     """Our attention, with a note of every call by layer and sequence."""
 
     chains: dict[tuple[int, int], list[Chunk]] = field(default_factory=dict)
+    padding: dict[int, int] = field(default_factory=dict)  # tokens of a sequence, on the left
 
     def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: LayerMask, **arguments: Any) -> Any:
         options = {
@@ -68,7 +69,7 @@ class Recorder:
         """Layers and sequences of which a token has other bits than in the training forward."""
         bad = []
         for (layer, number), chunks in self.chains.items():
-            *inputs, out = self.joined(layer, number)
+            *inputs, out = (x[:, self.padding.get(number, 0) :].contiguous() for x in self.joined(layer, number))
             if not same_bits(out, flash_attn_func(*inputs, causal=True, **chunks[0].options)):
                 bad.append(f"layer {layer}, sequence {number}")
         return bad

@@ -16,6 +16,7 @@ from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
 from dash_attn.integrations import _cached_keys, _continuous_batching, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
+from dash_attn.integrations._padding import places_in_cache  # noqa: E402
 from dense import same_bits  # noqa: E402
 from recorded_attention import Recorder  # noqa: E402
 
@@ -166,13 +167,63 @@ def test_the_kernel_for_caches_runs_the_decode_steps(recorder: Recorder, monkeyp
         assert calls == [1] * 30, "15 steps of two layers"
 
 
-@pytest.mark.parametrize("way", ["dynamic", "static"])
-def test_padding_is_refused(way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padded_batches(name: str, way: str, recorder: Recorder) -> None:
+    """Positions count from the first token that is none of the padding."""
+    recorder.padding = {1: 9}
+    padding = torch.ones_like(PROMPT)
+    padding[1, :9] = 0
+    tokens = sampled(model_of(name), attention_mask=padding, **WAYS[way])
+    assert {recorder.length(*key) for key in recorder.chains} == {135}
+    assert recorder.differing() == []
+    assert torch.equal(tokens, sampled(model_of(name, "eager"), attention_mask=padding, **WAYS[way]))
+
+
+def test_padding_that_counts_as_positions_has_other_bits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: keys of a padded row counted from the first slot, the padding masked by a window."""
+    recorder.padding = {1: 9}
+    padding = torch.ones_like(PROMPT)
+    padding[1, :9] = 0
+    attend = huggingface.attend_to_cache
+
+    def from_the_slot(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: Any) -> Tensor:
+        given.places = None
+        out = attend(q, k, v, given, options)
+        given.mask, mask = huggingface.Window(given.keys - 10, 0), given.mask
+        out[1:] = attend(q[1:], k[1:], v[1:], given, options)
+        given.mask = mask
+        return out
+
+    monkeypatch.setattr(huggingface, "attend_to_cache", from_the_slot)
+    tokens = sampled(model_of("llama"), attention_mask=padding)
+    assert recorder.differing() == ["layer 0, sequence 1", "layer 1, sequence 1"]
+    assert torch.equal(tokens, sampled(model_of("llama", "eager"), attention_mask=padding)), "values are right"
+
+
+@pytest.mark.parametrize("mask", ["10111", "11110", "00000"])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_places_of_padded_rows(mask: str, queries: int) -> None:
+    row = torch.tensor([[int(digit) for digit in mask], [0, 0, 1, 1, 1]])
+    slots, positions = (x.tolist() for x in places_in_cache(row, queries, 1, 5))
+    if mask == "10111":
+        assert slots == [-1, -1], "holes"
+    elif queries == 1:
+        assert (slots, positions) == ([4, 1], [0, 0]), "a query that is padding has no keys"
+    else:
+        assert slots == [-1, -1], "some of several queries are padding"
+    whole = torch.ones(2, 5)
+    assert [x.tolist() for x in places_in_cache(whole, queries, 3, 5)] == [[0, 0], [3, 3]]
+
+
+def test_chunks_and_padding_are_refused() -> None:
     huggingface.register()
     padding = torch.ones_like(PROMPT)
     padding[1, :9] = 0
-    with pytest.raises(ValueError, match="does not support padding: attention_mask must be all ones or None"):
-        sampled(model_of("llama"), attention_mask=padding, **WAYS[way])
+    with pytest.raises(ValueError, match="with it rows cannot be padded on the left"):
+        sampled(chunked_attention("dash_attn"), attention_mask=padding)
+    with pytest.raises(NotImplementedError, match="does not support padding with chunked attention"):  # one more token behind 95
+        sampled(chunked_attention("dash_attn"), PROMPT[:, :95], attention_mask=padding[:, :95])
 
 
 def test_gradients_through_a_cache_that_dropped_keys_are_refused() -> None:

@@ -28,12 +28,12 @@ def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tens
             f"dash_attn has no backward for a cache that dropped keys, here those before position {given.first_position}:"
             " call the model under torch.no_grad(), or train on the whole sequence with use_cache=False"
         )
-    return dropped or (not trains and _has_few_queries(q, given))
+    return dropped or (not trains and _has_few_queries(q, given))  # of padded rows: one, or none of its queries is padding
 
 
 def _has_few_queries(q: Tensor, given: LayerMask) -> bool:
     """And many keys. The GPU's kernel reads a cache where it lies, which takes rows of 16 bytes."""
-    few = q.shape[1] < given.keys and q.shape[1] <= FEW_QUERIES
+    few = q.shape[1] < given.keys and q.shape[1] <= (FEW_QUERIES if given.padding is None else 1)
     return few and isinstance(given.mask, (Full, Causal, Window)) and q.shape[-1] % 8 == 0
 
 
@@ -41,6 +41,8 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: 
     """Attention of (batch, length, heads, dim) tensors."""
     lengths = given.keys if given.lengths_on_device is None else given.lengths_on_device
     places: dict[str, Any] = {"cache_seqlens": lengths, "first_position": given.first_position}
+    if given.places is not None:
+        places |= {name: x.to(q.device) for name, x in zip(("cache_leftpad", "first_position"), given.places, strict=True)}
     out: Tensor = flash_attn_with_kvcache(q, k, v, **places, **_mask_arguments(given.mask), **options)
     return out
 

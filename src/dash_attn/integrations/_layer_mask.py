@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..call.offsets import SequenceOffsets
 from ..masks import Mask
+from ._padding import Padding
 
 NAME = "dash_attn"  # our attn_implementation
 ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
@@ -26,6 +27,8 @@ class LayerMask:
     lengths_on_device: `keys` as a tensor with one number per sequence, where the cache is static.
     windows: of a causal mask, its sliding window, or None without one; None if nothing of the kind is known.
     documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
+    padding: of rows that may be padded.
+    places: of such rows in a cache, the slot and the position of each row's first key; None if they are 0 and first_position.
     model: the name of the configuration it was made for, for messages.
     """
 
@@ -39,6 +42,8 @@ class LayerMask:
         "mask",
         "model",
         "offsets",
+        "padding",
+        "places",
         "windows",
     )
     ndim = 4  # transformers asks whether it has made this mask already: of four dimensions it has
@@ -53,6 +58,8 @@ class LayerMask:
         self.windows: tuple[int | None] | None = None
         self.offsets = offsets
         self.documents_are_known = offsets is not None
+        self.padding: Padding | None = None
+        self.places: tuple[Tensor, Tensor] | None = None
         self.model = "this model"
 
     def contiguous(self) -> LayerMask:
