@@ -61,6 +61,7 @@ HELPERS = [
     *(("device_planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
     *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
     *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
+    ("ledger/bit_sums.cuh", "bit_sums"),
 ]
 VARIANTS = [
     *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
