@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import dash_attn
 from dash_attn.backends.hopper.device import bit_sums_header
 from dash_attn.backends.hopper.device.bit_sums_header import CHUNK_BYTES, MOST_TENSORS, BitSumsParams
-from dash_attn.ledgers import bit_sums
+from dash_attn.ledgers import bit_sums, compare_runs
 from dash_attn.ledgers.bit_sums import part_sums
 from host_kernels import host_library, write_sources
 
@@ -127,12 +129,34 @@ def test_a_swap_and_equal_flips_are_seen(driver: OnHost) -> None:
     assert len(set(by_kernel([tensor, swapped, flipped, tensor]))) == 3
 
 
-def test_a_kernel_that_forgets_the_index_is_caught(driver: OnHost, tmp_path: Any) -> None:
+def test_a_kernel_that_forgets_the_index_is_caught(driver: OnHost, tmp_path: Path) -> None:
     """The control."""
     write_sources(tmp_path, SOURCES, ("first / 8 * INDEX_FACTOR", "first / 16 * INDEX_FACTOR"))
     driver.library = host_library(tmp_path, "bit_sums.cpp")
     tensors = [octets(CHUNK_BYTES)]
     assert by_kernel(tensors) != by_torch(tensors)
+
+
+def record(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3).bfloat16().float())
+    with dash_attn.ledger(folder, detail=True, keep=2) as ledger:
+        ledger.watch(model)
+        for _ in range(2):
+            batch = torch.randn(5, 8)
+            loss = model(batch).square().mean()
+            loss.backward()
+            ledger.step(model, loss=loss, batch=batch)
+
+
+def test_a_ledger_is_the_same(driver: OnHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "kernel")
+    launches = driver.launches
+    assert launches > 20
+    monkeypatch.setattr(bit_sums, "_has_kernel", lambda device: False)
+    record(tmp_path / "torch")
+    assert driver.launches == launches, "the control: without the kernel"
+    assert compare_runs(tmp_path / "kernel", tmp_path / "torch").agree
 
 
 def test_header_has_the_constants_of_the_definition() -> None:
