@@ -40,7 +40,7 @@ def encode_mask(mask: Mask | BooleanMask) -> tuple[str, list[int]]:
 def decode_mask(name: str, sizes: Sequence[int]) -> Mask:
     if name.startswith(TILES) and len(sizes) == 4:
         return _decode_tiles(name[len(TILES) :], *sizes)
-    if name in ("full", BY_TENSOR) and not sizes:  # what the tensor keeps is not known before the program runs
+    if name == "full" and not sizes:
         return Full()
     if name == "causal" and not sizes:
         return Causal()

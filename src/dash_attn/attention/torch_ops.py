@@ -184,7 +184,7 @@ def _read(
     if any(isinstance(number, (SymInt, SymFloat)) for number in numbers):
         return offsets, None
     options = _options(
-        arguments.mask,
+        "full" if arguments.mask == BY_TENSOR else arguments.mask,  # what a tensor keeps is not known before the program runs
         tuple(arguments.mask_sizes),
         scale,
         arguments.softcap,
