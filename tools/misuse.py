@@ -101,7 +101,11 @@ OTHERS = (
     ),
     (
         "huggingface.attention(layer, q, q, q, q)",
-        "No 4-d `attention_mask`; ones or None ([documents](migration.md#from-hugging-face-transformers)).",
+        "No 4-d `attention_mask`; a 2-d one or None ([documents](migration.md#from-hugging-face-transformers)).",
+    ),
+    (
+        "huggingface.mask_for(2, 4, 4, attention_mask=torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]]))",
+        "Padding on the left or on the right ([padded batches](migration.md#padded-batches)).",
     ),
     (
         "scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4).bool())",

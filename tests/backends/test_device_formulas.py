@@ -18,8 +18,10 @@ from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Win
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
 from dash_attn.backends.hopper.device.compile import sources
 from dash_attn.backends.hopper.device.parameters import GroupSplit, PlanTables
+from dash_attn.integrations._padding import Padding
 from dash_attn.scheduling.order import Sum
 from dash_attn.scheduling.problem import parts_of
+from padded_rows import SelfAttention, padding_mask
 from reference import dealt
 from start_orders import Chain, laid_end_to_end, starts_alone
 
@@ -228,6 +230,32 @@ def test_packed_sequences_some_of_which_are_empty(device: ctypes.CDLL, seed: int
         of_tiles = np.empty(-(-batch.q_lengths[sequence] // batch.tiles[0]), dtype=np.int32)
         device.read_ranks(sequence, len(of_tiles), address(of_tiles))
         assert found == list(range(of_tiles[q_tile]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_padded_rows_walk_as_each_sequence_would_alone(device: ctypes.CDLL, seed: int) -> None:
+    """What is between them, queries without keys and keys without queries, has chains without steps."""
+    batch, length = random_batch(seed, empty=False), 1200
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(n) for n in rng.choice([0, 1, 64, 300, 1000, 1200], size=6))
+    kept = padding_mask(["left", "right", "both"][seed % 3], rows, length).bool()
+    offsets = Padding(kept, length, Causal()).offsets(SelfAttention)
+    batch.q_lengths, batch.kv_lengths = offsets.cu_seqlens_q.diff().tolist(), offsets.cu_seqlens_k.diff().tolist()
+    chains = batch.plan(device)
+    expected = [
+        (part, i, kv) for i in range(len(batch.kv_lengths)) for kv in range(batch.kv_tiles(i)) for part in range(len(batch.parts(i)))
+    ]
+    assert sorted(chains) == sorted(expected)
+    walk = np.empty((20_000, 2), dtype=np.int32)
+    schedules = {i: generate("auto", batch.problem(i), batch.workers) for i, n in enumerate(batch.q_lengths) if n and batch.kv_lengths[i]}
+    assert len(schedules) == np.count_nonzero(rows)
+    for ticket, (part, sequence, kv_tile) in enumerate(chains):
+        found = walk[: device.read_walk(*batch.tiles, ticket, address(walk))]
+        if sequence in schedules:
+            order = schedules[sequence].order_of(part)
+            assert (found[:, 0].tolist(), found[:, 1].tolist()) == (order.walk(kv_tile).tolist(), order.ranks(kv_tile).tolist())
+        else:
+            assert len(found) == 0
 
 
 def test_packed_sequences_of_very_many_chains(device: ctypes.CDLL) -> None:

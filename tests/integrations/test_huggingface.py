@@ -181,14 +181,6 @@ def test_padding_of_ones_is_no_padding() -> None:
     assert torch.equal(model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits, model(input_ids=TOKENS).logits)
 
 
-@pytest.mark.parametrize("place", [0, -1], ids=["left", "right"])
-def test_padding_is_refused(place: int) -> None:
-    padding = torch.ones_like(TOKENS)
-    padding[0, place] = 0
-    with pytest.raises(ValueError, match="does not support padding: attention_mask must be all ones or None"):
-        model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=padding)
-
-
 def test_mask_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="takes the masks it makes itself; LlamaAttention got a Tensor"):
         model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=torch.zeros(2, 1, 150, 150))

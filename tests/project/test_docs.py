@@ -147,7 +147,7 @@ def test_recipes_run(code: str) -> None:
 
 def test_every_section_has_an_example() -> None:
     assert len(pairs()) == 5
-    assert len(recipes()) == 3
+    assert len(recipes()) == 4
     assert MIGRATION.count("\n## ") == 7
     assert all('python title="' in section for section in MIGRATION.split("\n## ")[1:])
 

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from ..call.offsets import SequenceOffsets
 from ..masks import Mask
+from ._padding import Padding
 
 NAME = "dash_attn"  # our attn_implementation
 ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
@@ -19,16 +20,18 @@ class LayerMask:
     """A mask and the lengths it is for, with the documents' offsets where the batch is packed.
 
     documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
+    padding: of rows that may be padded.
     model: the name of the configuration it was made for, for messages.
     """
 
-    __slots__ = ("documents_are_known", "lengths", "mask", "model", "offsets")
+    __slots__ = ("documents_are_known", "lengths", "mask", "model", "offsets", "padding")
 
     def __init__(self, mask: Mask, lengths: tuple[int, int], offsets: SequenceOffsets | None = None) -> None:
         self.mask = mask
         self.lengths = lengths
         self.offsets = offsets
         self.documents_are_known = offsets is not None
+        self.padding: Padding | None = None
         self.model = "this model"
 
     def check(self, q_len: int, kv_len: int) -> None:

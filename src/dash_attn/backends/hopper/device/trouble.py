@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from ....call.offsets import FROM_A_MASK
 from ....scheduling.problem import Task
 from .parameters import BAD_LENGTHS
 
@@ -55,7 +56,8 @@ def _message(what: int, call: int, x: int, y: int) -> str:
     if what == BAD_LENGTHS:
         return (
             f"dash-attn: cu_seqlens_{'k' if x else 'q'} is wrong at entry {y} or {y + 1}: it must start at 0, never decrease,"
-            f" end at the number of tokens and hold no sequence longer than max_seqlen_{'k' if x else 'q'}"
+            f" end at the number of tokens and hold no sequence longer than max_seqlen_{'k' if x else 'q'}. If a model of transformers"
+            f" was called: {FROM_A_MASK}"
         )
     name = f"dQ tile {x} of a call long ago"
     if call in _tiles:
