@@ -1,16 +1,11 @@
-"""DashCoreAttention inside GPT models of the megatron-core package, on the CPU, against Megatron's own DotProductAttention.
-
-Megatron runs on CUDA devices only. Two of its functions are replaced so that it computes on the CPU: the name of the device, and the
-generators of dropout, which is off. The attention, the layers and the specs are the package's own.
-"""
+"""DashCoreAttention inside GPT models of the megatron-core package, on the CPU, against Megatron's own DotProductAttention."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import fields
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +15,13 @@ from torch import Tensor, nn
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Transformer Engine and Apex are not here
-        from megatron.core import parallel_state, tensor_parallel
-        from megatron.core.models.gpt import GPTModel
+        from megatron.core import parallel_state
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.packed_seq_params import PackedSeqParams
-        from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.enums import AttnMaskType
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        from megatron_models import LENGTH, loss_and_gradients, megatron_on_the_cpu, model, ours, sharded_gpt, tokens
 except ImportError as error:  # not installed; or a newer one, which imports Triton: PyTorch's CPU builds do not bring it
     pytest.skip(f"megatron-core 0.16 (in the dev extra) cannot be imported: {error}", allow_module_level=True)
 
@@ -34,47 +29,17 @@ import megatron_stand_ins
 from dash_attn import Causal, Mask, Window
 from dash_attn.integrations.megatron import DashCoreAttention, use_dash_attn
 from dense import element_mask, same_bits
-
-SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
-OFF = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-LENGTH = 150
+from processes import run_processes
 
 
-@pytest.fixture(autouse=True)
-def _one_rank_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext))
     try:
-        yield
+        with megatron_on_the_cpu():
+            yield
     finally:
-        parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
-
-
-def model(spec: Any, seed: int = 0, **changes: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    config = TransformerConfig(**SIZES, **OFF | changes, use_cpu_initialization=True)
-    return GPTModel(config, spec, vocab_size=64, max_sequence_length=LENGTH, position_embedding_type="rope")
-
-
-def ours(**changes: Any) -> nn.Module:
-    return model(use_dash_attn(get_gpt_layer_local_spec()), **changes)
-
-
-def tokens(rows: int = 2) -> tuple[Tensor, Tensor]:
-    """Tokens, and their positions."""
-    source = torch.Generator().manual_seed(1)
-    return torch.randint(64, (rows, LENGTH), generator=source), torch.arange(LENGTH).expand(rows, -1)
-
-
-def loss_and_gradients(net: nn.Module, mask: Tensor | None = None, **arguments: Any) -> dict[str, Tensor]:
-    batch, positions = tokens()
-    net.zero_grad()
-    loss = net(batch, positions, mask, labels=batch, **arguments).mean()
-    loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in net.named_parameters()}
 
 
 def masked(mask: Mask) -> Tensor:
@@ -92,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Mask]] = {  # ours, Megat
 }
 
 
+@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_megatrons(name: str) -> None:
     mine, theirs, mask = CASES[name]
@@ -102,6 +68,7 @@ def test_loss_and_gradients_are_megatrons(name: str) -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("_one_rank")
 def test_two_trainings_end_with_the_same_weights() -> None:
     def train(seed: int) -> list[Tensor]:
         net = ours(seed=seed, softmax_type="learnable")
@@ -116,6 +83,7 @@ def test_two_trainings_end_with_the_same_weights() -> None:
     assert not all(same_bits(one, two) for one, two in zip(first, other, strict=True))
 
 
+@pytest.mark.usefixtures("_one_rank")
 def test_packed_sequences_through_a_whole_model() -> None:
     net = ours().eval()
     batch, positions = tokens(rows=1)
@@ -129,11 +97,13 @@ def test_packed_sequences_through_a_whole_model() -> None:
     assert not torch.allclose(both[:, 60:], apart[:, 60:], rtol=1e-2, atol=1e-2)  # the control: one document
 
 
+@pytest.mark.usefixtures("_one_rank")
 def test_windows_of_some_layers() -> None:
     net = ours(window_size=(40, 0), window_attn_skip_freq=2)
     assert [layer.self_attention.core_attention.window for layer in net.decoder.layers] == [(40, 0), None]
 
 
+@pytest.mark.usefixtures("_one_rank")
 def test_sinks_are_sharded_by_head() -> None:
     attention = ours(softmax_type="learnable").decoder.layers[0].self_attention.core_attention
     assert attention.softmax_offset.tensor_model_parallel
@@ -158,6 +128,7 @@ def test_specs_with_another_attention_raise() -> None:
         use_dash_attn(spec)
 
 
+@pytest.mark.usefixtures("_one_rank")
 def test_what_a_model_asks_for_raises() -> None:
     with pytest.raises(ValueError, match=r"does not support attention dropout; got 0\.1"):
         ours(attention_dropout=0.1)
@@ -169,3 +140,18 @@ def test_stand_ins_have_what_megatron_has() -> None:
     assert {kind.name: kind.value for kind in AttnMaskType} == {kind.name: kind.value for kind in megatron_stand_ins.MaskType}
     known = {field.name for field in fields(megatron_stand_ins.PackedSeqParams)} | {"total_tokens", "seq_idx", "tokens_per_sample"}
     assert {field.name for field in fields(PackedSeqParams)} <= known
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_without_groups_the_ranks_of_megatron_are_taken() -> None:
+    attention = DashCoreAttention(ours().config, 1, AttnMaskType.causal, "self")
+    assert attention.tp_group is parallel_state.get_tensor_model_parallel_group()
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallel_ranks_keep_the_bits_of_the_whole_model(tmp_path: Path) -> None:
+    ranks = run_processes(sharded_gpt, 2, tmp_path)
+    for rank in ranks:
+        assert rank["losses"][0] == pytest.approx(rank["losses"][1], rel=1e-5)
+        assert rank["same_inputs"] == rank["same"] == [True] * 3
+    assert not all(ranks[1]["same_without"])  # the control: its head as if it were the first
