@@ -9,6 +9,8 @@ tokens = torch.randn(10, 4, 16)  # packed: (tokens, heads, head dim)
 ends = torch.tensor([0, 4, 10], dtype=torch.int32)  # two sequences, of 4 and 6 tokens
 x = torch.randn(1, 300, 1, 16, requires_grad=True)
 planned = torch.empty(2, 256, 4, 512, device="meta")  # stands for a tensor on a GPU
+cache = torch.zeros(4, 16, 2, 16)  # four rows of 16 slots, or four pages; (rows, slots, KV heads, head dim)
+table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)  # the pages of two sequences
 layer = torch.nn.Identity()  # stands for a layer of a model of transformers
 """
 
@@ -86,9 +88,35 @@ PACKED = (
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends[[0, 2, 1]], ends, 6, 6)", "Give cumulative lengths, not lengths."),
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends[[0, 2]], 6, 10)", "As many key sequences as query sequences."),
     ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 5, 6)", "Give the longest length or more."),
-    ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 6, 6, block_table=ends)", "Training has no paged keys."),
+    ("flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 6, 6, block_table=ends)", "With `block_table`, k and v are pages."),
     ("flash_attn_qkvpacked_func(q)", "`torch.stack([q, k, v], dim=2)`"),
     ("flash_attn_kvpacked_func(q, k)", "`torch.stack([k, v], dim=2)`"),
+)
+CACHES = (
+    ("flash_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=8)", "A larger cache, or fewer new keys."),
+    ("flash_attn_with_kvcache(q, cache, cache, k, v)", "`cache_seqlens`: the keys in use before the call."),
+    ("flash_attn_with_kvcache(q, cache, cache, cache_seqlens=torch.tensor([3, 4]))", "`cache_seqlens.int()`"),
+    ("flash_attn_with_kvcache(q, cache, cache, cache_seqlens=33, block_table=table)", "More pages in the table."),
+    ("flash_attn_with_kvcache(q, cache, cache, cache_seqlens=20, block_table=table + 1)", "Only entries that no key needs may be wrong."),
+    ("flash_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=4, block_table=table[[0, 0]])", "Copy a page before two append to it."),
+    (
+        "i = torch.tensor([1, 1], dtype=torch.int32); flash_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=4, cache_batch_idx=i)",
+        "A row of its own for each.",
+    ),
+    ("flash_attn_with_kvcache(q, cache[:, :9], cache[:, :9], block_table=table)", "Pages of 16, 32, 48, ... rows."),
+    ("flash_attn_with_kvcache(q, cache.half(), cache.half())", "A cache in the dtype of the model."),
+    ("flash_attn_with_kvcache(q, cache, cache, rotary_cos=q, rotary_sin=q)", "Rotate q and k before, as in training."),
+    ("flash_attn_with_kvcache(q, cache, cache, num_splits=4)", "Leave it out."),
+    ("flash_attn_with_kvcache(q.requires_grad_(), cache, cache)", "`torch.no_grad()`; train with `flash_attn_func`."),
+    (
+        "flash_attn_varlen_func(tokens, cache, cache, ends, ends, 6, 6, dropout_p=0.1, block_table=table)",
+        "Dropout is for training: on the whole sequence.",
+    ),
+    (
+        'explain_with_kvcache(q.to("meta"), cache.to("meta"), cache.to("meta"))',
+        "Name the backend: meta tensors have no device to choose by.",
+    ),
+    ("huggingface.mask_for(1, 4, 8, q_offset=6)", "Give the layer all keys up to its last query."),
 )
 OTHERS = (
     (
@@ -149,6 +177,7 @@ MISUSE = {
     "Masks": MASKS,
     "Schedules, accumulation and backends": CHOICES,
     "Packed sequences and packed tensors": PACKED,
+    "Caches of keys and values": CACHES,
     "Sequences that ranks share": SHARED,
     "Other doors": OTHERS,
 }

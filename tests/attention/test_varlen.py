@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": offsets([7, 3, 2])}, ValueError, r"cu_seqlens_q and cu_seqlens_k must have one length; got 3 and 4"),
     ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest sequence \(6\); got 5"),
     ({"max_seqlen_k": 7.0}, ValueError, r"max_seqlen_k must be a whole number >= 0; got 7.0"),
-    ({"block_table": torch.zeros(2, 1)}, ValueError, r"block_table must be None"),
+    ({"block_table": torch.zeros(2, 1)}, ValueError, r"k_cache must be 4-d"),
     ({"dropout_p": 1}, ValueError, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got 1"),
     ({"dropout_seed": torch.zeros(3, dtype=torch.int64)}, ValueError, r"dropout_seed must be 2 numbers of torch.int64, one per sequence"),
     ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes must be floating-point numbers of shape \(4,\).*or \(2, 4\)"),

@@ -166,6 +166,7 @@ def test_packed_documents_of_gpt_oss() -> None:
     assert largest_error(model(input_ids=tokens, position_ids=PACKED).logits, torch.cat(alone, 1)) < 1e-7
 
 
+@torch.no_grad()
 def test_decoding_with_a_cache_matches_one_pass() -> None:
     for name in ("llama", "mistral"):
         model = model_of(name, "dash_attn").eval()
@@ -343,9 +344,10 @@ def test_functions_of_the_caller_and_unaligned_queries_are_refused() -> None:
     sizes = {"batch_size": 1, "q_length": 4, "kv_length": 8}
     with pytest.raises(NotImplementedError, match="the caller's own functions"):
         huggingface.mask_for(**sizes, q_offset=4, use_vmap=True)
-    with pytest.raises(NotImplementedError, match="got positions 3 and 7"):
-        huggingface.mask_for(**sizes)
+    with pytest.raises(NotImplementedError, match="got positions 9 and 7"):
+        huggingface.mask_for(**sizes, q_offset=6)
     assert huggingface.mask_for(**sizes, q_offset=4).mask == Causal()
+    assert [huggingface.mask_for(**sizes, q_offset=offset).keys for offset in (0, 4)] == [4, 8], "of a static cache those in use"
 
 
 def test_register_says_what_is_missing_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

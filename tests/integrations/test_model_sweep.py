@@ -71,8 +71,7 @@ def test_the_record_has_every_model_and_none_is_wrong() -> None:
 
 def test_the_sweep_sees_a_missing_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the mask that was given before, plain attention, the same comparison fails."""
-    original = huggingface._mask_and_offsets
-    monkeypatch.setattr(huggingface, "_mask_and_offsets", lambda *given: (huggingface.Full(), original(*given)[1]))
+    monkeypatch.setattr(huggingface, "_plain_mask", lambda kv_len, window: huggingface.Full())
     found = outcome("causal", "llama")
     assert found.status == "wrong"
     assert "off by" in found.detail

@@ -103,7 +103,7 @@ def test_checks_and_tests_that_are_named_exist() -> None:
     assert len(named) > 10
     assert named <= {check.id for check in CHECKS}
     files = set(re.findall(r"`(test_\w+\.py)`", DETERMINISM))
-    assert len(files) == 7
+    assert len(files) == 12
     tests = {path.name for path in Path(__file__).parents[1].rglob("test_*.py")}
     assert files <= tests
 

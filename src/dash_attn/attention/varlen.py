@@ -13,6 +13,7 @@ from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_
 from ..masks import Mask
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
+from .pages import attention_of_pages
 from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
 from .torch_ops import is_traced, traced_attention
 from .transforms import refuse_transforms
@@ -38,7 +39,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: Literal[False] = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: Literal[False] = ...,
     **own: Unpack[OwnKeywords],
@@ -60,7 +61,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: Literal[False] = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: Literal[True],
     **own: Unpack[OwnKeywords],
@@ -103,7 +104,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: bool = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: bool = ...,
     **own: Unpack[OwnKeywords],
@@ -149,11 +150,12 @@ def flash_attn_varlen_func(
     start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
 
+    block_table: int32 (sequences, entries). k and v are then pages, (pages, page size, kv_heads, dim), as in
+    flash_attn_with_kvcache; cu_seqlens_k only says how many keys each sequence has. There is no backward then.
+
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`. lse is (q_heads, q tokens);
     gradients go through it.
     """
-    if block_table is not None:
-        raise ValueError("paged keys and values are not supported: block_table must be None")
     refuse_transforms()
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
     check_dropout(dropout_p)
@@ -172,7 +174,9 @@ def flash_attn_varlen_func(
         alibi=alibi_slopes is not None,
     )
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, dropout_seed, alibi_slopes):
+    if block_table is not None:
+        out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
+    elif is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, dropout_seed, alibi_slopes):
         check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
         out, lse = traced_attention(q, k, v, sinks, packed, choices, modifiers)

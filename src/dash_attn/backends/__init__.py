@@ -13,7 +13,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from ..call.cache_explanation import CacheExplanation
 from ..call.explanation import Explanation
+from ..call.kv_cache import CachePlaces, CacheTensors
 from ..call.modifiers import Modifiers
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
@@ -127,6 +129,18 @@ class Devices(Protocol):
         """Output and LSE of the device's queries; k and v are those of the whole sequence, all of some heads."""
 
 
+class Cache(Protocol):
+    """The module `kv_cache` of a backend that can attend to a cache of keys and values."""
+
+    def attention_with_cache(
+        self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, offsets: SequenceOffsets | None
+    ) -> tuple[Tensor, Tensor]:
+        """Appends the new keys and values in place, then output and LSE, laid out like those of `Backend.forward`."""
+
+    def explain_cache(self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+        """What `attention_with_cache` of these tensors, which may be on the meta device, would do."""
+
+
 def resolve(name: str, device: torch.device) -> str:
     """The backend for tensors on this device, or an error if the one asked for does not run there."""
     if name == "auto":
@@ -165,6 +179,18 @@ def import_devices(name: str) -> Devices:
             f" {' and '.join(map(repr, served))} can. With ulysses equal to the number of ranks nothing is shared but heads"
         )
     return cast(Devices, import_module(module))
+
+
+@lru_cache(maxsize=64)
+def cache_backend_for(name: str, device: torch.device) -> Cache:
+    """The module that runs calls with a cache on this device."""
+    return import_cache(resolve(name, device))
+
+
+@cache
+def import_cache(name: str) -> Cache:
+    """The module of a backend for calls with a cache."""
+    return cast(Cache, import_module(f"{__name__}.{name}.kv_cache"))
 
 
 @cache

@@ -86,6 +86,19 @@ class Padding:
         return self._keys
 
 
+def places_in_cache(attention_mask: Tensor, q_len: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """For a cache that has the tokens from column `first` to `end`: the slot of each row's first key, and the position of that key. A
+    row whose one query is padding has no keys. Where holes or queries are padding that would matter, a slot is -1, and is refused."""
+    kept = attention_mask[:, :end].to(torch.bool)
+    left, _, known = _stretches(kept)
+    if q_len == 1:
+        left = torch.where(kept[:, -1], left, end)
+    else:
+        known = known & kept[:, -q_len:].all()
+    slots = torch.where(known, (left - first).clamp(min=0), -1)
+    return slots.to(torch.int32), (first - left).clamp(min=0).to(torch.int32)
+
+
 def refuse_beside(padding: Padding, offsets: SequenceOffsets) -> SequenceOffsets:
     """Offsets that the caller gave. They say nothing of padding, so there must not be any."""
     return _valid_if(padding.kept.all(), offsets)

@@ -19,14 +19,16 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
+from ._cached_keys import attend_to_cache, goes_to_cache
 from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
+from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implementation
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
 from ._layer_mask import NAME, LayerMask
-from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal
+from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal, read_chunks
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
-from ._padding import Padding, is_known_whole, kept_columns, refuse_beside
+from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, refuse_beside
 from ._tensor_parallel import first_kv_head
 from ._torch_context_parallel import refuse_inside
 
@@ -51,6 +53,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_for)
     watch_models()
+    keep_implementation()
 
 
 def attention(
@@ -72,12 +75,14 @@ def attention(
     attention_mask: what `mask_for` returned. Without one every query attends every key, and the layer must say that it is
     not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, one logit per query head.
+    Of a cache's keys those in use are attended (`_cached_keys.py`).
     Documents are kept apart that cu_seq_lens_q (with its companions) or the mask show. Where neither a 2-d attention_mask
     nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
     """
     note_call()
     layer = type(module).__name__
-    refuse_unknown(kwargs, layer)
+    paged = kwargs.get("cache") is not None
+    refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
     refuse_dropout(dropout, layer)
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
     if not isinstance(given, LayerMask):
@@ -85,11 +90,20 @@ def attention(
             f"dash_attn takes the masks it makes itself; {layer} got a {type(given).__name__}."
             " Pass a 2-d attention_mask or None, and pack documents with position_ids"
         )
-    mask, offsets = _mask_and_offsets(given, type(module), query, key, kwargs)
-    refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
-    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
-    options["head_offset"] = first_kv_head(module, key.shape[1])
+    given.check(query.shape[2], key.shape[2])
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if paged:
+        return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
+    refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
+    k, v = k[:, given.first_key :], v[:, given.first_key :]
+    offsets = _packed_offsets(given, len(query), kwargs)
+    if offsets is None and goes_to_cache(q, k, v, given, s_aux):
+        return attend_to_cache(q, k, v, given, options), None
+    if offsets is None and given.padding is not None:
+        offsets = given.padding.offsets(type(module))
+    k, v = k[:, : given.keys], v[:, : given.keys]
+    options |= {"mask": given.mask, "head_offset": first_kv_head(module, key.shape[1])}
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
     offsets = offsets.on(q.device)  # layers of one model may be on several devices, and nobody moves our mask
@@ -98,18 +112,15 @@ def attention(
     return out.unflatten(0, q.shape[:2]), None
 
 
-def _mask_and_offsets(
-    given: LayerMask, layer: type, query: Tensor, key: Tensor, arguments: dict[str, Any]
-) -> tuple[Mask, SequenceOffsets | None]:
-    """The mask, and the offsets of documents where the batch is packed, of rows where it is padded."""
-    given.check(query.shape[2], key.shape[2])
+def _packed_offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> SequenceOffsets | None:
+    """Of documents, where the batch is packed."""
     offsets = offsets_of_arguments(arguments) or given.offsets
     if given.padding is not None:
-        return given.mask, given.padding.offsets(layer) if offsets is None else refuse_beside(given.padding, offsets)
+        return None if offsets is None else refuse_beside(given.padding, offsets)
     positions = arguments.get("position_ids")
     if offsets is None and positions is not None and not given.documents_are_known and not isinstance(given.mask, Full):
-        offsets = _positions.offsets(positions, len(query), key.shape[2])
-    return given.mask, offsets
+        offsets = _positions.offsets(positions, batch, given.first_position + given.keys)
+    return offsets
 
 
 def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
@@ -124,6 +135,7 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
 
 
 def _plain_mask(kv_len: int, window: int | None) -> Mask:
+    """kv_len: with keys that a cache dropped."""
     return Causal() if window is None or window >= kv_len else Window(window - 1, 0)
 
 
@@ -134,10 +146,13 @@ def mask_for(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LayerMask | None = None,
     **kwargs: Any,
 ) -> LayerMask:
     """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend everything"."""
+    if isinstance(attention_mask, LayerMask):  # `generate` made it ahead
+        attention_mask.check(q_length, kv_length)
+        return attention_mask
     sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
     if torch.compiler.is_compiling() and (attention_mask is None or not _is_traceable(mask_function, offsets, kwargs)):
         return _made_on_the_host(sizes, offsets, mask_function, attention_mask, kwargs)
@@ -163,14 +178,19 @@ def _made(
     refuse_inside('attn_implementation="dash_attn"')
     if arguments.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
-    batch, q_len, kv_len = sizes
+    batch, q_len, _ = sizes
     starts = int(starts[0]), int(starts[1])
     made = _described_mask(mask_function, sizes, starts, arguments.get("device"))
-    if attention_mask is not None:  # after the alignment: a static cache has keys that the mask does not cover
+    if attention_mask is not None:
         made.documents_are_known = True
-        kept = kept_columns(attention_mask, batch, kv_len, starts[1])
+        first = starts[1] + made.first_key
+        kept = kept_columns(attention_mask, batch, made.keys, first)
+        if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
+            raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
         if not is_known_whole(kept, made.mask):
             made.padding = Padding(kept, q_len, made.mask)
+        if made.first_position or (q_len == 1 and made.padding is not None):  # what a cache dropped may have been padding
+            made.places = places_in_cache(attention_mask, q_len, first, first + made.keys)
     made.model = watched_model() or f"the model of a {type(arguments.get('config')).__name__}"
     return made
 
@@ -184,18 +204,32 @@ def _described_mask(
     batch, q_len, kv_len = sizes
     if mask_function is not None and is_bidirectional(mask_function):
         return LayerMask(Full(), (q_len, kv_len))
-    last_query, last_key = offsets[0] + q_len - 1, offsets[1] + kv_len - 1
-    if last_query != last_key:
-        raise NotImplementedError(
-            f"dash_attn needs the last query at the last key; got positions {last_query} and {last_key}. A static cache has keys after"
-            " the last query: use a dynamic cache"
-        )
+    keys, first = offsets[0] + q_len - offsets[1], offsets[1]
+    chunk = None if mask_function is None or is_causal(mask_function) else read_chunks(mask_function)
+    if chunk is not None and offsets[0] // chunk == (offsets[0] + q_len - 1) // chunk:
+        return _mask_of_chunk(offsets[0] // chunk * chunk, sizes, offsets)
     known = (None, None) if mask_function is None else read_causal(mask_function)
+    if keys > kv_len or (keys < kv_len and known is None):
+        why = "" if keys > kv_len else ". A static cache has slots behind the last query: with this mask, use a dynamic cache"
+        raise NotImplementedError(
+            f"dash_attn needs the last query at the last key; got positions {first + keys - 1} and {first + kv_len - 1}{why}"
+        )
     if known is None:
         assert mask_function is not None
         return LayerMask(mask_of_pattern(_on_indices(mask_function, *offsets, device), batch, q_len, kv_len), (q_len, kv_len))
     window, documents = known
-    return LayerMask(_plain_mask(kv_len, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
+    made = LayerMask(_plain_mask(first + keys, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
+    made.keys, made.first_position, made.windows = keys, first, (window,)
+    if keys < kv_len:  # a static cache: its length goes to a kernel as a tensor, so that a graph can be replayed
+        made.lengths_on_device = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return made
+
+
+def _mask_of_chunk(start: int, sizes: tuple[int, int, int], offsets: tuple[int, int]) -> LayerMask:
+    """Queries of one chunk attend what it has so far. To the bits it is a sequence of its own, as where a forward has many chunks."""
+    made = LayerMask(Causal(), sizes[1:])
+    made.first_key, made.keys = start - offsets[1], offsets[0] + sizes[1] - start
+    return made
 
 
 def _on_indices(mask_function: Callable[..., Tensor], q_offset: int, kv_offset: int, device: Any) -> Callable[[int, range, range], Tensor]:
