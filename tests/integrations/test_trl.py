@@ -101,7 +101,9 @@ def test_supervised_fine_tuning(rows: str, tmp_path: Path) -> None:
     assert_near(first, tune(tmp_path, rows, attention="eager"))
 
 
-def reinforce(folder: Path, attention: str = "dash_attn", seed: int = 1) -> tuple[list[Tensor], list[list[list[int]]]]:
+def reinforce(
+    folder: Path, attention: str = "dash_attn", seed: int = 1, cache: str | None = None
+) -> tuple[list[Tensor], list[list[list[int]]]]:
     """The weights after three steps of GRPO, and what the model wrote on the way."""
     net = model(folder, attention, seed)
     written: list[list[list[int]]] = []
@@ -111,7 +113,7 @@ def reinforce(folder: Path, attention: str = "dash_attn", seed: int = 1) -> tupl
         return [float(sum(ids) % 2) for ids in completion_ids]  # differs between completions, so there is something to learn
 
     sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "generation_batch_size": 8, "max_completion_length": 12}
-    arguments = trl.GRPOConfig(**settings(folder, seed), **sizes, max_steps=3, beta=0.1)
+    arguments = trl.GRPOConfig(**settings(folder, seed), **sizes, max_steps=3, beta=0.1, cache_implementation=cache)
     data = datasets.Dataset.from_dict({"prompt": texts(LENGTHS)})
     trl.GRPOTrainer(net, reward, arguments, train_dataset=data, processing_class=tokenizer()).train()
     return weights(net), written
@@ -129,3 +131,22 @@ def test_grpo(tmp_path: Path) -> None:
     other, other_wrote = reinforce(tmp_path, seed=2)
     assert wrote != other_wrote
     assert not same_weights(first, other)
+
+
+@pytest.mark.exhaustive
+def test_grpo_with_a_static_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same texts as with a cache that grows, and the same weights."""
+    made: list[Any] = []
+    original = transformers.StaticCache.__init__
+
+    def noting(cache: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(cache)
+        original(cache, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.StaticCache, "__init__", noting)
+    growing, wrote = reinforce(tmp_path)
+    assert not made
+    static, wrote_static = reinforce(tmp_path, cache="static")
+    assert made
+    assert wrote == wrote_static
+    assert same_weights(growing, static)
