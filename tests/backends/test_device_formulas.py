@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from compilers import needs_gxx
 from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate, lower
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
 from dash_attn.backends.hopper.device.compile import sources
@@ -21,11 +18,11 @@ from dash_attn.backends.hopper.device.parameters import GroupSplit, PlanTables
 from dash_attn.integrations._padding import Padding
 from dash_attn.scheduling.order import Sum
 from dash_attn.scheduling.problem import parts_of
+from host_kernels import ON_HOST, host_library, write_sources
 from padded_rows import SelfAttention, padding_mask
 from reference import dealt
 from start_orders import Chain, laid_end_to_end, starts_alone
 
-HERE = Path(__file__).parent
 HEADERS = (
     "common/mask.cuh",
     "device_planning/start_order.cuh",
@@ -42,18 +39,11 @@ TILES = [(64, 128), (128, 128), (64, 64)]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = needs_gxx()
     folder = tmp_path_factory.mktemp("device")
-    for name in HEADERS:
-        source = sources()[name]
-        assert (GLOBAL_LOAD in source) == (name == "common/plan_tables.cuh")
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(source.replace(GLOBAL_LOAD, "v = field;"))
-    for name in ("common/ptx.cuh", "library.cpp"):
-        shutil.copy(HERE / "device_on_host" / name, folder / name)
-    command = [compiler, "-I.", "-std=c++17", "-O1", "-shared", "-fPIC", "-include", str(HERE / "device_on_host/shim.h")]
-    subprocess.run([*command, "library.cpp", "-o", "library.so"], cwd=folder, check=True, capture_output=True, text=True)
-    return ctypes.CDLL(str(folder / "library.so"))
+    assert [name for name in HEADERS if GLOBAL_LOAD in sources()[name]] == ["common/plan_tables.cuh"]
+    write_sources(folder, HEADERS, (GLOBAL_LOAD, "v = field;"))
+    shutil.copy(ON_HOST / "common/ptx.cuh", folder / "common/ptx.cuh")
+    return host_library(folder, "library.cpp")
 
 
 def address(array: np.ndarray) -> Any:

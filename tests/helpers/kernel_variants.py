@@ -61,6 +61,7 @@ HELPERS = [
     *(("device_planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
     *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
     *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
+    ("ledger/bit_sums.cuh", "bit_sums"),
 ]
 DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in DIMS for softcap in FLAGS]
 CLUSTER = [f"attention_decode_cluster<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in shapes.CLUSTER_DIMS for softcap in FLAGS]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
-from . import shared_header
+from . import bit_sums_header, shared_header
 from .cubin_files import DamagedFile, Kernel, read_kernel, write_kernel
 from .wgmma_header import wgmma_header
 
@@ -33,7 +33,8 @@ def sources() -> dict[str, str]:
     """Every kernel file of the package by room and name, and the generated ones."""
     rooms = [room for room in resources.files(kernels).iterdir() if room.is_dir()]
     files = {f"{room.name}/{file.name}": file.read_text() for room in rooms for file in room.iterdir() if file.name.endswith(".cuh")}
-    return {**files, "common/wgmma.cuh": wgmma_header(), shared_header.NAME: shared_header.shared_header()}
+    generated = {shared_header.NAME: shared_header.shared_header(), bit_sums_header.NAME: bit_sums_header.bit_sums_header()}
+    return {**files, **generated, "common/wgmma.cuh": wgmma_header()}
 
 
 def included_by(header: str, files: dict[str, str]) -> dict[str, str]:

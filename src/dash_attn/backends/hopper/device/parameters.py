@@ -37,8 +37,12 @@ Defined = TypeVar("Defined", bound=type[Structure])
 
 
 def shared_with_kernels(structure: Defined) -> Defined:
-    """Lays a structure out as C does."""
+    """Of the header that all kernels of attention include."""
     STRUCTURES[structure.__name__] = structure
+    return laid_out_as_in_c(structure)
+
+
+def laid_out_as_in_c(structure: Defined) -> Defined:
     structure._fields_ = [field for c_type, names, _ in structure._members_ for field in _fields(c_type, names)]
     return structure
 

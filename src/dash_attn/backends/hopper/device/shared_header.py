@@ -41,7 +41,7 @@ def shared_header() -> str:
         _enumerations(),
         _tiles(),
         "\n".join(f"struct {name};" for name in STRUCTURES),
-        *(_structure(name, structure) for name, structure in STRUCTURES.items()),
+        *(structure_in_c(name, structure) for name, structure in STRUCTURES.items()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -97,7 +97,8 @@ def _by_dims(name: str, values: dict[tuple[int, int], int]) -> str:
     return f"__host__ __device__ constexpr int {name}(int dim, int v_dim) {{ return {choices}0; }}"
 
 
-def _structure(name: str, structure: type[Structure]) -> str:
+def structure_in_c(name: str, structure: type[Structure]) -> str:
+    """With assertions that the compiler lays it out as Python does."""
     aligned = f"alignas({structure._alignment_}) " if structure._alignment_ > 1 else ""
     lines = [f"struct {aligned}{name} {{"]
     for c_type, names, note in structure._members_:
