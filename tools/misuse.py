@@ -136,6 +136,14 @@ OTHERS = (
         "Padding on the left or on the right ([padded batches](migration.md#padded-batches)).",
     ),
     (
+        "DashCoreAttention(SimpleNamespace(attention_dropout=0.1), 1, None, 'self')",
+        "`attention_dropout=0.0` in Megatron's `TransformerConfig` ([Megatron-Core](migration.md#from-megatron-core)).",
+    ),
+    (
+        "use_dash_attn(SimpleNamespace(core_attention=None))",
+        "The `ModuleSpec` of a layer or a block, as Megatron's functions return it.",
+    ),
+    (
         "scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4).bool())",
         "`is_causal=True`, or `flash_attn_func` with a mask of ours.",
     ),
