@@ -45,7 +45,7 @@ def of_dash_attn() -> Attend:
 
 
 def of_sdpa(backend: SDPBackend) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
@@ -55,7 +55,7 @@ def of_sdpa(backend: SDPBackend) -> Attend:
 def of_flash_attention_4(deterministic: bool) -> Attend:
     from flash_attn.cute import flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         found = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
         return found[0] if isinstance(found, tuple) else found
 

@@ -141,6 +141,14 @@ OTHERS = (
         "Padding on the left or on the right ([padded batches](migration.md#padded-batches)).",
     ),
     (
+        "DashCoreAttention(SimpleNamespace(attention_dropout=0.1), 1, None, 'self')",
+        "`attention_dropout=0.0` in Megatron's `TransformerConfig` ([Megatron-Core](migration.md#from-megatron-core)).",
+    ),
+    (
+        "use_dash_attn(SimpleNamespace(core_attention=None))",
+        "The `ModuleSpec` of a layer or a block, as Megatron's functions return it.",
+    ),
+    (
         "scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4))",
         "A boolean mask; a bias of 0 and -inf is `bias == 0`.",
     ),

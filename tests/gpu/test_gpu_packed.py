@@ -14,15 +14,16 @@ from gpu_helpers import gpu_inputs, hopper, patched_backend
 from readme_call import readme_kernels
 
 pytestmark = pytest.mark.gpu
-ABI_VERSION = 8  # a byte of an ELF file; a compiler that a driver does not know yet writes another
+ARCHITECTURE = 49  # the byte of a cubin that names it
 
 
 def fill(folder: Path, broken: bool) -> None:
-    """With the kernels of README's call, as another compiler would have made them. broken: with an ABI that no driver knows."""
+    """With the kernels of README's call, as another compiler would have made them. broken: for another architecture."""
     compiling, packed, files = (hopper(f"device.{name}") for name in ("compile", "packed", "cubin_files"))
     for header, name in [packed.SMALLEST, *((kernel.header, kernel.name) for kernel in readme_kernels())]:
         kernel = compiling.compile_kernel(header, name)
-        cubin = kernel.cubin[:ABI_VERSION] + b"\xff" + kernel.cubin[ABI_VERSION + 1 :] if broken else kernel.cubin
+        assert kernel.cubin[ARCHITECTURE] == 90
+        cubin = kernel.cubin[:ARCHITECTURE] + bytes([80]) + kernel.cubin[ARCHITECTURE + 1 :] if broken else kernel.cubin
         files.write_kernel(packed.packed_file(folder, header, name), replace(kernel, cubin=cubin, compiler="99.1.2"))
 
 
