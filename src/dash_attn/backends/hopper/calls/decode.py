@@ -29,7 +29,7 @@ from .tables import FAR_AWAY
 
 APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
 # Units up to which a cluster serves each, because one CTA each would leave SMs idle. The bits are the same.
-MOST_CLUSTERS = 32
+MOST_CLUSTERS = 16
 
 
 def attention_with_cache(
