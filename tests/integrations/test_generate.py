@@ -265,6 +265,7 @@ def test_a_mask_of_another_kind_needs_a_dynamic_cache() -> None:
         huggingface.mask_for(1, 50, 200, mask_function=odd)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_compiled_steps_have_the_same_bits(recorder: Recorder) -> None:
     """As `generate` compiles them on a GPU. The length of a static cache is a tensor there, so the programs do not multiply."""
