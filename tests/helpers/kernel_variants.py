@@ -110,9 +110,8 @@ def always() -> list[str]:
     """What `make test` compiles; `make test-all` and `make kernels` compile all. Float16 differs from bfloat16 in conversions alone."""
     usual = [name for name in ATTENTION if is_usual(name)]
     in_bf16 = thinned([name for name in ATTENTION if "<bf16" in name], [name for name in usual if "<bf16" in name])
-    return thinned(ATTENTION, thinned(usual, in_bf16)) + [
-        name for _, name in VARIANTS if name not in ATTENTION and not is_decode_twin(name)
-    ]
+    in_f16 = [name for name in usual if "<f16, 128, " in name and "Band" in name]
+    return in_bf16 + in_f16 + [name for _, name in VARIANTS if name not in ATTENTION and not is_decode_twin(name)]
 
 
 ALWAYS = set(always())

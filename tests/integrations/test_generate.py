@@ -18,20 +18,10 @@ from dash_attn.integrations import _cached_keys, _continuous_batching, huggingfa
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._padding import places_in_cache  # noqa: E402
 from dense import same_bits  # noqa: E402
+from model_sizes import SMALL  # noqa: E402
 from recorded_attention import Recorder  # noqa: E402
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
+SIZES = {**SMALL, "max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
 LAYERS = ["sliding_attention", "full_attention"]
 WINDOW = 40
 CONFIGS = {
@@ -265,6 +255,7 @@ def test_a_mask_of_another_kind_needs_a_dynamic_cache() -> None:
         huggingface.mask_for(1, 50, 200, mask_function=odd)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_compiled_steps_have_the_same_bits(recorder: Recorder) -> None:
     """As `generate` compiles them on a GPU. The length of a static cache is a tensor there, so the programs do not multiply."""

@@ -18,17 +18,9 @@ from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._mask_functions import read_causal  # noqa: E402
 from dash_attn.integrations._mask_patterns import mask_of_pattern  # noqa: E402
 from dense import element_mask, largest_error, random_inputs  # noqa: E402
+from model_sizes import SMALL  # noqa: E402
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "use_cache": False,
-}
+SIZES = {**SMALL, "max_position_embeddings": 512, "use_cache": False}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=40),

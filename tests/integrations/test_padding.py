@@ -16,18 +16,10 @@ from dash_attn.call.offsets import NO_OFFSETS  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
 from dash_attn.integrations._padding import Padding, attends_itself  # noqa: E402
 from dense import largest_error  # noqa: E402
+from model_sizes import SMALL  # noqa: E402
 from padded_rows import AnyAttention, SelfAttention, attend, padding_mask  # noqa: E402
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "use_cache": False,
-}
+SIZES = {**SMALL, "max_position_embeddings": 512, "use_cache": False}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import dash_attn
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
 
 
+@pytest.mark.exhaustive
 def test_what_a_ledger_costs_is_told(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(SCRIPT), "--small", "--steps", "5", "--only", "dash_attn, deterministic", "--json", str(out)]

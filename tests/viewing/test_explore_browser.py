@@ -464,6 +464,7 @@ def answer_or_reason(options: dict[str, Any]) -> tuple[list[str], str]:
         return [], str(error)
 
 
+@pytest.mark.exhaustive
 def test_fifty_random_problems_are_drawn_without_a_script_error(page: Page) -> None:
     rng = random.Random(20)
     shown = refused = several = 0
