@@ -52,7 +52,12 @@ MASKS = (
         "Cut the window into the map's blocks, or use `Window` alone.",
     ),
     ('flash_attn_func(q, k, v, mask="causal")', "`mask=Causal()`, or `parse_mask`."),
-    ("flash_attn_func(q, k, v, mask=torch.ones(10, 12).bool())", "`TileMap` takes a map of blocks. There is no mask by element."),
+    ("flash_attn_func(q, k, v, mask=torch.ones(10, 12))", "`mask.bool()`, or `mask == 0` of a bias that is 0 or -inf ([masks](masks.md))."),
+    ("flash_attn_func(q, k, v, mask=torch.ones(2, 10, 12).bool())", "`mask[:, None]`: one per sequence, for all heads."),
+    (
+        'p = planned.bfloat16()[..., :64]; explain(p, p, p, mask=BooleanMask(torch.ones(256, 256).tril().bool()), backend="hopper")',
+        "A mask by name: this one is `Causal()`.",
+    ),
     ("flash_attn_func(q, k, v, mask=Documents((5, 5)))", "Documents need as many queries as keys."),
     ("flash_attn_func(q, k, v, mask=Prefix(13))", "The prefix is a number of keys."),
     ("flash_attn_func(q, k, v, mask=TileMap([[True]], 64, 8))", "One entry for every block, the last one may overhang."),
@@ -144,8 +149,8 @@ OTHERS = (
         "The `ModuleSpec` of a layer or a block, as Megatron's functions return it.",
     ),
     (
-        "scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4).bool())",
-        "`is_causal=True`, or `flash_attn_func` with a mask of ours.",
+        "scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4))",
+        "A boolean mask; a bias of 0 and -inf is `bias == 0`.",
     ),
     ("scaled_dot_product_attention(q, q[:, :5], q[:, :5])", "`enable_gqa=True`; the layout here is (batch, heads, length, head dim)."),
     (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dash_attn import GENERATORS, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
+from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
 from dash_attn.backends import DEVICE_OF
 from dash_attn.call.tensor_checks import DTYPES
 from page_parts import code, numbers_in_words, table
@@ -42,6 +42,9 @@ OPTIONS = (
         "`dropout_p`, `dropout_seed`", {"dropout_p": 0.1, "dropout_seed": lambda device: torch.zeros(1, dtype=torch.int64, device=device)}
     ),
     Question("`alibi_slopes`", {"alibi_slopes": lambda device: torch.ones(2, device=device)}),
+    Question("`mask`, a boolean tensor of whole 64 x 64 blocks", {"mask": BooleanMask(np.kron(np.eye(8), np.ones((64, 64))) > 0)}),
+    Question("`mask`, any boolean tensor", {"mask": BooleanMask(np.tri(LENGTH) > 0)}),
+    Question("`mask`, a boolean tensor per head", {"mask": BooleanMask(np.stack([np.tri(LENGTH) > 0, np.ones((LENGTH, LENGTH)) > 0]))}),
     Question('`accumulation="unordered"`', {"accumulation": "unordered"}),
     Question("`head_offset`", {"head_offset": 1}),
 )

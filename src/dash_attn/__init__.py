@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
+from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
 from .scheduling.generators import GENERATORS, generate
 from .scheduling.plan import Plan, lower
 from .scheduling.problem import Problem, Task
@@ -54,6 +54,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "GENERATORS",
+    "BooleanMask",
     "Causal",
     "Documents",
     "Full",

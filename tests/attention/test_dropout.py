@@ -279,7 +279,7 @@ def test_the_operator_is_checked() -> None:
     from dash_attn.attention.torch_ops import VERSION
 
     q, k, v, _ = random_inputs(30, 30, (4, 2), 8, torch.float64, batch=2)
-    rest = (0, 0, "causal", [], 0.25, 0.0, "auto", "ordered", "auto", 0, P, VERSION)
+    rest = (None, 0, 0, "causal", [], 0.25, 0.0, "auto", "ordered", "auto", 0, P, VERSION)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.dash_attn.attention.default, (*leaves, None, None, None, SEEDS, torch.arange(4) / 8, *rest))
     with pytest.raises(ValueError, match=r"dropout needs a seed for each sequence; got dropout_p=0.3 and no dropout_seed"):

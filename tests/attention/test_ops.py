@@ -89,13 +89,13 @@ def leaves_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> l
 
 def dense_arguments(mask: Mask, sinks: bool, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     q, k, v, sink = leaves_of((2, 150, 4, 8), (2, 150, 2, 8), (2, 150, 2, 6), (4,), dtype=dtype)
-    return q, k, v, sink if sinks else None, None, None, None, None, 0, 0, *encode_mask(mask), *CHOICES
+    return q, k, v, sink if sinks else None, None, None, None, None, None, 0, 0, *encode_mask(mask), *CHOICES
 
 
 def packed_arguments(sinks: bool) -> tuple[Any, ...]:
     q, k, v, sink = leaves_of((90, 4, 8), (90, 2, 8), (90, 2, 8), (4,))
     cu = torch.tensor([0, 30, 30, 90], dtype=torch.int32)
-    return q, k, v, sink if sinks else None, cu, cu.clone(), None, None, 60, 60, "causal", [], *CHOICES
+    return q, k, v, sink if sinks else None, cu, cu.clone(), None, None, None, 60, 60, "causal", [], *CHOICES
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -40,7 +40,7 @@ def dense_modified(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: Mask | Tensor,
     *,
     kept: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -58,7 +58,7 @@ def dense_modified(
     if slopes is not None:
         distance = (torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)).abs()
         scores = scores - slopes.to(q.dtype).reshape(-1, q.shape[1], 1, 1) * distance
-    attends = element_mask(mask, q_len, kv_len)
+    attends = mask if isinstance(mask, Tensor) else element_mask(mask, q_len, kv_len)
     scores = scores.masked_fill(~attends, -torch.inf)
     column = (torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks).to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     everything = torch.cat([column, scores], -1)

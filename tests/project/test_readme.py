@@ -242,7 +242,7 @@ def test_files_that_the_guide_names_exist() -> None:
 def test_six_questions_of_a_newcomer_have_an_answer() -> None:
     rows = re.findall(r"^\| (a .*|the .*) \|(.*)\|$", CALL.split("## Where to look")[1].split("## ")[0], re.M)
     assert len(rows) == 6
-    assert "def tile_map" in (PACKAGE / "masks.py").read_text()
+    assert "def tile_map" in (PACKAGE / "masks/rules.py").read_text()
     assert "store_release(p.semaphores" in (PACKAGE / "backends/hopper/kernels/backward/drain.cuh").read_text()
     assert "cuLaunchKernelEx" in (PACKAGE / "backends/hopper/device/driver.py").read_text()
     assert "class Order" in (PACKAGE / "scheduling/order.py").read_text()

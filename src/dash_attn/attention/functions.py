@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 
 from ..backends import import_backend, resolve_to_explain
+from ..call.boolean_masks import take_mask
 from ..call.explanation import Explanation
-from ..call.modifiers import check_seeds, check_slopes, modifiers_of
+from ..call.modifiers import check_seeds, check_slopes, modifiers_of, with_elements
 from ..call.options import AttentionOptions, Choices, check_determinism, check_dropout, options_for
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
-from ..masks import Mask
+from ..masks import BooleanMask, Mask
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
 from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
@@ -103,7 +104,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    mask: Mask | None = None,
+    mask: Mask | BooleanMask | Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
     schedule: str | Schedule = "auto",
@@ -119,7 +120,8 @@ def flash_attn_func(
     The first eleven arguments are FlashAttention-2's. Dropout and ALiBi run on the CPU only: on other backends they raise.
 
     mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. Where the lengths differ, the last query
-        is aligned with the last key.
+        is aligned with the last key. Or a boolean tensor, True where a query attends a key, on the device of q: (q_len, kv_len), or
+        what broadcasts to (batch, q_heads, q_len, kv_len). A BooleanMask of it spares the planning of each call (docs/masks.md).
     sinks: one learnable logit per query head, (q_heads,). Each row's softmax also sums exp(sink), neither scaled nor capped.
         The sink has no value, so it only takes weight from the keys.
     dropout_seed: one number per sequence, (batch,) of torch.int64 on the device of the tensors; which pairs dropout keeps depends on
@@ -153,13 +155,13 @@ def flash_attn_func(
         dropout_p=dropout_p,
         alibi=alibi_slopes is not None,
     )
-    if is_traced(q, k, v, sinks, dropout_seed, alibi_slopes):
+    if is_traced(q, k, v, sinks, dropout_seed, alibi_slopes, mask if isinstance(mask, Tensor) else None):
         check_strided(q=q, k=k, v=v)
         modifiers = modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes)
         out, lse = traced_attention(q, k, v, sinks, None, choices, modifiers)
     else:
-        options = _options_of(q, k, v, sinks, choices)
-        modifiers = modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes)
+        options, elements = _options_of(q, k, v, sinks, choices)
+        modifiers = with_elements(modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes), elements)
         out, lse = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
@@ -179,7 +181,7 @@ def explain(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    mask: Mask | None = None,
+    mask: Mask | BooleanMask | Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
     schedule: str | Schedule = "auto",
@@ -212,7 +214,7 @@ def explain(
         dropout_p=dropout_p,
         alibi=alibi_slopes is not None,
     )
-    options = _options_of(q, k, v, sinks, choices)
+    options, _ = _options_of(q, k, v, sinks, choices)
     check_seeds(dropout_seed, q, q.shape[0])
     check_slopes(alibi_slopes, q, q.shape[0])
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
@@ -220,10 +222,14 @@ def explain(
     return import_backend(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)
 
 
-def _options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> AttentionOptions:
-    """The options of a call of these tensors; everything is checked that can be without a plan."""
+def _options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> tuple[AttentionOptions, BooleanMask | None]:
+    """The options of a call of these tensors; everything is checked that can be without a plan. And the elements of a boolean mask."""
     check_tensors(q, k, v)
     check_sinks(sinks, q)
+    elements = None
+    if choices.mask is not None:
+        mask, elements = take_mask(choices.mask, q, k)
+        choices = choices._replace(mask=mask)
     options = options_for(choices, q.shape[-1])
     options.mask.check(q.shape[1], k.shape[1])
-    return options
+    return options, elements

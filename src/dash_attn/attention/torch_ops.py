@@ -8,6 +8,7 @@ have no rule for the operator (DTensor) raise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,24 +16,27 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
+from ..call.boolean_masks import check_mask_tensor, take_mask
 from ..call.given_schedule import text_of
-from ..call.modifiers import Modifiers, check_seeds, check_slopes
+from ..call.modifiers import Modifiers, check_seeds, check_slopes, with_elements
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule
 from ..call.tensor_checks import check_sinks, check_tensors
+from ..masks import check_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
-from .mask_arguments import decode_mask, encode_mask
+from .mask_arguments import BY_TENSOR, decode_mask, encode_mask
 
 PLAIN = (Tensor, torch.nn.Parameter)
-TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes"
+TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
+MORE_TENSORS = TENSORS.count("Tensor?")
 CHOICES = (
     f"{TENSORS}, SymInt max_seqlen_q, SymInt max_seqlen_k, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
     " str schedule, str accumulation, str backend, SymInt head_offset, float dropout_p, int version"
 )
 # Part of every traced program, so that one from a cache or a file whose operators meant something else is refused, not run.
-# 2: the LSE has a gradient. 3: dropout and ALiBi.
-VERSION = 3
+# 2: the LSE has a gradient. 3: dropout and ALiBi. 4: mask tensors.
+VERSION = 4
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
@@ -54,6 +58,7 @@ class Arguments(NamedTuple):
     cu_seqlens_k: Tensor | None
     dropout_seed: Tensor | None
     alibi_slopes: Tensor | None
+    mask_tensor: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     mask: str
@@ -85,12 +90,15 @@ def traced_attention(
 ) -> tuple[Tensor, Tensor]:
     """The operator. packed: SequenceOffsets' fields."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
-    name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
+    chosen = choose_mask(choices.mask, choices.causal, choices.window_size)
+    matrix = chosen if isinstance(chosen, Tensor) else None
+    name, sizes = (BY_TENSOR, []) if matrix is not None else encode_mask(chosen)
     arguments = Arguments(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         dropout_seed=None if modifiers is None else modifiers.seeds,
         alibi_slopes=None if modifiers is None else modifiers.slopes,
+        mask_tensor=matrix,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         mask=name,
@@ -122,7 +130,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any)
     arguments = Arguments(*rest)
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    return attention_forward(q, k, v, options, offsets, sinks, arguments.modifiers)
+    options, modifiers = _with_matrix(q, k, options, arguments)
+    return attention_forward(q, k, v, options, offsets, sinks, modifiers)
 
 
 @torch.library.custom_op("dash_attn::attention_backward", mutates_args=(), schema=BACKWARD)
@@ -133,7 +142,8 @@ def backward(
     arguments = Arguments(*rest)
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse, arguments.modifiers)
+    options, modifiers = _with_matrix(q, k, options, arguments)
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse, modifiers)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -164,6 +174,7 @@ def _read(
         )
     check_tensors(q, k, v, ndim=4 if arguments.cu_seqlens_q is None else 3)
     check_sinks(sinks, q)
+    _check_matrix(q, k, arguments)
     offsets = _offsets(arguments)
     if offsets is not None:
         offsets.check_device(q.device)
@@ -173,7 +184,7 @@ def _read(
     if any(isinstance(number, (SymInt, SymFloat)) for number in numbers):
         return offsets, None
     options = _options(
-        arguments.mask,
+        "full" if arguments.mask == BY_TENSOR else arguments.mask,  # what a tensor keeps is not known before the program runs
         tuple(arguments.mask_sizes),
         scale,
         arguments.softcap,
@@ -190,6 +201,25 @@ def _read(
     else:
         refuse_given_schedule(options)
     return offsets, options
+
+
+def _check_matrix(q: Tensor, k: Tensor, arguments: Arguments) -> None:
+    matrix = arguments.mask_tensor
+    if (arguments.mask == BY_TENSOR) != (matrix is not None):
+        raise ValueError(f"mask {BY_TENSOR!r} and mask_tensor come together; got mask {arguments.mask[:80]!r}")
+    if matrix is None:
+        return
+    if arguments.cu_seqlens_q is not None:
+        check_mask(matrix)  # a matrix is for sequences of one length
+    check_mask_tensor(matrix, q, k)
+
+
+def _with_matrix(q: Tensor, k: Tensor, options: AttentionOptions, arguments: Arguments) -> tuple[AttentionOptions, Modifiers | None]:
+    """What a mask tensor keeps is known when a program runs: in every run it is planned anew."""
+    if arguments.mask_tensor is None:
+        return options, arguments.modifiers
+    mask, elements = take_mask(arguments.mask_tensor, q, k)
+    return replace(options, mask=mask), with_elements(arguments.modifiers, elements)
 
 
 def _check_modifiers(q: Tensor, arguments: Arguments) -> None:
@@ -213,13 +243,13 @@ def _options(mask: str, mask_sizes: tuple[int, ...], *others: Any) -> AttentionO
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.choices = inputs[:8], inputs[8:]
+    tensors, ctx.choices = inputs[: 4 + MORE_TENSORS], inputs[4 + MORE_TENSORS :]
     ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    unused = (None,) * (4 + len(ctx.choices))
+    unused = (None,) * (MORE_TENSORS + len(ctx.choices))
     out, lse, q, k, v, sinks, *others = ctx.saved_tensors
     if dout is None:
         if dlse is None:

@@ -14,7 +14,7 @@ from ..masks import Mask
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
 from .pages import attention_of_pages
-from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
+from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
 from .torch_ops import is_traced, traced_attention
 from .transforms import refuse_transforms
 
@@ -42,7 +42,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -64,7 +64,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = ...,
     *,
     return_lse: Literal[True],
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> OutAndLse: ...
 @overload
 def flash_attn_varlen_func(
@@ -85,7 +85,7 @@ def flash_attn_varlen_func(
     *,
     return_attn_probs: Literal[True],
     return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> OutLseNone: ...
 @overload
 def flash_attn_varlen_func(
@@ -107,7 +107,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = ...,
     *,
     return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> AnyResults: ...
 def flash_attn_varlen_func(
     q: Tensor,

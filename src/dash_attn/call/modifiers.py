@@ -1,4 +1,4 @@
-"""Tensors of a call that change scores or weights beside its mask: the seeds of dropout and the slopes of ALiBi."""
+"""Data of a call that change scores or weights: the seeds of dropout, the slopes of ALiBi, the elements of a boolean mask."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..masks import BooleanMask
 from .options import is_zero
 
 MOST_SEED = 2**63 - 1
@@ -15,23 +16,27 @@ MOST_SEED = 2**63 - 1
 class Modifiers(NamedTuple):
     """seeds: (sequences,). slopes: (query heads,) or (sequences, query heads). They come where the options ask for them.
     first_head: the place of their first query head among those of the problem, where a call has only some.
+    elements: of the partial tiles of a boolean mask, whose pattern is the options' mask.
     """
 
     seeds: Tensor | None = None
     slopes: Tensor | None = None
     first_head: int = 0
+    elements: BooleanMask | None = None
 
     def of_sequence(self, number: int) -> Modifiers:
         """Of one sequence, as a batch."""
         seeds, slopes, one = self.seeds, self.slopes, slice(number, number + 1)
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[one]
-        return self._replace(seeds=None if seeds is None else seeds[one], slopes=slopes)
+        elements = None if self.elements is None else self.elements.some(one, slice(None))
+        return self._replace(seeds=None if seeds is None else seeds[one], slopes=slopes, elements=elements)
 
     def of_heads(self, heads: slice) -> Modifiers:
         """Of some query heads."""
         slopes = None if self.slopes is None else self.slopes[..., heads]
-        return self._replace(slopes=slopes, first_head=self.first_head + heads.start)
+        elements = None if self.elements is None else self.elements.some(slice(None), heads)
+        return self._replace(slopes=slopes, first_head=self.first_head + heads.start, elements=elements)
 
     def of_documents(self, count: int) -> Modifiers:
         """Of `count` documents in each sequence. There is no dropout."""
@@ -49,6 +54,10 @@ def modifiers_of(q: Tensor, sequences: int, dropout_p: float, dropout_seed: Tens
     if dropout_seed is None:
         dropout_seed = torch.randint(0, MOST_SEED, (sequences,), dtype=torch.int64, device=q.device)
     return Modifiers(dropout_seed, alibi_slopes)
+
+
+def with_elements(modifiers: Modifiers | None, elements: BooleanMask | None) -> Modifiers | None:
+    return modifiers if elements is None else (modifiers or Modifiers())._replace(elements=elements)
 
 
 def given_modifiers(

@@ -80,7 +80,7 @@ class AttentionOptions:
 class Choices(NamedTuple):
     """The choices of a call as they were given, FlashAttention's and ours. `options_for` checks them."""
 
-    mask: Mask | None = None
+    mask: Any = None  # a Mask, or a boolean mask, of which take_mask makes one
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     softmax_scale: float | None = None  # None: by the head dim

@@ -52,10 +52,10 @@ def explanation_of(plan: Plan, backend: str, tensors: tuple[Tensor, Tensor, Tens
     )
 
 
-def explanation_of_documents(
+def explanation_of_several(
     plans: list[Plan], backend: str, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, **rest: Any
 ) -> Explanation:
-    """Of documents that run one by one, each with the order that it has alone. Sizes are those of the longest."""
+    """Of documents, or of heads, that run one by one, each with the order that it has alone. Sizes are those of the longest."""
     longest = max(plans, key=lambda plan: plan.problem.q_len)
     names = dict.fromkeys(plan.schedule_name for plan in plans)
     order = hash_of(*(plan.order_hash for plan in plans))

@@ -16,14 +16,15 @@ from ...call.any_workers import plan_on_any
 from ...call.documents import backward_of_documents, document_ends, forward_of_documents, of_a_document, runs_packed
 from ...call.empty import backward_of_nothing, forward_of_nothing, no_pairs, sink_gradient_of_nothing
 from ...call.explanation import Explanation
+from ...call.mask_per_head import backward_per_head, forward_per_head, together
 from ...call.modifiers import Modifiers
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
-from ...call.planning import DEFAULT_WORKERS, explanation_of, explanation_of_documents, plan_in_words, problem_of
+from ...call.planning import DEFAULT_WORKERS, explanation_of, explanation_of_several, plan_in_words, problem_of
 from ...call.sums import sum_in_order
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.run import run_plan
-from ...masks import Documents
+from ...masks import Documents, PatternPerHead
 from ...scheduling.order import reported
 from ...scheduling.plan import Plan
 from .devices import run_in_legs
@@ -103,6 +104,8 @@ def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     if runs_packed(options):
         return "planned document by document"
+    if isinstance(options.mask, PatternPerHead):
+        return "planned head by head"
     return plan_in_words(backward_plan(q, k, v, options))
 
 
@@ -111,12 +114,22 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     tiles = (TILE_Q, TILE_KV)
     note = "the CPU backend is for reference, its time is not modelled"
     fields = {"backward_tiles": tiles, "forward_tiles": tiles, "prediction_note": note}
+    if isinstance(options.mask, PatternPerHead):
+        return _without_gang(explanation_of_several(_plans_per_head(q, k, v, options), "cpu", (q, k, v), options, **fields))
     if not runs_packed(options):
         return _without_gang(explanation_of(backward_plan(q, k, v, options), "cpu", (q, k, v), options, **fields))
     assert isinstance(options.mask, Documents)
     alone = of_a_document(options)
     plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
-    return _without_gang(explanation_of_documents(plans, "cpu", (q, k, v), options, **fields))
+    return _without_gang(explanation_of_several(plans, "cpu", (q, k, v), options, **fields))
+
+
+def _plans_per_head(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> list[Plan]:
+    plans = []
+    for one in together(q, k, options):
+        (queries,), (keys, values) = one.queries(q), one.keys(k, v)
+        plans.append(backward_plan(queries, keys, values, one.options))
+    return plans
 
 
 def _without_gang(described: Explanation) -> Explanation:
@@ -130,6 +143,8 @@ def _forward(
     """A batch of sequences of one length."""
     if no_pairs(q, k):
         return forward_of_nothing(q, v, sinks)
+    if isinstance(options.mask, PatternPerHead):
+        return forward_per_head(_forward, q, k, v, options, sinks, modifiers)
     problem = problem_of(q, k, options, TILE_Q, TILE_KV)
     return forward_of_share(q, k, v, options, sinks, problem, Share.whole(problem), modifiers)
 
@@ -147,6 +162,8 @@ def _backward(
     if no_pairs(q, k):
         dq, dk, dv, _ = backward_of_nothing(q, k, v, None)
         return dq, dk, dv, None if sinks is None else _sink_parts_of_nothing(q, sinks, of_rows[1])
+    if isinstance(options.mask, PatternPerHead):
+        return backward_per_head(_backward, tensors, of_rows, options, sinks, modifiers)
     chosen = current_interleaving()
     if chosen is None:
         # "unordered" promises nothing, and the control must show it: every call arrives differently.

@@ -23,7 +23,7 @@ from ...call.dropout import Dropout, threshold_of
 from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...execution.rules import ChainPlace, Contribution, Coroutine, Ending, SumPlace
-from ...masks import EMPTY, PARTIAL, Mask
+from ...masks import EMPTY, PARTIAL, Mask, TilePattern
 from ...scheduling.order import Ints
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem, Task
@@ -73,6 +73,7 @@ class Scores:
     def __init__(self, problem: Problem, options: AttentionOptions, modifiers: Modifiers | None = None) -> None:
         self.problem, self.scale, self.cap = problem, options.scale, options.softcap
         self.slopes = None if modifiers is None else modifiers.slopes
+        self.elements = None if modifiers is None else modifiers.elements
         self.dropout: Dropout | None = None
         if options.dropout_p:
             assert modifiers is not None
@@ -108,18 +109,32 @@ class Scores:
             distances = _distances(problem.kv_len - problem.q_len, at.q_tile, at.kv_tile)
             scores.sub_(torch.from_numpy(distances).to(scores.dtype).mul_(slope.detach().to(scores.dtype)))
         if partial:
-            dropped = _dropped(problem.mask, problem.q_len, problem.kv_len, at.q_tile, at.kv_tile)
-            scores.masked_fill_(torch.from_numpy(dropped), -torch.inf)
+            scores.masked_fill_(torch.from_numpy(self._dropped(at)), -torch.inf)
         return scores, tanh
+
+    def _dropped(self, at: TilePlace) -> NDArray[np.bool_]:
+        """Elements of a tile that do not attend. For reading only."""
+        problem = self.problem
+        if self.elements is None or not isinstance(problem.mask, TilePattern):
+            return _dropped_by_rule(problem.mask, problem.q_len, problem.kv_len, at.q_tile, at.kv_tile)
+        rows, columns = _inside(problem.q_len, problem.kv_len, at.q_tile, at.kv_tile)
+        return _whole_tile(self.elements.of(at.sequence, at.head).keep(rows, columns))  # not kept: the bits are there already, packed
 
 
 @lru_cache(maxsize=1024)  # 8 MiB: other heads, the backward and the next step ask for the same tiles
-def _dropped(mask: Mask, q_len: int, kv_len: int, q_tile: int, kv_tile: int) -> NDArray[np.bool_]:
-    """Elements of a tile that do not attend; those beyond the lengths never do. For reading only."""
+def _dropped_by_rule(mask: Mask, q_len: int, kv_len: int, q_tile: int, kv_tile: int) -> NDArray[np.bool_]:
+    return _whole_tile(mask.keep(*_inside(q_len, kv_len, q_tile, kv_tile), q_len, kv_len))
+
+
+def _inside(q_len: int, kv_len: int, q_tile: int, kv_tile: int) -> tuple[slice, slice]:
+    """Rows and columns of a tile, as far as the lengths go."""
     rows = slice(q_tile * TILE_Q, min((q_tile + 1) * TILE_Q, q_len))
-    columns = slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, kv_len))
+    return rows, slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, kv_len))
+
+
+def _whole_tile(keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """What does not attend: what is not kept, and what is beyond the lengths."""
     dropped = np.ones((TILE_Q, TILE_KV), dtype=np.bool_)
-    keep = mask.keep(rows, columns, q_len, kv_len)
     dropped[: keep.shape[0], : keep.shape[1]] = ~keep
     return dropped
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....call.documents import laid_end_to_end, of_a_document, runs_packed
 from ....call.explanation import Explanation
 from ....call.options import AttentionOptions
-from ....call.planning import explanation_of, explanation_of_documents, plan_in_words, predict
+from ....call.planning import explanation_of, explanation_of_several, plan_in_words, predict
 from ....masks import Documents
 from ....scheduling.order import reported
 from ....scheduling.plan import Plan
@@ -65,7 +65,7 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
     note = "documents are planned on the device, one by one"
     fields = _fields(q, ahead, behind)
-    described = explanation_of_documents(plans, "hopper", (q, k, v), options, **fields, prediction_note=note)
+    described = explanation_of_several(plans, "hopper", (q, k, v), options, **fields, prediction_note=note)
     gang = behind.gang  # what the call needs, which has room for longer documents
     return replace(described, plan_bytes=0, gang=gang, guarantees=reported(described.guarantees, gang))
 
