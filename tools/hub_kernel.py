@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "dash_attn"
 NAME = "dash-flash-attn"  # transformers knows by the word flash what a kernel's masks can say
 VERSION = 1  # transformers loads version 1 of a repository that it does not know
-ROOMS = ("masks", "scheduling", "simulation", "execution", "viewing", "call", "backends", "attention")
-ALONE = ("integrations/__init__.py", "integrations/hub.py")
+ROOMS = ("masks", "scheduling", "simulation", "execution", "viewing", "call", "backends", "attention", "distributed", "integrations")
+LEFT_OUT = {"integrations/megatron.py", "integrations/torchtitan.py", "integrations/trainer.py"}  # for programs that install the package
 KINDS = (".py", ".cuh", ".cubin")
 MAY_IMPORT = {"numpy", "torch", *sys.stdlib_module_names}
 BACKENDS: dict[str, dict[str, Any]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["9.0a"]}}
@@ -51,7 +51,15 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "register",
 ]
+
+
+def register() -> None:
+    """Models of transformers then take attn_implementation="dash_attn", with the masks that they ask for."""
+    from .integrations import huggingface
+
+    huggingface.register()
 '''
 CARD = """---
 library_name: kernels
@@ -106,10 +114,9 @@ def _absolute_imports(node: ast.AST) -> list[str]:
 def _files() -> Iterator[tuple[str, bytes]]:
     for room in ROOMS:
         for file in sorted((PACKAGE / room).rglob("*")):
-            if file.suffix in KINDS:
-                yield file.relative_to(PACKAGE).as_posix(), file.read_bytes()
-    for path in ALONE:
-        yield path, (PACKAGE / path).read_bytes()
+            path = file.relative_to(PACKAGE).as_posix()
+            if file.suffix in KINDS and path not in LEFT_OUT:
+                yield path, file.read_bytes()
 
 
 def _renamed(content: bytes, name: str) -> bytes:
