@@ -36,7 +36,6 @@ from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 
 
-
 def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float | None, **_: Any) -> tuple[Tensor, Any]:
     kept = create_mask(block_mask.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu")
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -27,16 +27,17 @@ class Asked(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
     """Where torchtitan would call scaled_dot_product_attention. (batch, length, heads, head dim), as torchtitan has it."""
     check_tensors(q, k, v)
-    out: Tensor = flash_attn_func(*under_autocast(q, k, v), **_options(asked))
+    mine = under_autocast(q, k, v)
+    out: Tensor = flash_attn_func(mine[0], mine[1], mine[2], **_options(asked))
     return out.to(q.dtype)
 
 
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, documents: Any, asked: Asked) -> Tensor:
     """Where torchtitan would call varlen_attn; documents is its VarlenMetadata, which counts through all rows of the batch."""
     check_tensors(q, k, v)
-    tokens = (x.flatten(0, 1) for x in under_autocast(q, k, v))
+    tokens = [x.flatten(0, 1) for x in under_autocast(q, k, v)]
     ends = documents.cu_seq_q, documents.cu_seq_k, documents.max_q, documents.max_k
-    packed, lse = flash_attn_varlen_func(*tokens, *ends, **_options(asked), return_lse=True)
+    packed, lse = flash_attn_varlen_func(tokens[0], tokens[1], tokens[2], *ends, **_options(asked), return_lse=True)
     out: Tensor = packed.unflatten(0, q.shape[:2]).to(q.dtype)
     if asked.out_transform is None:
         return out

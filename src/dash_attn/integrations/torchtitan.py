@@ -41,7 +41,7 @@ class _Ranks:
 
 
 class DashDocumentAttention(_Ranks, VarlenAttention):  # type: ignore[misc]
-    """Attention inside documents, causal or by a window: torchtitan makes VarlenMetadata for it, because its Config is a VarlenAttention.Config."""
+    """Attention inside documents, causal or by a window. Its Config is a VarlenAttention.Config, for which torchtitan makes masks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):  # type: ignore[misc]
@@ -53,9 +53,9 @@ class DashDocumentAttention(_Ranks, VarlenAttention):  # type: ignore[misc]
 
     def forward(
         self,
-        q_BLNH: Tensor,  # noqa: N803  torchtitan's shardings know the arguments by these names
-        k_BLNH: Tensor,  # noqa: N803
-        v_BLNH: Tensor,  # noqa: N803
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: Any,
         scale: float | None = None,
@@ -78,9 +78,9 @@ class DashScaledDotProductAttention(_Ranks, ScaledDotProductAttention):  # type:
 
     def forward(
         self,
-        q_BLNH: Tensor,  # noqa: N803
-        k_BLNH: Tensor,  # noqa: N803
-        v_BLNH: Tensor,  # noqa: N803
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: Any = None,
         scale: float | None = None,
