@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,12 @@ class _Missing(ModuleType):
 if importlib.util.find_spec("triton") is None:
     sys.modules.setdefault(f"{OF_EXPERTS}.kernels", _Missing(f"{OF_EXPERTS}.kernels"))
 
+from torchtitan.distributed import parallel_dims  # noqa: E402
 from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config  # noqa: E402
+
+from dash_attn.integrations._torchtitan_calls import attend_documents  # noqa: E402
 
 
 def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float | None, **_: Any) -> tuple[Tensor, Any]:
@@ -79,3 +84,48 @@ def loss_and_gradients(net: Any, documents: bool = True, masks: Any = None) -> d
     loss = nn.functional.cross_entropy(net(tokens, positions, masks).flatten(0, 1), tokens.flatten())
     loss.backward()
     return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in net.named_parameters()}
+
+
+def _first_call(net: Any) -> tuple[list[Tensor], Any, Any]:
+    """What the first layer's attention asks of our functions in a forward: tensors, documents, and the rest."""
+    tokens, positions = batch()
+    calls: list[Any] = []
+
+    def noted(*given: Any) -> Tensor:
+        calls.append(given)
+        return attend_documents(*given)
+
+    with patch("dash_attn.integrations.torchtitan.attend_documents", noted):
+        net(tokens, positions, net.get_attention_masks(positions))
+    q, k, v, documents, asked = calls[0]
+    return [x.detach() for x in (q, k, v)], documents, asked
+
+
+def _gradients(inputs: list[Tensor], documents: Any, asked: Any) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    return list(torch.autograd.grad(attend_documents(*leaves, documents, asked).square().sum(), leaves))
+
+
+def sharded_llama(rank: int) -> dict[str, list[bool]]:
+    """What each of two tensor-parallel ranks finds in its own heads, against the heads of a whole model."""
+    from dash_attn.integrations.torchtitan import use_dash_attn
+
+    whole, documents, asked = _first_call(built(use_dash_attn(config())))
+    shared = use_dash_attn(config())
+    set_llama3_sharding_config(shared, enable_sp=False)
+    net: Any = built(shared)
+    with patch.object(parallel_dims, "device_type", "cpu"):
+        ranks = parallel_dims.ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2, spmd_backend="partial_dtensor")
+        ranks.build_mesh()
+        net.parallelize(ranks)
+        mine, _, asked_here = _first_call(net)
+    heads = slice(8 * rank, 8 * rank + 8)
+    expected = [x[:, :, heads] for x in _gradients(whole, documents, asked)]
+    elsewhere = asked_here._replace(head_offset=asked_here.head_offset + 1)
+    found, other = (_gradients(mine, documents, asked) for asked in (asked_here, elsewhere))
+    return {
+        "same_inputs": [torch.equal(x, y[:, :, heads]) for x, y in zip(mine, whole, strict=True)],
+        "same": [torch.equal(x, y) for x, y in zip(found, expected, strict=True)],
+        "same_elsewhere": [torch.equal(x, y) for x, y in zip(other, expected, strict=True)],
+        "offset": [asked_here.head_offset == 8 * rank],
+    }

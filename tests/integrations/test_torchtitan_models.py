@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from torchtitan.protocols.module import Module
 
 from dash_attn.integrations.torchtitan import DashDocumentAttention, DashScaledDotProductAttention, use_dash_attn
 from dense import same_bits
+from processes import run_processes
 
 NAME = "dash_attn.integrations.torchtitan.dash_attention"
 
@@ -196,6 +198,15 @@ def test_ranks_know_their_heads() -> None:
     assert parallelized(get_optional_mesh=lambda _: None).head_offset(torch.empty(1, 8, 2, 16)) == 0
     with pytest.raises(ValueError, match="does not support torchtitan's context parallelism: context_parallel_degree must be 1"):
         parallelized(cp_enabled=True)
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallel_ranks_keep_the_bits_of_the_whole_model(tmp_path: Path) -> None:
+    first, second = run_processes(models.sharded_llama, 2, tmp_path)
+    for rank in (first, second):
+        assert rank["offset"] == [True]
+        assert rank["same_inputs"] == rank["same"] == [True] * 3
+        assert not all(rank["same_elsewhere"])  # the control: as if its heads were one further
 
 
 def test_torchtitans_own_checks_know_it() -> None:
