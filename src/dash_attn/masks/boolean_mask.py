@@ -42,6 +42,7 @@ class BooleanMask:
         distinct: dict[bytes, int] = {}
         numbers = [[distinct.setdefault(one.digest, len(distinct)) for one in heads] for heads in matrices]
         by_digest = {one.digest: one for heads in matrices for one in heads}
+        self._some: dict[tuple[Any, ...], BooleanMask] = {}
         self.shape = shape
         self.matrices = tuple(by_digest[digest] for digest in distinct)
         self.numbers = np.array(numbers, dtype=np.int64)  # (sequences or 1, query heads or 1): which matrix each has
@@ -71,13 +72,19 @@ class BooleanMask:
         return self.matrices[int(self.numbers[sequence if sequences > 1 else 0, head if heads > 1 else 0])]
 
     def some(self, sequences: slice, heads: slice) -> BooleanMask:
-        """Of some sequences and query heads. The matrices are shared."""
+        """Of some sequences and query heads. The matrices are shared. It is kept, so that what a backend keeps of it is found again."""
+        numbers = self.numbers[sequences if len(self.numbers) > 1 else slice(None), heads if self.numbers.shape[1] > 1 else slice(None)]
+        if numbers.shape == self.numbers.shape:
+            return self
+        key = numbers.shape, numbers.tobytes()
+        if key not in self._some:
+            self._some[key] = self._with(numbers)
+        return self._some[key]
+
+    def _with(self, numbers: NDArray[np.int64]) -> BooleanMask:
         made = BooleanMask.__new__(BooleanMask)
-        made.matrices = self.matrices
-        made.numbers = self.numbers[
-            sequences if len(self.numbers) > 1 else slice(None), heads if self.numbers.shape[1] > 1 else slice(None)
-        ]
-        made.shape = (*made.numbers.shape, *self.shape[-2:])
+        made._some, made.matrices, made.numbers = {}, self.matrices, numbers
+        made.shape = (*numbers.shape, *self.shape[-2:])
         return made
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....masks import Causal, Full, IntervalMask, Mask, TileMap, Window
+from ....masks import Causal, Full, IntervalMask, Mask, TileMap, TilePattern, Window
 from ....scheduling.forward_visits import visit_tables
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
@@ -112,18 +112,20 @@ class VisitsOnDevice:
 
 
 def mask_kind(mask: Mask) -> str:
-    """How a kernel masks the elements of partial tiles: by a band, by row bounds or by blocks."""
+    """How a kernel masks the elements of partial tiles: by a band, by row bounds, by blocks or by bits of their own."""
     if isinstance(mask, (Full, Causal, Window)):
         return "Band"
     if isinstance(mask, IntervalMask):
         return "Rows"
     if isinstance(mask, TileMap):
         return "Blocks"
+    if isinstance(mask, TilePattern):
+        return "Bits"
     raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
 
 
 class MaskOnDevice:
-    """What a kernel needs to mask the elements of partial tiles."""
+    """What a kernel needs to mask the elements of partial tiles. Bits come with a call (mask_bits.py)."""
 
     def __init__(self, mask: Mask, q_len: int, kv_len: int, device: torch.device) -> None:
         self.kind = mask_kind(mask)

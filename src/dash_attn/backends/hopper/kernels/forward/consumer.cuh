@@ -32,6 +32,7 @@ template <MaskKind KIND> DEVICE bool is_kept(const MaskParams& mask, int query, 
 
 template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> struct ForwardConsumer {
   using C = ForwardConfig<D, CONSUMERS>;
+  using Bits = OwnBits<MASK, C::SCORES, CONSUMERS * WARPGROUP>;
   static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the sum of a row
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
@@ -113,11 +114,12 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     float rescale[2];
     bars.k_full(load & 1).wait((load >> 1) & 1);
     const VisitNote note = note_of(load & 1);
+    const Bits bits = bits_of(note);
     await_turn();
     multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
-    weigh(rows, note, load & 1, rescale);
+    weigh(rows, note, bits, load & 1, rescale);
     pack_weights<0>();
     rescale[0] = rescale[1] = 1.f;  // there is no output yet
 #pragma unroll 1
@@ -148,6 +150,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     const u32 now = load & 1, next = now ^ 1;
     bars.k_full(next).wait(((load + 1) >> 1) & 1);
     const VisitNote note = note_of(next);
+    const Bits bits = bits_of(note);
     if constexpr (BUFFERS == 2) take_output(next, is_under_way);
     await_turn();
     multiply_s(q_stage, next);
@@ -156,7 +159,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     multiply_out<B>(now);
     wgmma_wait<1>();  // S
     pass_turn();      // the other's S may run beside this output
-    weigh(rows, note, next, rescale);
+    weigh(rows, note, bits, next, rescale);
     if constexpr (BUFFERS == 1) {
       take_output(now, true);
       rescale_output(rescale);
@@ -176,17 +179,22 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
   }
   // S becomes the weights of a KV tile.
-  DEVICE void weigh(const Rows& rows, VisitNote note, u32 stage, float (&rescale)[2]) {
+  DEVICE void weigh(const Rows& rows, VisitNote note, const Bits& bits, u32 stage, float (&rescale)[2]) {
     pin(s);
     arrive(bars.k_empty(stage));
     if constexpr (SOFTCAP) cap_scores();
-    if (note.partial()) mask_scores(rows, note.kv_tile());
+    if constexpr (MASK == MaskKind::Bits)
+      bits.apply(s, MINUS_INFINITY);
+    else if (note.partial())
+      mask_scores(rows, note.kv_tile());
     softmax(rescale);
   }
   template <int B> DEVICE void pack_weights() {
 #pragma unroll
     for (int i = 0; i < C::SCORES / 2; i++) weights[B][i] = pack<Half>(s[2 * i], s[2 * i + 1]);
   }
+
+  DEVICE Bits bits_of(VisitNote note) { return {p.mask, note.word, (u32)(wg * WARPGROUP + warp * WARP + lane)}; }
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
 

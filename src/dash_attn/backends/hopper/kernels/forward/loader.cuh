@@ -92,9 +92,9 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
 #pragma unroll 1
     for (int j = 0; j < tile.visits; j++, loads++) {
       visits.next();
-      const int row = visits.kv_tile * C::KV_ROWS + kv_shift;
+      const int row = visits.kv_tile * C::KV_ROWS + kv_shift, note = note_of(visits.kv_tile, visits.partial, tile);
       await_empty(bars.k_empty(loads & 1), loads);
-      store_shared_i32(shared + C::VISIT_NOTES + 4 * (loads & 1), VisitNote::pack(visits.kv_tile, visits.partial).word);
+      store_shared_i32(shared + C::VISIT_NOTES + 4 * (loads & 1), note);
       load_kv(C::K, k_map, bars.k_full(loads & 1), loads, kv_head, row, kv_plane);
       await_empty(bars.v_empty(loads & 1), loads);
       load_kv(C::V, v_map, bars.v_full(loads & 1), loads, kv_head, row, kv_plane);
@@ -102,6 +102,10 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     }
     if (tile.visits < 2) next = take_ticket();
     return next;
+  }
+  DEVICE int note_of(int kv_tile, bool partial, const TileNote& tile) {
+    if constexpr (MASK != MaskKind::Bits) return VisitNote::pack(kv_tile, partial).word;
+    return partial ? BitTables::note(BitTables{p.mask}.number(tile.query / C::Q_ROWS, kv_tile, tile.q_plane, tile.q_head)) : 0;
   }
   DEVICE void await_empty(Barrier empty, u32 number) { empty.wait(((number >> 1) & 1) ^ 1); }
   DEVICE void load_kv(int at, const TensorMap* map, Barrier full, u32 number, int kv_head, int row, int plane) {
