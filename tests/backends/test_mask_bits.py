@@ -106,7 +106,7 @@ def test_the_forward_reads_them(machine: Machine, dim: int) -> None:
     check(mask, (150, 270), dim)
 
 
-@pytest.mark.parametrize("number", [0, 4, 11, pytest.param(16, marks=pytest.mark.exhaustive), pytest.param(23, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [0, 4, 11, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(12, 30))])
 def test_random_matrices(machine: Machine, number: int) -> None:
     """Per sequence, per head, and one for all."""
     drawn = draw(number)

@@ -112,7 +112,8 @@ def build(folder: Path, *defined: str) -> Machine:
         (folder / name).write_text((HERE / name).read_text() if name in ON_HOST else text)
     for name in ("shim.h", "library.cpp"):
         shutil.copy(HERE / name, folder / name)
-    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi", "-I", str(folder), *(f"-D{name}" for name in defined)]
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi", "-I", str(folder)]
+    options += [f"-D{name}" for name in defined]
     subprocess.run([needs_gxx(), *options, str(folder / "library.cpp"), "-o", str(folder / "kernels.so")], check=True)
     library = ctypes.CDLL(str(folder / "kernels.so"))
     library.run.argtypes = [c_char_p, c_int, c_int, c_int, ctypes.POINTER(c_void_p), c_int, ctypes.POINTER(c_int)]
