@@ -64,7 +64,7 @@ def _explain_legs(q: Tensor, k: Tensor, v: Tensor, ahead: ForwardSetup, behind: 
 def _explain_heads(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
     """Heads of one pattern run together, the others apart. Sizes are those of the largest workspace."""
     found = [_explain_together(one, q, k, v) for one in together(q, k, options)]
-    largest = max(found, key=lambda one: one.workspace_bytes or 0)
+    largest, kernels = max(found, key=lambda one: one.workspace_bytes or 0), _kernels_of_all(found)
     return replace(
         largest,
         call=describe_call(q, k, v, options),
@@ -73,8 +73,8 @@ def _explain_heads(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -
         order_hash=hash_of(*(one.order_hash for one in found)),
         gang=max(one.gang for one in found),
         plan_bytes=sum(one.plan_bytes for one in found),
-        kernels=_of_all([one.kernels for one in found]),
-        kernel_origins=_of_all([one.kernel_origins for one in found]),
+        kernels={name: digest for name, (digest, _) in kernels.items()},
+        kernel_origins={name: origin for name, (_, origin) in kernels.items()},
         prediction_note="heads of several patterns run one after the other",
     )
 
@@ -84,15 +84,15 @@ def _explain_together(one: Together, q: Tensor, k: Tensor, v: Tensor) -> Explana
     return explain(queries, keys, values, one.options, predict_time=False)
 
 
-def _of_all(kernels: list[dict[str, str]]) -> dict[str, str]:
-    """Patterns with and without partial tiles run other kernels of one name."""
-    found: dict[str, str] = {}
-    for name, value in (item for one in kernels for item in one.items()):
-        number = 1
-        while found.setdefault(place := name if number == 1 else f"{name} {number}", value) != value:
-            number += 1
-        assert found[place] == value
-    return found
+def _kernels_of_all(found: list[Explanation]) -> dict[str, tuple[str, str]]:
+    """Hashes and origins. Patterns with and without partial tiles run other kernels of one name: the second gets a number."""
+    kernels: dict[str, tuple[str, str]] = {}
+    for one in found:
+        for name, digest in one.kernels.items():
+            both = digest, one.kernel_origins[name]
+            if both not in kernels.values():
+                kernels[f"{name} 2" if name in kernels else name] = both
+    return kernels
 
 
 def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
