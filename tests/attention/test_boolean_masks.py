@@ -19,6 +19,8 @@ from dash_attn.call.explanation import Explanation
 from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.masks import TilePattern
+from dash_attn.masks.boolean_mask import packed_on_device
+from dash_attn.masks.packed_matrix import PackedMatrix
 from dash_attn.nn import SelfAttention
 from dense import Results, assert_same_bits, largest_error, random_inputs, run_dense, run_ours, same_bits
 from kept_pairs import dense_modified
@@ -300,6 +302,16 @@ def test_a_given_schedule_serves_one_pattern() -> None:
     schedule = generate("ascending", problem_of(*inputs[:2], type("Options", (), {"mask": pattern, "head_offset": 0})(), 64, 128), 132)
     with pytest.raises(ScheduleError, match="does not fit this call"):
         run_ours(inputs, mask, schedule=schedule)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_device_packs_as_the_host_does(number: int) -> None:
+    """What packs a tensor on a GPU, of one on the host. The control: one element more."""
+    mask = draw(number).mask.flatten(0, -3)[-1] if draw(number).mask.ndim > 2 else draw(number).mask
+    here, there = PackedMatrix(mask.numpy()), packed_on_device(mask)
+    assert (tuple(here.shape), here.digest, here.places.tolist()) == (there.shape, there.digest, there.places.tolist())
+    mask[-1, -1] ^= True
+    assert packed_on_device(mask).digest != here.digest
 
 
 def on_hopper(mask: Any) -> Explanation:

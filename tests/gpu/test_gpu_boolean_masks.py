@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from boolean_masks import SORTS, a_tree, draw, scattered
+from boolean_masks import a_tree, draw, scattered
 from budget import assert_in_budget, assert_near
 from dash_attn import BooleanMask, Causal, TileMap, Window, explain, flash_attn_func
 from dash_attn.backends.hopper.calls.mask_bits import _bits
 from dash_attn.integrations.sdpa import replace_sdpa
 from dash_attn.masks import PatternPerHead, TilePattern
-from dense import Results, assert_same_bits, largest_error, run_dense_with_sinks, run_ours, run_ours_with_sinks
+from dense import Results, assert_same_bits, largest_error, run_dense, run_dense_with_sinks, run_ours, run_ours_with_sinks
 from gpu_helpers import DEVICE, REPEATS, gpu_inputs
 from inputs import make_inputs
 
@@ -48,6 +48,22 @@ def inputs(dims: tuple[int, int] = (128, 128), heads: tuple[int, int] = (4, 2), 
     return make_inputs(DEVICE, (Q_LEN, KV_LEN), heads, dims, dtype, batch, 0)
 
 
+def assert_near_on_average(ours: Results, tensors: Any, mask: Tensor) -> None:
+    """Small matrices have few elements, of which the largest error is luck: so errors are compared on average, with twice those of
+    plain PyTorch. Where a query attends one key its dQ is 0 but for roundings: gradients share a slack."""
+    truth, plain = (run_dense(tensors, mask, dtype) for dtype in (torch.float64, tensors[0].dtype))
+    size = max(rms(x) for x in truth[2:])
+    for name, mine, theirs, exact in zip(Results._fields, ours, plain, truth, strict=True):
+        finite = exact.isfinite()
+        assert torch.equal(mine.isfinite(), finite), name
+        error, allowed = (rms((x.double() - exact)[finite]) for x in (mine, theirs))
+        assert error <= 2 * allowed + 1e-3 * (size if name.startswith("d") else 1.0), f"{name} is off by {error:.3g}, plain {allowed:.3g}"
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+
+
 @pytest.mark.parametrize("number", range(200))
 def test_random_matrices(number: int) -> None:
     drawn = draw(number)
@@ -55,8 +71,8 @@ def test_random_matrices(number: int) -> None:
     dtype = torch.float16 if number % 7 == 3 else torch.bfloat16
     tensors, mask = make_inputs(DEVICE, drawn.lengths, drawn.heads, dims, dtype, drawn.batch, number), drawn.mask.to(DEVICE)
     ours = run_ours(tensors, mask)
-    assert_near(ours, tensors, mask)
-    assert_same_bits(run_ours(tensors, BooleanMask(mask)), ours, str(drawn))
+    assert_near_on_average(ours, tensors, mask)
+    assert_same_bits(run_ours(tensors, BooleanMask(drawn.mask)), ours, str(drawn))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -231,7 +247,7 @@ def test_what_explain_says() -> None:
     said = explain(q, k, v, mask=holes())
     assert set(said.kernels) == {"forward", "preprocess", "backward", "postprocess"}
     assert said == explain(q, k, v, mask=BooleanMask(holes()))
-    several = explain(q, k, v, mask=torch.stack([sort((Q_LEN, KV_LEN), source()) for sort in SORTS[:4]]).to(DEVICE))
+    several = explain(q, k, v, mask=torch.stack([elements().to(DEVICE), holes(0), elements().to(DEVICE), holes(1)]))
     assert {"forward", "forward 2"} <= set(several.kernels)
 
 

@@ -136,8 +136,8 @@ static bool run_together(int first_block, int count, int threads) {
 }
 
 #ifdef BOOLEAN_MASKS
-template <int D, int CONSUMERS, bool SOFTCAP = false, MaskKind MASK = MaskKind::Bits> static void forward(void** a) {
-  attention_forward<bf16, D, CONSUMERS, SOFTCAP, MASK>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(TensorMap*)a[2], *(TensorMap*)a[3],
+template <int D, int CONSUMERS, MaskKind MASK = MaskKind::Bits> static void forward(void** a) {
+  attention_forward<bf16, D, CONSUMERS, false, MASK>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(TensorMap*)a[2], *(TensorMap*)a[3],
                                                        *(ForwardParams*)a[4]);
 }
 template <int Q_ROWS, int KV_ROWS, bool FORWARD> static void pack_bits(void** a) {
@@ -145,15 +145,12 @@ template <int Q_ROWS, int KV_ROWS, bool FORWARD> static void pack_bits(void** a)
 }
 static const std::map<std::string, void (*)(void**)> KERNELS = {
     {"attention_forward<bf16, 64, 2, false, MaskKind::Bits>", forward<64, 2>},
-    {"attention_forward<bf16, 64, 2, true, MaskKind::Bits>", forward<64, 2, true>},
     {"attention_forward<bf16, 64, 3, false, MaskKind::Bits>", forward<64, 3>},
     {"attention_forward<bf16, 128, 2, false, MaskKind::Bits>", forward<128, 2>},
     {"attention_forward<bf16, 192, 2, false, MaskKind::Bits>", forward<192, 2>},
     {"attention_forward<bf16, 256, 2, false, MaskKind::Bits>", forward<256, 2>},
-    {"attention_forward<bf16, 128, 2, false, MaskKind::Band>", forward<128, 2, false, MaskKind::Band>},
-    {"attention_forward<bf16, 128, 2, false, MaskKind::Blocks>", forward<128, 2, false, MaskKind::Blocks>},
-    {"attention_forward<bf16, 64, 2, false, MaskKind::Blocks>", forward<64, 2, false, MaskKind::Blocks>},
-    {"attention_forward<bf16, 64, 3, false, MaskKind::Blocks>", forward<64, 3, false, MaskKind::Blocks>},
+    {"attention_forward<bf16, 128, 2, false, MaskKind::Band>", forward<128, 2, MaskKind::Band>},
+    {"attention_forward<bf16, 128, 2, false, MaskKind::Blocks>", forward<128, 2, MaskKind::Blocks>},
     {"pack_mask_bits<128, 128, true>", pack_bits<128, 128, true>},
     {"pack_mask_bits<192, 128, true>", pack_bits<192, 128, true>},
     {"pack_mask_bits<128, 112, true>", pack_bits<128, 112, true>},

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....masks import BooleanMask, TilePattern
+from ....masks import BooleanMask, TileMap
 from ....masks.packed_matrix import PackedMatrix
 from ....scheduling.problem import Problem
 from ..device.driver import current_stream, device_index, flag, on_device, refuse_capture
@@ -25,7 +25,7 @@ from ..device.parameters import MaskBitsParams, MaskParams
 from ..support import Unsupported
 from ..tiles import helper_blocks
 from .kernel_names import KernelName
-from .tables import upload
+from .tables import masks_by_bits, upload
 
 MOST_NUMBERS = 2**30  # a note has the number of a tile and one bit more
 
@@ -75,9 +75,11 @@ class MaskBits:
         self.numbers = upload(partial.numbers.ravel(), device)
         self.tiles = upload(partial.tiles, device)
         self.layout.kernel().load(device_index(device))
+        self._of_map = _as_matrix(problem) if isinstance(problem.mask, TileMap) else None
 
     def give(self, params: MaskParams, elements: BooleanMask | None) -> BitsOfMask:
         """Whoever launches holds what is returned until then."""
+        elements = self._of_map or elements
         if elements is None:
             raise ValueError("a pattern of blocks says which tiles are kept; the elements come with a call: give it the BooleanMask")
         bits = self._kept(elements)
@@ -156,8 +158,13 @@ def _sent(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def mask_bits(problem: Problem, forward: bool, device: torch.device) -> MaskBits | None:
-    """None where the problem's mask has no elements."""
-    return MaskBits(problem, forward, device) if isinstance(problem.mask, TilePattern) else None
+    """None where the kernel masks otherwise."""
+    return MaskBits(problem, forward, device) if masks_by_bits(problem) else None
+
+
+def _as_matrix(problem: Problem) -> BooleanMask:
+    assert isinstance(problem.mask, TileMap)
+    return BooleanMask.of_packed([[PackedMatrix.of_blocks(problem.mask.blocks, (problem.q_len, problem.kv_len))]])
 
 
 _lock = threading.Lock()

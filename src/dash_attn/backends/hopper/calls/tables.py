@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....masks import Causal, Full, IntervalMask, Mask, TileMap, TilePattern, Window
+from ....masks.tile_pattern import BLOCK
 from ....scheduling.forward_visits import visit_tables
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
@@ -122,6 +123,18 @@ def mask_kind(mask: Mask) -> str:
     if isinstance(mask, TilePattern):
         return "Bits"
     raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
+
+
+def masks_by_bits(problem: Problem) -> bool:
+    """Boolean matrices with partial blocks; and without, where tiles are no multiples of blocks: look-ups of blocks would take longer."""
+    mask = problem.mask
+    is_matrix = isinstance(mask, TileMap) and (mask.block_q, mask.block_kv) == (BLOCK, BLOCK)
+    return isinstance(mask, TilePattern) or (is_matrix and bool(problem.partial.any()))
+
+
+def kind_of(problem: Problem) -> str:
+    """As mask_kind, of dense tensors."""
+    return "Bits" if masks_by_bits(problem) else mask_kind(problem.mask)
 
 
 class MaskOnDevice:
