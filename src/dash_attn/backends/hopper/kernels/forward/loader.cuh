@@ -98,9 +98,11 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
         const u32 load = loads + j, stage = load & 1;
         visits.next();
         row = visits.kv_tile * C::KV_ROWS + kv_shift;
-        const int note = note_of(visits.kv_tile, visits.partial, tile);
+        VisitNote bits{0};  // looked up before the wait
+        if constexpr (MASK == MaskKind::Bits) bits = note_of_bits(visits.kv_tile, visits.partial, tile);
         await_empty(bars.k_empty(stage), load);
-        store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, note);
+        const VisitNote note = MASK == MaskKind::Bits ? bits : VisitNote::pack(visits.kv_tile, visits.partial);
+        store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, note.word);
         load_kv(C::K + stage * C::KV_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
       }
       if (j > 0) {
@@ -114,9 +116,8 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     loads += tile.visits;
     return next;
   }
-  DEVICE int note_of(int kv_tile, bool partial, const TileNote& tile) {
-    if constexpr (MASK != MaskKind::Bits) return VisitNote::pack(kv_tile, partial).word;
-    return partial ? BitTables::note(BitTables{p.mask}.number(tile.query / C::Q_ROWS, kv_tile, tile.q_plane, tile.q_head)) : 0;
+  DEVICE VisitNote note_of_bits(int kv_tile, bool partial, const TileNote& tile) {
+    return {partial ? BitTables::note(BitTables{p.mask}.number(tile.query / C::Q_ROWS, kv_tile, tile.q_plane, tile.q_head)) : 0};
   }
   DEVICE void await_empty(Barrier empty, u32 number) { empty.wait(((number >> 1) & 1) ^ 1); }
   DEVICE void load_kv(u32 at, const TensorMap* map, Barrier full, int kv_head, int row, int plane) {
