@@ -98,11 +98,14 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
         const u32 load = loads + j, stage = load & 1;
         visits.next();
         row = visits.kv_tile * C::KV_ROWS + kv_shift;
-        VisitNote bits{0};  // looked up before the wait
-        if constexpr (MASK == MaskKind::Bits) bits = note_of_bits(visits.kv_tile, visits.partial, tile);
-        await_empty(bars.k_empty(stage), load);
-        const VisitNote note = MASK == MaskKind::Bits ? bits : VisitNote::pack(visits.kv_tile, visits.partial);
-        store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, note.word);
+        if constexpr (MASK == MaskKind::Bits) {
+          const VisitNote note = note_of_bits(visits.kv_tile, visits.partial, tile);  // a look-up, not behind the wait
+          await_empty(bars.k_empty(stage), load);
+          store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, note.word);
+        } else {
+          await_empty(bars.k_empty(stage), load);
+          store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
+        }
         load_kv(C::K + stage * C::KV_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
       }
       if (j > 0) {
