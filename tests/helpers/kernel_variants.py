@@ -12,7 +12,7 @@ from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES, threads_per_row
 DTYPES = ("bf16", "f16")
 DIMS = shapes.KERNEL_DIMS
 BACKWARD_DIMS = shapes.BACKWARD_DIMS  # of q and k, and of v
-MASKS = ("Band", "Rows", "Blocks", "Packed")
+MASKS = ("Band", "Rows", "Blocks", "Packed", "Bits")
 FLAGS = ("true", "false")
 TILES = {(shapes.backward_tiles(*dims).q_rows, shapes.backward_tiles(*dims).kv_rows) for dims in BACKWARD_DIMS}
 FORWARD_SHAPES = {(64 * c, shapes.forward_tiles(dim, c).kv_rows) for dim in DIMS for c in CONSUMER_CHOICES[dim]}
@@ -61,6 +61,8 @@ HELPERS = [
     *(("device_planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
     *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
     *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
+    *(("device_planning/mask_bits.cuh", f"pack_mask_bits<{q}, {kv}, true>") for q, kv in sorted(FORWARD_SHAPES)),
+    *(("device_planning/mask_bits.cuh", f"pack_mask_bits<{q}, {kv}, false>") for q, kv in sorted(TILES)),
     ("ledger/bit_sums.cuh", "bit_sums"),
 ]
 DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in DIMS for softcap in FLAGS]
@@ -106,10 +108,15 @@ def is_decode_twin(name: str) -> bool:
     return name.startswith("attention_decode") and "<f16" in name
 
 
+# Those of boolean masks differ from those of block maps in few instructions: the shortest on registers stand for all.
+FEW_BITS = ("forward<bf16, 64, 3, f", "forward<bf16, 256, 2, f", "backward<bf16, 128, 128, true, f", "backward<bf16, 192, 128, true, f")
+MORE_BITS = {name for name in ATTENTION if "Bits" in name and not name.removeprefix("attention_").startswith(FEW_BITS)}
+
+
 def always() -> list[str]:
     """What `make test` compiles; `make test-all` and `make kernels` compile all. Float16 differs from bfloat16 in conversions alone."""
-    usual = [name for name in ATTENTION if is_usual(name)]
-    in_bf16 = thinned([name for name in ATTENTION if "<bf16" in name], [name for name in usual if "<bf16" in name])
+    usual = [name for name in ATTENTION if is_usual(name) and name not in MORE_BITS]
+    in_bf16 = thinned([name for name in ATTENTION if "<bf16" in name and "Bits" not in name], [name for name in usual if "<bf16" in name])
     in_f16 = [name for name in usual if "<f16, 128, " in name and "Band" in name]
     return in_bf16 + in_f16 + [name for _, name in VARIANTS if name not in ATTENTION and not is_decode_twin(name)]
 

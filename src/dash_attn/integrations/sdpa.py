@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
     As in PyTorch, `is_causal` aligns the first query with the first key, with `enable_gqa` there may be more query
     heads than KV heads, autocast casts the tensors, and the output of contiguous queries is contiguous. Tensors are
     4-d and are not broadcast. attn_mask is boolean and broadcasts to (batch, heads, length, length of key), as in PyTorch; a query
-    that attends nothing has output 0. On a GPU, masks with partial blocks raise (docs/masks.md). Biases and dropout raise.
+    that attends nothing has output 0 (docs/masks.md). Biases and dropout raise.
     """
     _check_options(options)
     _refuse(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)

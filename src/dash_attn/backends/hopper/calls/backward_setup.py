@@ -24,7 +24,7 @@ from ..tiles import backward_tiles
 from .kernel_names import PACKED, BackwardKernels, Variant, backward_kernels
 from .layout import DenseLayout, Layout, PackedLayout
 from .packed import largest_gang, packed_sizes
-from .tables import mask_kind
+from .tables import kind_of
 
 
 class BackwardSetup:
@@ -102,8 +102,8 @@ class DenseBackwardSetup(BackwardSetup):
 
     def __init__(self, layout: DenseLayout, options: AttentionOptions) -> None:
         super().__init__(layout, options)
-        self.mask_kind = mask_kind(options.mask)
         self.plan, self.legs = self._planned(sm_count(layout.device))
+        self.mask_kind = kind_of(self.plan.problem)
         check_kinds(self.plan.kinds)
         self.parts, self.kinds = self.plan.problem.parts, self.plan.kinds
         self.sums = self.plan.sums if self.parts > 1 else 0

@@ -15,6 +15,8 @@ from ....masks import Documents
 from ..device.recently_used import Kept
 from .backward import backward as backward_of_batch
 from .forward import forward as forward_of_batch
+from .masks_per_head import backward as backward_of_dense
+from .masks_per_head import forward as forward_of_dense
 from .tables import upload
 
 MOST_OFFSETS = 64
@@ -29,8 +31,10 @@ def forward(
     sinks: Tensor | None = None,
     modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE. Options that come with modifiers are refused (check_call)."""
-    if offsets is not None or not runs_packed(options):
+    """Output and LSE. Of what modifiers bring, the kernels have boolean masks; the others are refused (check_call)."""
+    if offsets is None and not runs_packed(options):
+        return forward_of_dense(q, k, v, options, sinks, modifiers)
+    if offsets is not None:
         return forward_of_batch(q, k, v, options, offsets, sinks)
     return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks)
 
@@ -49,7 +53,9 @@ def backward(
     modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
-    if offsets is not None or not runs_packed(options):
+    if offsets is None and not runs_packed(options):
+        return backward_of_dense((dout, q, k, v, out), (lse, dlse), options, sinks, modifiers)
+    if offsets is not None:
         return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
     return backward_of_documents(backward_of_batch, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks)
 

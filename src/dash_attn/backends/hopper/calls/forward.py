@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..device.driver import check, cuda_driver, current_stream, on_device
@@ -21,6 +22,7 @@ from ..support import sm_count
 from .backward_setup import dense_setup
 from .forward_setup import CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
 from .layout import CallCache, DenseLayout, PackedLayout, cut, empty_contiguous, kernel_scales
+from .mask_bits import MaskBits, mask_bits
 from .packed import PackedTiler
 from .tables import mask_on_device, visits_on_device
 
@@ -29,11 +31,17 @@ LAST_ROUNDS = 4  # Q tiles of the last heads per SM: enough to end together, the
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    offsets: SequenceOffsets | None = None,
+    sinks: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     call, tensors = _calls.find((q, k, v), options, offsets)
-    return call.run(tensors, offsets, sinks)
+    return call.run(tensors, offsets, sinks, modifiers)
 
 
 class ForwardCall:
@@ -41,6 +49,7 @@ class ForwardCall:
 
     holds_tables: bool
     some_attend_nothing = False  # rows that no CTA writes
+    bits: MaskBits | None = None  # of a boolean mask
 
     def __init__(self, setup: DenseForwardSetup | PackedForwardSetup, tensors: tuple[Tensor, ...], workspace: Workspace) -> None:
         q, k, v = tensors
@@ -77,7 +86,9 @@ class ForwardCall:
         heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
 
-    def run(self, tensors: tuple[Tensor, ...], offsets: SequenceOffsets | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, tensors: tuple[Tensor, ...], offsets: SequenceOffsets | None, sinks: Tensor | None, modifiers: Modifiers | None = None
+    ) -> tuple[Tensor, Tensor]:
         raise_if_troubled()
         q, k, v = tensors
         index = self.layout.device
@@ -96,9 +107,10 @@ class ForwardCall:
                 params = self.params
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
                 params.next_ticket = at["next_ticket"]
+                held = None if self.bits is None else self.bits.give(params.mask, modifiers and modifiers.elements)
                 self._plan_on_device(offsets, at, stream)
                 self.launch.on(stream)
-        del memory  # stream order keeps it alive long enough
+        del memory, held  # stream order keeps it alive long enough
         return cut(out, self.layout.v_dim), lse
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
@@ -122,6 +134,7 @@ class DenseForward(ForwardCall):
         self.visits = visits_on_device(setup.problem, self.device)
         places = self.params.places = self.visits.places  # Q tiles of a head that visit anything
         self.params.visits = self.visits.params
+        self.bits = mask_bits(setup.problem, True, self.device)
         self.some_attend_nothing = places < setup.problem.q_tiles
         # Where all Q tiles take the same time, taking one head after the other also ends together.
         even = bool(setup.problem.kept.all())

@@ -60,9 +60,22 @@ class MaskParams(Structure):
         ("int", "q_len, kv_len", "of every sequence, in a batch of equal lengths"),
         ("int", "band_right", "Band: key - query <= band_top, which is band_right and the offset that aligns the last query and key ..."),
         ("u32", "band_width", "... and band_top - (key - query) <= band_width"),
-        ("const int2*", "rows", "Rows: first kept key and end of the kept keys of each query"),
-        ("const unsigned char*", "blocks", "Blocks: one byte per block of block_q x block_kv"),
-        ("int", "block_q, block_kv, block_columns", ""),
+        ("const int2*", "rows", "Rows: first kept key and end of the kept keys of each query. Bits: see BitTables (common/mask.cuh)"),
+        ("const unsigned char*", "blocks", "Blocks: one byte per block of block_q x block_kv. Bits: those of partial tiles"),
+        ("int", "block_q, block_kv, block_columns", "Bits: where numbers per head begin (0: there are none), query heads, tiles in a row"),
+    )
+
+
+@shared_with_kernels
+class MaskBitsParams(Structure):
+    """A boolean matrix (masks/packed_matrix.py), and the partial tiles of which bits are wanted."""
+
+    _members_ = (
+        ("const u64*", "words", "[block][64] rows"),
+        ("const int*", "places", "[block of queries][block of keys] which of them it is"),
+        ("const int2*", "tiles", "[count] Q tile, KV tile"),
+        ("u32*", "bits", "[count][thread][words of a thread]"),
+        ("int", "count, q_len, kv_len, block_columns", ""),
     )
 
 

@@ -18,7 +18,7 @@ from . import parameters
 from .parameters import RAGGED, STRUCTURES, Structure
 
 NAME = "common/shared_with_python.cuh"
-MASK_KINDS = ("Band", "Rows", "Blocks", "Packed")
+MASK_KINDS = ("Band", "Rows", "Blocks", "Packed", "Bits")
 TROUBLES = {
     "Hang": "HANG",
     "BadLengths": "BAD_LENGTHS",

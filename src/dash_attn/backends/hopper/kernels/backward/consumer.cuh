@@ -8,10 +8,12 @@
 
 template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> struct Consumer {
   using C = BackwardConfig<D>;
+  using Bits = OwnBits<MASK, C::SCORE_REGISTERS, 2 * WARPGROUP>;
+  static constexpr bool EARLY_BITS = MASK == MaskKind::Bits && !SOFTCAP;  // while S is computed, likewise
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
-  static constexpr bool READS_NOTE_EARLY = Q_ROWS == 64 || is_band(MASK);  // while S is computed; costs a register
+  static constexpr bool READS_NOTE_EARLY = Q_ROWS == 64 || is_band(MASK) || EARLY_BITS;  // while S is computed; costs a register
   // Groups of LSE and delta loaded while the product before them still runs; more would spill.
-  static constexpr int EARLY_LSE = Q_ROWS == 64 ? (SOFTCAP ? 4 : GROUPS) : SOFTCAP ? 1 : is_band(MASK) ? 6 : 2;
+  static constexpr int EARLY_LSE = Q_ROWS == 64 ? (SOFTCAP ? (MASK == MaskKind::Bits ? 2 : 4) : GROUPS) : SOFTCAP ? 1 : is_band(MASK) ? 6 : 2;
   static constexpr int EARLY_DELTA = Q_ROWS == 64 && !SOFTCAP ? 4 : 1;
 
   const BackwardParams& p;
@@ -95,6 +97,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
     bars.q_full(STAGE).wait(phase);
     int rows;
     if constexpr (READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
+    Bits bits;
+    if constexpr (EARLY_BITS) bits = bits_of(rows);
     float2 lse[EARLY_LSE];
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE, STAGE, g);
@@ -112,7 +116,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
     pin(s);
     if constexpr (!READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
     if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
-    mask_partial(rows, pipe);
+    if constexpr (MASK == MaskKind::Bits)
+      (EARLY_BITS ? bits : bits_of(rows)).apply(s, p.masked_score);
+    else
+      mask_partial(rows, pipe);
     exponentiate<STAGE>(lse);
     multiply_dv<STAGE>();
     float2 delta[EARLY_DELTA];
@@ -211,6 +218,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
     return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32);
   }
 
+  DEVICE Bits bits_of(int note) { return {p.mask, note, opaque(wg * WARPGROUP + warp * WARP + lane)}; }
   DEVICE void mask_partial(int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;

@@ -66,10 +66,14 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
     const float* statistics;
     Barrier full, empty;
   };
+  DEVICE int q_row(const StepNote& note, const Pipeline& pipe) {
+    if constexpr (MASK != MaskKind::Bits) return note.q_row();
+    return notes.q_tile(pipe, note, p.head_tiles) * C::Q_ROWS;
+  }
   // By value: by reference the compiler reads parameters at other places. What the load needs is read before the wait: after it,
   // every cycle delays the tile.
   template <int PANELS> DEVICE void load_rows(const Rows rows, u32 s, u32 phase, const StepNote& note, const Pipeline& pipe) {
-    const int plane = notes.q_plane(pipe), row = note.q_row() + (PACKED ? notes.q_shift(pipe) : 0);
+    const int plane = notes.q_plane(pipe), row = q_row(note, pipe) + (PACKED ? notes.q_shift(pipe) : 0);
     rows.empty[s].wait(phase ^ 1);
     rows.full[s].arrive_expect(PANELS * C::Q_PANEL + C::ROW_BYTES);
     for (int i = 0; i < PANELS; i++)

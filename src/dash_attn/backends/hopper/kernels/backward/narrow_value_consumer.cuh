@@ -9,6 +9,8 @@
 template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS = false> struct NarrowValueConsumer {
   using C = BackwardConfig<D, DV>;
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2;
+  using Bits = OwnBits<MASK, SCORES, 2 * WARPGROUP>;
+  static constexpr bool EARLY_BITS = MASK == MaskKind::Bits && !SOFTCAP;  // loaded while S is computed; costs a register
   static constexpr int DEPTH = Q_ROWS / 16;  // of dV and dK, in matrix products
   // Groups of LSE and delta loaded while the product before them still runs. With softcap, fewer of delta would spill.
   static constexpr int EARLY_LSE = 4, EARLY_DELTA = SOFTCAP ? 8 : 2;
@@ -112,13 +114,18 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
     bars.q_full(STAGE).wait(at.template phase<STAGE>());
     multiply_s<STAGE>();
     const int rows = load_shared_i32(notes.step_at(at.number()));
+    Bits bits;
+    if constexpr (EARLY_BITS) bits = bits_of(rows);
     float2 lse[EARLY_LSE];
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE + STAGE * C::ROW_BYTES, g);
     wgmma_wait<0>();  // S
     pin(s);
     if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
-    mask_partial(rows, at);
+    if constexpr (MASK == MaskKind::Bits)
+      (EARLY_BITS ? bits : bits_of(rows)).apply(s, p.masked_score);
+    else
+      mask_partial(rows, at);
     u32 probability[PAIRS], weights[PAIRS];
     bars.do_full(0).wait(at.number() & 1);
 #pragma unroll
@@ -210,6 +217,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
   // ---- element-wise work
   DEVICE float2 row_pair(int rows, int g) { return load_shared_f32x2(shared + rows + (thread & 3) * 8 + g * 32); }
 
+  DEVICE Bits bits_of(int note) { return {p.mask, note, wg * WARPGROUP + opaque(thread)}; }
   DEVICE void mask_partial(int rows, const Progress& at) {
     const StepNote note{rows};
     if (!note.partial()) return;

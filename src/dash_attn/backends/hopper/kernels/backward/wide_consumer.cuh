@@ -13,6 +13,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
   static constexpr int WG = VALUES ? 0 : 1, SCORES = 32, SUM = D / 2, OWN = 32, INNER = C::INNER / 2;  // registers
   static constexpr int OUT = VALUES ? C::P : C::DS;
   static constexpr bool DQ_LATE = VALUES && SOFTCAP && D == 256;  // behind the element-wise work, which needs the registers
+  using Bits = OwnBits<MASK, SCORES, WARPGROUP>;
 
   const BackwardParams& p;
   Notes<C> notes;
@@ -21,6 +22,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
   int warp, lane;  // warp inside the warpgroup
   Pipeline pipe;
   float sum[SUM], scores[SCORES];  // dV and S, or dK and dP
+  Bits bits;                       // of the scores that come next
 
   DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
       : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), warp(warp_of_block & 3), lane(lane_of_warp) {}
@@ -149,6 +151,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
       bars.q_full(stage(j)).wait(phase(j));
     else
       await_grad_out(j);
+    if constexpr (VALUES && MASK == MaskKind::Bits) bits = bits_of(j);
     const u32 a = opaque(shared >> 4), b = a + (VALUES ? stage(j) : do_stage(j)) * (C::Q_BYTES / DESCRIPTOR_UNIT);
     constexpr int KEYS = VALUES ? C::K : C::V, QUERIES = VALUES ? C::Q : C::DO;
     wgmma_fence();
@@ -190,7 +193,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
   // P, packed, and in fp32 for the other warpgroup.
   DEVICE void exponentiate(int j, u32 (&packed)[SCORES / 2]) {
     if constexpr (SOFTCAP) cap_scores(scores, p.cap_scale);
-    mask_partial(load_shared_i32(notes.step_at(pipe.steps + j)));
+    if constexpr (MASK == MaskKind::Bits)
+      bits.apply(scores, p.masked_score);
+    else
+      mask_partial(load_shared_i32(notes.step_at(pipe.steps + j)));
 #pragma unroll
     for (int g = 0; g < SCORES / 4; g++)
       exponentiate_group<Half, SOFTCAP>(scores + 4 * g, row_pair(C::LSE, stage(j), g), p.scale_log2, packed + 2 * g);
@@ -198,6 +204,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
     put_fragments(scores, C::P);
     arrive(bars.p_full());
   }
+  DEVICE Bits bits_of(int j) { return {p.mask, load_shared_i32(notes.step_at(pipe.steps + j)), opaque(warp * WARP + lane)}; }
   DEVICE void mask_partial(int rows) {
     const StepNote note{rows};
     if (!note.partial()) return;

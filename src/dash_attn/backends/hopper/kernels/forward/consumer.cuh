@@ -32,6 +32,7 @@ template <MaskKind KIND> DEVICE bool is_kept(const MaskParams& mask, int query, 
 
 template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> struct ForwardConsumer {
   using C = ForwardConfig<D, CONSUMERS>;
+  using Bits = OwnBits<MASK, C::SCORES, CONSUMERS * WARPGROUP>;
   static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the sum of a row
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
@@ -113,11 +114,12 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     float rescale[2], shift[2];
     await_k(load);
     const VisitNote note = note_of(load & 1);
+    const Bits bits = bits_of(note);
     await_turn();
     multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
-    take_scores(rows, note, load & 1);
+    take_scores(rows, note, bits, load & 1);
     find_maxima(rescale, shift);
     exponentiate(rescale, shift);
     pack_weights<0>();
@@ -153,6 +155,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     float shift[2];
     if constexpr (BUFFERS == 2) await_k(load + 1);
     const VisitNote note = note_of(next);
+    const Bits bits = bits_of(note);
     if constexpr (BUFFERS == 2) take_output(next, is_under_way);
     await_turn();
     multiply_s(q_stage, next);
@@ -161,7 +164,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     multiply_out<B>(now);
     if constexpr (BUFFERS == 1) pass_turn();
     wgmma_wait<1>();  // S
-    take_scores(rows, note, next);
+    take_scores(rows, note, bits, next);
     find_maxima(rescale, shift);
     if constexpr (BUFFERS == 2) pass_turn();  // late, so that warpgroups do not compete for the units of exp2
     if constexpr (BUFFERS == 1) {
@@ -186,16 +189,21 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
 #pragma unroll
     for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
   }
-  DEVICE void take_scores(const Rows& rows, VisitNote note, u32 stage) {
+  DEVICE void take_scores(const Rows& rows, VisitNote note, const Bits& bits, u32 stage) {
     pin(s);
     arrive(bars.k_empty(stage));
     if constexpr (SOFTCAP) cap_scores();
-    if (note.partial()) mask_scores(rows, note.kv_tile());
+    if constexpr (MASK == MaskKind::Bits)
+      bits.apply(s, MINUS_INFINITY);
+    else if (note.partial())
+      mask_scores(rows, note.kv_tile());
   }
   template <int B> DEVICE void pack_weights() {
 #pragma unroll
     for (int i = 0; i < C::SCORES / 2; i++) weights[B][i] = pack<Half>(s[2 * i], s[2 * i + 1]);
   }
+
+  DEVICE Bits bits_of(VisitNote note) { return {p.mask, note.word, (u32)(wg * WARPGROUP + warp * WARP + lane)}; }
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
 

@@ -98,8 +98,14 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
         const u32 load = loads + j, stage = load & 1;
         visits.next();
         row = visits.kv_tile * C::KV_ROWS + kv_shift;
-        await_empty(bars.k_empty(stage), load);
-        store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
+        if constexpr (MASK == MaskKind::Bits) {
+          const VisitNote note = note_of_bits(visits.kv_tile, visits.partial, tile);  // a look-up, not behind the wait
+          await_empty(bars.k_empty(stage), load);
+          store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, note.word);
+        } else {
+          await_empty(bars.k_empty(stage), load);
+          store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
+        }
         load_kv(C::K + stage * C::KV_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
       }
       if (j > 0) {
@@ -112,6 +118,9 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     if (tile.visits == 0) next = take_ticket();
     loads += tile.visits;
     return next;
+  }
+  DEVICE VisitNote note_of_bits(int kv_tile, bool partial, const TileNote& tile) {
+    return {partial ? BitTables::note(BitTables{p.mask}.number(tile.query / C::Q_ROWS, kv_tile, tile.q_plane, tile.q_head)) : 0};
   }
   DEVICE void await_empty(Barrier empty, u32 number) { empty.wait(((number >> 1) & 1) ^ 1); }
   DEVICE void load_kv(u32 at, const TensorMap* map, Barrier full, int kv_head, int row, int plane) {
