@@ -29,10 +29,10 @@ def forward(
     sinks: Tensor | None = None,
     modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE. Options that come with modifiers are refused (check_call)."""
+    """Output and LSE."""
     if offsets is not None or not runs_packed(options):
-        return forward_of_batch(q, k, v, options, offsets, sinks)
-    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks)
+        return forward_of_batch(q, k, v, options, offsets, sinks, modifiers)
+    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks, modifiers)
 
 
 def backward(
@@ -50,8 +50,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
     if offsets is not None or not runs_packed(options):
-        return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
-    return backward_of_documents(backward_of_batch, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks)
+        return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse, modifiers)
+    tensors = dout, q, k, v, out
+    return backward_of_documents(backward_of_batch, tensors, (lse, dlse), options, offsets_of(q, options), sinks, modifiers)
 
 
 def offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:

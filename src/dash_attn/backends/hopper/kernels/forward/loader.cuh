@@ -1,21 +1,23 @@
 // One thread: takes Q tiles by ticket and loads Q, K and V by TMA.
 #pragma once
 #include "forward/config.cuh"
+#include "common/modifiers.cuh"
 
-template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
+template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader {
   using C = ForwardConfig<D, CONSUMERS>;
   static constexpr bool PACKED = MASK == MaskKind::Packed;
   const ForwardParams& p;
   const TensorMap *q_map, *k_map, *v_map;
   u32 shared;
   ForwardBarrierHandles bars;
+  const ModifierParams* m = nullptr;  // of dropout and ALiBi
 
   DEVICE void run() {
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
     for (u32 tiles = 0;; tiles++) {
       const TileNote tile = describe(next);
-      announce(tile, tiles);
+      announce(tile, tiles, next);
       if (tile.visits < 0) return;
       load_q(tiles, tile);
       if constexpr (PACKED) {
@@ -66,12 +68,20 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     return {p.visits.visits[ticket.y], head, ticket.y * C::Q_ROWS, 0, sequence, p.mask.q_len, p.mask.kv_len, ticket.x * p.mask.q_len};
   }
 
-  DEVICE void announce(const TileNote& tile, u32 tiles) {
+  DEVICE void announce(const TileNote& tile, u32 tiles, int2 ticket) {
     const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot;
     bars.tile_empty(slot).wait(((tiles >> 1) & 1) ^ 1);
     store_shared_i32x4(at, make_int4(tile.visits, tile.q_head, tile.query, tile.q_shift));
     store_shared_i32x4(at + 16, make_int4(tile.q_plane, tile.q_len, tile.kv_len, tile.lse_at));
+    if constexpr (MODIFIED)
+      if (tile.visits >= 0) announce_modifiers(tile, slot, PACKED ? p.tiles[ticket.y].sequence : tile.q_plane);
     bars.tile_full(slot).arrive();
+  }
+  DEVICE void announce_modifiers(const TileNote& tile, u32 slot, int sequence) {
+    const u64 key = m->seeds == nullptr ? 0 : dropout_key(*m, sequence, tile.q_head);
+    const int slope = __float_as_int(slope_of(*m, sequence, tile.q_head));
+    store_shared_i32x4(shared + C::SHARED_BYTES + slot * MODIFIER_NOTE_BYTES,
+                       make_int4((int)(u32)key, (int)(u32)(key >> 32), slope, tile.kv_len - tile.q_len));
   }
 
   DEVICE void load_q(u32 number, const TileNote& tile) {
