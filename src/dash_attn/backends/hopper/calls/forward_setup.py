@@ -26,7 +26,9 @@ class ForwardSetup:
     def kernel(self) -> KernelName:
         options = self.options
         modifiers = bool(options.dropout_p), options.alibi
-        return forward_kernel(Variant(self.layout.dtype, self.layout.dim, bool(options.softcap), self.mask_kind, *modifiers), self.consumers)
+        return forward_kernel(
+            Variant(self.layout.dtype, self.layout.dim, bool(options.softcap), self.mask_kind, *modifiers), self.consumers
+        )
 
 
 class DenseForwardSetup(ForwardSetup):

@@ -92,7 +92,7 @@ def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool =
     flags = f"{flag(ordered)}, {flag(variant.softcap)}"
     preprocess = f"backward_preprocess<{dtype}, {threads_per_row(v_dim)}, {tiles.q_rows}, {packed}>"
     if variant.modified:
-        assert ordered and not record  # support.py
+        assert ordered, "support.py refuses others"
         name = f"attention_backward_modified<{dtype}, {dims}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}, {variant.modifiers}>"
         attention = KernelName("backward/modified.cuh", name, THREADS, tiles.shared_bytes + MODIFIER_BYTES)
     else:

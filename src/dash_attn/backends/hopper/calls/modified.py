@@ -18,6 +18,7 @@ from ..tiles import helper_blocks
 from .kernel_names import KernelName
 from .layout import LOG2_E, DenseLayout, PackedLayout
 
+
 def modifier_params(layout: DenseLayout | PackedLayout, options: AttentionOptions, slope_factor: float) -> ModifierParams:
     """Without the addresses. slope_factor: from slopes to what the kernel counts in."""
     threshold = threshold_of(options.dropout_p) if options.dropout_p else 0

@@ -247,8 +247,8 @@ struct Consumer {
   template <int STAGE> DEVICE void exponentiate_modified(int rows, const Pipeline& pipe, const float2 (&early)[EARLY_LSE]) {
     const int4 note = load_shared_i32x4(shared + C::SHARED_BYTES + STAGE * MODIFIER_NOTE_BYTES);
     const int more = more_keys<MASK>(notes, pipe, p.mask);
-    // Opaque, else all that follows from them would be kept in registers.
-    const int own = opaque(lane), key = wg * 64 + opaque(warp) * 16 + (own >> 2);
+    // Opaque, else all that follows from them would be kept in registers. With distances, that spills less.
+    const int own = ALIBI ? lane : opaque(lane), key = wg * 64 + (ALIBI ? warp : opaque(warp)) * 16 + (own >> 2);
     const ElementModifiers<DROPOUT, ALIBI> change(note, *m, StepNote{rows}.q_row(), key, own, notes.keys(pipe), more);
 #pragma unroll
     for (int k = 0; k < GROUPS / 2; k++) {
