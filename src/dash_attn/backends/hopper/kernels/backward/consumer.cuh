@@ -135,7 +135,7 @@ struct Consumer {
     float2 delta[EARLY_DELTA];
 #pragma unroll
     for (int g = 0; g < EARLY_DELTA; g++) delta[g] = row_pair(C::DELTA, STAGE, g);
-    wgmma_wait<1>();  // dP
+    wgmma_wait<DP_LATE ? 0 : 1>();  // dP
     pin(dp);
     differentiate<STAGE>(delta);
     if constexpr (FIRST) await_stored();

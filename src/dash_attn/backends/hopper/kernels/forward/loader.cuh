@@ -16,8 +16,9 @@ template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct For
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
     for (u32 tiles = 0;; tiles++) {
+      if constexpr (MODIFIED) announce_modifiers(next, tiles);
       const TileNote tile = describe(next);
-      announce(tile, tiles, next);
+      announce(tile, tiles);
       if (tile.visits < 0) return;
       load_q(tiles, tile);
       if constexpr (PACKED) {
@@ -68,20 +69,23 @@ template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct For
     return {p.visits.visits[ticket.y], head, ticket.y * C::Q_ROWS, 0, sequence, p.mask.q_len, p.mask.kv_len, ticket.x * p.mask.q_len};
   }
 
-  DEVICE void announce(const TileNote& tile, u32 tiles, int2 ticket) {
+  DEVICE void announce(const TileNote& tile, u32 tiles) {
     const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot;
     bars.tile_empty(slot).wait(((tiles >> 1) & 1) ^ 1);
     store_shared_i32x4(at, make_int4(tile.visits, tile.q_head, tile.query, tile.q_shift));
     store_shared_i32x4(at + 16, make_int4(tile.q_plane, tile.q_len, tile.kv_len, tile.lse_at));
-    if constexpr (MODIFIED)
-      if (tile.visits >= 0) announce_modifiers(tile, slot, PACKED ? p.tiles[ticket.y].sequence : tile.q_plane);
     bars.tile_full(slot).arrive();
   }
-  DEVICE void announce_modifiers(const TileNote& tile, u32 slot, int sequence) {
-    const u64 key = m->seeds == nullptr ? 0 : dropout_key(*m, sequence, tile.q_head);
-    const int slope = __float_as_int(slope_of(*m, sequence, tile.q_head));
-    store_shared_i32x4(shared + C::SHARED_BYTES + slot * MODIFIER_NOTE_BYTES,
-                       make_int4((int)(u32)key, (int)(u32)(key >> 32), slope, tile.kv_len - tile.q_len));
+  // Before the tile itself, of which registers would have to be kept meanwhile.
+  DEVICE void announce_modifiers(int2 ticket, u32 tiles) {
+    if (ticket.x < 0) return;
+    const int sequence = PACKED ? p.tiles[ticket.y].sequence : ticket.x / p.q_heads, head = PACKED ? ticket.x : ticket.x % p.q_heads;
+    const int more_keys = PACKED ? p.sequences[sequence].kv_len - p.sequences[sequence].q_len : p.mask.kv_len - p.mask.q_len;
+    const u64 key = m->seeds == nullptr ? 0 : dropout_key(*m, sequence, head);
+    const int slope = __float_as_int(slope_of(*m, sequence, head));
+    bars.tile_empty(tiles & 1).wait(((tiles >> 1) & 1) ^ 1);
+    store_shared_i32x4(shared + C::SHARED_BYTES + (tiles & 1) * MODIFIER_NOTE_BYTES,
+                       make_int4((int)(u32)key, (int)(u32)(key >> 32), slope, more_keys));
   }
 
   DEVICE void load_q(u32 number, const TileNote& tile) {
