@@ -52,6 +52,11 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool = F
         raise Unsupported(
             f"accumulation='unordered' is for comparison only: backend 'hopper' has it without softcap, dropout and ALiBi; got {asked}"
         )
+    if options.softcap and options.dropout_p and options.alibi:
+        raise Unsupported(
+            f"backend 'hopper' has softcap with dropout or with ALiBi, not with both; got softcap={options.softcap},"
+            f" {modifiers_in_words(options)}. Backend 'cpu' has them together"
+        )
     _check_elements(options.mask)
     if packed:
         _check_packed(options)
