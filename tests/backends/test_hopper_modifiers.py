@@ -1,17 +1,32 @@
-"""Dropout and ALiBi of the kernels, compiled for the host: the same pairs and biases as call/dropout.py and the CPU backend have."""
+"""Dropout and ALiBi of the Hopper backend without a GPU: arithmetic compiled for the host gives the pairs and biases of call/dropout.py
+and the CPU backend; calls name kernels that are tested; what has none is refused.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from dash_attn import Causal, Full
+from dash_attn.backends.hopper.calls.backward_setup import dense_setup, packed_setup
+from dash_attn.backends.hopper.calls.device_forward import forward as forward_of_rows
+from dash_attn.backends.hopper.calls.forward_setup import dense_forward_setup, packed_forward_setup
+from dash_attn.backends.hopper.calls.recorder import check_recordable
+from dash_attn.backends.hopper.support import Unsupported, refuse_modifiers
 from dash_attn.call.dropout import Dropout, key_of, threshold_of
+from dash_attn.call.offsets import SequenceOffsets
+from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling.devices.sharding import Sharding
+from dash_attn.scheduling.validate import TooFewWorkers
 from host_kernels import ON_HOST, host_library, write_sources
+from kernel_variants import BACKWARD_DIMS, VARIANTS
 
 HEADERS = (
     "backward/element_modifiers.cuh",
@@ -108,3 +123,49 @@ def test_another_generator_would_be_seen(tmp_path: Any) -> None:
     library = compiled(tmp_path, ("PHILOX_ROUNDS = 7", "PHILOX_ROUNDS = 6"))
     kept, _ = forward_tile(library, key_of(3, 0), 0.0, 0, 0, 0)
     assert not np.array_equal(kept == 1, expected_pairs(3, 0, range(64), range(80)))
+
+
+MODIFIED_CALLS: list[dict[str, Any]] = [
+    {"dropout_p": 0.1},
+    {"alibi": True},
+    {"dropout_p": 0.1, "alibi": True},
+    {"dropout_p": 0.1, "softcap": 5.0},
+    {"alibi": True, "softcap": 5.0},
+]
+
+
+@pytest.mark.parametrize("asked", MODIFIED_CALLS, ids=str)
+@pytest.mark.parametrize("dims", BACKWARD_DIMS, ids=str)
+def test_calls_name_kernels_that_are_tested(dims: tuple[int, int], asked: dict[str, Any]) -> None:
+    """Dense and packed. The control: without modifiers, the plain ones."""
+    plain = AttentionOptions(Causal(), 1.0)
+    for options, word in ((replace(plain, **asked), "_modified<"), (plain, "attention_forward<")):
+        q, v = (torch.empty(1, 256, 2, dim, device="meta", dtype=torch.bfloat16) for dim in dims)
+        ahead, behind = dense_forward_setup(q, q, v, options), dense_setup(q, q, v, options)
+        ends = torch.empty(2, device="meta", dtype=torch.int32)
+        offsets, (flat_q, flat_v) = SequenceOffsets(ends, ends, 256, 256), (x[0] for x in (q, v))
+        packed = packed_forward_setup(flat_q, flat_q, flat_v, options, offsets), packed_setup(flat_q, flat_q, flat_v, options, offsets)
+        for forward, kernels in ((ahead.kernel(), behind.kernels()), (packed[0].kernel(), packed[1].kernels())):
+            named = [forward, kernels.attention, *([] if kernels.modifier_notes is None else [kernels.modifier_notes])]
+            assert {(kernel.header, kernel.name) for kernel in named} <= set(VARIANTS)
+            assert word in forward.name
+            assert (kernels.modifier_notes is not None) == ("_modified<" in kernels.attention.name) == (word == "_modified<")
+
+
+def test_what_has_no_kernels_is_refused() -> None:
+    """Each path that must not run without the modifiers it was given."""
+    options, x = AttentionOptions(Causal(), 1.0, dropout_p=0.1, alibi=True), torch.empty(1, 256, 2, 64, device="meta", dtype=torch.bfloat16)
+    with pytest.raises(Unsupported, match=r"no dropout and no ALiBi for recordings: .*; got dropout_p=0\.1 and alibi_slopes"):
+        check_recordable(x, x, options)
+    with pytest.raises(Unsupported, match="no dropout and no ALiBi for ranks that share a sequence"):
+        forward_of_rows(x, x, x, options, None, Sharding.zigzag(256, 2), 0)
+    refuse_modifiers(replace(options, dropout_p=0.0, alibi=False), "anything")
+
+
+def test_a_slice_with_too_few_sms_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Legs have no dropout. The control: without it they run."""
+    monkeypatch.setattr("dash_attn.backends.hopper.calls.backward_setup.sm_count", lambda index: 4)
+    x, options = torch.empty(1, 4096, 2, 64, device="meta", dtype=torch.bfloat16), AttentionOptions(Full(), 1.0, schedule="shift_blocks")
+    assert dense_setup(x, x, x, options).legs is not None
+    with pytest.raises(TooFewWorkers, match="shift_blocks"):
+        dense_setup(x, x, x, replace(options, dropout_p=0.1))

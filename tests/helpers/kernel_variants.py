@@ -147,11 +147,16 @@ def always() -> list[str]:
 ALWAYS = set(always())
 
 
-def assembler_complaints(log: str) -> list[str]:
+def allowed_bytes(name: str) -> int:
+    """Of local memory. Softcap with dropout or ALiBi is rare: a few registers may spill there."""
+    return 64 if "_modified<" in name and ", true, MaskKind" in name else 0
+
+
+def assembler_complaints(log: str, allowed: int = 0) -> list[str]:
     """Spills, local memory, and the C75xx warnings with which ptxas says that it serialised wgmma or ignored setmaxnreg."""
     bad = []
     for line in log.splitlines():
         sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", line)
-        if any(int(size) for size in sizes) or "C75" in line or "warning" in line.lower():
+        if any(int(size) > allowed for size in sizes) or "C75" in line or "warning" in line.lower():
             bad.append(line.strip())
     return bad
