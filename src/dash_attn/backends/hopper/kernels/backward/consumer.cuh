@@ -7,8 +7,7 @@
 #include "backward/modified_elements.cuh"
 #include "common/wgmma.cuh"
 
-template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false, bool DROPOUT = false, bool ALIBI = false>
-struct Consumer {
+template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false, bool DROPOUT = false, bool ALIBI = false> struct Consumer {
   using C = BackwardConfig<D>;
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
   static constexpr bool READS_NOTE_EARLY = (Q_ROWS == 64 || is_band(MASK)) && !DROPOUT;  // while S is computed; costs a register
@@ -30,8 +29,8 @@ struct Consumer {
 
   DEVICE Consumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp,
                   const ModifierParams* modifiers = nullptr)
-      : p(params), m(modifiers), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
-        lane(lane_of_warp) {}
+      : p(params), m(modifiers), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
+        warp(warp_of_block & 3), lane(lane_of_warp) {}
 
   // Of legs (backward/legs.cuh), dK and dV begin as states and end as such: there are no maps.
   DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map, const LegParams* legs = nullptr) {

@@ -11,9 +11,9 @@ template <MaskKind MASK, typename C> DEVICE int more_keys(const Notes<C>& notes,
 }
 
 // exponentiate_group for sixteen queries, registers 8 k to 8 k + 7. Returns P in x, with the signs of dropout; S becomes what dS needs.
-template <bool SOFTCAP, bool DROPOUT, bool ALIBI>
-DEVICE void exponentiate_sixteen(const ElementModifiers<DROPOUT, ALIBI>& m, int k, float* s, const float2 (&lse)[2], float scale,
-                                 float (&x)[8]) {
+template <bool SOFTCAP, bool DROPOUT, bool ALIBI> DEVICE void exponentiate_sixteen(const ElementModifiers<DROPOUT, ALIBI>& m, int k,
+                                                                                   float* s, const float2 (&lse)[2], float scale,
+                                                                                   float (&x)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] = exp2_approx(fmaf(s[i], scale, m.shift(k, i, (i & 1) ? lse[i / 4].y : lse[i / 4].x)));
   if constexpr (DROPOUT) m.flip(k, x);

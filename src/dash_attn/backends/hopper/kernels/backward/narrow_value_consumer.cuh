@@ -247,7 +247,7 @@ struct NarrowValueConsumer {
     }
   }
   template <int STAGE> DEVICE void exponentiate_modified(int k, int rows, const Progress& at, const float2 (&early)[EARLY_LSE],
-                                                          u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
+                                                         u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
     const int4 note = load_shared_i32x4(shared + C::SHARED_BYTES + STAGE * MODIFIER_NOTE_BYTES);
     const int more = more_keys<MASK>(notes, at.chain(), p.mask);
     const u32 own = opaque(thread), lane = own % WARP, warp = own / WARP;
