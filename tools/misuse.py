@@ -121,8 +121,8 @@ CACHES = (
 )
 OTHERS = (
     (
-        "huggingface.attention(layer, q, q, q, None, is_causal=False, dropout=0.1)",
-        "Set the dropout of attention to 0 in the model's configuration.",
+        "huggingface.attention(layer, q, q, q, None, is_causal=False, dropout=1.0)",
+        "A probability below 1 in the model's configuration.",
     ),
     (
         "huggingface.attention(layer, q, q, q, None, is_causal=False, block_indices=ends)",

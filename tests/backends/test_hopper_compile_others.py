@@ -15,9 +15,12 @@ from kernel_variants import (
     ALWAYS,
     ATTENTION,
     BF16_BACKWARD,
+    FEW_MODIFIED,
+    MODIFIED,
     MORE_BITS,
     OTHERS,
     VARIANTS,
+    allowed_bytes,
     assembler_complaints,
     is_decode_twin,
     is_usual,
@@ -29,7 +32,7 @@ from kernel_variants import (
 def test_variant_compiles_clean(header: str, name: str) -> None:
     kernel = compile_uncached(header, name)
     assert "registers" in kernel.log, "the assembler's report is missing, so spills would go unseen"
-    assert assembler_complaints(kernel.log) == []
+    assert assembler_complaints(kernel.log, allowed_bytes(name)) == []
 
 
 def together(names: Iterable[str]) -> set[Any]:
@@ -39,8 +42,9 @@ def together(names: Iterable[str]) -> set[Any]:
 def test_no_variant_is_left_out() -> None:
     assert sorted([*BF16_BACKWARD, *OTHERS]) == sorted(VARIANTS)
     names = {name for _, name in VARIANTS}
-    twins = set(filter(is_decode_twin, names))
-    assert names >= ALWAYS >= names - set(ATTENTION) - twins
+    twins, modified = set(filter(is_decode_twin, names)), {name for _, name in MODIFIED}
+    assert names >= ALWAYS >= names - set(ATTENTION) - twins - modified
+    assert modified & ALWAYS == FEW_MODIFIED
     assert {name.replace("<f16", "<bf16") for name in twins} <= ALWAYS
     assert not twins & ALWAYS
 

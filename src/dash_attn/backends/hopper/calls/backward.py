@@ -30,6 +30,7 @@ from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
 from .few_workers import BackwardInLegs
 from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales, masked_score, row_strides
 from .mask_bits import MaskBits, mask_bits
+from .modified import BackwardModifiers
 from .packed import PackedPlanner
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
 
@@ -127,7 +128,10 @@ class BackwardCall:
         kernels = setup.kernels(self.records)
         threads_before = setup.dq_tiles * setup.tiles.q_rows * threads_per_row(self.layout.backward_dims[1])
         self.preprocess = kernels.preprocess.load(device).prepare(helper_blocks(threads_before), [addressof(self.before)])
-        arguments = [*(m.address for m in self.maps), addressof(self.main)]
+        notes = kernels.modifier_notes
+        self.modifiers = None if notes is None else BackwardModifiers(self.layout, setup.options, notes, setup.dq_tiles)
+        parameters = [self.main] if self.modifiers is None else [self.main, self.modifiers.params]
+        arguments = [*(m.address for m in self.maps), *map(addressof, parameters)]
         attention = kernels.attention.load(device)
         self.attention = attention.prepare(self.workers, arguments, cooperative=setup.cooperative, early=not setup.cooperative)
         blocks = setup.dq_tiles + setup.sum_blocks
@@ -161,11 +165,14 @@ class BackwardCall:
                 self.before.grad_lse = None if dlse is None else dlse.data_ptr()
                 held = None if self.bits is None else self.bits.give(self.main.mask, modifiers and modifiers.elements)
                 self._plan_on_device(offsets, at, stream)
+                lasting = []
+                if self.modifiers is not None:
+                    lasting = self.modifiers.launch(modifiers, self.before.tiles, at["modifier_notes"], stream)
                 self.preprocess.on(stream)
                 self.attention.on(stream)
                 self.postprocess.on(stream)
                 dsinks = None if sinks is None else self._sink_gradient(sinks, at, stream)
-        del memory, held  # stream order keeps it alive long enough
+        del memory, held, lasting  # stream order keeps it alive long enough
         return self.layout.without_padding(dq, dk, dv, dsinks)
 
     def _point(self, at: dict[str, int], out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor]) -> None:

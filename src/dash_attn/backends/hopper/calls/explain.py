@@ -124,7 +124,8 @@ def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegS
 
 def _kernels(behind: BackwardSetup) -> dict[str, KernelName]:
     kernels = behind.kernels()
-    return {"preprocess": kernels.preprocess, "backward": kernels.attention, "postprocess": kernels.postprocess}
+    first = {} if kernels.modifier_notes is None else {"modifiers": kernels.modifier_notes}
+    return {**first, "preprocess": kernels.preprocess, "backward": kernels.attention, "postprocess": kernels.postprocess}
 
 
 def _kernels_of_legs(in_legs: LegSetup) -> dict[str, KernelName]:

@@ -23,6 +23,7 @@ from .backward_setup import dense_setup
 from .forward_setup import CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
 from .layout import CallCache, DenseLayout, PackedLayout, cut, empty_contiguous, kernel_scales
 from .mask_bits import MaskBits, mask_bits
+from .modified import ForwardModifiers
 from .packed import PackedTiler
 from .tables import mask_on_device, visits_on_device
 
@@ -70,13 +71,15 @@ class ForwardCall:
         out = q.new_empty(self.out_shape)
         boxes = ((q, CONSUMER_ROWS), (k, setup.kv_rows), (v, setup.kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
+        self.modifiers = ForwardModifiers.of(layout, options)
         self._kernel = setup.kernel().load(layout.device)
         self.lock = threading.Lock()
 
     def _prepare_launch(self, tickets: int) -> int:
         """With a CTA for each ticket, if there are as many SMs. Returns the number of CTAs."""
         grid = max(1, min(sm_count(self.layout.device), tickets))
-        self.launch = self._kernel.prepare(grid, [*(m.address for m in self.maps), addressof(self.params)])
+        parameters = [self.params] if self.modifiers is None else [self.params, self.modifiers.params]
+        self.launch = self._kernel.prepare(grid, [*(m.address for m in self.maps), *map(addressof, parameters)])
         return grid
 
     def _heads_side_by_side(self, k: Tensor, v: Tensor, places: int) -> tuple[int, int]:
@@ -108,9 +111,10 @@ class ForwardCall:
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
                 params.next_ticket = at["next_ticket"]
                 held = None if self.bits is None else self.bits.give(params.mask, modifiers and modifiers.elements)
+                lasting = [] if self.modifiers is None else self.modifiers.point_to(modifiers)
                 self._plan_on_device(offsets, at, stream)
                 self.launch.on(stream)
-        del memory, held  # stream order keeps it alive long enough
+        del memory, held, lasting  # stream order keeps it alive long enough
         return cut(out, self.layout.v_dim), lse
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:

@@ -24,7 +24,11 @@ class ForwardSetup:
         self.q_rows, self.kv_rows = CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows
 
     def kernel(self) -> KernelName:
-        return forward_kernel(Variant(self.layout.dtype, self.layout.dim, bool(self.options.softcap), self.mask_kind), self.consumers)
+        options = self.options
+        modifiers = bool(options.dropout_p), options.alibi
+        return forward_kernel(
+            Variant(self.layout.dtype, self.layout.dim, bool(options.softcap), self.mask_kind, *modifiers), self.consumers
+        )
 
 
 class DenseForwardSetup(ForwardSetup):

@@ -432,6 +432,32 @@ class ForwardParams(Structure):
 
 
 @shared_with_kernels
+class ModifierParams(Structure):
+    """Of dropout and ALiBi (common/modifiers.cuh), beside the parameters of a pass."""
+
+    _members_ = (
+        ("const u64*", "seeds", "[sequences]; null: no dropout"),
+        ("const float*", "slopes", "[sequences or 1][q_heads]; null: no ALiBi"),
+        ("i64", "first_head", "the query head, in the unsharded model, of the call's first one"),
+        ("const int4*", "notes", "backward only: [dQ tile] as ModifierNotesParams has them"),
+        ("int", "slope_stride", "from the slopes of a sequence to those of the next"),
+        ("float", "slope_factor", "from slopes to what scores (forward) or exponents (backward) are counted in"),
+        ("u32", "threshold", "of numbers that keep a pair, in the high half"),
+        ("float", "rescale", "of weights that are kept"),
+    )
+
+
+@shared_with_kernels
+class ModifierNotesParams(Structure):
+    _members_ = (
+        ("ModifierParams", "modifiers", ""),
+        ("TilePlaces", "tiles", ""),
+        ("int", "kv_len", "of every sequence, in a batch of equal lengths"),
+        ("int4*", "notes", "[dQ tile] the generator's key, low and high word; slope; keys of the sequence"),
+    )
+
+
+@shared_with_kernels
 class CacheParams(Structure):
     """Where the keys of each sequence lie in a cache (call/kv_cache.py)."""
 

@@ -1,15 +1,16 @@
 // One thread: loads the tiles of each step by TMA, two stages ahead of the consumers.
 #pragma once
 #include "backward/config.cuh"
+#include "common/modifiers.cuh"
 
-template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
+template <int D, int DV, MaskKind MASK, bool LEGS = false, bool MODIFIED = false> struct Loader {
   using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
-  const LegParams* legs = nullptr;
+  const typename Choice<MODIFIED, ModifierParams, LegParams>::type* more = nullptr;  // of dropout and ALiBi, or of legs
 
   DEVICE void run() {
     Pipeline pipe;
@@ -39,7 +40,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
 
   template <int PANELS> DEVICE void load_kv(int at, const TensorMap* map, Barrier full, const Pipeline& pipe) {
     ChainNote chain = notes.chain(pipe);
-    if constexpr (LEGS) chain.kv_head -= legs->first_kv_head;
+    if constexpr (LEGS) chain.kv_head -= more->first_kv_head;
     full.arrive_expect(PANELS * C::KV_PANEL);
     for (int i = 0; i < PANELS; i++)
       tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head, chain.kv_row,
@@ -49,6 +50,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
     const u32 s = j & 1, number = pipe.steps + j;
     bars.note_full(number).wait((number / NOTES) & 1);
+    if constexpr (MODIFIED) load_modifiers(s, phase, load_shared_i32(notes.step_at(number) + OFFSET_OF(StepNote, dq_tile)));
     const StepNote note = notes.step(number);
     load_rows<C::PANELS>({C::Q, C::LSE, q_map, p.lse, bars.q_full(0), bars.q_empty(0)}, s, phase, note, pipe);
     if (j == 0) load_kv<C::V_PANELS>(C::V, v_map, bars.v_full(), pipe);  // behind the first Q: S needs no V
@@ -57,6 +59,13 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
       load_rows<C::V_PANELS>(grad_out, s, phase, note, pipe);
     else
       load_rows<C::V_PANELS>(grad_out, 0, number & 1, note, pipe);
+  }
+
+  // They go with Q.
+  DEVICE void load_modifiers(u32 s, u32 phase, int dq_tile) {
+    bars.q_empty(s).wait(phase ^ 1);
+    bars.q_full(s).expect(MODIFIER_NOTE_BYTES);
+    bulk_load(shared + C::SHARED_BYTES + s * MODIFIER_NOTE_BYTES, more->notes + dq_tile, MODIFIER_NOTE_BYTES, bars.q_full(s).address);
   }
 
   // A tile of Q or dO and the row statistics that go with it. Barriers are those of the first stage.

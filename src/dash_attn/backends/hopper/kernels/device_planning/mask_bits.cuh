@@ -19,8 +19,8 @@ DEVICE bool attends(const MaskBitsParams& p, int query, int key) {
 }
 
 // One thread for each that will read the bits of a tile.
-template <int Q_ROWS, int KV_ROWS, bool FORWARD>
-__global__ void __launch_bounds__(256) pack_mask_bits(const __grid_constant__ MaskBitsParams p) {
+template <int Q_ROWS, int KV_ROWS, bool FORWARD> __global__ void __launch_bounds__(256)
+    pack_mask_bits(const __grid_constant__ MaskBitsParams p) {
   using L = BitLayout<Q_ROWS, KV_ROWS, FORWARD>;
   const i64 place = (i64)blockIdx.x * 256 + threadIdx.x;
   const int number = (int)(place / L::THREADS), thread = (int)(place % L::THREADS);

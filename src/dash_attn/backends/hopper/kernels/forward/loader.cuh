@@ -1,19 +1,22 @@
 // One thread: takes Q tiles by ticket and loads Q, K and V by TMA.
 #pragma once
 #include "forward/config.cuh"
+#include "common/modifiers.cuh"
 
-template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
+template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader {
   using C = ForwardConfig<D, CONSUMERS>;
   static constexpr bool PACKED = MASK == MaskKind::Packed;
   const ForwardParams& p;
   const TensorMap *q_map, *k_map, *v_map;
   u32 shared;
   ForwardBarrierHandles bars;
+  const ModifierParams* m = nullptr;  // of dropout and ALiBi
 
   DEVICE void run() {
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
     for (u32 tiles = 0;; tiles++) {
+      if constexpr (MODIFIED) announce_modifiers(next, tiles);
       const TileNote tile = describe(next);
       announce(tile, tiles);
       if (tile.visits < 0) return;
@@ -72,6 +75,17 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     store_shared_i32x4(at, make_int4(tile.visits, tile.q_head, tile.query, tile.q_shift));
     store_shared_i32x4(at + 16, make_int4(tile.q_plane, tile.q_len, tile.kv_len, tile.lse_at));
     bars.tile_full(slot).arrive();
+  }
+  // Before the tile itself, of which registers would have to be kept meanwhile.
+  DEVICE void announce_modifiers(int2 ticket, u32 tiles) {
+    if (ticket.x < 0) return;
+    const int sequence = PACKED ? p.tiles[ticket.y].sequence : ticket.x / p.q_heads, head = PACKED ? ticket.x : ticket.x % p.q_heads;
+    const int more_keys = PACKED ? p.sequences[sequence].kv_len - p.sequences[sequence].q_len : p.mask.kv_len - p.mask.q_len;
+    const u64 key = m->seeds == nullptr ? 0 : dropout_key(*m, sequence, head);
+    const int slope = __float_as_int(slope_of(*m, sequence, head));
+    bars.tile_empty(tiles & 1).wait(((tiles >> 1) & 1) ^ 1);
+    store_shared_i32x4(shared + C::SHARED_BYTES + (tiles & 1) * MODIFIER_NOTE_BYTES,
+                       make_int4((int)(u32)key, (int)(u32)(key >> 32), slope, more_keys));
   }
 
   DEVICE void load_q(u32 number, const TileNote& tile) {
