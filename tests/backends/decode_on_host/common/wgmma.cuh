@@ -11,12 +11,14 @@ struct Operand {
     leading = (u32)(d >> 16 & 0x3fff) << 4;
     stride = (u32)(d >> 32 & 0x3fff) << 4;
     const int kind = (int)(d >> 62);
-    row_bytes = kind == 1 ? 128 : kind == 2 ? 64 : kind == 3 ? 32 : 0;
-    if (row_bytes == 0) __trap();
+    row_bytes = kind == 1 ? 128 : kind == 2 ? 64 : kind == 3 ? 32 : 16;  // without a swizzle, groups of 8 rows of 16 bytes
   }
-  DEVICE float at(u32 address) const { return from_bf16(load_shared<unsigned short>(swizzled(address, row_bytes))); }
+  DEVICE float at(u32 address) const { return from_bf16(load_shared<unsigned short>(row_bytes == 16 ? address : swizzled(address, row_bytes))); }
   // Rows along the depth: groups of 8 rows.
-  DEVICE float along(int row, int depth) const { return at(start + row / 8 * stride + row % 8 * row_bytes + depth * 2); }
+  DEVICE float along(int row, int depth) const {
+    const u32 panel = row_bytes == 16 ? depth / 8 * leading + depth % 8 * 2 : depth * 2;
+    return at(start + row / 8 * stride + row % 8 * row_bytes + panel);
+  }
   // Transposed: groups of 8 depths, panels of columns.
   DEVICE float across(int depth, int column) const {
     const int width = row_bytes / 2;

@@ -28,8 +28,8 @@ from .layout import MOST_CALLS, kernel_scales
 from .tables import FAR_AWAY
 
 APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
-# Units up to which a cluster serves each, because one CTA each would leave SMs idle. The bits are the same.
-MOST_CLUSTERS = 16
+# Clusters serve units while they have at most so many CTAs, because one CTA per unit would leave SMs idle. The bits are the same.
+MOST_CTAS_IN_CLUSTERS = 128
 
 
 def attention_with_cache(
@@ -74,13 +74,20 @@ def window_of(mask: Mask) -> tuple[int, int]:
     raise Unsupported(f"a cache takes a full or causal mask or a window; got {mask}")
 
 
+def cluster_columns(dim: int, units: int) -> int:
+    """The largest clusters that run together; 0: none do."""
+    if dim not in CLUSTER_DIMS:
+        return 0
+    return next((columns for columns in CLUSTER_COLUMNS if 0 < units * (dim // columns) <= MOST_CTAS_IN_CLUSTERS), 0)
+
+
 @dataclass(frozen=True)
 class Work:
     """How a call is cut into units, and what serves one."""
 
     dim: int  # of the kernel
     group: int  # query heads per KV head
-    in_clusters: bool
+    columns: int  # of V that a CTA of a cluster owns; 0: no clusters
     row_tiles: int  # units of a sequence and a KV head
     units: int
 
@@ -89,21 +96,20 @@ class Work:
         """Of so many sequences, of which the longest has so many queries."""
         kv_heads, dim = tensors.k_cache.shape[2], kernel_dim(tensors.q.shape[-1], tensors.v_cache.shape[-1])
         group = tensors.q.shape[-2] // kv_heads
-        clusters = count * kv_heads * -(-longest * group // CLUSTER_ROWS)
-        in_clusters = dim in CLUSTER_DIMS and 0 < clusters <= MOST_CLUSTERS
-        row_tiles = -(-longest * group // (CLUSTER_ROWS if in_clusters else DECODE_ROWS))
-        return cls(dim, group, in_clusters, row_tiles, count * kv_heads * row_tiles)
+        columns = cluster_columns(dim, count * kv_heads * -(-longest * group // CLUSTER_ROWS))
+        row_tiles = -(-longest * group // (CLUSTER_ROWS if columns else DECODE_ROWS))
+        return cls(dim, group, columns, row_tiles, count * kv_heads * row_tiles)
 
     @property
     def ctas_of_unit(self) -> int:
-        return self.dim // CLUSTER_COLUMNS if self.in_clusters else 1
+        return self.dim // self.columns if self.columns else 1
 
     @property
     def ctas(self) -> int:
         return self.units * self.ctas_of_unit
 
     def kernel(self, dtype: str, capped: bool) -> KernelName:
-        return (cluster_kernel if self.in_clusters else decode_kernel)(dtype, self.dim, capped)
+        return cluster_kernel(dtype, self.dim, self.columns, capped) if self.columns else decode_kernel(dtype, self.dim, capped)
 
 
 class DecodeCall:
@@ -117,7 +123,7 @@ class DecodeCall:
         work = Work.of(tensors, count, longest)
         q_heads, kv_heads, dim, group = q.shape[-2], cache.shape[2], work.dim, work.group
         kv_rows, row_tiles = decode_tiles(dim).kv_rows, work.row_tiles
-        self.in_clusters, self.grid = work.in_clusters, work.ctas
+        self.grid = work.ctas
         if max(self.grid, count * places.new) >= 2**31:
             raise Unsupported(f"backend 'hopper' takes fewer than 2^31 units of {DECODE_ROWS} rows and new keys; got {self.grid}")
         self.params = DecodeParams(
@@ -135,8 +141,8 @@ class DecodeCall:
         )
         self.params.window_left, self.params.window_right = window_of(options.mask)
         self.params.cache = _cache_params(places, cache, q_heads)
-        columns = CLUSTER_COLUMNS if self.in_clusters else 64
-        self.maps = [TensorMap(cache, self.params.box_rows), TensorMap(v_cache, self.params.box_rows, columns)]
+        self.maps = [TensorMap(cache, self.params.box_rows), TensorMap(v_cache, self.params.box_rows, work.columns or 64)]
+        self.params.v_strides = _strides(v_cache)
         kernel = work.kernel(DTYPES[q.dtype], bool(options.softcap)).load(self.index)
         self.launch = kernel.prepare(max(1, self.grid), [*(m.address for m in self.maps), addressof(self.params)])
         self.append = Append(tensors, places, self.params.cache, self.index) if places.new and count else None
@@ -158,6 +164,7 @@ class DecodeCall:
                 kept = self.append.run(tensors, params.cache, stream) if self.append is not None else None
                 params.q, params.q_strides = q.data_ptr(), _strides(q)
                 params.out, params.lse = out.data_ptr(), lse.data_ptr()
+                params.v_cache = tensors.v_cache.data_ptr()
                 params.sinks = None if logits is None else logits.data_ptr()
                 params.cu_q = None if offsets is None else offsets.cu_seqlens_q.data_ptr()
                 for tensor_map, tensor in zip(self.maps, (tensors.k_cache, tensors.v_cache), strict=True):
@@ -246,7 +253,7 @@ def _key(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, 
     first = tensors.q
     padded, chosen = places.cache_leftpad is not None, places.cache_batch_idx is not None
     aligned = tensors.k_cache.data_ptr() % 16 == 0 and tensors.v_cache.data_ptr() % 16 == 0
-    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned, MOST_CLUSTERS
+    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned, MOST_CTAS_IN_CLUSTERS, CLUSTER_COLUMNS
 
 
 _calls: Kept[DecodeCall] = Kept(MOST_CALLS)

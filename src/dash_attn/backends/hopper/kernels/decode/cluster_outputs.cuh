@@ -1,10 +1,9 @@
-// The warpgroup that owns 16 columns of the output: it goes through the messages of all tiles, in order.
+// The warpgroup that owns some columns of the output: it goes through the messages of all tiles, in order.
 #pragma once
 #include "common/wgmma.cuh"
 #include "decode/cluster_config.cuh"
 
-template <typename Half, int D> struct ClusterOutputs {
-  using C = ClusterConfig<D>;
+template <typename Half, typename C> struct ClusterOutputs {
   static constexpr int OWN_THREADS = 2;  // a barrier of the warpgroup
   const DecodeParams& p;
   const Unit& unit;
@@ -21,45 +20,71 @@ template <typename Half, int D> struct ClusterOutputs {
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     Ring<typename C::VRing> ring{shared};
+    Ring<typename C::MessageRing> messages{shared};
+    Turn<C::ROUNDS> turn;
 #pragma unroll
     for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
     float highest = MINUS_INFINITY, sum = 0.f;
+    u32 slot_before = 0;
+    int tiles = 0;  // of this round that were read
 #pragma unroll 1
     for (int visit = 0; visit < rounds.visits; visit++) {
-      const u32 message = mail.message(visit), start = rounds.first_key(visit);
-      mbarrier_wait(mail.message_full(visit), visit / C::MESSAGES & 1);
-      if (warp == 0 && lane == 0) mail.expect_message(rounds, visit + C::MESSAGES);
-      const float rescale = load(message + C::RESCALE + (lane >> 2) * 4);
-      highest = load(message + C::HIGHEST + (lane >> 2) * 4);
-      float part[C::LANES];
+      const u32 message = messages.address();
+      float rescale = 1.f;
+      STAMP(0, visit, 0)
+      if (!(ABLATE & 1)) {
+        messages.full().wait(messages.phase);
+        STAMP(0, visit, 1)
+        if (warp == 0 && lane == 0 && visit + C::MESSAGES < rounds.visits) messages.full().arrive_expect(C::MESSAGE_BYTES);
+        rescale = load(message + C::RESCALE + (lane >> 2) * 4);
+        highest = load(message + C::HIGHEST + (lane >> 2) * 4);
+        float part[C::LANES];
 #pragma unroll
-      for (int i = 0; i < C::LANES; i++) part[i] = load(message + C::PARTS + (i * C::ROWS * 4 + lane) * 4);
-      sum = add_to_sum(sum, rescale, part);
-#pragma unroll
-      for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale;
-      ring.full().wait(ring.phase);
-      if ((int)start < unit.low || (int)start + C::KV_ROWS > unit.high) clear_values(ring.address(), start);
-      multiply(message, ring.slot);
-      wgmma_wait<0>();
-      pin(out);
-      __syncwarp();
-      if (lane == 0) {
-        ring.empty().arrive();
-        if (visit % C::CTAS == C::CTAS - 1 || visit == rounds.visits - 1) mail.round_read(visit / C::CTAS).arrive();
+        for (int i = 0; i < C::LANES; i++) part[i] = load(message + C::PARTS + (i * C::ROWS * 4 + lane) * 4);
+        sum = add_to_sum(sum, rescale, part);
       }
+      if (!(ABLATE & 2)) ring.full().wait(ring.phase);
+      STAMP(0, visit, 2)
+      const int start = rounds.first_key(visit);
+      if (start < unit.low || start + C::KV_ROWS > unit.high) clear_values(ring.address(), start);
+      if (!EAGER || __any_sync(0xffffffffu, rescale != 1.f)) {  // else it would change nothing
+        wgmma_wait<0>();
+        pin(out);
+#pragma unroll
+        for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale;
+      }
+      STAMP(0, visit, 3)
+      if (!(ABLATE & 8)) multiply(message, ring.slot);
+      STAMP(0, visit, 4)
+      wgmma_wait<1>();  // the tile before
+      STAMP(0, visit, 5)
+      if (visit > 0) release(slot_before, tiles, turn);
+      slot_before = ring.slot;
       ring.next();
+      messages.next();
     }
+    wgmma_wait<0>();
+    pin(out);
+    if (rounds.visits > 0) tiles = C::CTAS - 1, release(slot_before, tiles, turn);
     finish(highest, sum);
   }
 
  private:
+  DEVICE void release(u32 slot, int& tiles, Turn<C::ROUNDS>& turn) {
+    __syncwarp();
+    if (lane == 0) Barrier{shared + C::VRing::EMPTY + 8 * slot}.arrive();
+    if (++tiles < C::CTAS) return;
+    if (lane == 0) mail.round_read(turn.slot).arrive();
+    turn.next();
+    tiles = 0;
+  }
   static DEVICE float load(u32 address) { return __int_as_float(load_shared_i32(address)); }
   // As in DecodeConsumer: a weight of 0 does not make a NaN 0.
   DEVICE void clear_values(u32 values, int start) {
     const int first = unit.low - start, end = unit.high - start;
 #pragma unroll 1
-    for (int i = warp * WARP + lane; i < C::KV_ROWS * 2; i += WARPGROUP)
-      if (i / 2 < first || i / 2 >= end) store_shared_i32x4(values + i * 16, make_int4(0, 0, 0, 0));
+    for (int i = warp * WARP + lane; i < C::V_BYTES / 16; i += WARPGROUP)
+      if (i / (C::V_ROW / 16) < first || i / (C::V_ROW / 16) >= end) store_shared_i32x4(values + i * 16, make_int4(0, 0, 0, 0));
     fence_async_shared();
     named_barrier_sync<OWN_THREADS>(WARPGROUP);
   }
@@ -68,8 +93,8 @@ template <typename Half, int D> struct ClusterOutputs {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_ss<Half, 0, 1>(true, out, descriptor_of(ALL_GROUPS_ALIKE, a + descriptor_low((k / 4) * C::GROUP + (k % 4) * SIXTEEN_COLUMNS)),
-                           descriptor_of(NARROW_ROWS, b + descriptor_low(C::V + k * 16 * C::V_ROW)));
+      wgmma_ss<Half, 0, 1>(true, out, descriptor_of(WEIGHTS_ALIKE, a + descriptor_low(k * 2 * C::P_GROUP, C::P_GROUP)),
+                           descriptor_of(NARROW_ROWS<C::COLUMNS>, b + descriptor_low(C::V + k * 16 * C::V_ROW)));
     wgmma_commit();
   }
   DEVICE void finish(float highest, float sum) {
@@ -79,25 +104,27 @@ template <typename Half, int D> struct ClusterOutputs {
     if (!row.exists) return;
     if (rank == 0 && (lane & 3) == 0) p.lse[row.lse_at(p, unit)] = end.lse;
 #pragma unroll
-    for (int g = 0; g < 2; g++)
+    for (int g = 0; g < C::COLUMNS / 8; g++)
       store_pair<Half>(p, unit, row, rank * C::COLUMNS + 8 * g + 2 * (lane & 3), out[4 * g] * end.factor, out[4 * g + 1] * end.factor);
   }
 };
 
 // One warp: tells the senders of a round that this CTA has read it. An arrive in another CTA waits for all memory operations before it,
 // which would hold up the warpgroup of the outputs.
-template <int D> struct ClusterReceipts {
-  using C = ClusterConfig<D>;
+template <typename C> struct ClusterReceipts {
   const Unit& unit;
   Mail<C> mail;
   int lane;
 
   DEVICE void run() {
+    if (ABLATE & 1) return;
     const Rounds<C> rounds(unit);
+    Turn<C::ROUNDS> turn;
 #pragma unroll 1
     for (int round = 0; rounds.tiles_of(round) > 0; round++) {
-      mail.round_read(round).wait((round >> 1) & 1);
-      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(round), lane));
+      mail.round_read(turn.slot).wait(turn.phase);
+      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(turn.slot), lane));
+      turn.next();
     }
   }
 };

@@ -3,8 +3,8 @@
 #include "common/wgmma.cuh"
 #include "decode/cluster_config.cuh"
 
-template <typename Half, int D, bool SOFTCAP> struct ClusterScores {
-  using C = ClusterConfig<D>;
+template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
+  static constexpr int D = C::D;
   static constexpr int OWN_THREADS = 1;  // a barrier of the warpgroup
   const DecodeParams& p;
   const Unit& unit;
@@ -24,23 +24,29 @@ template <typename Half, int D, bool SOFTCAP> struct ClusterScores {
     const int row = lane >> 2;
     const KeyRange kept(p, (unit.first_row + row) / p.group, unit.q_len, unit.keys);
     Ring<typename C::KRing> ring{shared};
+    Turn<C::ROUNDS> turn;
     float highest = MINUS_INFINITY;  // in the tiles of all rounds before
 #pragma unroll 1
     for (int round = 0; rank < rounds.tiles_of(round); round++) {
-      ring.full().wait(ring.phase);
+      STAMP(1, round, 0)
+      if (!(ABLATE & 4)) ring.full().wait(ring.phase);
+      STAMP(1, round, 1)
       multiply(ring.slot);
       wgmma_wait<0>();
       pin(s);
       __syncwarp();
       if (lane == 0) ring.empty().arrive();
       ring.next();
-      if (warp != 0) continue;  // its rows are the same
+      STAMP(1, round, 2)
+      if (warp != 0 || (ABLATE & 1)) continue;  // its rows are the same
       const int start = rounds.first_key(round * C::CTAS + rank);
       if constexpr (SOFTCAP) cap_scores();
       if (start < unit.lowest_full || start + C::KV_ROWS > unit.end_full) mask_scores(kept, start);
       const float mine = tile_max(s, 0);
       tell_maximum(rounds.tiles_of(round), round, mine);
+      STAMP(1, round, 3)
       mbarrier_wait(mail.maxima_full(round), (round >> 1) & 1);
+      STAMP(1, round, 4)
       if (lane == 0) mail.expect_maxima(rounds, round + 2, rank);
       float before = highest;
       for (int cta = 0; cta < rounds.tiles_of(round); cta++) {
@@ -51,9 +57,13 @@ template <typename Half, int D, bool SOFTCAP> struct ClusterScores {
       const float largest = fmaxf(before, mine);
       float part[C::LANES];
       const float rescale = weigh(s, 0, before, largest, p.scale_log2, part);
-      wait_for_cluster(mail.draft_read(round), ((round >> 1) & 1) ^ 1);
-      write(mail.draft(round), rescale, largest, part);
-      send(round);
+      STAMP(1, round, 5)
+      wait_for_cluster(mail.draft_read(turn.slot), turn.phase ^ 1);
+      STAMP(1, round, 6)
+      write(mail.draft(turn.slot), rescale, largest, part);
+      send(turn.slot);
+      STAMP(1, round, 7)
+      turn.next();
     }
   }
 
@@ -92,13 +102,12 @@ template <typename Half, int D, bool SOFTCAP> struct ClusterScores {
     const u32 at = mail.maxima(round) + (rank * C::ROWS + (lane >> 2)) * 4;
     for (int cta = lane & 3; cta < tiles; cta += 4) store_to_cta(in_cta(at, cta), mine, in_cta(mail.maxima_full(round), cta));
   }
-  // Weights as the first operand of a product: panels of 64 keys, swizzled.
+  // Weights as the first operand of a product: groups of 8 keys.
   DEVICE void write(u32 draft, float rescale, float largest, const float (&part)[C::LANES]) {
     const int row = lane >> 2, quarter = lane & 3;
 #pragma unroll
     for (int g = 0; g < C::KV_ROWS / 8; g++)
-      store_shared_i32(draft + (g / 8) * C::GROUP + row * PANEL_ROW + (((g % 8) ^ row) * 16) + quarter * 4,
-                       (int)pack<Half>(s[4 * g], s[4 * g + 1]));
+      store_shared_i32(draft + g * C::P_GROUP + lane * 4, (int)pack<Half>(s[4 * g], s[4 * g + 1]));
     if (quarter == 0) {
       store_shared_i32(draft + C::RESCALE + row * 4, __float_as_int(rescale));
       store_shared_i32(draft + C::HIGHEST + row * 4, __float_as_int(largest));
@@ -107,11 +116,11 @@ template <typename Half, int D, bool SOFTCAP> struct ClusterScores {
     for (int i = 0; i < C::LANES; i++)
       store_shared_i32(draft + C::PARTS + ((i * C::ROWS + row) * 4 + quarter) * 4, __float_as_int(part[i]));
   }
-  DEVICE void send(int round) {
-    const int visit = round * C::CTAS + rank;
+  DEVICE void send(u32 turn) {
+    const u32 slot = turn * C::CTAS + rank;
     fence_async_shared();
     __syncwarp();
     if (lane < C::CTAS)
-      copy_to_cta(in_cta(mail.message(visit), lane), mail.draft(round), C::MESSAGE_BYTES, in_cta(mail.message_full(visit), lane));
+      copy_to_cta(in_cta(mail.message(slot), lane), mail.draft(turn), C::MESSAGE_BYTES, in_cta(mail.message_full(slot), lane));
   }
 };
