@@ -19,8 +19,9 @@
 // ---- experiments
 constexpr int ABLATE = 0;   // 1: no messages, 2: no V, 4: no K, 8: no products with V
 constexpr bool EAGER = true;  // products of the next tile follow at once where nothing has to be rescaled
-constexpr bool V_BY_THREADS = false;
-constexpr int ROUNDS_16 = 3, K_SLOTS_16 = 3, V_SLOTS_16 = 16, ROUNDS_32 = 3, K_SLOTS_32 = 3, V_SLOTS_32 = 10;
+constexpr bool V_BY_THREADS = false, SWAPPED = false;
+constexpr int ROUNDS_16 = 3, K_SLOTS_16 = 3, V_SLOTS_16 = 16, ROUNDS_32 = 3, K_SLOTS_32 = 3, V_SLOTS_32 = 10,
+              ROUNDS_64 = 3, K_SLOTS_64 = 3, V_SLOTS_64 = 6;
 #define STAMPS 0
 #if STAMPS
 __device__ u32 stamps[8 * 4 * 256 * 8];
@@ -37,8 +38,9 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int PANELS = D / 64, KV_PANEL = KV_ROWS * PANEL_ROW, GROUP = ROWS * PANEL_ROW;  // a group: 8 rows of a panel
   static constexpr int Q_BYTES = PANELS * GROUP, K_BYTES = PANELS * KV_PANEL, V_ROW = 2 * COLUMNS, V_BYTES = KV_ROWS * V_ROW;
   static constexpr int P_GROUP = ROWS * 16, P_BYTES = KV_ROWS / 8 * P_GROUP, SCORES = KV_ROWS / 2, OUTPUTS = COLUMNS / 2;
-  static constexpr int K_SLOTS = (COLUMNS == 16 ? K_SLOTS_16 : K_SLOTS_32) * 128 / D, V_SLOTS = COLUMNS == 16 ? V_SLOTS_16 : V_SLOTS_32;
-  static constexpr int ROUNDS = COLUMNS == 16 ? ROUNDS_16 : ROUNDS_32, MESSAGES = ROUNDS * CTAS;  // messages under way
+  static constexpr int K_SLOTS = (COLUMNS == 16 ? K_SLOTS_16 : COLUMNS == 32 ? K_SLOTS_32 : K_SLOTS_64) * 128 / D;
+  static constexpr int V_SLOTS = COLUMNS == 16 ? V_SLOTS_16 : COLUMNS == 32 ? V_SLOTS_32 : V_SLOTS_64;
+  static constexpr int ROUNDS = COLUMNS == 16 ? ROUNDS_16 : COLUMNS == 32 ? ROUNDS_32 : ROUNDS_64, MESSAGES = ROUNDS * CTAS;  // messages under way
   static_assert(D % 64 == 0 && KV_ROWS % 64 == 0 && CTAS <= 8, "panels are whole, and so are clusters everywhere");
 
   struct alignas(128) Message {
@@ -132,5 +134,5 @@ template <typename C> struct Mail {
 // High words of descriptors. Of weights: no swizzle, 0 bytes between groups of 8 rows, so that all are alike.
 constexpr u32 WEIGHTS_ALIKE = 0, ALL_GROUPS_ALIKE = 0x40000000u;  // ... of Q: 128-byte swizzle
 // ... of V: as many bytes of swizzle as a row has, 8 rows between groups.
-template <int COLUMNS> constexpr u32 NARROW_ROWS = COLUMNS == 16 ? 0xc0000010u : 0x80000020u;
+template <int COLUMNS> constexpr u32 NARROW_ROWS = COLUMNS == 16 ? 0xc0000010u : COLUMNS == 32 ? 0x80000020u : 0x40000040u;
 DEVICE u64 descriptor_of(u32 high, u32 low) { return ((u64)high << 32) | low; }

@@ -147,7 +147,7 @@ template <typename C> struct ClusterValuesByThreads {
       const int from = max(start + 16 * group, slots.position);
       const bool loads = key >= low && key < unit.high && column < p.v_dim;
       const short* const source = values + (loads ? page * p.v_strides[0] + (first + key - from) * p.v_strides[1] : 0);
-      const u32 swizzle = CHUNKS == 2 ? (row >> 2) & 1 : (row >> 1) & 3;
+      const u32 swizzle = CHUNKS == 2 ? (row >> 2) & 1 : CHUNKS == 4 ? (row >> 1) & 3 : row & 7;
       cp_async(to + row * C::V_ROW + ((chunk ^ swizzle) * 16), loads ? source : static_cast<const short*>(p.v_cache), loads ? 16 : 0);
     }
   }

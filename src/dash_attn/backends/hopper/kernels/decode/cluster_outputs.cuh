@@ -93,7 +93,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_ss<Half, 0, 1>(true, out, descriptor_of(WEIGHTS_ALIKE, a + descriptor_low(k * 2 * C::P_GROUP, C::P_GROUP)),
+      wgmma_ss<Half, 0, 1>(true, out, descriptor_of(SWAPPED ? 8 : WEIGHTS_ALIKE, a + descriptor_low(k * 2 * C::P_GROUP, SWAPPED ? 0 : C::P_GROUP)),
                            descriptor_of(NARROW_ROWS<C::COLUMNS>, b + descriptor_low(C::V + k * 16 * C::V_ROW)));
     wgmma_commit();
   }
