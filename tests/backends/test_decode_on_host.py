@@ -22,7 +22,7 @@ from dense import same_bits
 
 NAN = float("nan")
 CAUSAL = Causal()
-CLUSTERS = {"one CTA per unit": 0, "clusters, 16 columns": 16, "clusters, 32 columns": 32}
+CLUSTERS = {"one CTA per unit": 0, "clusters, 16 columns": 16, "clusters, 32 columns": 32, "clusters, 64 columns": 64}
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,7 @@ void wait_until(Condition ready) {
 }
 void some_time_later(Condition action) { later.push_back(action); }
 unsigned char* at_shared(unsigned address) {
-  const int rank = (int)(address >> 24) - 1;
-  Cta& cta = ctas[rank < 0 ? now->cta : rank];
+  Cta& cta = ctas.at(address >> 24);
   const unsigned offset = address & 0xffffff;
   if (offset >= cta.shared.size()) __trap();
   return cta.shared.data() + offset;
@@ -158,6 +157,7 @@ static const std::map<std::string, void (*)(void**)> KERNELS = {
     {"attention_decode_cluster<bf16, 64, 32, true>", in_clusters<64, 32, true>},
     {"attention_decode_cluster<bf16, 128, 16, false>", in_clusters<128, 16, false>},
     {"attention_decode_cluster<bf16, 128, 32, false>", in_clusters<128, 32, false>},
+    {"attention_decode_cluster<bf16, 128, 64, false>", in_clusters<128, 64, false>},
     {"attention_forward<bf16, 64, 2, false, MaskKind::Band>", forward<64, 2, false>},
     {"attention_forward<bf16, 64, 2, true, MaskKind::Band>", forward<64, 2, true>},
     {"attention_forward<bf16, 64, 3, false, MaskKind::Band>", forward<64, 3, false>},

@@ -91,7 +91,7 @@ DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
 DECODE_THREADS = 160
 CLUSTER_DIMS = (64, 128)  # head dims of which a cluster can serve a unit
 CLUSTER_ROWS, CLUSTER_THREADS = 8, 352
-CLUSTER_COLUMNS = (16, 32)  # of V that a CTA may own; a cluster has dim / columns CTAs
+CLUSTER_COLUMNS = (16, 32, 64)  # of V that a CTA may own; a cluster has dim / columns CTAs
 
 
 def decode_tiles(dim: int) -> ForwardTiles:
@@ -102,15 +102,16 @@ def decode_tiles(dim: int) -> ForwardTiles:
 
 
 def cluster_tiles(dim: int, columns: int) -> ForwardTiles:
-    """As ClusterConfig: Q, slots of K and V, messages and drafts of them, maxima, barriers; in units of 1024 bytes."""
+    """As ClusterConfig: Q, slots of K and V, messages and drafts of them, maxima, exponentials, barriers; in units of 128 bytes."""
     kv_rows, ctas = forward_tiles(dim, 2).kv_rows, dim // columns
-    k_slots, v_slots, rounds = 3 * 128 // dim, 16 if columns == 16 else 10, 3
+    k_slots, v_slots, rounds = 3 * 128 // dim, {16: 14, 32: 10, 64: 6}[columns], 3
     lanes = 4 if dim == 64 else 1
     message = CLUSTER_ROWS * (kv_rows * 2 + 4 + 4 + lanes * 16)
     tiles = CLUSTER_ROWS * dim * 2 + k_slots * kv_rows * dim * 2 + v_slots * kv_rows * columns * 2
     messages = rounds * (ctas + 1) * _in_units(message, 128)
     barriers = 8 * (2 * k_slots + 2 * v_slots + 2 + rounds * ctas + 2 * rounds)
-    return ForwardTiles(kv_rows, _in_units(tiles + messages + 2 * ctas * CLUSTER_ROWS * 4 + barriers, 128))
+    floats = CLUSTER_ROWS * (2 * ctas * 4 + kv_rows + 8)
+    return ForwardTiles(kv_rows, _in_units(tiles + messages + 4 * floats + barriers, 128))
 
 
 def _in_units(size: int, unit: int) -> int:

@@ -7,7 +7,7 @@ struct Operand {
   int row_bytes;
 
   DEVICE Operand(u64 d) {
-    start = (u32)(d & 0x3fff) << 4;
+    start = (u32)(d & 0x3fff) << 4 | (u32)this_cta() << 24;
     leading = (u32)(d >> 16 & 0x3fff) << 4;
     stride = (u32)(d >> 32 & 0x3fff) << 4;
     const int kind = (int)(d >> 62);
@@ -43,11 +43,13 @@ template <int N> DEVICE void multiply_on_host(bool accumulate, float (&d)[N], co
     }
 }
 template <typename Half, int A_TRANSPOSED, int B_TRANSPOSED, int N> DEVICE void wgmma_ss(bool accumulate, float (&d)[N], u64 a, u64 b) {
-  static_assert(!A_TRANSPOSED);
   const Operand first(a);
   float rows[2][16];
   for (int r = 0; r < 2; r++)
-    for (int k = 0; k < 16; k++) rows[r][k] = first.along(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r, k);
+    for (int k = 0; k < 16; k++) {
+      const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      rows[r][k] = A_TRANSPOSED ? first.across(k, row) : first.along(row, k);
+    }
   multiply_on_host(accumulate, d, rows, Operand(b), B_TRANSPOSED);
 }
 // A in registers: a[0] has depths 2 q and 2 q + 1 of the low row (q: lane % 4), a[1] of the high one, a[2] and a[3] those 8 further.

@@ -78,7 +78,7 @@ def cluster_columns(dim: int, units: int) -> int:
     """The largest clusters that run together; 0: none do."""
     if dim not in CLUSTER_DIMS:
         return 0
-    return next((columns for columns in CLUSTER_COLUMNS if 0 < units * (dim // columns) <= MOST_CTAS_IN_CLUSTERS), 0)
+    return next((columns for columns in CLUSTER_COLUMNS if columns < dim and 0 < units * (dim // columns) <= MOST_CTAS_IN_CLUSTERS), 0)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,11 @@
 #pragma once
 #include "decode/cluster_loader.cuh"
 #include "decode/cluster_outputs.cuh"
+#if QUERIES_FIRST
 #include "decode/cluster_scores.cuh"
+#else
+#include "decode/cluster_scores_k.cuh"
+#endif
 
 template <typename Half, int D, int COLUMNS, bool SOFTCAP>
 __global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1) __launch_bounds__(ClusterConfig<D, COLUMNS>::THREADS, 1)

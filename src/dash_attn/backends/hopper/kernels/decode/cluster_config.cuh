@@ -18,9 +18,9 @@
 
 // ---- experiments
 constexpr int ABLATE = 0;   // 1: no messages, 2: no V, 4: no K, 8: no products with V
-constexpr bool EAGER = true;  // products of the next tile follow at once where nothing has to be rescaled
-constexpr bool V_BY_THREADS = false, SWAPPED = false;
-constexpr int ROUNDS_16 = 3, K_SLOTS_16 = 3, V_SLOTS_16 = 16, ROUNDS_32 = 3, K_SLOTS_32 = 3, V_SLOTS_32 = 10,
+#define QUERIES_FIRST 0
+constexpr bool KEYS_FIRST = !QUERIES_FIRST, V_FIRST = true, V_BY_THREADS = false;
+constexpr int ROUNDS_16 = 3, K_SLOTS_16 = 3, V_SLOTS_16 = 14, ROUNDS_32 = 3, K_SLOTS_32 = 3, V_SLOTS_32 = 10,
               ROUNDS_64 = 3, K_SLOTS_64 = 3, V_SLOTS_64 = 6;
 #define STAMPS 0
 #if STAMPS
@@ -37,10 +37,12 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int V_WARPS = V_BY_THREADS ? 4 : 1, WARPS = 10 + V_WARPS, THREADS = WARPS * WARP;
   static constexpr int PANELS = D / 64, KV_PANEL = KV_ROWS * PANEL_ROW, GROUP = ROWS * PANEL_ROW;  // a group: 8 rows of a panel
   static constexpr int Q_BYTES = PANELS * GROUP, K_BYTES = PANELS * KV_PANEL, V_ROW = 2 * COLUMNS, V_BYTES = KV_ROWS * V_ROW;
-  static constexpr int P_GROUP = ROWS * 16, P_BYTES = KV_ROWS / 8 * P_GROUP, SCORES = KV_ROWS / 2, OUTPUTS = COLUMNS / 2;
+  static constexpr int P_GROUP = ROWS * 16, P_BYTES = KV_ROWS / 8 * P_GROUP, SCORES = KV_ROWS / 2, OUTPUTS = V_FIRST ? 4 : COLUMNS / 2;
   static constexpr int K_SLOTS = (COLUMNS == 16 ? K_SLOTS_16 : COLUMNS == 32 ? K_SLOTS_32 : K_SLOTS_64) * 128 / D;
   static constexpr int V_SLOTS = COLUMNS == 16 ? V_SLOTS_16 : COLUMNS == 32 ? V_SLOTS_32 : V_SLOTS_64;
   static constexpr int ROUNDS = COLUMNS == 16 ? ROUNDS_16 : COLUMNS == 32 ? ROUNDS_32 : ROUNDS_64, MESSAGES = ROUNDS * CTAS;  // messages under way
+  static constexpr int TELLERS = KEYS_FIRST ? 4 : 1;  // warps that tell maxima of a tile
+  static constexpr int EXP_ROW = KV_ROWS + 8;         // neither reads nor writes meet in a bank
   static_assert(D % 64 == 0 && KV_ROWS % 64 == 0 && CTAS <= 8, "panels are whole, and so are clusters everywhere");
 
   struct alignas(128) Message {
@@ -53,13 +55,14 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
   struct Storage {
     unsigned char q[Q_BYTES], k[K_SLOTS][K_BYTES], v[V_SLOTS][V_BYTES];
     Message messages[MESSAGES], drafts[ROUNDS];
-    float maxima[2][CTAS][ROWS];
+    float maxima[2][CTAS][TELLERS][ROWS], exponentials[KEYS_FIRST ? ROWS * EXP_ROW : 1];
     u64 k_full[K_SLOTS], k_empty[K_SLOTS], v_full[V_SLOTS], v_empty[V_SLOTS];
     u64 maxima_full[2], message_full[MESSAGES], drafts_read[ROUNDS], round_read[ROUNDS];
   };
   static constexpr int Q = OFFSET_OF(Storage, q), K = OFFSET_OF(Storage, k), V = OFFSET_OF(Storage, v);
   static constexpr int DRAFTS = OFFSET_OF(Storage, drafts), DRAFTS_READ = OFFSET_OF(Storage, drafts_read);
   static constexpr int MAXIMA = OFFSET_OF(Storage, maxima), MAXIMA_FULL = OFFSET_OF(Storage, maxima_full);
+  static constexpr int EXPONENTIALS = OFFSET_OF(Storage, exponentials);
   static constexpr int ROUND_READ = OFFSET_OF(Storage, round_read);
   static constexpr int RESCALE = OFFSET_OF(Message, rescale), HIGHEST = OFFSET_OF(Message, highest), PARTS = OFFSET_OF(Message, parts);
   static constexpr int SHARED_BYTES = sizeof(Storage);
@@ -104,7 +107,7 @@ template <typename C> struct Rounds {
 template <typename C> struct Mail {
   u32 shared;
 
-  DEVICE u32 maxima(int round) const { return shared + C::MAXIMA + (round & 1) * (C::CTAS * C::ROWS * 4); }
+  DEVICE u32 maxima(int round) const { return shared + C::MAXIMA + (round & 1) * (C::CTAS * C::TELLERS * C::ROWS * 4); }
   DEVICE u32 maxima_full(int round) const { return shared + C::MAXIMA_FULL + 8 * (round & 1); }
   DEVICE u32 message(u32 slot) const { return shared + C::MessageRing::RING + slot * C::MESSAGE_SLOT; }
   DEVICE u32 message_full(u32 slot) const { return shared + C::MessageRing::FULL + 8 * slot; }
@@ -114,7 +117,7 @@ template <typename C> struct Mail {
 
   DEVICE void expect_maxima(const Rounds<C>& rounds, int round, int rank) const {
     const int tiles = rounds.tiles_of(round);
-    if (rank < tiles) mbarrier_arrive_expect(maxima_full(round), tiles * C::ROWS * 4);
+    if (rank < tiles) mbarrier_arrive_expect(maxima_full(round), tiles * C::TELLERS * C::ROWS * 4);
   }
   // Once, by one thread, before the cluster meets.
   DEVICE void init(const Rounds<C>& rounds, int rank) const {
@@ -135,4 +138,6 @@ template <typename C> struct Mail {
 constexpr u32 WEIGHTS_ALIKE = 0, ALL_GROUPS_ALIKE = 0x40000000u;  // ... of Q: 128-byte swizzle
 // ... of V: as many bytes of swizzle as a row has, 8 rows between groups.
 template <int COLUMNS> constexpr u32 NARROW_ROWS = COLUMNS == 16 ? 0xc0000010u : COLUMNS == 32 ? 0x80000020u : 0x40000040u;
+// Part of a descriptor. The address of shared memory in a cluster has the CTA's rank in bits 24 and up: they would be strides.
+DEVICE u32 matrix_address(u32 shared) { return (shared >> 4) & 0x3fff; }
 DEVICE u64 descriptor_of(u32 high, u32 low) { return ((u64)high << 32) | low; }

@@ -14,7 +14,7 @@ template <typename Half, typename C> struct ClusterOutputs {
 
   DEVICE ClusterOutputs(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int rank_of_cta, int warp_of_group,
                         int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(shared_base >> 4), rank(rank_of_cta), warp(warp_of_group),
+      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), rank(rank_of_cta), warp(warp_of_group),
         lane(lane_of_warp), mail{shared_base} {}
 
   DEVICE void run() {
@@ -47,17 +47,12 @@ template <typename Half, typename C> struct ClusterOutputs {
       STAMP(0, visit, 2)
       const int start = rounds.first_key(visit);
       if (start < unit.low || start + C::KV_ROWS > unit.high) clear_values(ring.address(), start);
-      if (!EAGER || __any_sync(0xffffffffu, rescale != 1.f)) {  // else it would change nothing
-        wgmma_wait<0>();
-        pin(out);
-#pragma unroll
-        for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale;
-      }
+      wgmma_wait<0>();  // the tile before
+      pin(out);
       STAMP(0, visit, 3)
+      scale(message, rescale);
       if (!(ABLATE & 8)) multiply(message, ring.slot);
       STAMP(0, visit, 4)
-      wgmma_wait<1>();  // the tile before
-      STAMP(0, visit, 5)
       if (visit > 0) release(slot_before, tiles, turn);
       slot_before = ring.slot;
       ring.next();
@@ -89,15 +84,47 @@ template <typename Half, typename C> struct ClusterOutputs {
     named_barrier_sync<OWN_THREADS>(WARPGROUP);
   }
   DEVICE void multiply(u32 message, u32 slot) {  // O += P V
-    const u32 a = opaque(message >> 4), b = opaque(base) + slot * (C::V_BYTES / DESCRIPTOR_UNIT);
+    const u32 a = opaque(matrix_address(message)), b = opaque(base) + slot * (C::V_BYTES / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_ss<Half, 0, 1>(true, out, descriptor_of(SWAPPED ? 8 : WEIGHTS_ALIKE, a + descriptor_low(k * 2 * C::P_GROUP, SWAPPED ? 0 : C::P_GROUP)),
+      if constexpr (V_FIRST)
+        wgmma_ss<Half, 1, 0>(true, out, descriptor_of(NARROW_ROWS<C::COLUMNS>, b + descriptor_low(C::V + k * 16 * C::V_ROW, 0)),
+                             descriptor_of(WEIGHTS_ALIKE, a + descriptor_low(k * 2 * C::P_GROUP, C::P_GROUP)));
+      else
+      wgmma_ss<Half, 0, 1>(true, out, descriptor_of(WEIGHTS_ALIKE, a + descriptor_low(k * 2 * C::P_GROUP, C::P_GROUP)),
                            descriptor_of(NARROW_ROWS<C::COLUMNS>, b + descriptor_low(C::V + k * 16 * C::V_ROW)));
     wgmma_commit();
   }
+  DEVICE void scale(u32 message, float rescale) {
+    if constexpr (V_FIRST) {
+      const float2 both = load_shared_f32x2(message + C::RESCALE + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[i] *= i & 1 ? both.y : both.x;
+    } else {
+#pragma unroll
+      for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale;
+    }
+  }
+  // A thread has two rows of column lane / 4; the next lane has them of the next column. Each takes one row of both.
+  DEVICE void finish_columns(float highest, float sum) {
+    if (16 * warp >= C::COLUMNS) return;
+    const RowPlace of_sum(p, unit, unit.first_row + (lane >> 2));
+    const RowEnd end(p, of_sum, highest, sum);
+    if (of_sum.exists && rank == 0 && warp == 0 && (lane & 3) == 0) p.lse[of_sum.lse_at(p, unit)] = end.lse;
+    const int odd = (lane >> 2) & 1, mine = 2 * (lane & 3) + odd;
+    const float factor = __int_as_float(__shfl_sync(0xffffffffu, __float_as_int(end.factor), 4 * mine));
+    const RowPlace row(p, unit, unit.first_row + mine);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const float got = __shfl_xor_sync(0xffffffffu, odd ? out[2 * j] : out[2 * j + 1], 4);
+      const float x = odd ? got : out[2 * j], y = odd ? out[2 * j + 1] : got;
+      const int column = rank * C::COLUMNS + 16 * warp + 8 * j + (lane >> 2) - odd;
+      if (row.exists) store_pair<Half>(p, unit, row, column, x * factor, y * factor);
+    }
+  }
   DEVICE void finish(float highest, float sum) {
+    if constexpr (V_FIRST) return finish_columns(highest, sum);
     if (warp != 0) return;  // its rows are the same
     const RowPlace row(p, unit, unit.first_row + (lane >> 2));
     const RowEnd end(p, row, highest, sum);

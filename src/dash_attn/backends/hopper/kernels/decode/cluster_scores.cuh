@@ -15,7 +15,7 @@ template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
 
   DEVICE ClusterScores(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int rank_of_cta, int warp_of_group,
                        int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(shared_base >> 4), rank(rank_of_cta), warp(warp_of_group),
+      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), rank(rank_of_cta), warp(warp_of_group),
         lane(lane_of_warp), mail{shared_base} {}
 
   DEVICE void run() {
