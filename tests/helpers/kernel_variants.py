@@ -67,8 +67,7 @@ DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for
 CLUSTER = [
     f"attention_decode_cluster<{dtype}, {dim}, {columns}, {softcap}>"
     for dtype in DTYPES
-    for dim in shapes.CLUSTER_DIMS
-    for columns in shapes.CLUSTER_COLUMNS
+    for dim, columns, _ in shapes.CLUSTERS
     for softcap in FLAGS
 ]
 VARIANTS = [

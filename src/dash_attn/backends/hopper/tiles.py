@@ -89,9 +89,9 @@ def forward_tiles(dim: int, consumers: int) -> ForwardTiles:
 
 DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
 DECODE_THREADS = 160
-CLUSTER_DIMS = (64, 128)  # head dims of which a cluster can serve a unit
 CLUSTER_ROWS, CLUSTER_THREADS = 8, 352
-CLUSTER_COLUMNS = (16, 32, 64)  # of V that a CTA may own; a cluster has dim / columns CTAs
+# Which clusters serve units: head dim, columns of V that a CTA owns (so dim / columns CTAs are a cluster), up to how many units.
+CLUSTERS = ((64, 16, 30), (64, 32, 66), (128, 16, 15), (128, 32, 30), (128, 64, 66))
 
 
 def decode_tiles(dim: int) -> ForwardTiles:

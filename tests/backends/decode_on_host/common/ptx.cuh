@@ -83,13 +83,6 @@ template <bool PACKED> DEVICE void tma_store(const TensorMap* map, u32 shared, i
 DEVICE void bulk_commit() {}
 DEVICE void bulk_wait_read() {}
 DEVICE void bulk_wait() {}
-// By threads: done at once.
-DEVICE void cp_async(u32 shared, const void* global, int bytes) {
-  memset(at_shared(shared), 0, 16);
-  memcpy(at_shared(shared), global, (size_t)bytes);
-}
-DEVICE void cp_async_commit() {}
-template <int PENDING> DEVICE void cp_async_wait() {}
 DEVICE void fence_async_shared() {}
 DEVICE void fence_async_all() {}
 

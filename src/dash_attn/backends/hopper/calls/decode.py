@@ -22,14 +22,12 @@ from ..device.tensor_map import TensorMap, is_tma_ready
 from ..device.trouble import raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
 from ..support import DTYPES, Unsupported, check_call, sm_count
-from ..tiles import CLUSTER_COLUMNS, CLUSTER_DIMS, CLUSTER_ROWS, DECODE_ROWS, decode_tiles, kernel_dim
+from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
 from .kernel_names import KernelName, cluster_kernel, decode_kernel
 from .layout import MOST_CALLS, kernel_scales
 from .tables import FAR_AWAY
 
 APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
-# Clusters serve units while they have at most so many CTAs, because one CTA per unit would leave SMs idle. The bits are the same.
-MOST_CTAS_IN_CLUSTERS = 128
 
 
 def attention_with_cache(
@@ -75,10 +73,8 @@ def window_of(mask: Mask) -> tuple[int, int]:
 
 
 def cluster_columns(dim: int, units: int) -> int:
-    """The largest clusters that run together; 0: none do."""
-    if dim not in CLUSTER_DIMS:
-        return 0
-    return next((columns for columns in CLUSTER_COLUMNS if columns < dim and 0 < units * (dim // columns) <= MOST_CTAS_IN_CLUSTERS), 0)
+    """What a CTA of a cluster owns where one CTA per unit would leave SMs idle; 0: no clusters. The bits are the same."""
+    return next((columns for of_dim, columns, most in CLUSTERS if of_dim == dim and 0 < units <= most), 0)
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,6 @@ class DecodeCall:
         self.params.window_left, self.params.window_right = window_of(options.mask)
         self.params.cache = _cache_params(places, cache, q_heads)
         self.maps = [TensorMap(cache, self.params.box_rows), TensorMap(v_cache, self.params.box_rows, work.columns or 64)]
-        self.params.v_strides = _strides(v_cache)
         kernel = work.kernel(DTYPES[q.dtype], bool(options.softcap)).load(self.index)
         self.launch = kernel.prepare(max(1, self.grid), [*(m.address for m in self.maps), addressof(self.params)])
         self.append = Append(tensors, places, self.params.cache, self.index) if places.new and count else None
@@ -164,7 +159,6 @@ class DecodeCall:
                 kept = self.append.run(tensors, params.cache, stream) if self.append is not None else None
                 params.q, params.q_strides = q.data_ptr(), _strides(q)
                 params.out, params.lse = out.data_ptr(), lse.data_ptr()
-                params.v_cache = tensors.v_cache.data_ptr()
                 params.sinks = None if logits is None else logits.data_ptr()
                 params.cu_q = None if offsets is None else offsets.cu_seqlens_q.data_ptr()
                 for tensor_map, tensor in zip(self.maps, (tensors.k_cache, tensors.v_cache), strict=True):
@@ -253,7 +247,7 @@ def _key(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, 
     first = tensors.q
     padded, chosen = places.cache_leftpad is not None, places.cache_batch_idx is not None
     aligned = tensors.k_cache.data_ptr() % 16 == 0 and tensors.v_cache.data_ptr() % 16 == 0
-    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned, MOST_CTAS_IN_CLUSTERS, CLUSTER_COLUMNS
+    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned, CLUSTERS
 
 
 _calls: Kept[DecodeCall] = Kept(MOST_CALLS)

@@ -454,8 +454,6 @@ class DecodeParams(Structure):
         ("int", "window_left, window_right", "keys before and after a query's position; -1: no limit"),
         ("float", "scale_log2, cap_scale", "as in ForwardParams"),
         ("CacheParams", "cache", ""),
-        ("const void*", "v_cache", ""),
-        ("i64", "v_strides[3]", "elements: batch or page, row, head"),
     )
 
 

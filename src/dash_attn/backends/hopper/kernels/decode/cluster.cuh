@@ -2,11 +2,7 @@
 #pragma once
 #include "decode/cluster_loader.cuh"
 #include "decode/cluster_outputs.cuh"
-#if QUERIES_FIRST
 #include "decode/cluster_scores.cuh"
-#else
-#include "decode/cluster_scores_k.cuh"
-#endif
 
 template <typename Half, int D, int COLUMNS, bool SOFTCAP>
 __global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1) __launch_bounds__(ClusterConfig<D, COLUMNS>::THREADS, 1)
@@ -35,8 +31,6 @@ __global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1) __launch
     ClusterKeys<C>{p, &k_map, unit, slots, shared, rank, lane}.run();
   else if (warp < 10)
     ClusterReceipts<C>{unit, {shared}, lane}.run();
-  else if constexpr (V_BY_THREADS)
-    ClusterValuesByThreads<C>{p, unit, slots, shared, rank, warp - 10, lane}.run();
   else
     ClusterValues<C>{p, &v_map, unit, slots, shared, rank, lane}.run();
   __syncwarp();

@@ -2,48 +2,31 @@
 //
 // The online softmax goes from KV tile to KV tile, but only its products with V have to. Tile i of a unit (in the order of the visit)
 // belongs to CTA i % CTAS, which computes its scores and their maxima. All tell all their maxima, so each knows the maximum before its
-// own tile. It then sends everybody a message: weights in 16 bits, the rescale factor, the parts of the row sums. Each CTA owns 16
+// own tile. It then sends everybody a message: weights in 16 bits, the rescale factor, the parts of the row sums. Each CTA owns some
 // columns of V and of the output and goes through all messages in order: row sum, O *= rescale, O += P V, as one CTA would.
 // Every byte of K and V is read once, and nothing is recombined.
 //
-// A unit has 8 rows here. The 64 rows of a product are these 8 again and again: the stride between groups of 8 rows is 0. So a message
-// is 8 rows, every warp of a warpgroup has the same results, and one warp does the softmax.
+// A unit has 8 rows here. Products have at least 64 rows but may have 8 columns, so the operands change places: S^T = K Q^T and
+// O^T += V^T P^T. The bits are the same. Where a CTA owns fewer than 64 columns of V, these are the rows of the product again and again:
+// the stride between groups of them is 0.
 //
 // Nobody waits for ever: of two things that a CTA does, the later round waits for earlier rounds only. Messages of round t need those of
-// round t - 2 to be read; these need V of that round, which is loaded before K of the next.
+// round t - 3 to be read; these need V of that round, whose loader waits for nothing else.
 #pragma once
 #include "common/cluster.cuh"
 #include "decode/config.cuh"
 #include "decode/softmax.cuh"
 
-// ---- experiments
-constexpr int ABLATE = 0;   // 1: no messages, 2: no V, 4: no K, 8: no products with V
-#define QUERIES_FIRST 0
-constexpr bool KEYS_FIRST = !QUERIES_FIRST, V_FIRST = true, V_BY_THREADS = false;
-constexpr int ROUNDS_16 = 3, K_SLOTS_16 = 3, V_SLOTS_16 = 14, ROUNDS_32 = 3, K_SLOTS_32 = 3, V_SLOTS_32 = 10,
-              ROUNDS_64 = 3, K_SLOTS_64 = 3, V_SLOTS_64 = 6;
-#define STAMPS 0
-#if STAMPS
-__device__ u32 stamps[8 * 4 * 256 * 8];
-#define STAMP(role, step, what) \
-  if (lane == 0 && blockIdx.x < 8 && (step) < 256) stamps[((blockIdx.x * 4 + (role)) * 256 + (step)) * 8 + (what)] = cycles();
-#else
-#define STAMP(role, step, what)
-#endif
-
 template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = COLUMNS_, CTAS = D / COLUMNS, LANES = sum_lanes(D);
-  // Scores, outputs, a loader of K, loaders of V, and one that tells others what was read.
-  static constexpr int V_WARPS = V_BY_THREADS ? 4 : 1, WARPS = 10 + V_WARPS, THREADS = WARPS * WARP;
+  static constexpr int WARPS = 11, THREADS = WARPS * WARP;  // scores, outputs, K, V, and one that tells others what was read
   static constexpr int PANELS = D / 64, KV_PANEL = KV_ROWS * PANEL_ROW, GROUP = ROWS * PANEL_ROW;  // a group: 8 rows of a panel
   static constexpr int Q_BYTES = PANELS * GROUP, K_BYTES = PANELS * KV_PANEL, V_ROW = 2 * COLUMNS, V_BYTES = KV_ROWS * V_ROW;
-  static constexpr int P_GROUP = ROWS * 16, P_BYTES = KV_ROWS / 8 * P_GROUP, SCORES = KV_ROWS / 2, OUTPUTS = V_FIRST ? 4 : COLUMNS / 2;
-  static constexpr int K_SLOTS = (COLUMNS == 16 ? K_SLOTS_16 : COLUMNS == 32 ? K_SLOTS_32 : K_SLOTS_64) * 128 / D;
-  static constexpr int V_SLOTS = COLUMNS == 16 ? V_SLOTS_16 : COLUMNS == 32 ? V_SLOTS_32 : V_SLOTS_64;
-  static constexpr int ROUNDS = COLUMNS == 16 ? ROUNDS_16 : COLUMNS == 32 ? ROUNDS_32 : ROUNDS_64, MESSAGES = ROUNDS * CTAS;  // messages under way
-  static constexpr int TELLERS = KEYS_FIRST ? 4 : 1;  // warps that tell maxima of a tile
-  static constexpr int EXP_ROW = KV_ROWS + 8;         // neither reads nor writes meet in a bank
-  static_assert(D % 64 == 0 && KV_ROWS % 64 == 0 && CTAS <= 8, "panels are whole, and so are clusters everywhere");
+  static constexpr int P_GROUP = ROWS * 16, P_BYTES = KV_ROWS / 8 * P_GROUP;
+  static constexpr int K_SLOTS = 3 * 128 / D, V_SLOTS = COLUMNS == 16 ? 14 : COLUMNS == 32 ? 10 : 6;
+  static constexpr int ROUNDS = 3, MESSAGES = ROUNDS * CTAS;  // messages under way
+  static constexpr int TELLERS = 4, WEIGHT_ROW = KV_ROWS + 8;  // warps that tell maxima of a tile; rows that do not meet in a bank
+  static_assert(D % 64 == 0 && KV_ROWS == 128 && CTAS <= 8, "panels are whole, and so are clusters everywhere");
 
   struct alignas(128) Message {
     unsigned char weights[P_BYTES];
@@ -55,14 +38,14 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
   struct Storage {
     unsigned char q[Q_BYTES], k[K_SLOTS][K_BYTES], v[V_SLOTS][V_BYTES];
     Message messages[MESSAGES], drafts[ROUNDS];
-    float maxima[2][CTAS][TELLERS][ROWS], exponentials[KEYS_FIRST ? ROWS * EXP_ROW : 1];
+    float maxima[2][CTAS][TELLERS][ROWS], weights[ROWS][WEIGHT_ROW];
     u64 k_full[K_SLOTS], k_empty[K_SLOTS], v_full[V_SLOTS], v_empty[V_SLOTS];
     u64 maxima_full[2], message_full[MESSAGES], drafts_read[ROUNDS], round_read[ROUNDS];
   };
   static constexpr int Q = OFFSET_OF(Storage, q), K = OFFSET_OF(Storage, k), V = OFFSET_OF(Storage, v);
   static constexpr int DRAFTS = OFFSET_OF(Storage, drafts), DRAFTS_READ = OFFSET_OF(Storage, drafts_read);
   static constexpr int MAXIMA = OFFSET_OF(Storage, maxima), MAXIMA_FULL = OFFSET_OF(Storage, maxima_full);
-  static constexpr int EXPONENTIALS = OFFSET_OF(Storage, exponentials);
+  static constexpr int WEIGHTS = OFFSET_OF(Storage, weights);  // before they are rounded
   static constexpr int ROUND_READ = OFFSET_OF(Storage, round_read);
   static constexpr int RESCALE = OFFSET_OF(Message, rescale), HIGHEST = OFFSET_OF(Message, highest), PARTS = OFFSET_OF(Message, parts);
   static constexpr int SHARED_BYTES = sizeof(Storage);
@@ -134,10 +117,9 @@ template <typename C> struct Mail {
   }
 };
 
-// High words of descriptors. Of weights: no swizzle, 0 bytes between groups of 8 rows, so that all are alike.
-constexpr u32 WEIGHTS_ALIKE = 0, ALL_GROUPS_ALIKE = 0x40000000u;  // ... of Q: 128-byte swizzle
-// ... of V: as many bytes of swizzle as a row has, 8 rows between groups.
+// High words of descriptors. Of V: as many bytes of swizzle as a row has, 8 rows between groups. Of weights: no swizzle, one group.
 template <int COLUMNS> constexpr u32 NARROW_ROWS = COLUMNS == 16 ? 0xc0000010u : COLUMNS == 32 ? 0x80000020u : 0x40000040u;
-// Part of a descriptor. The address of shared memory in a cluster has the CTA's rank in bits 24 and up: they would be strides.
+constexpr u32 NOT_SWIZZLED = 0;
+// An address in a descriptor. In a cluster, bits 24 and up of a shared address are the CTA's rank, where descriptors have a stride.
 DEVICE u32 matrix_address(u32 shared) { return (shared >> 4) & 0x3fff; }
 DEVICE u64 descriptor_of(u32 high, u32 low) { return ((u64)high << 32) | low; }
