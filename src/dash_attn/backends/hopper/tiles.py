@@ -89,7 +89,7 @@ def forward_tiles(dim: int, consumers: int) -> ForwardTiles:
 
 DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
 DECODE_THREADS = 160
-CLUSTER_ROWS, CLUSTER_THREADS = 8, 352
+CLUSTER_ROWS, CLUSTER_THREADS = 8, 448
 # Which clusters serve units: head dim, columns of V that a CTA owns (so dim / columns CTAs are a cluster), up to how many units.
 CLUSTERS = ((64, 16, 30), (64, 32, 66), (128, 16, 15), (128, 32, 30), (128, 64, 66))
 

@@ -32,7 +32,7 @@ __global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1) __launch
   else if (warp < 10)
     ClusterReceipts<C>{unit, {shared}, lane}.run();
   else
-    ClusterValues<C>{p, &v_map, unit, slots, shared, rank, lane}.run();
+    ClusterValues<C>{p, &v_map, unit, slots, shared, rank, warp - 10, lane}.run();
   __syncwarp();
   cluster_sync();  // nobody leaves while others still read from it or write to it
 }

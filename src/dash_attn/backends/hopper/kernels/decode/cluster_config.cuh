@@ -19,7 +19,7 @@
 
 template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = COLUMNS_, CTAS = D / COLUMNS, LANES = sum_lanes(D);
-  static constexpr int WARPS = 11, THREADS = WARPS * WARP;  // scores, outputs, K, V, and one that tells others what was read
+  static constexpr int V_WARPS = 4, WARPS = 10 + V_WARPS, THREADS = WARPS * WARP;  // scores, outputs, K, receipts, V
   static constexpr int PANELS = D / 64, KV_PANEL = KV_ROWS * PANEL_ROW, GROUP = ROWS * PANEL_ROW;  // a group: 8 rows of a panel
   static constexpr int Q_BYTES = PANELS * GROUP, K_BYTES = PANELS * KV_PANEL, V_ROW = 2 * COLUMNS, V_BYTES = KV_ROWS * V_ROW;
   static constexpr int P_GROUP = ROWS * 16, P_BYTES = KV_ROWS / 8 * P_GROUP;

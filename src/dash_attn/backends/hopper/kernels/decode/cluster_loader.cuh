@@ -1,4 +1,4 @@
-// Warps that load: one K of this CTA's tiles, one its columns of V of all tiles, by TMA, a box per page (and panel of K).
+// Warps that load: one K of this CTA's tiles, others its columns of V of all tiles, by TMA, a box per page (and panel of K).
 #pragma once
 #include "decode/cluster_config.cuh"
 #include "decode/loader.cuh"
@@ -39,38 +39,33 @@ template <typename C> struct ClusterKeys {
   }
 };
 
+// Lanes issue their boxes one after the other, which takes longer than a tile may where pages are small: so these warps take turns.
 template <typename C> struct ClusterValues {
-  static constexpr int TILES = 4;  // whose pages are looked up together, while those before are loaded
   const DecodeParams& p;
   const TensorMap* v_map;
   const Unit& unit;
   const CacheSlots& slots;
   u32 shared;
-  int rank, lane;
+  int rank, first, lane;
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     const u32 at = lane * p.box_rows * C::V_ROW;
-    Ring<typename C::VRing> ring{shared};
-    if (rounds.visits == 0) return;
-    Box now[TILES] = {find(rounds, 0), find(rounds, 1), find(rounds, 2), find(rounds, 3)};
+    Ring<typename C::VRing> ring{shared, (u32)first};
+    if (first >= rounds.visits) return;
+    Box now = find(rounds, first);
 #pragma unroll 1
-    for (int visit = 0; visit < rounds.visits; visit += TILES) {
-      Box next[TILES] = {find(rounds, visit + 4), find(rounds, visit + 5), find(rounds, visit + 6), find(rounds, visit + 7)};
+    for (int visit = first; visit < rounds.visits; visit += C::V_WARPS) {
+      const Box next = find(rounds, visit + C::V_WARPS);
+      const int2 place = now.place.checked(p.cache, unit.sequence);
+      const u32 bytes = now.count() * p.box_rows * C::V_ROW;
+      ring.empty().wait(ring.phase ^ 1);
+      if (lane == 0) ring.full().arrive_expect(bytes);
+      __syncwarp();
+      if (now.mine) tma_load<false>(ring.address() + at, v_map, ring.full().address, rank * C::COLUMNS, unit.kv_head, place.y, place.x);
 #pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        if (visit + i >= rounds.visits) break;
-        const int2 place = now[i].place.checked(p.cache, unit.sequence);
-        const u32 bytes = now[i].count() * p.box_rows * C::V_ROW;
-        ring.empty().wait(ring.phase ^ 1);
-        if (lane == 0) ring.full().arrive_expect(bytes);
-        __syncwarp();
-        if (now[i].mine)
-          tma_load<false>(ring.address() + at, v_map, ring.full().address, rank * C::COLUMNS, unit.kv_head, place.y, place.x);
-        ring.next();
-      }
-#pragma unroll
-      for (int i = 0; i < TILES; i++) now[i] = next[i];
+      for (int i = 0; i < C::V_WARPS; i++) ring.next();
+      now = next;
     }
   }
 
