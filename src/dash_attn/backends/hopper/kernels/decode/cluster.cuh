@@ -24,15 +24,17 @@ __global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1) __launch
   }
   cluster_sync();  // nobody sends to barriers that are not there yet
   if (warp < 4)
-    ClusterScores<Half, C, SOFTCAP>(p, unit, shared, rank, warp, lane).run();
+    ClusterScores<Half, C, SOFTCAP, 0>(p, unit, shared, rank, warp, lane).run();
   else if (warp < 8)
     ClusterOutputs<Half, C>(p, unit, shared, rank, warp - 4, lane).run();
-  else if (warp < 9)
+  else if (warp < C::FIRST_LOADER)
+    ClusterScores<Half, C, SOFTCAP, 1>(p, unit, shared, rank, warp - 8, lane).run();
+  else if (warp == C::FIRST_LOADER)
     ClusterKeys<C>{p, &k_map, unit, slots, shared, rank, lane}.run();
-  else if (warp < 10)
-    ClusterReceipts<C>{unit, {shared}, lane}.run();
+  else if (warp == C::FIRST_LOADER + 1)
+    ClusterSums<C>{unit, {shared}, lane}.run();
   else
-    ClusterValues<C>{p, &v_map, unit, slots, shared, rank, warp - 10, lane}.run();
+    ClusterValues<C>{p, &v_map, unit, slots, shared, rank, warp - C::FIRST_LOADER - 2, lane}.run();
   __syncwarp();
   cluster_sync();  // nobody leaves while others still read from it or write to it
 }

@@ -19,12 +19,14 @@
 
 template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = COLUMNS_, CTAS = D / COLUMNS, LANES = sum_lanes(D);
-  static constexpr int V_WARPS = 4, WARPS = 10 + V_WARPS, THREADS = WARPS * WARP;  // scores, outputs, K, receipts, V
+  // Warps: scores (warpgroups that take rounds in turn), outputs, K, sums, V.
+  static constexpr int GROUPS = 2, V_WARPS = 2, FIRST_LOADER = 4 * GROUPS + 4, WARPS = FIRST_LOADER + 2 + V_WARPS, THREADS = WARPS * WARP;
   static constexpr int PANELS = D / 64, KV_PANEL = KV_ROWS * PANEL_ROW, GROUP = ROWS * PANEL_ROW;  // a group: 8 rows of a panel
   static constexpr int Q_BYTES = PANELS * GROUP, K_BYTES = PANELS * KV_PANEL, V_ROW = 2 * COLUMNS, V_BYTES = KV_ROWS * V_ROW;
   static constexpr int P_GROUP = ROWS * 16, P_BYTES = KV_ROWS / 8 * P_GROUP;
-  static constexpr int K_SLOTS = 3 * 128 / D, V_SLOTS = COLUMNS == 16 ? 14 : COLUMNS == 32 ? 10 : 6;
-  static constexpr int ROUNDS = 3, MESSAGES = ROUNDS * CTAS;  // messages under way
+  static constexpr int K_SLOTS = 3 * 128 / D, V_SLOTS = COLUMNS == 16 ? 12 : COLUMNS == 32 ? 8 : 5;
+  static constexpr int ROUNDS = COLUMNS == 16 ? 3 : 4, MESSAGES = ROUNDS * CTAS;  // messages under way
+  static constexpr int TOLD = 8;  // rounds of maxima: a warpgroup may be six rounds ahead of the other
   static constexpr int TELLERS = 4, WEIGHT_ROW = KV_ROWS + 8;  // warps that tell maxima of a tile; rows that do not meet in a bank
   static_assert(D % 64 == 0 && KV_ROWS == 128 && CTAS <= 8, "panels are whole, and so are clusters everywhere");
 
@@ -38,14 +40,14 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
   struct Storage {
     unsigned char q[Q_BYTES], k[K_SLOTS][K_BYTES], v[V_SLOTS][V_BYTES];
     Message messages[MESSAGES], drafts[ROUNDS];
-    float maxima[2][CTAS][TELLERS][ROWS], weights[ROWS][WEIGHT_ROW];
+    float maxima[TOLD][CTAS][TELLERS][ROWS], weights[GROUPS][ROWS][WEIGHT_ROW], sums[2][WARP];
     u64 k_full[K_SLOTS], k_empty[K_SLOTS], v_full[V_SLOTS], v_empty[V_SLOTS];
-    u64 maxima_full[2], message_full[MESSAGES], drafts_read[ROUNDS], round_read[ROUNDS];
+    u64 maxima_full[TOLD], message_full[MESSAGES], drafts_read[ROUNDS], round_read[ROUNDS];
   };
   static constexpr int Q = OFFSET_OF(Storage, q), K = OFFSET_OF(Storage, k), V = OFFSET_OF(Storage, v);
   static constexpr int DRAFTS = OFFSET_OF(Storage, drafts), DRAFTS_READ = OFFSET_OF(Storage, drafts_read);
   static constexpr int MAXIMA = OFFSET_OF(Storage, maxima), MAXIMA_FULL = OFFSET_OF(Storage, maxima_full);
-  static constexpr int WEIGHTS = OFFSET_OF(Storage, weights);  // before they are rounded
+  static constexpr int WEIGHTS = OFFSET_OF(Storage, weights), SUMS = OFFSET_OF(Storage, sums);  // weights before they are rounded
   static constexpr int ROUND_READ = OFFSET_OF(Storage, round_read);
   static constexpr int RESCALE = OFFSET_OF(Message, rescale), HIGHEST = OFFSET_OF(Message, highest), PARTS = OFFSET_OF(Message, parts);
   static constexpr int SHARED_BYTES = sizeof(Storage);
@@ -90,8 +92,9 @@ template <typename C> struct Rounds {
 template <typename C> struct Mail {
   u32 shared;
 
-  DEVICE u32 maxima(int round) const { return shared + C::MAXIMA + (round & 1) * (C::CTAS * C::TELLERS * C::ROWS * 4); }
-  DEVICE u32 maxima_full(int round) const { return shared + C::MAXIMA_FULL + 8 * (round & 1); }
+  DEVICE u32 maxima(int round) const { return shared + C::MAXIMA + round % C::TOLD * (C::CTAS * C::TELLERS * C::ROWS * 4); }
+  DEVICE u32 maxima_full(int round) const { return shared + C::MAXIMA_FULL + 8 * (round % C::TOLD); }
+  DEVICE void await_maxima(int round) const { mbarrier_wait(maxima_full(round), round / C::TOLD & 1); }
   DEVICE u32 message(u32 slot) const { return shared + C::MessageRing::RING + slot * C::MESSAGE_SLOT; }
   DEVICE u32 message_full(u32 slot) const { return shared + C::MessageRing::FULL + 8 * slot; }
   DEVICE u32 draft(u32 turn) const { return shared + C::DRAFTS + turn * C::MESSAGE_SLOT; }
@@ -104,7 +107,7 @@ template <typename C> struct Mail {
   }
   // Once, by one thread, before the cluster meets.
   DEVICE void init(const Rounds<C>& rounds, int rank) const {
-    for (int i = 0; i < 2; i++) mbarrier_init(maxima_full(i), 1);
+    for (int i = 0; i < C::TOLD; i++) mbarrier_init(maxima_full(i), 1);
     for (int i = 0; i < C::ROUNDS; i++) {
       mbarrier_init(draft_read(i), C::CTAS);
       round_read(i).init(4);
@@ -112,10 +115,13 @@ template <typename C> struct Mail {
     for (int i = 0; i < C::MESSAGES; i++) mbarrier_init(message_full(i), 1);
     mbarrier_init_fence();
     fence_async_all();
-    for (int i = 0; i < 2; i++) expect_maxima(rounds, i, rank);
+    for (int i = 0; i < C::TOLD; i++) expect_maxima(rounds, i, rank);
     for (int i = 0; i < min(C::MESSAGES, rounds.visits); i++) mbarrier_arrive_expect(message_full(i), C::MESSAGE_BYTES);
   }
 };
+
+// Named barriers. Of scores: Q is there; per warpgroup: weights are written, weights are read.
+enum ClusterMeeting { QUERIES = 1, CLEARED = 2, SUMMED = 3, WRITTEN = 4, READ = 6 };
 
 // High words of descriptors. Of V: as many bytes of swizzle as a row has, 8 rows between groups. Of weights: no swizzle, one group.
 template <int COLUMNS> constexpr u32 NARROW_ROWS = COLUMNS == 16 ? 0xc0000010u : COLUMNS == 32 ? 0x80000020u : 0x40000040u;

@@ -4,15 +4,15 @@
 #include "common/wgmma.cuh"
 #include "decode/cluster_config.cuh"
 
+DEVICE float load_float(u32 shared) { return __int_as_float(load_shared_i32(shared)); }
+
 template <typename Half, typename C> struct ClusterOutputs {
-  static constexpr int OWN_THREADS = 2;  // a barrier of the warpgroup
   const DecodeParams& p;
   const Unit& unit;
   u32 shared, base;
   int rank, warp, lane;
   Mail<C> mail;
   float out[4];  // rows 2 (lane % 4) and the next, of columns 16 warp + lane / 4 and 8 further
-  float highest = MINUS_INFINITY, sum = 0.f;  // of row lane / 4
 
   DEVICE ClusterOutputs(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int rank_of_cta, int warp_of_group,
                         int lane_of_warp)
@@ -32,8 +32,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     for (int visit = 0; visit < rounds.visits; visit++) {
       const u32 message = messages.address();
       messages.full().wait(messages.phase);
-      if (warp == 0 && lane == 0 && visit + C::MESSAGES < rounds.visits) messages.full().arrive_expect(C::MESSAGE_BYTES);
-      const float2 rescale = read(message);
+      const float2 rescale = load_shared_f32x2(message + C::RESCALE + (lane & 3) * 8);
       ring.full().wait(ring.phase);
       const int start = rounds.first_key(visit);
       if (start < unit.low || start + C::KV_ROWS > unit.high) clear_values(ring.address(), start);
@@ -55,16 +54,6 @@ template <typename Half, typename C> struct ClusterOutputs {
   }
 
  private:
-  static DEVICE float load(u32 address) { return __int_as_float(load_shared_i32(address)); }
-  // The row sum goes on. Returns the rescale factors of this thread's outputs.
-  DEVICE float2 read(u32 message) {
-    highest = load(message + C::HIGHEST + (lane >> 2) * 4);
-    float part[C::LANES];
-#pragma unroll
-    for (int i = 0; i < C::LANES; i++) part[i] = load(message + C::PARTS + (i * C::ROWS * 4 + lane) * 4);
-    sum = add_to_sum(sum, load(message + C::RESCALE + (lane >> 2) * 4), part);
-    return load_shared_f32x2(message + C::RESCALE + (lane & 3) * 8);
-  }
   // As in DecodeConsumer: a weight of 0 does not make a NaN 0.
   DEVICE void clear_values(u32 values, int start) {
     const int first = unit.low - start, end = unit.high - start;
@@ -72,7 +61,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     for (int i = warp * WARP + lane; i < C::V_BYTES / 16; i += WARPGROUP)
       if (i / (C::V_ROW / 16) < first || i / (C::V_ROW / 16) >= end) store_shared_i32x4(values + i * 16, make_int4(0, 0, 0, 0));
     fence_async_shared();
-    named_barrier_sync<OWN_THREADS>(WARPGROUP);
+    named_barrier_sync<CLEARED>(WARPGROUP);
   }
   DEVICE void multiply(u32 message, u32 slot) {  // O^T += V^T P^T
     const u32 a = opaque(base) + slot * (C::V_BYTES / DESCRIPTOR_UNIT), b = opaque(matrix_address(message));
@@ -94,9 +83,10 @@ template <typename Half, typename C> struct ClusterOutputs {
   }
   // The lane 4 further has the same rows of the next column: each of the two stores one row of both columns.
   DEVICE void finish() {
+    named_barrier_sync<SUMMED>(WARPGROUP + WARP);
     if (warp * 16 >= C::COLUMNS) return;  // its columns are those of another warp
     const RowPlace of_sum(p, unit, unit.first_row + (lane >> 2));
-    const RowEnd end(p, of_sum, highest, sum);
+    const RowEnd end(p, of_sum, load_float(shared + C::SUMS + lane * 4), load_float(shared + C::SUMS + (WARP + lane) * 4));
     if (of_sum.exists && rank == 0 && warp == 0 && (lane & 3) == 0) p.lse[of_sum.lse_at(p, unit)] = end.lse;
     const int second = (lane >> 2) & 1, mine = 2 * (lane & 3) + second;
     const float factor = __int_as_float(__shfl_sync(0xffffffffu, __float_as_int(end.factor), 4 * mine));
@@ -111,21 +101,44 @@ template <typename Half, typename C> struct ClusterOutputs {
   }
 };
 
-// One warp: tells the senders of a round that this CTA has read it. An arrive in another CTA waits for all memory operations before it,
-// which would hold up the warpgroup of the outputs.
-template <typename C> struct ClusterReceipts {
+// One warp: the row sums, which nobody waits for, and what holds up others: it prepares barriers for the next messages and tells the
+// senders of a round that this CTA has read it. (An arrive in another CTA waits for all memory operations before it.)
+template <typename C> struct ClusterSums {
   const Unit& unit;
   Mail<C> mail;
   int lane;
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
+    Ring<typename C::MessageRing> messages{mail.shared};
     Turn<C::ROUNDS> turn;
+    float highest = MINUS_INFINITY, sum = 0.f;  // of row lane / 4
+    int visit = 0;
 #pragma unroll 1
     for (int round = 0; rounds.tiles_of(round) > 0; round++) {
+#pragma unroll 1
+      for (int i = 0; i < rounds.tiles_of(round); i++, visit++) {
+        messages.full().wait(messages.phase);
+        if (lane == 0 && visit + C::MESSAGES < rounds.visits) messages.full().arrive_expect(C::MESSAGE_BYTES);
+        read(messages.address(), highest, sum);
+        messages.next();
+      }
       mail.round_read(turn.slot).wait(turn.phase);
+      __syncwarp();
       if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(turn.slot), lane));
       turn.next();
     }
+    store_shared_i32(mail.shared + C::SUMS + lane * 4, __float_as_int(highest));
+    store_shared_i32(mail.shared + C::SUMS + (WARP + lane) * 4, __float_as_int(sum));
+    named_barrier_arrive<SUMMED>(WARPGROUP + WARP);
+  }
+
+ private:
+  DEVICE void read(u32 message, float& highest, float& sum) {
+    highest = load_float(message + C::HIGHEST + (lane >> 2) * 4);
+    float part[C::LANES];
+#pragma unroll
+    for (int i = 0; i < C::LANES; i++) part[i] = load_float(message + C::PARTS + (i * C::ROWS * 4 + lane) * 4);
+    sum = add_to_sum(sum, load_float(message + C::RESCALE + (lane >> 2) * 4), part);
   }
 };

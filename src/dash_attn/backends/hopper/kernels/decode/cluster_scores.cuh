@@ -7,16 +7,15 @@
 #include "common/wgmma.cuh"
 #include "decode/cluster_config.cuh"
 
-template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
+template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScores {
   static constexpr int D = C::D, HALVES = C::KV_ROWS / 64;  // of a tile's keys, 64 each
-  static constexpr int OWN_THREADS = 1, WRITTEN = 3, READ = 4;  // barriers of the warpgroup
   const DecodeParams& p;
   const Unit& unit;
   u32 shared, base;
   int rank, warp, lane;
   Mail<C> mail;
   float s[HALVES][4];
-  float highest[2];  // in the tiles of all rounds before
+  float highest[2];  // in the tiles of all rounds before, of the CTA whose maxima this thread looks at
 
   DEVICE ClusterScores(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int rank_of_cta, int warp_of_group,
                        int lane_of_warp)
@@ -28,11 +27,11 @@ template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
     const Rounds<C> rounds(unit);
     const int row = unit.first_row + 2 * (lane & 3);
     const KeyRange kept[2] = {{p, row / p.group, unit.q_len, unit.keys}, {p, (row + 1) / p.group, unit.q_len, unit.keys}};
-    Ring<typename C::KRing> ring{shared};
-    Turn<C::ROUNDS> turn;
+    Ring<typename C::KRing> ring{shared, GROUP};
+    Turn<C::ROUNDS> turn{GROUP};
     highest[0] = highest[1] = MINUS_INFINITY;
 #pragma unroll 1
-    for (int round = 0; rank < rounds.tiles_of(round); round++) {
+    for (int round = GROUP; rank < rounds.tiles_of(round); round += C::GROUPS) {
       ring.full().wait(ring.phase);
       multiply(ring.slot);
       wgmma_wait<0>();
@@ -40,38 +39,41 @@ template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
       for (int half = 0; half < HALVES; half++) pin(s[half]);
       __syncwarp();
       if (lane == 0) ring.empty().arrive();
-      ring.next();
+#pragma unroll
+      for (int i = 0; i < C::GROUPS; i++) ring.next();
       const int start = rounds.first_key(round * C::CTAS + rank);
       if constexpr (SOFTCAP) cap_scores();
       if (start < unit.lowest_full || start + C::KV_ROWS > unit.end_full) mask_scores(kept, start);
       const int tiles = rounds.tiles_of(round);
       tell_maxima(tiles, round);
-      mbarrier_wait(mail.maxima_full(round), (round >> 1) & 1);
-      if (warp == 0 && lane == 0) mail.expect_maxima(rounds, round + 2, rank);
+      if (C::GROUPS > 1 && round > 0) mail.await_maxima(round - 1);
+      mail.await_maxima(round);
+      if (warp == 0 && lane == 0) mail.expect_maxima(rounds, round + C::TOLD, rank);
       float before[2], largest[2], rescale[2];
       look_at_maxima(tiles, round, before, largest);
 #pragma unroll
       for (int e = 0; e < 2; e++) rescale[e] = weigh(e, before[e], largest[e]);
       wait_for_cluster(mail.draft_read(turn.slot), turn.phase ^ 1);
-      write(mail.draft(turn.slot), round > 0, rescale, largest);
+      write(mail.draft(turn.slot), round > GROUP, rescale, largest);
       if (warp == 0) {
         add(mail.draft(turn.slot));
         send(turn.slot);
       }
-      turn.next();
+#pragma unroll
+      for (int i = 0; i < C::GROUPS; i++) turn.next();
     }
-    if (warp != 0 && rounds.tiles_of(0) > rank) named_barrier_sync<READ>(WARPGROUP);  // so that all arrivals are awaited
+    if (warp != 0 && rank < rounds.tiles_of(GROUP)) named_barrier_sync<READ + GROUP>(WARPGROUP);  // so that all arrivals are awaited
   }
 
  private:
   DEVICE void load_q() {
-    for (int i = warp * WARP + lane; i < C::PANELS * C::ROWS * 8; i += WARPGROUP) {
+    for (int i = (4 * GROUP + warp) * WARP + lane; i < C::PANELS * C::ROWS * 8; i += C::GROUPS * WARPGROUP) {
       const int panel = i / (C::ROWS * 8), row = (i / 8) % C::ROWS, chunk = i % 8;
       store_shared_i32x4(shared + C::Q + panel * C::GROUP + row * PANEL_ROW + ((chunk ^ row) * 16),
                          load_query(p, unit, unit.first_row + row, panel * 64 + chunk * 8));
     }
     fence_async_shared();
-    named_barrier_sync<OWN_THREADS>(WARPGROUP);
+    named_barrier_sync<QUERIES>(C::GROUPS * WARPGROUP);
   }
   DEVICE void multiply(u32 slot) {  // S^T = K Q^T
     const u32 a = opaque(base) + slot * (C::K_BYTES / DESCRIPTOR_UNIT), b = opaque(base);
@@ -117,18 +119,21 @@ template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
   DEVICE void look_at_maxima(int tiles, int round, float (&before)[2], float (&largest)[2]) {
     const int cta = (lane >> 2) % C::CTAS;
     float theirs[2] = {MINUS_INFINITY, MINUS_INFINITY};
-    if (cta < tiles)
-#pragma unroll
-      for (int teller = 0; teller < C::TELLERS; teller++) {
-        const float2 told = load_shared_f32x2(mail.maxima(round) + ((cta * C::TELLERS + teller) * C::ROWS + 2 * (lane & 3)) * 4);
-        theirs[0] = fmaxf(theirs[0], told.x);
-        theirs[1] = fmaxf(theirs[1], told.y);
-      }
+    if (C::GROUPS > 1 && round > 0) read_maxima(cta, round - 1, highest);  // of the other warpgroup
+    if (cta < tiles) read_maxima(cta, round, theirs);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      before[e] = fmaxf(highest[e], over_ctas(cta < rank ? theirs[e] : MINUS_INFINITY));
-      largest[e] = fmaxf(highest[e], over_ctas(cta <= rank ? theirs[e] : MINUS_INFINITY));
-      highest[e] = fmaxf(highest[e], over_ctas(theirs[e]));
+      before[e] = over_ctas(cta < rank ? fmaxf(highest[e], theirs[e]) : highest[e]);
+      largest[e] = over_ctas(cta <= rank ? fmaxf(highest[e], theirs[e]) : highest[e]);
+      highest[e] = fmaxf(highest[e], theirs[e]);
+    }
+  }
+  DEVICE void read_maxima(int cta, int round, float (&so_far)[2]) {
+#pragma unroll
+    for (int teller = 0; teller < C::TELLERS; teller++) {
+      const float2 told = load_shared_f32x2(mail.maxima(round) + ((cta * C::TELLERS + teller) * C::ROWS + 2 * (lane & 3)) * 4);
+      so_far[0] = fmaxf(so_far[0], told.x);
+      so_far[1] = fmaxf(so_far[1], told.y);
     }
   }
   static DEVICE float over_ctas(float x) {
@@ -159,7 +164,7 @@ template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
         store_shared_i32(draft + C::HIGHEST + (row + e) * 4, __float_as_int(largest[e]));
       }
     }
-    if (warp != 0 && again) named_barrier_sync<READ>(WARPGROUP);
+    if (warp != 0 && again) named_barrier_sync<READ + GROUP>(WARPGROUP);
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
 #pragma unroll
@@ -167,11 +172,11 @@ template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
         store_shared_i32(weight(row + (i & 1), 64 * half + 16 * warp + 8 * (i >> 1) + (lane >> 2)), __float_as_int(s[half][i]));
     fence_async_shared();
     if (warp == 0)
-      named_barrier_sync<WRITTEN>(WARPGROUP);
+      named_barrier_sync<WRITTEN + GROUP>(WARPGROUP);
     else
-      named_barrier_arrive<WRITTEN>(WARPGROUP);
+      named_barrier_arrive<WRITTEN + GROUP>(WARPGROUP);
   }
-  DEVICE u32 weight(int row, int key) const { return shared + C::WEIGHTS + (row * C::WEIGHT_ROW + key) * 4; }
+  DEVICE u32 weight(int row, int key) const { return shared + C::WEIGHTS + ((GROUP * C::ROWS + row) * C::WEIGHT_ROW + key) * 4; }
   // Parts of the row sums, as in weigh().
   DEVICE void add(u32 draft) {
     const int row = lane >> 2, quarter = lane & 3;
@@ -183,7 +188,7 @@ template <typename Half, typename C, bool SOFTCAP> struct ClusterScores {
       part[i % C::LANES] = i < C::LANES ? x.x : part[i % C::LANES] + x.x;
       part[(i + 1) % C::LANES] = i + 1 < C::LANES ? x.y : part[(i + 1) % C::LANES] + x.y;
     }
-    named_barrier_arrive<READ>(WARPGROUP);
+    named_barrier_arrive<READ + GROUP>(WARPGROUP);
 #pragma unroll
     for (int i = 0; i < C::LANES; i++)
       store_shared_i32(draft + C::PARTS + ((i * C::ROWS + row) * 4 + quarter) * 4, __float_as_int(part[i]));
