@@ -118,7 +118,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", CLUSTERS)
+@pytest.mark.parametrize("kind", list(CLUSTERS)[:3])  # at head dim 64
 def test_bits_are_those_of_the_forward_kernel(machine: Machine, kind: str, name: str) -> None:
     assert_bits(machine, CASES[name], CLUSTERS[kind])
 
@@ -128,9 +128,14 @@ def test_dims(machine: Machine, dims: tuple[int, int]) -> None:
     assert_bits(machine, Case((140, 30), dims=dims, page_size=16), 0)
 
 
+@pytest.mark.parametrize("columns", [16, 32, 64])
+def test_columns_that_are_not_there(machine: Machine, columns: int) -> None:
+    assert_bits(machine, Case((140, 30), dims=(128, 72), page_size=16), columns)
+
+
 @pytest.mark.parametrize(("dim", "length"), [(64, 3300), (128, 2300)])
 def test_many_rounds_of_a_cluster(machine: Machine, dim: int, length: int) -> None:
-    """Seven rounds of four CTAs, three of eight, the last of them not full; beside one CTA, which others compare with the forward."""
+    """Three to thirteen rounds, the last of them not full; beside one CTA, which others compare with the forward."""
     problem, results = Problem(Case((length,), dims=(dim, dim), page_size=64, heads=(4, 1), appended=False)), []
     for columns in CLUSTERS.values():
         with hopper_on_host(machine, columns) as (_, decode):
@@ -156,7 +161,7 @@ def test_any_case(machine: Machine, seed: int) -> None:
         source.random() < 0.5,
         seed=seed,
     )
-    assert_bits(machine, case, source.choice((0, 10**6)))
+    assert_bits(machine, case, source.choice(tuple(CLUSTERS.values())))
 
 
 def test_near_attention_in_full(machine: Machine) -> None:
