@@ -110,23 +110,26 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     const int query = query_of(tile);
     const Rows rows{query, {p.mask, query, tile.q_len, tile.kv_len}, {p.mask, query + 8, tile.q_len, tile.kv_len}};
     const u32 first = load, last = load + tile.visits - 1;
-    float rescale[2];
-    bars.k_full(load & 1).wait((load >> 1) & 1);
+    float rescale[2], shift[2];
+    await_k(load);
     const VisitNote note = note_of(load & 1);
     await_turn();
     multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
-    weigh(rows, note, load & 1, rescale);
+    take_scores(rows, note, load & 1);
+    find_maxima(rescale, shift);
+    exponentiate(rescale, shift);
     pack_weights<0>();
     rescale[0] = rescale[1] = 1.f;  // there is no output yet
+    if (BUFFERS == 1 && load < last) await_k(load + 1);
 #pragma unroll 1
     while (load < last) {
-      visit_next<0>(rows, q_stage, load, load > first, rescale);
+      visit_next<0>(rows, q_stage, load, load > first, last, rescale);
       load++;
       if constexpr (BUFFERS == 2) {
         if (load == last) break;
-        visit_next<1>(rows, q_stage, load, true, rescale);
+        visit_next<1>(rows, q_stage, load, true, last, rescale);
         load++;
       }
     }
@@ -144,9 +147,11 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   }
 
   // S of the next KV tile, then O += P V of this one, whose weights are in buffer B. The softmax of the next one runs under the latter.
-  template <int B> DEVICE void visit_next(const Rows& rows, u32 q_stage, u32 load, bool is_under_way, float (&rescale)[2]) {
+  // Little may stand between the wait for K and the products: the tensor cores may be idle then.
+  template <int B> DEVICE void visit_next(const Rows& rows, u32 q_stage, u32 load, bool is_under_way, u32 last, float (&rescale)[2]) {
     const u32 now = load & 1, next = now ^ 1;
-    bars.k_full(next).wait(((load + 1) >> 1) & 1);
+    float shift[2];
+    if constexpr (BUFFERS == 2) await_k(load + 1);
     const VisitNote note = note_of(next);
     if constexpr (BUFFERS == 2) take_output(next, is_under_way);
     await_turn();
@@ -154,34 +159,38 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     bars.v_full(now).wait((load >> 1) & 1);
     if constexpr (BUFFERS == 2) rescale_output(rescale);
     multiply_out<B>(now);
+    if constexpr (BUFFERS == 1) pass_turn();
     wgmma_wait<1>();  // S
-    pass_turn();      // the other's S may run beside this output
-    weigh(rows, note, next, rescale);
+    take_scores(rows, note, next);
+    find_maxima(rescale, shift);
+    if constexpr (BUFFERS == 2) pass_turn();  // late, so that warpgroups do not compete for the units of exp2
     if constexpr (BUFFERS == 1) {
+      if (load + 1 < last) await_k(load + 2);
       take_output(now, true);
       rescale_output(rescale);
     }
+    exponentiate(rescale, shift);
     pack_weights<(B + 1) % BUFFERS>();
   }
-  // Waits for the output under way, if there is one. ptxas moves such a wait up to the last branch before it: with two buffers that is
-  // the wait for K, behind the softmax.
+  DEVICE void await_k(u32 load) { bars.k_full(load & 1).wait((load >> 1) & 1); }
+  // Waits for the output under way, if there is one, and gives back its V. ptxas moves such a wait up to the last branch before it. That
+  // is the wait for K: with two buffers it stands behind the softmax, with one behind its maxima.
   DEVICE void take_output(u32 stage, bool is_under_way) {
     wgmma_wait<0>();
     pin(out);
     if (is_under_way) arrive(bars.v_empty(stage));
   }
   DEVICE void rescale_output(const float (&rescale)[2]) {
-    if (!__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) return;  // it would change nothing
+    // Often it would change nothing. With one buffer, multiplications fill the gaps between the exponentials.
+    if (BUFFERS == 2 && !__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) return;
 #pragma unroll
     for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
   }
-  // S becomes the weights of a KV tile.
-  DEVICE void weigh(const Rows& rows, VisitNote note, u32 stage, float (&rescale)[2]) {
+  DEVICE void take_scores(const Rows& rows, VisitNote note, u32 stage) {
     pin(s);
     arrive(bars.k_empty(stage));
     if constexpr (SOFTCAP) cap_scores();
     if (note.partial()) mask_scores(rows, note.kv_tile());
-    softmax(rescale);
   }
   template <int B> DEVICE void pack_weights() {
 #pragma unroll
@@ -230,9 +239,9 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
 #pragma unroll
     for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
   }
-  // S becomes exp2((S - max) scale). What is one operation and what two is written out, here and everywhere: left to the compiler,
-  // the variants of a kernel would differ in the last bit. `rescale` is what the output so far must be multiplied by.
-  DEVICE void softmax(float (&rescale)[2]) {
+  // What is one operation and what two is written out, here and everywhere: left to the compiler, the variants of a kernel would differ
+  // in the last bit. `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
+  DEVICE void find_maxima(float (&rescale)[2], float (&shift)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float most[4];
@@ -243,14 +252,20 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       float largest = fmaxf(row_max[r], fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const float shift = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);  // a row may have met no key yet
-      rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift);  // just 1 if the maximum stays: extra visits change nothing
+      shift[r] = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);  // a row may have met no key yet
+      rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift[r]);  // just 1 if the maximum stays: extra visits change nothing
       row_max[r] = largest;
+    }
+  }
+  // S becomes exp2((S - max) scale).
+  DEVICE void exponentiate(const float (&rescale)[2], const float (&shift)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
       float part[LANES];
 #pragma unroll
       for (int i = 0; i < C::SCORES / 2; i++) {
         float& x = row_score(r, i);
-        x = exp2_approx(fmaf(x, p.scale_log2, -shift));
+        x = exp2_approx(fmaf(x, p.scale_log2, -shift[r]));
         part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
       }
       row_sum[r] = fmaf(row_sum[r], rescale[r], part[0]);

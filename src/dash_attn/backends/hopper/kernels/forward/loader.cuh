@@ -89,25 +89,33 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
   template <typename Visits> DEVICE int2 load_visits(Visits visits, const TileNote& tile, int kv_shift, int kv_plane, u32& loads) {
     const int kv_head = tile.q_head / p.group;
     int2 next;
+    int row = 0;
+    // K comes one visit ahead of V. A V waits for an output, which is finished late; no K must wait behind it.
 #pragma unroll 1
-    for (int j = 0; j < tile.visits; j++, loads++) {
-      visits.next();
-      const int row = visits.kv_tile * C::KV_ROWS + kv_shift;
-      await_empty(bars.k_empty(loads & 1), loads);
-      store_shared_i32(shared + C::VISIT_NOTES + 4 * (loads & 1), VisitNote::pack(visits.kv_tile, visits.partial).word);
-      load_kv(C::K, k_map, bars.k_full(loads & 1), loads, kv_head, row, kv_plane);
-      await_empty(bars.v_empty(loads & 1), loads);
-      load_kv(C::V, v_map, bars.v_full(loads & 1), loads, kv_head, row, kv_plane);
-      if (j == 1) next = take_ticket();  // both stages are on their way: its latency hides behind them
+    for (int j = 0; j <= tile.visits; j++) {
+      const int row_before = row;
+      if (j < tile.visits) {
+        const u32 load = loads + j, stage = load & 1;
+        visits.next();
+        row = visits.kv_tile * C::KV_ROWS + kv_shift;
+        await_empty(bars.k_empty(stage), load);
+        store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
+        load_kv(C::K + stage * C::KV_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
+      }
+      if (j > 0) {
+        const u32 load = loads + j - 1, stage = load & 1;
+        await_empty(bars.v_empty(stage), load);
+        load_kv(C::V + stage * C::KV_BYTES, v_map, bars.v_full(stage), kv_head, row_before, kv_plane);
+      }
+      if (j == 1) next = take_ticket();  // two tiles are on their way: its latency hides behind them
     }
-    if (tile.visits < 2) next = take_ticket();
+    if (tile.visits == 0) next = take_ticket();
+    loads += tile.visits;
     return next;
   }
   DEVICE void await_empty(Barrier empty, u32 number) { empty.wait(((number >> 1) & 1) ^ 1); }
-  DEVICE void load_kv(int at, const TensorMap* map, Barrier full, u32 number, int kv_head, int row, int plane) {
-    const u32 s = number & 1;
+  DEVICE void load_kv(u32 at, const TensorMap* map, Barrier full, int kv_head, int row, int plane) {
     full.arrive_expect(C::KV_BYTES);
-    for (int i = 0; i < C::PANELS; i++)
-      tma_load<PACKED>(shared + at + s * C::KV_BYTES + i * C::KV_PANEL, map, full.address, i * 64, kv_head, row, plane);
+    for (int i = 0; i < C::PANELS; i++) tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, i * 64, kv_head, row, plane);
   }
 };
