@@ -19,7 +19,6 @@ from torch import Tensor
 
 from compilers import needs_gxx
 from dash_attn.backends.hopper.device.compile import sources
-from dash_attn.backends.hopper.tiles import CLUSTER_COLUMNS
 
 HERE = Path(__file__).parent.parent / "backends" / "decode_on_host"
 ON_HOST = ("common/ptx.cuh", "common/cluster.cuh", "common/wgmma.cuh")
@@ -86,7 +85,7 @@ class Launch:
 
     def on(self, stream: Any) -> None:
         kernel, machine = self.kernel, self.kernel.machine
-        cluster = int(kernel.name.split(",")[1]) // CLUSTER_COLUMNS if "cluster" in kernel.name else 1
+        cluster = _ctas_of_cluster(kernel.name) if "cluster" in kernel.name else 1
         pointers, reported = (c_void_p * len(self.addresses))(*self.addresses), (c_int * 3)()
         machine.seed += 1
         ended = machine.library.run(kernel.name.encode(), self.grid, cluster, kernel.threads, pointers, machine.seed, reported)
@@ -94,6 +93,11 @@ class Launch:
             raise Stopped(*reported)
         if ended:
             raise RuntimeError(f"{kernel.name}: {ENDED[ended]}")
+
+
+def _ctas_of_cluster(kernel: str) -> int:
+    _, dim, columns, _ = kernel.split(",")
+    return int(dim) // int(columns)
 
 
 class OnHost:
@@ -134,7 +138,7 @@ STREAM = Stream()
 
 
 @contextmanager
-def hopper_on_host(machine: Machine, most_clusters: int = 0) -> Iterator[tuple[Any, Any]]:
+def hopper_on_host(machine: Machine, columns: int = 0) -> Iterator[tuple[Any, Any]]:
     """The modules calls.forward and calls.decode, which take tensors on the CPU meanwhile."""
     names = ("forward", "decode", "layout", "tables", "kernel_names", "mask_bits")
     forward, decode, layout, tables, kernel_names, bits = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in names)
@@ -158,7 +162,7 @@ def hopper_on_host(machine: Machine, most_clusters: int = 0) -> Iterator[tuple[A
         (forward, "prepare_counters", lambda device: None),
         (forward, "shared_counter", lambda device, stream: None),
         (decode, "report_address", lambda: 0),
-        (decode, "MOST_CLUSTERS", most_clusters),
+        (decode, "CLUSTERS", tuple((dim, columns, 10**6) for dim in (64, 128) if 0 < columns < dim)),
         (decode, "_calls", kept(64)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "current_stream", lambda device=None: STREAM),

@@ -93,7 +93,12 @@ HELPERS = [
     ("ledger/bit_sums.cuh", "bit_sums"),
 ]
 DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in DIMS for softcap in FLAGS]
-CLUSTER = [f"attention_decode_cluster<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in shapes.CLUSTER_DIMS for softcap in FLAGS]
+CLUSTER = [
+    f"attention_decode_cluster<{dtype}, {dim}, {columns}, {softcap}>"
+    for dtype in DTYPES
+    for dim, columns, _ in shapes.CLUSTERS
+    for softcap in FLAGS
+]
 VARIANTS = [
     *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
     *(("backward/legs.cuh", name) for name in LEGS),

@@ -44,8 +44,7 @@ void wait_until(Condition ready) {
 }
 void some_time_later(Condition action) { later.push_back(action); }
 unsigned char* at_shared(unsigned address) {
-  const int rank = (int)(address >> 24) - 1;
-  Cta& cta = ctas[rank < 0 ? now->cta : rank];
+  Cta& cta = ctas.at(address >> 24);
   const unsigned offset = address & 0xffffff;
   if (offset >= cta.shared.size()) __trap();
   return cta.shared.data() + offset;
@@ -163,8 +162,8 @@ static const std::map<std::string, void (*)(void**)> KERNELS = {
 template <int D, bool SOFTCAP> static void decode(void** a) {
   attention_decode<bf16, D, SOFTCAP>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(DecodeParams*)a[2]);
 }
-template <int D, bool SOFTCAP> static void in_clusters(void** a) {
-  attention_decode_cluster<bf16, D, SOFTCAP>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(DecodeParams*)a[2]);
+template <int D, int COLUMNS, bool SOFTCAP> static void in_clusters(void** a) {
+  attention_decode_cluster<bf16, D, COLUMNS, SOFTCAP>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(DecodeParams*)a[2]);
 }
 template <int D, int CONSUMERS, bool SOFTCAP> static void forward(void** a) {
   attention_forward<bf16, D, CONSUMERS, SOFTCAP, MaskKind::Band>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(TensorMap*)a[2], *(TensorMap*)a[3],
@@ -179,9 +178,13 @@ static const std::map<std::string, void (*)(void**)> KERNELS = {
     {"attention_decode<bf16, 128, false>", decode<128, false>},
     {"attention_decode<bf16, 192, false>", decode<192, false>},
     {"attention_decode<bf16, 256, false>", decode<256, false>},
-    {"attention_decode_cluster<bf16, 64, false>", in_clusters<64, false>},
-    {"attention_decode_cluster<bf16, 64, true>", in_clusters<64, true>},
-    {"attention_decode_cluster<bf16, 128, false>", in_clusters<128, false>},
+    {"attention_decode_cluster<bf16, 64, 16, false>", in_clusters<64, 16, false>},
+    {"attention_decode_cluster<bf16, 64, 16, true>", in_clusters<64, 16, true>},
+    {"attention_decode_cluster<bf16, 64, 32, false>", in_clusters<64, 32, false>},
+    {"attention_decode_cluster<bf16, 64, 32, true>", in_clusters<64, 32, true>},
+    {"attention_decode_cluster<bf16, 128, 16, false>", in_clusters<128, 16, false>},
+    {"attention_decode_cluster<bf16, 128, 32, false>", in_clusters<128, 32, false>},
+    {"attention_decode_cluster<bf16, 128, 64, false>", in_clusters<128, 64, false>},
     {"attention_forward<bf16, 64, 2, false, MaskKind::Band>", forward<64, 2, false>},
     {"attention_forward<bf16, 64, 2, true, MaskKind::Band>", forward<64, 2, true>},
     {"attention_forward<bf16, 64, 3, false, MaskKind::Band>", forward<64, 3, false>},

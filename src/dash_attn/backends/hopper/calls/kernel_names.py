@@ -71,9 +71,9 @@ def decode_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
     return KernelName("decode/attention.cuh", name, DECODE_THREADS, decode_tiles(dim).shared_bytes)
 
 
-def cluster_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
-    name = f"attention_decode_cluster<{dtype}, {dim}, {flag(softcap)}>"
-    return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim).shared_bytes)
+def cluster_kernel(dtype: str, dim: int, columns: int, softcap: bool) -> KernelName:
+    name = f"attention_decode_cluster<{dtype}, {dim}, {columns}, {flag(softcap)}>"
+    return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim, columns).shared_bytes)
 
 
 @dataclass(frozen=True)
