@@ -22,7 +22,7 @@ from .environment import environment
 from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
 from .hooks import ModuleHooks
 from .leaves import all_leaves
-from .state import generators, gradients, optimizer_settings, optimizer_state, weights
+from .state import generators, gradients, optimizer_settings, optimizer_state, parameters_of, weights
 from .writing import LedgerFile
 
 Steps = Container[int] | bool
@@ -100,7 +100,8 @@ class Ledger:
         if self.stopped:
             return
         start = Collector()
-        self._add_state(start, model, optimizer, with_optimizer=True)
+        start.add(weights(model, parameters_of(model)))
+        self._add_others(start, model, optimizer, with_optimizer=True)
         self._write(self.next_step - 1, start, (), IS_START)
         self._prepare(model)
 
@@ -120,8 +121,10 @@ class Ledger:
             raise LedgerError(f"detail of step {number}: no module of the model ran where hooks see it; record it without torch.compile")
         collector.add((Entry("batch", "", name), leaf) for name, leaf in all_leaves(batch, "batch"))
         collector.add(((Entry("loss", "", name), leaf) for name, leaf in all_leaves(loss, "loss")), keep=1)
-        collector.add(gradients(model))
-        self._add_state(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
+        parameters = parameters_of(model)
+        collector.add(gradients(parameters))
+        collector.add(weights(model, parameters))
+        self._add_others(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
         self._write(number, collector, calls, IS_DETAILED if detailed else 0)
         self.next_step = number + 1
         self._prepare(model)
@@ -161,8 +164,8 @@ class Ledger:
             self._hooks.remove()
             self._hooks = None
 
-    def _add_state(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
-        collector.add(weights(model))
+    def _add_others(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
+        """What a training carries from step to step beside its weights."""
         if optimizer is not None:
             collector.add(optimizer_settings(optimizer), keep=1)
             if with_optimizer:
