@@ -22,6 +22,9 @@
 struct int2 {
   int x, y;
 };
+struct uint2 {
+  unsigned x, y;
+};
 struct int4 {
   int x, y, z, w;
 };
@@ -57,6 +60,7 @@ static inline unsigned atomicInc(unsigned* at, unsigned last) {
   *at = before >= last ? 0 : before + 1;
   return before;
 }
+template <typename T> static inline T __ldg(const T* at) { return *at; }
 [[noreturn]] void __trap();
 
 // ---- the machine

@@ -21,7 +21,7 @@ from ..device.recently_used import Kept
 from ..device.tensor_map import TensorMap, is_tma_ready
 from ..device.trouble import raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
-from ..support import DTYPES, Unsupported, check_call, sm_count
+from ..support import DTYPES, Unsupported, check_call, refuse_modifiers, sm_count
 from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
 from .kernel_names import KernelName, cluster_kernel, decode_kernel
 from .layout import MOST_CALLS, kernel_scales
@@ -48,6 +48,7 @@ def attention_with_cache(
 def check_cache_call(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> None:
     """What these kernels take of a cache. It is never copied: it may be most of the GPU's memory."""
     check_call(tensors.q, tensors.v_cache, options)
+    refuse_modifiers(options, "a cache")
     window_of(options.mask)
     for name, cache in (("k_cache", tensors.k_cache), ("v_cache", tensors.v_cache)):
         if cache.shape[-1] % 8:
