@@ -1,0 +1,129 @@
+"""Where a program works, and which tiles it visits. Partial tiles come first, then full ones; each group goes upward.
+
+A tile visits what four numbers (a, b, c, d) say: [a, b) and [c, d) are partial, [b, c) is full. They are numbers of tiles where the
+mask is a band, else places in a list of tiles.
+"""
+
+import triton
+import triton.language as tl
+
+BAND, ROWS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def place_of(q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, TILE: tl.constexpr, OF_KEYS: tl.constexpr, PACKED: tl.constexpr):
+    """(tile, head, sequence, first query, queries, first key, keys) of a program. Of packed sequences the first ones are tokens."""
+    number = tl.program_id(0)
+    slot = number % tiles
+    if not OF_KEYS:
+        slot = tiles - 1 - slot  # where the mask is causal, the longest rows start first
+    head = (number // tiles) % heads
+    sequence = number // tiles // heads
+    q_first = number * 0
+    kv_first = number * 0
+    tile = slot
+    if PACKED:
+        index, tile = sequence_of(slot, kv_ends if OF_KEYS else q_ends, sequences, TILE)
+        q_first = tl.load(q_ends + index)
+        kv_first = tl.load(kv_ends + index)
+        q_len = tl.load(q_ends + index + 1) - q_first
+        kv_len = tl.load(kv_ends + index + 1) - kv_first
+    return tile, head, sequence, q_first, q_len, kv_first, kv_len
+
+
+@triton.jit
+def sequence_of(slot, ends, sequences, TILE: tl.constexpr):
+    """The packed sequence that a slot belongs to, and which of its tiles. Sequence i has the slots from ends[i] // TILE + i on, which
+    are as many as its tiles, or one more."""
+    low = sequences * 0
+    high = sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        before = tl.load(ends + middle) // TILE + middle <= slot
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle - 1)
+    return low, slot - tl.load(ends + low) // TILE - low
+
+
+@triton.jit
+def visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
+    """Of a Q tile: KV tiles."""
+    if MASK != BAND:
+        return load_bounds(tile, bounds)
+    first = tile * BLOCK_Q + kv_len - q_len
+    last = tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1 + kv_len - q_len
+    start = tl.maximum(first - left, 0)
+    stop = tl.minimum(last + right + 1, kv_len)
+    full_start = tl.maximum(last - left, 0)
+    full_stop = tl.minimum(first + right + 1, kv_len)
+    return four_bounds(start, full_start, full_stop, stop, BLOCK_KV)
+
+
+@triton.jit
+def visits_of_keys(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
+    """Of a KV tile: Q tiles."""
+    if MASK != BAND:
+        return load_bounds(tile, bounds)
+    first = tile * BLOCK_KV - kv_len + q_len
+    last = tl.minimum(tile * BLOCK_KV + BLOCK_KV, kv_len) - 1 - kv_len + q_len
+    start = tl.maximum(first - right, 0)
+    stop = tl.minimum(last + left + 1, q_len)
+    full_start = tl.maximum(last - right, 0)
+    full_stop = tl.minimum(first + left + 1, q_len)
+    return four_bounds(start, full_start, full_stop, stop, BLOCK_Q)
+
+
+@triton.jit
+def four_bounds(start, full_start, full_stop, stop, SIZE: tl.constexpr):
+    """Tiles of rows [start, stop), of which those inside [full_start, full_stop) are full. All but `start` may be out of order."""
+    stop = tl.maximum(stop, start)
+    a = start // SIZE
+    d = tl.where(stop > start, (stop + SIZE - 1) // SIZE, a)
+    b = tl.minimum(tl.maximum((full_start + SIZE - 1) // SIZE, a), d)
+    c = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // SIZE, b), d)
+    return a, b, c, d
+
+
+@triton.jit
+def load_bounds(tile, bounds):
+    at = bounds + 4 * tile
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def partial_tile(i, a, b, c, visits, MASK: tl.constexpr):
+    """The i-th partial tile."""
+    tile = tl.where(i < b - a, a + i, c + i - (b - a))
+    if MASK != BAND:
+        tile = tl.load(visits + tile)
+    return tile
+
+
+@triton.jit
+def full_tile(i, b, visits, MASK: tl.constexpr):
+    tile = b + i
+    if MASK != BAND:
+        tile = tl.load(visits + tile)
+    return tile
+
+
+@triton.jit
+def is_kept(row, column, first, end, q_len, kv_len, left, right, blocks, block_q, block_kv, block_columns, MASK: tl.constexpr):
+    """Which elements attend. Rows and columns are (n, 1) and (1, m) or the other way round; [first, end) are a row's keys."""
+    inside = (row < q_len) & (column < kv_len)
+    if MASK == BAND:
+        ahead = column - row - (kv_len - q_len)
+        return inside & (ahead >= -left) & (ahead <= right)
+    if MASK == ROWS:
+        return inside & (column >= first) & (column < end)
+    place = (row // block_q).to(tl.int64) * block_columns + column // block_kv
+    return inside & (tl.load(blocks + place, mask=inside, other=0) != 0)
+
+
+@triton.jit
+def row_bounds(row, rows, q_len, MASK: tl.constexpr):
+    """First kept key and end of the kept keys, by row; of other kinds of mask anything."""
+    if MASK == ROWS:
+        inside = row < q_len
+        return tl.load(rows + 2 * row, mask=inside, other=0), tl.load(rows + 2 * row + 1, mask=inside, other=0)
+    return row, row

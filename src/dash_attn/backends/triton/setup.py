@@ -1,0 +1,199 @@
+"""The launches of a call. Shapes and options decide them, so `explain` and tests can ask without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.offsets import SequenceOffsets
+from ...call.options import AttentionOptions
+from .launch import Launch
+from .mask_tables import MaskTables, mask_tables
+from .support import architecture_of, check_call
+from .tiles import Tile, Tiles, tiles_for
+
+LOG2_E = 1.4426950408889634
+UNIT = 8  # numbers: strides are multiples of it, and so are the head dims that kernels see
+SMALLEST_BLOCK = 16  # columns of a product
+STATISTIC_ROWS = {64: 64, 128: 32, 256: 16}  # of a tile of the row statistics, by columns
+SINK_ROWS = 4096
+OFFSETS = 1024  # that are checked at once
+SMALL = Tile(1, 1, 4, 1)  # of kernels that have no tiles: their warps
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tensors as kernels can read them (`aligned`), and what is asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: AttentionOptions
+    offsets: SequenceOffsets | None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> Call:
+        check_call(q, v, options, offsets is not None)
+        return cls(aligned(q), aligned(k), aligned(v), options, offsets)
+
+    @property
+    def tiles(self) -> Tiles:
+        return tiles_for(architecture_of(self.q.device), self.q.dtype, self.q.shape[-1], self.v.shape[-1])
+
+    @property
+    def packed(self) -> bool:
+        return self.offsets is not None
+
+    @property
+    def batch(self) -> int:
+        return 1 if self.packed else self.q.shape[0]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of packed sequences: all tokens."""
+        return self.q.shape[-3], self.k.shape[-3]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.q.shape[-2], self.k.shape[-2]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
+
+    def masked(self, tile: Tile, by_keys: bool = False) -> MaskTables:
+        return mask_tables(self.options.mask, self.lengths, tile, by_keys, self.q.device)
+
+    def scales(self) -> dict[str, float]:
+        """What makes scores exponents of two and, with softcap, what goes into tanh (`capped` in kernels/tiles.py)."""
+        cap = self.options.softcap
+        return {"scale_log2": (cap or self.options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * self.options.scale / cap if cap else 0.0}
+
+    def launch(self, kernel: str, tile: Tile, own: dict[str, Any], by_keys: bool = False, **constants: Any) -> Launch:
+        """One of the passes over tiles: what they share, and its own arguments."""
+        heads, kv_heads = self.heads
+        lengths, rows = self.lengths, (tile.q_rows, tile.kv_rows)
+        sequences = 1 if self.offsets is None else len(self.offsets.cu_seqlens_q) - 1
+        tiles = lengths[by_keys] // rows[by_keys] + sequences if self.packed else -(-lengths[by_keys] // rows[by_keys])
+        mask = self.masked(tile, by_keys)
+        numbers = {
+            **{"q": self.q, "k": self.k, "v": self.v},
+            **strides("q", self.q),
+            **strides("k", self.k),
+            **strides("v", self.v),
+            "q_ends": None if self.offsets is None else self.offsets.cu_seqlens_q,
+            "kv_ends": None if self.offsets is None else self.offsets.cu_seqlens_k,
+            "heads": kv_heads if by_keys else heads,
+            "group": heads // kv_heads,
+            "tiles": tiles,
+            "sequences": sequences,
+            "q_len": lengths[0],
+            "kv_len": lengths[1],
+            **self.scales(),
+            **mask.arguments(),
+            **own,
+        }
+        fixed = {
+            "HEAD_DIM": self.q.shape[-1],
+            "VALUE_DIM": self.v.shape[-1],
+            "BLOCK_DIM": block_of(self.q.shape[-1]),
+            "BLOCK_VALUE": block_of(self.v.shape[-1]),
+            "BLOCK_Q": tile.q_rows,
+            "BLOCK_KV": tile.kv_rows,
+            "MASK": mask.kind,
+            "PACKED": self.packed,
+            "SOFTCAP": bool(self.options.softcap),
+            **constants,
+        }
+        return Launch(kernel, self.batch * numbers["heads"] * tiles, numbers, fixed, tile)
+
+
+def forward_launch(call: Call, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Launch:
+    """sinks: in float32."""
+    return call.launch(
+        "attention_forward", call.tiles.forward, {"out": out, "lse": lse, "sinks": sinks}, SINKS=sinks is not None
+    )
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """What the backward knows of each row, laid out as the LSE."""
+
+    lse_log2: Tensor
+    delta: Tensor
+
+    @classmethod
+    def empty(cls, call: Call) -> RowValues:
+        return cls(*(call.q.new_empty(call.lse_shape, dtype=torch.float32) for _ in range(2)))
+
+
+def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: RowValues) -> Launch:
+    block = block_of(call.v.shape[-1])
+    tile = Tile(STATISTIC_ROWS[max(64, block)], 1, 4, 1)
+    q_len, heads = call.lengths[0], call.heads[0]
+    numbers = {
+        **{"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse_log2": rows.lse_log2, "delta": rows.delta},
+        **strides("out", out),
+        **strides("do", dout),
+        **{"heads": heads, "q_len": q_len},
+    }
+    constants = {"VALUE_DIM": call.v.shape[-1], "BLOCK_VALUE": block, "BLOCK_Q": tile.q_rows, "WITH_DLSE": dlse is not None}
+    return Launch("row_statistics", call.batch * heads * -(-q_len // tile.q_rows), numbers, constants, tile)
+
+
+def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Launch, Launch]:
+    """dK and dV by KV tile, then dQ by Q tile."""
+    dq, dk, dv = gradients
+    shared = {"dout": dout, "lse": rows.lse_log2, "delta": rows.delta, "scale": call.options.scale, **strides("do", dout)}
+    tiles = call.tiles
+    return (
+        call.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True),
+        call.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq}),
+    )
+
+
+def sink_launch(call: Call, rows: RowValues, sinks: Tensor, dsinks: Tensor) -> Launch:
+    """Both in float32."""
+    q_len, heads = call.lengths[0], call.heads[0]
+    numbers = {
+        **{"lse_log2": rows.lse_log2, "delta": rows.delta, "sinks": sinks, "dsinks": dsinks},
+        **{"heads": heads, "q_len": q_len, "count": call.batch * q_len},
+    }
+    return Launch("sink_gradient", heads, numbers, {"BLOCK": SINK_ROWS}, Tile(SINK_ROWS, 1, 8, 1))
+
+
+def offsets_launch(call: Call) -> Launch:
+    assert call.offsets is not None
+    q_len, kv_len = call.lengths
+    numbers = {
+        **{"q_ends": call.offsets.cu_seqlens_q, "kv_ends": call.offsets.cu_seqlens_k, "entries": len(call.offsets.cu_seqlens_q)},
+        **{"q_tokens": q_len, "kv_tokens": kv_len},
+        **{"q_longest": int(call.offsets.max_seqlen_q), "kv_longest": int(call.offsets.max_seqlen_k)},
+    }
+    return Launch("check_offsets", 1, numbers, {"BLOCK": OFFSETS}, SMALL)
+
+
+def block_of(dim: int) -> int:
+    """Columns of a tile: a power of two."""
+    return max(SMALLEST_BLOCK, 1 << (dim - 1).bit_length())
+
+
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """Of batch, row and head, in units; packed tokens are one batch."""
+    of_batch = [0] if x.ndim == 3 else []
+    found = [*of_batch, *(0 if size == 1 else stride // UNIT for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))]
+    return dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), found, strict=True))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy whose rows begin at multiples of 16 bytes and have whole units: the same kernel then reads all."""
+    if x.shape[-1] % UNIT:
+        return torch.nn.functional.pad(x, (0, -x.shape[-1] % UNIT))
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
+        strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+        if all(stride % UNIT == 0 and 0 <= stride < 2**40 for stride in strides) and x.stride(-3) < 2**23:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)

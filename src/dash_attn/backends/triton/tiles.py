@@ -1,0 +1,63 @@
+"""Tile sizes, warps and stages of the kernels. They decide bits, so they are a table in tiles.json, chosen offline: nothing is tuned
+on the machine. What decides is the GPU's architecture, the width of a number and the head dims; never a length or the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TABLE = Path(__file__).parent / "tiles.json"
+DIMS = (64, 128, 256)  # of the table: head dims in between take the next larger
+PASSES = ("forward", "key_gradients", "query_gradients")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a Q tile and of a KV tile; warps and stages of the kernel that works on them."""
+
+    q_rows: int
+    kv_rows: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.q_rows} x {self.kv_rows}, {self.warps} warps, {self.stages} stages"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of every pass."""
+
+    architecture: str  # that the table has; a GPU that it does not list takes another's
+    forward: Tile
+    key_gradients: Tile
+    query_gradients: Tile
+
+    def in_words(self) -> dict[str, str]:
+        return {name.replace("_", " "): str(getattr(self, name)) for name in PASSES}
+
+
+@cache
+def read_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def listed(architecture: str) -> str:
+    """The entry of the table that an architecture takes: its own, that of a relative, or the one for all others."""
+    table = read_table()
+    return architecture if architecture in table["tiles"] else str(table["same_as"].get(architecture, table["others"]))
+
+
+@cache
+def tiles_for(architecture: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tiles:
+    entry = listed(architecture)
+    dim = next(dim for dim in DIMS if dim >= max(head_dim, value_dim))
+    rows = read_table()["tiles"][entry][f"{8 * dtype.itemsize} bits"][str(dim)]
+    return Tiles(entry, *(Tile(*rows[name]) for name in PASSES))
