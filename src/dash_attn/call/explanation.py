@@ -30,6 +30,7 @@ class Explanation:
     prediction_note: str = ""  # what the prediction is of, or why there is none
     kernels: dict[str, str] = field(default_factory=dict)  # name -> sha256 of the machine code; empty where none was compiled
     parts: int = 1  # of a group of query heads; with documents, those of the longest
+    passes: dict[str, str] = field(default_factory=dict)  # tiles of each kernel, where they come from a table
 
     def __str__(self) -> str:
         groups = f", groups of query heads in {self.parts} parts" if self.parts > 1 else ""
@@ -46,6 +47,8 @@ class Explanation:
             "predicted": self._prediction(),
             "kernels": ", ".join(f"{name} {digest[:HASH_DIGITS]}" for name, digest in self.kernels.items()) or "none compiled",
         }
+        if self.passes:
+            rows["passes"] = "; ".join(f"{name}: {tiles}" for name, tiles in self.passes.items())
         return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
 
     def _prediction(self) -> str:

@@ -58,7 +58,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
         workspace_bytes=2 * 4 * call.batch * call.heads[0] * call.lengths[0],
         prediction_note="the time of this backend is not modelled",
         kernels=_machine_code(q, launches),
-        passes={f"tiles of {tiles.architecture}": "", **tiles.in_words()},
+        passes={**tiles.in_words(), "table": f"tiles of {tiles.architecture}"},
     )
 
 

@@ -103,6 +103,7 @@ class Call:
             "BLOCK_VALUE": block_of(self.v.shape[-1]),
             "BLOCK_Q": tile.q_rows,
             "BLOCK_KV": tile.kv_rows,
+            "PARTIAL_STAGES": tile.partial_stages,
             "MASK": mask.kind,
             "PACKED": self.packed,
             "SOFTCAP": bool(self.options.softcap),
@@ -150,7 +151,7 @@ def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tupl
     shared = {"dout": dout, "lse": rows.lse_log2, "delta": rows.delta, "scale": call.options.scale, **strides("do", dout)}
     tiles = call.tiles
     return (
-        call.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True),
+        call.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=call.heads[0] > call.heads[1]),
         call.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq}),
     )
 

@@ -19,15 +19,17 @@ PASSES = ("forward", "key_gradients", "query_gradients")
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a Q tile and of a KV tile; warps and stages of the kernel that works on them."""
+    """Rows of a Q tile and of a KV tile; warps of the kernel that works on them, and how many tiles it has on the way in: stages of
+    the loop over full tiles and of that over partial ones. Rows and warps decide bits, stages only the time."""
 
     q_rows: int
     kv_rows: int
     warps: int
     stages: int
+    partial_stages: int = 1
 
     def __str__(self) -> str:
-        return f"{self.q_rows} x {self.kv_rows}, {self.warps} warps, {self.stages} stages"
+        return f"{self.q_rows} x {self.kv_rows}, {self.warps} warps, {self.stages} and {self.partial_stages} stages"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Snapshot:
     cuda_initialized: bool = False
     gpu: Gpu | None = None  # None: no GPU, or not asked because that would initialise CUDA
     cuda_bindings: bool = True
+    triton: bool = True
     torch_version: str = "2.9.0"
     world_size: int = 1
 
@@ -66,6 +67,7 @@ def take_snapshot(ask_gpu: bool = False) -> Snapshot:
         cuda_initialized=initialized,
         gpu=_gpu() if cuda and (initialized or ask_gpu) else None,
         cuda_bindings=_has_cuda_bindings(),
+        triton=find_spec("triton") is not None,
         torch_version=torch.__version__,
         world_size=_world_size(),
     )

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...backends import resolve
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
-from ..bench.environment import commit, driver_facts
+from ..bench.environment import commit, compilers, driver_facts
 from .bits import hashes, sha256
 from .cases import INPUT_GENERATOR, SEED, Case
 from .fresh import fresh_results
@@ -30,11 +31,18 @@ Certificate = dict[str, Any]
 
 
 def verify(
-    cases: Sequence[Case], device: str, runs: int, fresh: bool = True, progress: Progress | None = None, ranks: Sequence[int] = ()
+    cases: Sequence[Case],
+    device: str,
+    runs: int,
+    fresh: bool = True,
+    progress: Progress | None = None,
+    ranks: Sequence[int] = (),
+    backend: str = "auto",
 ) -> Certificate:
     """Test every case and write down the outcome. `ranks`: numbers of ranks that shall share each sequence."""
-    check_ranks(cases, device, ranks)
-    elsewhere = fresh_results(cases, device) if fresh else {}
+    resolve(backend, torch.device(device))  # raises where the backend does not run there
+    check_ranks(cases, device, ranks, backend)
+    elsewhere = fresh_results(cases, device, backend) if fresh else {}
     total = len(cases) * comparisons(device, runs, len(elsewhere), ranks)
     done = 0
 
@@ -46,7 +54,7 @@ def verify(
 
     entries, outcomes = [], []
     for number, case in enumerate(cases):
-        test = CaseTest(case, device, runs, tick, ranks)
+        test = CaseTest(case, device, runs, tick, ranks, backend)
         found = list(test.outcomes({what: results[number] for what, results in elsewhere.items()}))
         outcomes += found
         entries.append(_entry(test, found))
@@ -58,7 +66,7 @@ def verify(
         "ranks": list(ranks),
         "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
         "device": _device(device),
-        "versions": _versions(device),
+        "versions": _versions(device, backend),
         "cases": entries,
     }
 
@@ -82,7 +90,7 @@ def _device(device: str) -> dict[str, Any]:
     return {"type": "cuda", "name": properties.name, "capability": capability, "sms": properties.multi_processor_count, "driver": driver}
 
 
-def _versions(device: str) -> dict[str, str | None]:
+def _versions(device: str, backend: str) -> dict[str, str | None]:
     found: dict[str, str | None] = {
         "dash_attn": __version__,
         "commit": commit(),
@@ -92,9 +100,7 @@ def _versions(device: str) -> dict[str, str | None]:
         "system": platform.system(),
     }
     if device == "cuda":
-        from ...backends.hopper.device.compile import compiler_version
-
-        found["nvrtc"] = compiler_version()  # another version may give other machine code
+        found |= compilers(backend)  # another version may give other machine code
     return found
 
 

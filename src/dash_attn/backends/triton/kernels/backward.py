@@ -19,7 +19,8 @@ def key_gradients(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, left, right, block_q, block_kv, block_columns, scale, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, GROUPED: tl.constexpr,
 ):
     """dK and dV of a KV tile of one KV head: query head by query head of its group, each Q tile by Q tile. `heads` are KV heads."""
     tokens, kv_tokens = q_len, kv_len
@@ -37,12 +38,12 @@ def key_gradients(
     dk_sum = tl.zeros([BLOCK_KV, BLOCK_DIM], tl.float32)
     dv_sum = tl.zeros([BLOCK_KV, BLOCK_VALUE], tl.float32)
     a, b, c, d = visits_of_keys(tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
-    for member in tl.range(0, group):
+    for member in tl.range(0, group if GROUPED else 1):  # a loop of one is none to the compiler, and takes no registers
         head = kv_head * group + member
         q_at = start_of(q, sequence, q_first, head, q_batch, q_row, q_head)
         do_at = start_of(dout, sequence, q_first, head, do_batch, do_row, do_head)
         of_rows = (sequence * (heads * group) + head).to(tl.int64) * tokens + q_first
-        for i in tl.range(0, b - a + d - c):
+        for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
             q_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_Q
             row = q_start + tl.arange(0, BLOCK_Q)
             first, end = row_bounds(row, rows, q_len, MASK)
@@ -96,7 +97,8 @@ def query_gradients(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, left, right, block_q, block_kv, block_columns, scale, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):
     """dQ of a Q tile of one query head, KV tile by KV tile. `heads` are query heads."""
     tokens = q_len
@@ -119,7 +121,7 @@ def query_gradients(
     first, end = row_bounds(row, rows, q_len, MASK)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     a, b, c, d = visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
-    for i in tl.range(0, b - a + d - c):
+    for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
         kv_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_KV
         column = kv_start + tl.arange(0, BLOCK_KV)
         keep = is_kept(

@@ -19,7 +19,7 @@ def attention_forward(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     heads, group, tiles, sequences, q_len, kv_len, left, right, block_q, block_kv, block_columns, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):
     tokens = q_len
@@ -43,7 +43,7 @@ def attention_forward(
         total += tl.where(sink == float("-inf"), 0.0, 1.0)
     sums = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
     a, b, c, d = visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
-    for i in tl.range(0, b - a + d - c):
+    for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
         kv_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_KV
         keys = load_columns(k_at, kv_start, k_row, kv_len, HEAD_DIM, BLOCK_KV, BLOCK_DIM, True)
         scores = capped(tl.dot(queries, keys, input_precision="ieee"), cap_scale, SOFTCAP)

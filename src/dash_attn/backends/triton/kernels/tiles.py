@@ -20,10 +20,12 @@ def load_rows(at, first, stride, rows, DIM: tl.constexpr, SIZE: tl.constexpr, BL
     column = tl.arange(0, BLOCK)[None, :]
     place = at + first.to(tl.int64) * (stride * 8) + row * (stride * 8) + column
     if CHECKED:
-        return tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)
-    if DIM != BLOCK:
-        return tl.load(place, mask=column < DIM, other=0.0)
-    return tl.load(place)
+        tile = tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)
+    elif DIM != BLOCK:
+        tile = tl.load(place, mask=column < DIM, other=0.0)
+    else:
+        tile = tl.load(place)
+    return tile
 
 
 @triton.jit
@@ -33,10 +35,12 @@ def load_columns(at, first, stride, rows, DIM: tl.constexpr, SIZE: tl.constexpr,
     column = tl.arange(0, BLOCK)[:, None]
     place = at + first.to(tl.int64) * (stride * 8) + row * (stride * 8) + column
     if CHECKED:
-        return tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)
-    if DIM != BLOCK:
-        return tl.load(place, mask=column < DIM, other=0.0)
-    return tl.load(place)
+        tile = tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)
+    elif DIM != BLOCK:
+        tile = tl.load(place, mask=column < DIM, other=0.0)
+    else:
+        tile = tl.load(place)
+    return tile
 
 
 @triton.jit
@@ -44,8 +48,10 @@ def load_numbers(at, first, rows, beyond, SIZE: tl.constexpr, CHECKED: tl.conste
     """(SIZE): a number per row; `beyond` the last one."""
     row = first + tl.arange(0, SIZE)
     if CHECKED:
-        return tl.load(at + row, mask=row < rows, other=beyond)
-    return tl.load(at + row)
+        numbers = tl.load(at + row, mask=row < rows, other=beyond)
+    else:
+        numbers = tl.load(at + row)
+    return numbers
 
 
 @triton.jit
@@ -60,5 +66,5 @@ def store_rows(at, first, stride, rows, values, DIM: tl.constexpr, SIZE: tl.cons
 def capped(scores, cap_scale, SOFTCAP: tl.constexpr):
     """Scores in the unit in which `scale_log2` makes them exponents of two: with softcap, their tanh."""
     if SOFTCAP:
-        return 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
     return scores

@@ -48,29 +48,33 @@ def sequence_of(slot, ends, sequences, TILE: tl.constexpr):
 @triton.jit
 def visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
     """Of a Q tile: KV tiles."""
-    if MASK != BAND:
-        return load_bounds(tile, bounds)
-    first = tile * BLOCK_Q + kv_len - q_len
-    last = tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1 + kv_len - q_len
-    start = tl.maximum(first - left, 0)
-    stop = tl.minimum(last + right + 1, kv_len)
-    full_start = tl.maximum(last - left, 0)
-    full_stop = tl.minimum(first + right + 1, kv_len)
-    return four_bounds(start, full_start, full_stop, stop, BLOCK_KV)
+    if MASK == BAND:
+        first = tile * BLOCK_Q + kv_len - q_len
+        last = tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1 + kv_len - q_len
+        start = tl.maximum(first - left, 0)
+        stop = tl.minimum(last + right + 1, kv_len)
+        full_start = tl.maximum(last - left, 0)
+        full_stop = tl.minimum(first + right + 1, kv_len)
+        a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_KV)
+    else:
+        a, b, c, d = load_bounds(tile, bounds)
+    return a, b, c, d
 
 
 @triton.jit
 def visits_of_keys(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
     """Of a KV tile: Q tiles."""
-    if MASK != BAND:
-        return load_bounds(tile, bounds)
-    first = tile * BLOCK_KV - kv_len + q_len
-    last = tl.minimum(tile * BLOCK_KV + BLOCK_KV, kv_len) - 1 - kv_len + q_len
-    start = tl.maximum(first - right, 0)
-    stop = tl.minimum(last + left + 1, q_len)
-    full_start = tl.maximum(last - right, 0)
-    full_stop = tl.minimum(first + left + 1, q_len)
-    return four_bounds(start, full_start, full_stop, stop, BLOCK_Q)
+    if MASK == BAND:
+        first = tile * BLOCK_KV - kv_len + q_len
+        last = tl.minimum(tile * BLOCK_KV + BLOCK_KV, kv_len) - 1 - kv_len + q_len
+        start = tl.maximum(first - right, 0)
+        stop = tl.minimum(last + left + 1, q_len)
+        full_start = tl.maximum(last - right, 0)
+        full_stop = tl.minimum(first + left + 1, q_len)
+        a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_Q)
+    else:
+        a, b, c, d = load_bounds(tile, bounds)
+    return a, b, c, d
 
 
 @triton.jit
@@ -113,17 +117,21 @@ def is_kept(row, column, first, end, q_len, kv_len, left, right, blocks, block_q
     inside = (row < q_len) & (column < kv_len)
     if MASK == BAND:
         ahead = column - row - (kv_len - q_len)
-        return inside & (ahead >= -left) & (ahead <= right)
-    if MASK == ROWS:
-        return inside & (column >= first) & (column < end)
-    place = (row // block_q).to(tl.int64) * block_columns + column // block_kv
-    return inside & (tl.load(blocks + place, mask=inside, other=0) != 0)
+        kept = (ahead >= -left) & (ahead <= right)
+    elif MASK == ROWS:
+        kept = (column >= first) & (column < end)
+    else:
+        place = (row // block_q).to(tl.int64) * block_columns + column // block_kv
+        kept = tl.load(blocks + place, mask=inside, other=0) != 0
+    return inside & kept
 
 
 @triton.jit
 def row_bounds(row, rows, q_len, MASK: tl.constexpr):
     """First kept key and end of the kept keys, by row; of other kinds of mask anything."""
     if MASK == ROWS:
-        inside = row < q_len
-        return tl.load(rows + 2 * row, mask=inside, other=0), tl.load(rows + 2 * row + 1, mask=inside, other=0)
-    return row, row
+        first = tl.load(rows + 2 * row, mask=row < q_len, other=0)
+        end = tl.load(rows + 2 * row + 1, mask=row < q_len, other=0)
+    else:
+        first, end = row, row
+    return first, end

@@ -1,0 +1,275 @@
+"""The Triton backend without a GPU and without Triton: who gets it, what it refuses, what it says, its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+import dash_attn
+from dash_attn import Causal, Documents, Full, Prefix, TileMap, Window, explain
+from dash_attn.backends import _backend_of_gpu, resolve
+from dash_attn.backends.triton import support
+from dash_attn.backends.triton.launch import Launch
+from dash_attn.backends.triton.mask_tables import FAR_AWAY, distances, visit_lists
+from dash_attn.backends.triton.setup import Call, aligned, block_of, strides
+from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_triton
+from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, listed, read_table, tiles_for
+from dash_attn.call.offsets import SequenceOffsets
+from dash_attn.call.options import AttentionOptions
+from dash_attn.masks import EMPTY, FULL, PARTIAL
+from needs_triton import needs_triton
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "triton_tiles.txt"
+CUDA = torch.device("cuda", 0)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def gpu(major: int, minor: int, **more: Any) -> Any:
+    """A GPU of that compute capability, as PyTorch would describe it."""
+    return patch("torch.cuda.get_device_properties", return_value=SimpleNamespace(name="GPU", major=major, minor=minor, **more))
+
+
+# Who gets it
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((9, 0), "hopper"), ((8, 0), "triton"), ((8, 9), "triton"), ((10, 0), "triton"), ((12, 0), "triton")]
+)
+def test_auto_chooses_by_the_gpu(capability: tuple[int, int], backend: str) -> None:
+    with (
+        patch("torch.cuda.is_available", return_value=True),
+        patch("torch.cuda.get_device_capability", return_value=capability),
+        patch("dash_attn.backends._backend_of_gpu", _backend_of_gpu.__wrapped__),
+    ):
+        assert resolve("auto", CUDA) == backend
+        assert resolve("triton", CUDA) == "triton", "a backend that is named is never replaced"
+        assert resolve("auto", torch.device("cpu")) == "cpu"
+
+
+def test_an_amd_gpu_is_no_hopper() -> None:
+    """PyTorch calls the capability of an MI200 9.0, too."""
+    with (
+        patch("torch.cuda.is_available", return_value=True),
+        patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        patch("torch.version.hip", "7.0"),
+    ):
+        assert _backend_of_gpu.__wrapped__(CUDA) == "triton"
+
+
+def test_cpu_tensors_are_refused() -> None:
+    q = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(ValueError, match="backend 'triton' needs cuda tensors; got tensors on cpu"):
+        dash_attn.flash_attn_func(q, q, q, backend="triton")
+
+
+# Where it cannot run
+
+
+def test_without_triton_it_says_so() -> None:
+    with patch.object(support, "find_spec", return_value=None), pytest.raises(Unsupported, match=r"needs Triton, which is not installed"):
+        check_triton()
+
+
+def test_an_old_triton_is_named() -> None:
+    with (
+        patch.object(support, "find_spec", return_value=object()),
+        patch.object(support, "triton_version", return_value="3.1.0"),
+        pytest.raises(Unsupported, match=r"needs Triton 3.4 or later; got 3.1.0"),
+    ):
+        check_triton()
+
+
+def test_an_old_gpu_is_named() -> None:
+    with gpu(7, 5), patch.object(support, "check_triton"):
+        with pytest.raises(Unsupported, match=r"needs a GPU of compute capability 8.0 or later .* GPU has 7.5"):
+            architecture_of.__wrapped__(CUDA)
+    with gpu(8, 6), patch.object(support, "check_triton"):
+        assert architecture_of.__wrapped__(CUDA) == "8.6"
+
+
+@needs_triton
+def test_too_little_shared_memory_is_named() -> None:
+    from triton.runtime.errors import OutOfResources
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(**_: Any) -> None:
+                raise OutOfResources(120000, 101376, "shared memory")
+
+            return launch
+
+    launch = Launch("attention_forward", 1, {}, {"HEAD_DIM": 256, "VALUE_DIM": 128}, Tile(64, 32, 4, 1))
+    with patch.object(Launch, "function", Kernel()), pytest.raises(Unsupported) as raised:
+        launch.run()
+    for words in ("120000", "101376", "shared memory", "head dim 256", "value dim 128", "64 x 32", "Smaller head dims"):
+        assert words in str(raised.value)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "float64": ({"dtype": torch.float64}, "takes bfloat16, float16 and float32; got torch.float64"),
+    "head dim": ({"dim": 264}, "takes head dims up to 256; got q/k 264"),
+    "scale": ({"scale": -1.0}, "takes softmax_scale > 0; got -1.0"),
+    "unordered": ({"accumulation": "unordered"}, "accumulation must be 'ordered'; got 'unordered'"),
+    "schedule": ({"schedule": "descending"}, "schedule must be 'auto'; got descending"),
+    "packed prefix": ({"mask": Prefix(3), "packed": True}, "packed sequences on backend 'triton' take"),
+    "length": ({"length": 2**29}, "takes fewer than 2\\^29 queries and keys"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_raises_by_name(name: str) -> None:
+    given, said = REFUSED[name]
+    asked = {"dtype": torch.bfloat16, "dim": 64, "scale": 1.0, "mask": Causal(), "packed": False, "length": 128, **given}
+    q = meta(1, asked["length"], 2, asked["dim"], dtype=asked["dtype"])
+    rest = {name: asked[name] for name in ("accumulation", "schedule") if name in asked}
+    with pytest.raises(Unsupported, match=said):
+        check_call(q, q, AttentionOptions(asked["mask"], asked["scale"], **rest), asked["packed"])
+
+
+def test_what_it_can_do_is_not_refused() -> None:
+    for mask in (Full(), Causal(), Window(3, -1), Window(3, 4), Prefix(3), Documents((64, 64)), TileMap(np.eye(2, dtype=bool), 64, 64)):
+        check_call(meta(1, 128, 2, 64), meta(1, 128, 2, 256), AttentionOptions(mask, 0.1, softcap=3.0, head_offset=5), False)
+
+
+def test_a_grid_that_is_too_large_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"fewer than 2\^31 tiles"):
+        Launch("attention_forward", 2**31, {}, {}, Tile(64, 32, 4, 1))
+
+
+# What it says
+
+
+def test_explain_tells_tiles_order_and_promises() -> None:
+    q, k = meta(2, 4096, 16, 128), meta(2, 4096, 4, 128)
+    found = explain(q, k, k, causal=True, backend="triton")
+    assert (found.backend, found.schedule, found.gang) == ("triton", "two passes", 1)
+    assert found.guarantees == ("run-to-run", "batch-invariant", "worker-count-invariant")
+    assert found.workspace_bytes == 8 * 2 * 16 * 4096
+    assert set(found.passes) == {"forward", "key gradients", "query gradients", "table"}
+    assert "8.0" in found.passes["table"]
+    assert "key gradients" in str(found)
+    assert not found.kernels, "nothing is compiled for tensors without memory"
+
+
+def test_the_order_hash_names_what_decides_the_order() -> None:
+    def order(length: int = 512, batch: int = 1, **options: Any) -> str:
+        q, k = meta(batch, length, 4, 64), meta(batch, length, 2, 64)
+        return explain(q, k, k, backend="triton", **{"causal": True, **options}).order_hash
+
+    assert order() == order(batch=7) == order(head_offset=3)
+    others = [order(640), order(causal=False), order(window_size=(5, 0))]
+    blocks = [TileMap(np.array([[True, first]]), 512, 256) for first in (True, False)]
+    others += [order(causal=False, mask=mask) for mask in (*blocks, Documents((500, 12)), Documents((12, 500)))]
+    assert len({order(), *others}) == len(others) + 1
+
+
+def test_documents_are_explained_as_packed_sequences() -> None:
+    q = meta(2, 512, 2, 64)
+    assert explain(q, q, q, mask=Documents((500, 12)), backend="triton").plan_bytes == 0
+    assert explain(q, q, q, mask=Prefix(100), backend="triton").plan_bytes > 0
+
+
+# Tables
+
+
+def test_tiles_are_those_of_the_golden_file() -> None:
+    """Rows and warps decide bits. Regenerate with DASH_ATTN_UPDATE_GOLDEN=1, and say so in CHANGELOG.md under **Bits**."""
+    table = read_table()["tiles"]
+    lines = [
+        f"{architecture}, {width}, head dim {dim}, {name}: {' '.join(map(str, table[architecture][width][dim][name]))}"
+        for architecture in sorted(table)
+        for width in sorted(table[architecture])
+        for dim in sorted(table[architecture][width], key=int)
+        for name in PASSES
+    ]
+    relatives = [f"{name} as {other}" for name, other in sorted(read_table()["same_as"].items())]
+    text = "\n".join([*lines, *relatives, f"others as {read_table()['others']}"]) + "\n"
+    if os.environ.get("DASH_ATTN_UPDATE_GOLDEN"):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_table_is_complete() -> None:
+    table = read_table()
+    assert set(table["same_as"].values()) | {table["others"]} <= set(table["tiles"])
+    for architecture in (*table["tiles"], *table["same_as"], "7.7"):
+        for dtype in support.DTYPES:
+            for dim in DIMS:
+                tiles = tiles_for(architecture, dtype, dim, 8)
+                assert tiles == tiles_for(architecture, dtype, dim - 7, dim), "the larger of both head dims decides"
+                for name in PASSES:
+                    tile = getattr(tiles, name)
+                    assert {tile.q_rows, tile.kv_rows} <= {16, 32, 64, 128}
+                    assert tile.warps in (4, 8)
+                    assert 1 <= tile.partial_stages <= tile.stages <= 4
+
+
+def test_a_gpu_that_is_not_listed_takes_the_tiles_of_another() -> None:
+    assert (listed("8.9"), listed("12.1"), listed("8.7"), listed("99.0")) == ("8.9", "12.0", "8.6", "8.6")
+
+
+def test_visit_lists_have_every_kept_tile_once() -> None:
+    tile_map = np.random.default_rng(0).integers(0, 3, (9, 7)).astype(np.uint8)
+    tile_map[4] = EMPTY
+    bounds, visits = visit_lists(tile_map)
+    for row, (a, b, c, d) in zip(tile_map, bounds, strict=True):
+        assert visits[a:b].tolist() == np.flatnonzero(row == PARTIAL).tolist()
+        assert visits[b:c].tolist() == np.flatnonzero(row == FULL).tolist()
+        assert c == d
+    assert visit_lists(np.zeros((2, 3), dtype=np.uint8))[0].tolist() == [[0] * 4] * 2
+
+
+def test_distances_of_bands() -> None:
+    assert distances(Full()) == (FAR_AWAY, FAR_AWAY)
+    assert distances(Causal()) == (FAR_AWAY, 0)
+    assert distances(Window(3, -1)) == (3, FAR_AWAY)
+    assert distances(Window(2**30, 4)) == (FAR_AWAY, 4)
+
+
+# Tensors
+
+
+def test_tensors_are_copied_only_where_kernels_could_not_read_them() -> None:
+    x = torch.arange(2 * 6 * 3 * 16, dtype=torch.float32).view(2, 6, 3, 16)
+    for readable in (x, x[:, ::2], x[:, :, 1:], x.transpose(1, 2), x[:1].expand(4, 6, 3, 16), x[..., :8]):
+        assert aligned(readable) is readable
+    for other in (x[..., 1:9], x[..., ::2], x[:, :, :, :1].expand(2, 6, 3, 8)):
+        copied = aligned(other)
+        assert copied is not other
+        assert torch.equal(copied, other)
+        assert copied.data_ptr() % 16 == 0
+        assert all(stride % 8 == 0 for stride in copied.stride()[:-1])
+    padded = aligned(x[..., :13])
+    assert padded.shape[-1] == 16
+    assert not padded[..., 13:].any()
+
+
+def test_strides_are_counted_in_units() -> None:
+    assert strides("q", torch.empty(2, 6, 3, 16)) == {"q_batch": 36, "q_row": 6, "q_head": 2}
+    assert strides("q", torch.empty(6, 1, 16)) == {"q_batch": 0, "q_row": 2, "q_head": 0}
+    assert [block_of(dim) for dim in (1, 16, 24, 64, 72, 256)] == [16, 16, 32, 64, 128, 256]
+
+
+def test_programs_of_packed_sequences_have_room_for_every_tile() -> None:
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    call = Call.of(*(meta(1000, 4, 64),) * 3, AttentionOptions(Causal(), 0.1), SequenceOffsets(ends, ends, 1000, 1000))
+    tile = Tile(64, 32, 4, 1)
+    assert call.launch("attention_forward", tile, {}).numbers["tiles"] == 1000 // 64 + 3
+    assert call.launch("key_gradients", tile, {}, by_keys=True).numbers["tiles"] == 1000 // 32 + 3
+
+
+def test_the_table_is_sorted_as_people_read_it() -> None:
+    text = json.loads((Path(dash_attn.__file__).parent / "backends" / "triton" / "tiles.json").read_text(encoding="utf-8"))
+    assert list(text) == ["same_as", "others", "tiles"]

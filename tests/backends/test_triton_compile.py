@@ -1,0 +1,75 @@
+"""Every Triton kernel compiles for every architecture of the table, within its shared memory. No GPU is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dash_attn.backends.machine_code import machine_code_hash
+from dash_attn.backends.triton.tiles import read_table
+from needs_triton import needs_triton
+from triton_compiling import PASSES, SHARED_MEMORY, Compiled, target_of
+
+NVIDIA = [name for name in SHARED_MEMORY if not name.startswith("gfx")]
+# Each architecture and each kernel at least once; `make test-all` compiles the rest.
+QUICK = [
+    ("8.0", "forward", Compiled("8.0", (64, 64))),
+    ("8.6", "key gradients", Compiled("8.6", (256, 256))),
+    ("8.9", "query gradients", Compiled("8.9", (128, 128))),
+    ("9.0", "forward", Compiled("9.0", (128, 128))),
+    ("9.0", "key gradients", Compiled("9.0", (128, 128), group=4)),
+    ("10.0", "query gradients", Compiled("10.0", (64, 64))),
+    ("12.0", "key gradients", Compiled("12.0", (64, 64), kind="packed")),
+]
+ALL = [
+    *(Compiled(name, (dim, dim), dtype) for name in SHARED_MEMORY for dim in (64, 128, 256) for dtype in (torch.bfloat16, torch.float32)),
+    *(Compiled(name, kind=kind, softcap=20.0, group=4) for name in NVIDIA for kind in ("rows", "blocks", "packed")),
+    *(Compiled("9.0", dims, torch.float16) for dims in ((192, 128), (24, 40), (64, 256))),
+]
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled anew, whatever was compiled before."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def check(case: Compiled, name: str) -> None:
+    launch = case.launches()[name]
+    compiled = launch.compile(target_of(case.architecture))
+    assert compiled.metadata.shared <= SHARED_MEMORY[case.architecture], f"{case} {name} ({launch.tile}): {compiled.metadata.shared} bytes"
+    if "cubin" in compiled.asm:
+        assert len(machine_code_hash(compiled.asm["cubin"])) == 64
+
+
+@pytest.mark.parametrize(("architecture", "name", "case"), QUICK, ids=[f"{a}-{name}" for a, name, _ in QUICK])
+def test_kernels_compile_within_shared_memory(architecture: str, name: str, case: Compiled) -> None:
+    assert case.architecture == architecture
+    check(case, name)
+
+
+def test_small_kernels_compile() -> None:
+    launches = Compiled("8.0", kind="packed").launches()
+    for name in ("row statistics", "offsets"):
+        assert launches[name].compile(target_of("8.0")).metadata.shared <= SHARED_MEMORY["8.0"]
+
+
+def test_wrong_offsets_stop_the_device() -> None:
+    """The check is compiled with its assertions, which Triton leaves out otherwise."""
+    launch = Compiled("8.0", kind="packed").launches()["offsets"]
+    assert "assert" in launch.compile(target_of("8.0")).asm["ptx"]
+
+
+def test_every_architecture_of_the_table_has_a_limit() -> None:
+    assert set(read_table()["tiles"]) == set(SHARED_MEMORY)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_every_kernel_compiles_within_shared_memory(case: Compiled) -> None:
+    for name in PASSES:
+        check(case, name)
