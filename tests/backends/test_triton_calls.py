@@ -92,9 +92,9 @@ def test_an_old_triton_is_named() -> None:
 
 
 def test_an_old_gpu_is_named() -> None:
-    with gpu(7, 5), patch.object(support, "check_triton"):
-        with pytest.raises(Unsupported, match=r"needs a GPU of compute capability 8.0 or later .* GPU has 7.5"):
-            architecture_of.__wrapped__(CUDA)
+    said = r"needs a GPU of compute capability 8.0 or later .* GPU has 7.5"
+    with gpu(7, 5), patch.object(support, "check_triton"), pytest.raises(Unsupported, match=said):
+        architecture_of.__wrapped__(CUDA)
     with gpu(8, 6), patch.object(support, "check_triton"):
         assert architecture_of.__wrapped__(CUDA) == "8.6"
 

@@ -67,12 +67,10 @@ def distances(mask: Full | Causal | Window) -> tuple[int, int]:
 def _make(mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], by_keys: bool, device: torch.device) -> MaskTables:
     tile_map = mask.tile_map(*lengths, *sizes)
     bounds, visits = visit_lists(tile_map.T if by_keys else tile_map)
-    lists = {"bounds": upload(bounds, device), "visits": upload(visits, device)}
+    lists: dict[str, Any] = {"bounds": upload(bounds, device), "visits": upload(visits, device)}
     if isinstance(mask, TileMap):
         blocks = upload(mask.blocks.astype(np.uint8), device)
-        return MaskTables(
-            BLOCKS, blocks=blocks, block_q=mask.block_q, block_kv=mask.block_kv, block_columns=mask.blocks.shape[1], **lists
-        )
+        return MaskTables(BLOCKS, blocks=blocks, block_q=mask.block_q, block_kv=mask.block_kv, block_columns=mask.blocks.shape[1], **lists)
     assert isinstance(mask, IntervalMask)
     rows = np.stack(mask.clipped_bounds(np.arange(lengths[0]), *lengths), axis=1)
     return MaskTables(ROWS, rows=upload(rows.astype(np.int32), device), **lists)

@@ -114,9 +114,7 @@ class Call:
 
 def forward_launch(call: Call, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Launch:
     """sinks: in float32."""
-    return call.launch(
-        "attention_forward", call.tiles.forward, {"out": out, "lse": lse, "sinks": sinks}, SINKS=sinks is not None
-    )
+    return call.launch("attention_forward", call.tiles.forward, {"out": out, "lse": lse, "sinks": sinks}, SINKS=sinks is not None)
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,9 @@ def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tupl
     shared = {"dout": dout, "lse": rows.lse_log2, "delta": rows.delta, "scale": call.options.scale, **strides("do", dout)}
     tiles = call.tiles
     return (
-        call.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=call.heads[0] > call.heads[1]),
+        call.launch(
+            "key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=call.heads[0] > call.heads[1]
+        ),
         call.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq}),
     )
 

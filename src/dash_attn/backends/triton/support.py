@@ -76,8 +76,7 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool) ->
         )
     if options.schedule != "auto":
         raise Unsupported(
-            "backend 'triton' sums dQ in a pass of its own, in one fixed order: schedule must be 'auto';"
-            f" got {in_words(options.schedule)}"
+            f"backend 'triton' sums dQ in a pass of its own, in one fixed order: schedule must be 'auto'; got {in_words(options.schedule)}"
         )
     if packed and not is_band(options.mask):
         raise Unsupported(

@@ -171,7 +171,9 @@ class CaseTest:
         found = difference(turned._replace(dq=turned.dq.flip(-1), dk=turned.dk.flip(-1)), self.reference)
         if found:
             return Outcome(guarantee, "pass", found)
-        return Outcome(guarantee, "inconclusive", "reversed channels give the same bits, so equal bits prove nothing here; take a longer sequence")
+        return Outcome(
+            guarantee, "inconclusive", "reversed channels give the same bits, so equal bits prove nothing here; take a longer sequence"
+        )
 
     def _unordered(self, seed: int) -> Results:
         with interleaving(seed):

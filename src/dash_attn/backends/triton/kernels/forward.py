@@ -12,7 +12,8 @@ NUMBERS = (
 )
 
 
-# fmt: off (an argument a line would be pages)
+# An argument a line would be pages.
+# fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def attention_forward(
     q, k, v, out, lse, sinks, q_ends, kv_ends, rows, bounds, visits, blocks,

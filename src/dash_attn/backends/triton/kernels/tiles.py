@@ -47,11 +47,7 @@ def load_columns(at, first, stride, rows, DIM: tl.constexpr, SIZE: tl.constexpr,
 def load_numbers(at, first, rows, beyond, SIZE: tl.constexpr, CHECKED: tl.constexpr):
     """(SIZE): a number per row; `beyond` the last one."""
     row = first + tl.arange(0, SIZE)
-    if CHECKED:
-        numbers = tl.load(at + row, mask=row < rows, other=beyond)
-    else:
-        numbers = tl.load(at + row)
-    return numbers
+    return tl.load(at + row, mask=row < rows, other=beyond) if CHECKED else tl.load(at + row)
 
 
 @triton.jit
