@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from dash_attn.backends.machine_code import machine_code_hash
 from dash_attn.backends.triton.tiles import read_table
 from needs_triton import needs_triton
-from triton_compiling import PASSES, SHARED_MEMORY, Compiled, target_of
+from triton_compiling import PASSES, SHARED_MEMORY, Compiled, PretendedDriver, target_of
 
 NVIDIA = [name for name in SHARED_MEMORY if not name.startswith("gfx")]
 # Each architecture and each kernel at least once; `make test-all` compiles the rest.
@@ -62,6 +64,23 @@ def test_wrong_offsets_stop_the_device() -> None:
     """The check is compiled with its assertions, which Triton leaves out otherwise."""
     launch = Compiled("8.0", kind="packed").launches()["offsets"]
     assert "assert" in launch.compile(target_of("8.0")).asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["row statistics", "query gradients"])
+def test_what_is_compiled_here_is_what_a_call_runs(name: str) -> None:
+    """A call compiles by its arguments, this file by a signature that it writes down. `explain` hashes the former."""
+    from triton.runtime import driver
+
+    launch = Compiled("9.0", (64, 64)).launches()[name]
+    written = machine_code_hash(launch.compile(target_of("9.0")).asm["cubin"])
+    with patch.object(driver, "_active", PretendedDriver("9.0")), patch.dict(os.environ):
+        launch.function.device_caches.clear()
+        os.environ["TRITON_CACHE_DIR"] += "/called"  # nothing is found that was compiled above
+        called = launch.machine_code()
+        launch.function.device_caches.clear()
+    assert called == written
+    other = Compiled("9.0", (64, 64), torch.float16).launches()[name].compile(target_of("9.0"))
+    assert machine_code_hash(other.asm["cubin"]) != written, "the control: another dtype has other machine code"
 
 
 def test_every_architecture_of_the_table_has_a_limit() -> None:

@@ -87,7 +87,9 @@ class Launch:
 
     def machine_code(self) -> str:
         """The hash of what runs on the current device. Compiles what is not compiled yet."""
-        shapes = {name: value.dtype if isinstance(value, Tensor) else value for name, value in self.numbers.items()}
-        compiled = self.function.warmup(**shapes, **self.constants, **self.options, grid=(1,))
+        function, given = self.function, {**self.numbers, **self.constants}
+        arguments = [given[name] for name in function.arg_names]  # by place: only so may a dtype stand for a tensor
+        shapes = [value.dtype if isinstance(value, Tensor) else value for value in arguments]
+        compiled = function.warmup(*shapes, **self.options, grid=(1,))
         binary = compiled.asm["hsaco" if "hsaco" in compiled.asm else "cubin"]
         return machine_code_hash(binary)
