@@ -397,7 +397,7 @@ def launch_of(dim: int, name: str, tile: Tile, shape: tuple[int, int, int], mask
     """One pass of a call with that tile; `memory` makes its tensors."""
     batch, length, heads = shape
     q, k, v, out, dq, dk, dv = (memory(batch, length, heads, dim) for _ in range(7))
-    lse, delta = (memory(batch, heads, length).float() for _ in range(2))
+    lse, delta = (memory(batch, heads, length).float() for _ in range(2))  # lengths are whole units
     tiles = Tiles("a sweep", *(tile,) * 3)
     with patch.object(setup, "tiles_for", lambda *_: tiles):
         call = setup.Call.of(q, k, v, AttentionOptions(mask, dim**-0.5), None)

@@ -40,7 +40,7 @@ SCHEDULES = ("alternating", "descending")
 BAND = tl.constexpr(0)
 NUMBERS = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head", "do_batch", "do_row", "do_head"),
-    *("heads", "q_tiles", "q_len", "kv_len", "left", "right"),
+    *("heads", "q_tiles", "q_len", "kv_len", "row_units", "left", "right"),
 )
 
 
@@ -49,7 +49,7 @@ NUMBERS = (
 def one_pass(
     q, k, v, dout, lse, delta, dq, dk, dv, counter, semaphores, chains, steps,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
-    heads, q_tiles, q_len, kv_len, left, right, scale, scale_log2,
+    heads, q_tiles, q_len, kv_len, row_units, left, right, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr, ORDERED: tl.constexpr, IN_ASM: tl.constexpr,
 ):
@@ -63,8 +63,8 @@ def one_pass(
     k_at = start_of(k, sequence, sequence * 0, head, k_batch, k_row, k_head)
     v_at = start_of(v, sequence, sequence * 0, head, v_batch, v_row, v_head)
     of_head = sequence * heads + head
-    of_rows = of_head.to(tl.int64) * q_len
-    dq_at = dq + of_rows * HEAD_DIM
+    of_rows = of_head.to(tl.int64) * (row_units * 8)
+    dq_at = dq + of_head.to(tl.int64) * q_len * HEAD_DIM
     semaphore = semaphores + of_head * q_tiles
     keys = load_rows(k_at, start, k_row, kv_len, HEAD_DIM, BLOCK_KV, BLOCK_DIM, True)
     values = load_rows(v_at, start, v_row, kv_len, HEAD_DIM, BLOCK_KV, BLOCK_DIM, True)
@@ -101,7 +101,8 @@ def one_pass(
 def step(
     i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, lse, delta, dq_at, semaphore, landing, landed,
     q_row, do_row, q_len, kv_len, left, right, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, ORDERED: tl.constexpr, IN_ASM: tl.constexpr, PARTIAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
+    ORDERED: tl.constexpr, IN_ASM: tl.constexpr, PARTIAL: tl.constexpr,
 ):
     tile = tl.load(steps + 2 * i)
     rank = tl.load(steps + 2 * i + 1)
@@ -233,7 +234,7 @@ class OnePass:
         if plan.gang > 1:
             raise ValueError(f"{schedule} has a gang of {plan.gang} on this mask")
         self.chains, self.steps = (torch.from_numpy(table).to(q.device) for table in tables_of(plan))
-        self.counters = torch.zeros(1 + batch * heads * problem.q_tiles, dtype=torch.int32, device=q.device)
+        self.counters = torch.zeros(4 + batch * heads * problem.q_tiles, dtype=torch.int32, device=q.device)
         self.dq_sum = torch.empty(batch, heads, length, dim, dtype=torch.float32, device=q.device)
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         self.scale, self.tile, self.ordered, self.shape = dim**-0.5, tile, ordered, (batch, length, heads, dim)
@@ -246,11 +247,12 @@ class OnePass:
                 "dout": dout,
                 "lse": rows.lse_log2,
                 "delta": rows.delta,
+                "row_units": rows.units,
                 "dq": self.dq_sum,
                 "dk": self.dk,
                 "dv": self.dv,
             },
-            **{"counter": self.counters[:1], "semaphores": self.counters[1:], "chains": self.chains, "steps": self.steps},
+            **{"counter": self.counters[:1], "semaphores": self.counters[4:], "chains": self.chains, "steps": self.steps},
             **setup.strides("q", q),
             **setup.strides("k", k),
             **setup.strides("v", v),

@@ -55,7 +55,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
         gang=1,
         workers=torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_WORKERS,
         plan_bytes=sum(_table_bytes(launch) for launch in tables.values()),
-        workspace_bytes=2 * 4 * call.batch * call.heads[0] * call.lengths[0],
+        workspace_bytes=sum(values.nbytes for values in vars(RowValues.empty(call, "meta")).values()),
         prediction_note="the time of this backend is not modelled",
         kernels=_machine_code(q, launches),
         passes={**tiles.in_words(), "table": f"tiles of {tiles.architecture}"},
@@ -82,7 +82,7 @@ def _launches(call: Call) -> dict[str, Launch]:
     q, k, v = (torch.empty_like(x, device="meta") for x in (call.q, call.k, call.v))
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="meta")
     lse = torch.empty(call.lse_shape, dtype=torch.float32, device="meta")
-    rows = RowValues(lse, lse)
+    rows = RowValues.empty(call, "meta")
     keys, queries = gradient_launches(call, out, rows, (q, k, v))
     return {
         "forward": forward_launch(call, out, lse, None),

@@ -119,14 +119,20 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, sinks: Tensor | None) -
 
 @dataclass(frozen=True)
 class RowValues:
-    """What the backward knows of each row, laid out as the LSE."""
+    """What the backward knows of each row, laid out as the LSE, but with whole units for each head: kernels then read pairs at once."""
 
     lse_log2: Tensor
     delta: Tensor
 
     @classmethod
-    def empty(cls, call: Call) -> RowValues:
-        return cls(*(call.q.new_empty(call.lse_shape, dtype=torch.float32) for _ in range(2)))
+    def empty(cls, call: Call, device: torch.device | str | None = None) -> RowValues:
+        *heads, rows = call.lse_shape
+        shape = (*heads, -(-rows // UNIT) * UNIT)
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=call.q.device if device is None else device) for _ in range(2)))
+
+    @property
+    def units(self) -> int:
+        return self.delta.shape[-1] // UNIT
 
 
 def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: RowValues) -> Launch:
@@ -137,7 +143,7 @@ def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: 
         **{"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse_log2": rows.lse_log2, "delta": rows.delta},
         **strides("out", out),
         **strides("do", dout),
-        **{"heads": heads, "q_len": q_len},
+        **{"heads": heads, "q_len": q_len, "row_units": rows.units},
     }
     constants = {"VALUE_DIM": call.v.shape[-1], "BLOCK_VALUE": block, "BLOCK_Q": tile.q_rows, "WITH_DLSE": dlse is not None}
     return Launch("row_statistics", call.batch * heads * -(-q_len // tile.q_rows), numbers, constants, tile)
@@ -146,7 +152,14 @@ def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: 
 def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Launch, Launch]:
     """dK and dV by KV tile, then dQ by Q tile."""
     dq, dk, dv = gradients
-    shared = {"dout": dout, "lse": rows.lse_log2, "delta": rows.delta, "scale": call.options.scale, **strides("do", dout)}
+    shared = {
+        "dout": dout,
+        "lse": rows.lse_log2,
+        "delta": rows.delta,
+        "scale": call.options.scale,
+        "row_units": rows.units,
+        **strides("do", dout),
+    }
     tiles = call.tiles
     return (
         call.launch(
@@ -161,7 +174,7 @@ def sink_launch(call: Call, rows: RowValues, sinks: Tensor, dsinks: Tensor) -> L
     q_len, heads = call.lengths[0], call.heads[0]
     numbers = {
         **{"lse_log2": rows.lse_log2, "delta": rows.delta, "sinks": sinks, "dsinks": dsinks},
-        **{"heads": heads, "q_len": q_len, "count": call.batch * q_len},
+        **{"heads": heads, "q_len": q_len, "row_units": rows.units, "count": call.batch * q_len},
     }
     return Launch("sink_gradient", heads, numbers, {"BLOCK": SINK_ROWS}, Tile(SINK_ROWS, 1, 8, 1))
 

@@ -8,7 +8,7 @@ from .visits import full_tile, is_kept, partial_tile, place_of, row_bounds, visi
 
 NUMBERS = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head", "do_batch", "do_row", "do_head"),
-    *("heads", "group", "tiles", "sequences", "q_len", "kv_len", "left", "right", "block_q", "block_kv", "block_columns"),
+    *("heads", "group", "tiles", "sequences", "q_len", "kv_len", "row_units", "left", "right", "block_q", "block_kv", "block_columns"),
 )
 
 
@@ -18,13 +18,14 @@ NUMBERS = (
 def key_gradients(
     q, k, v, dout, lse, delta, dk, dv, q_ends, kv_ends, rows, bounds, visits, blocks,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
-    heads, group, tiles, sequences, q_len, kv_len, left, right, block_q, block_kv, block_columns, scale, scale_log2, cap_scale,
+    heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
+    scale, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, GROUPED: tl.constexpr,
 ):
     """dK and dV of a KV tile of one KV head: query head by query head of its group, each Q tile by Q tile. `heads` are KV heads."""
-    tokens, kv_tokens = q_len, kv_len
+    kv_tokens = kv_len
     tile, kv_head, sequence, q_first, q_len, kv_first, kv_len = place_of(
         q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, BLOCK_KV, True, PACKED
     )
@@ -43,7 +44,7 @@ def key_gradients(
         head = kv_head * group + member
         q_at = start_of(q, sequence, q_first, head, q_batch, q_row, q_head)
         do_at = start_of(dout, sequence, q_first, head, do_batch, do_row, do_head)
-        of_rows = (sequence * (heads * group) + head).to(tl.int64) * tokens + q_first
+        of_rows = (sequence * (heads * group) + head).to(tl.int64) * (row_units * 8) + q_first
         for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
             q_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_Q
             row = q_start + tl.arange(0, BLOCK_Q)
@@ -96,7 +97,8 @@ def add_queries(
 def query_gradients(
     q, k, v, dout, lse, delta, dq, q_ends, kv_ends, rows, bounds, visits, blocks,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
-    heads, group, tiles, sequences, q_len, kv_len, left, right, block_q, block_kv, block_columns, scale, scale_log2, cap_scale,
+    heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
+    scale, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -113,7 +115,7 @@ def query_gradients(
     do_at = start_of(dout, sequence, q_first, head, do_batch, do_row, do_head)
     k_at = start_of(k, sequence, kv_first, head // group, k_batch, k_row, k_head)
     v_at = start_of(v, sequence, kv_first, head // group, v_batch, v_row, v_head)
-    of_rows = (sequence * heads + head).to(tl.int64) * tokens + q_first
+    of_rows = (sequence * heads + head).to(tl.int64) * (row_units * 8) + q_first
     queries = load_rows(q_at, start, q_row, q_len, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     douts = load_rows(do_at, start, do_row, q_len, VALUE_DIM, BLOCK_Q, BLOCK_VALUE, True)
     lses = load_numbers(lse + of_rows, start, q_len, float("inf"), BLOCK_Q, True)
