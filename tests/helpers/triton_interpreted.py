@@ -94,6 +94,31 @@ CASES: dict[str, Interpreted] = {
     "packed, full, sinks": Interpreted(Full(), packed=((20, 33), (33, 1)), sinks=(0.3,), dlse=True),
     "packed window": Interpreted(Window(7, -1), packed=((40, 33), (3, 20))),
 }
+
+
+def random_case(seed: int) -> Interpreted:
+    """Any mask, lengths, heads and dims, small."""
+    draw = np.random.default_rng(seed)
+    lengths = int(draw.integers(1, 80)), int(draw.integers(1, 80))
+    sides = [int(draw.integers(-1, 40)) for _ in range(2)]
+    packed = tuple((int(draw.integers(0, 50)), int(draw.integers(0, 50))) for _ in range(int(draw.integers(1, 5))))
+    masks: list[Mask] = [Full(), Causal(), Window(*sides), Window(sides[0], 0)]
+    blocks = tuple(int(draw.integers(1, 20)) for _ in range(2))
+    if seed % 3:
+        packed = ()
+        shape = tuple(-(-length // block) for length, block in zip(lengths, blocks, strict=True))
+        masks += [Prefix(int(draw.integers(0, lengths[1] + 1))), TileMap(draw.random(shape) < 0.5, *blocks)]
+    if packed and not all(map(sum, zip(*packed, strict=True))):
+        packed += ((3, 5),)
+    group, kv_heads = int(draw.integers(1, 4)), int(draw.integers(1, 3))
+    heads = group * kv_heads, kv_heads
+    sinks = tuple(float(x) for x in draw.normal(size=heads[0])) if seed % 4 == 0 else ()
+    dims = int(draw.integers(1, 40)), int(draw.integers(1, 40))
+    softcap = 3.0 if seed % 5 == 0 else 0.0
+    mask = masks[int(draw.integers(len(masks)))]
+    return Interpreted(mask, lengths, heads, dims, softcap=softcap, sinks=sinks, dlse=seed % 2 == 0, packed=packed)
+
+
 FAULTS = ("a key too many", "a tile too few")
 
 
@@ -190,6 +215,8 @@ def main(names: list[str]) -> None:
         for name in names:
             if name in special:
                 found: Any = special[name]()
+            elif name.startswith("seed "):
+                found = compare(random_case(int(name.removeprefix("seed "))))
             else:
                 found = planted(name) if name in FAULTS else compare(CASES[name])
             print(json.dumps({name: found}), flush=True)
