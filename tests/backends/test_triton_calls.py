@@ -20,7 +20,7 @@ from dash_attn.backends import _backend_of_gpu, resolve
 from dash_attn.backends.triton import support
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import FAR_AWAY, distances, visit_lists
-from dash_attn.backends.triton.setup import Call, aligned, block_of, strides
+from dash_attn.backends.triton.setup import Call, aligned, block_of, readable, strides
 from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, listed, read_table, tiles_for
 from dash_attn.call.offsets import SequenceOffsets
@@ -254,6 +254,16 @@ def test_tensors_are_copied_only_where_kernels_could_not_read_them() -> None:
     padded = aligned(x[..., :13])
     assert padded.shape[-1] == 16
     assert not padded[..., 13:].any()
+
+
+def test_an_address_chooses_no_other_kernel() -> None:
+    ends = torch.arange(9, dtype=torch.int32)
+    assert readable(ends) is ends
+    for view in (ends[1:], ends[::2]):
+        copied = readable(view)
+        assert copied.data_ptr() % 16 == 0
+        assert copied.is_contiguous()
+        assert torch.equal(copied, view)
 
 
 def test_strides_are_counted_in_units() -> None:

@@ -13,7 +13,7 @@ from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from ...masks import Documents
 from .mask_tables import upload
-from .setup import Call, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, sink_launch, statistics_launch
+from .setup import Call, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, readable, sink_launch, statistics_launch
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -52,7 +52,7 @@ def backward(
     with on_device(q):
         call = Call.of(q, k, v, options, offsets)
         dout, rows = aligned(dout), RowValues.empty(call)
-        statistics_launch(call, aligned(out), dout, lse.contiguous(), None if dlse is None else dlse.contiguous(), rows).run()
+        statistics_launch(call, aligned(out), dout, readable(lse), None if dlse is None else readable(dlse), rows).run()
         dq, dk, dv = (x.new_empty(x.shape) for x in (call.q, call.k, call.v))
         for launch in gradient_launches(call, dout, rows, (dq, dk, dv)):
             launch.run()
@@ -69,8 +69,7 @@ def _sink_gradient(call: Call, rows: RowValues, sinks: Tensor) -> Tensor:
 
 def logits_of(sinks: Tensor) -> Tensor:
     """In float32, where kernels can read them."""
-    logits = sinks.detach().float().contiguous()
-    return logits if logits.data_ptr() % 16 == 0 else logits.clone()
+    return readable(sinks.detach().float())
 
 
 def cut(tensor: Tensor, dim: int) -> Tensor:

@@ -84,8 +84,8 @@ class Call:
             **strides("q", self.q),
             **strides("k", self.k),
             **strides("v", self.v),
-            "q_ends": None if self.offsets is None else self.offsets.cu_seqlens_q,
-            "kv_ends": None if self.offsets is None else self.offsets.cu_seqlens_k,
+            "q_ends": None if self.offsets is None else readable(self.offsets.cu_seqlens_q),
+            "kv_ends": None if self.offsets is None else readable(self.offsets.cu_seqlens_k),
             "heads": kv_heads if by_keys else heads,
             "group": heads // kv_heads,
             "tiles": tiles,
@@ -183,7 +183,8 @@ def offsets_launch(call: Call) -> Launch:
     assert call.offsets is not None
     q_len, kv_len = call.lengths
     numbers = {
-        **{"q_ends": call.offsets.cu_seqlens_q, "kv_ends": call.offsets.cu_seqlens_k, "entries": len(call.offsets.cu_seqlens_q)},
+        **{"q_ends": readable(call.offsets.cu_seqlens_q), "kv_ends": readable(call.offsets.cu_seqlens_k)},
+        "entries": len(call.offsets.cu_seqlens_q),
         **{"q_tokens": q_len, "kv_tokens": kv_len},
         **{"q_longest": int(call.offsets.max_seqlen_q), "kv_longest": int(call.offsets.max_seqlen_k)},
     }
@@ -200,6 +201,11 @@ def strides(name: str, x: Tensor) -> dict[str, int]:
     of_batch = [0] if x.ndim == 3 else []
     found = [*of_batch, *(0 if size == 1 else stride // UNIT for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))]
     return dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), found, strict=True))
+
+
+def readable(x: Tensor) -> Tensor:
+    """Numbers in a row that begin at a multiple of 16 bytes: an address must not choose another variant of a kernel."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(x: Tensor) -> Tensor:
