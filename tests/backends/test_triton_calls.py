@@ -243,8 +243,8 @@ def test_distances_of_bands() -> None:
 
 def test_tensors_are_copied_only_where_kernels_could_not_read_them() -> None:
     x = torch.arange(2 * 6 * 3 * 16, dtype=torch.float32).view(2, 6, 3, 16)
-    for readable in (x, x[:, ::2], x[:, :, 1:], x.transpose(1, 2), x[:1].expand(4, 6, 3, 16), x[..., :8]):
-        assert aligned(readable) is readable
+    for view in (x, x[:, ::2], x[:, :, 1:], x.transpose(1, 2), x[:1].expand(4, 6, 3, 16), x[..., :8]):
+        assert aligned(view) is view
     for other in (x[..., 1:9], x[..., ::2], x[:, :, :, :1].expand(2, 6, 3, 8)):
         copied = aligned(other)
         assert copied is not other
