@@ -329,6 +329,7 @@ def timed(arguments: argparse.Namespace) -> int:
             for peer, least in targets.items():
                 row = of_pass.get(peer, {})
                 if "median_ms" not in row:
+                    missed += 1  # a peer without a figure shows nothing
                     words.append(f"{peer}: {row.get('reason', 'not there')}")
                     continue
                 ratio = row["median_ms"] / mine["median_ms"]
@@ -337,7 +338,7 @@ def timed(arguments: argparse.Namespace) -> int:
             print(f"{shape} {direction}: {', '.join(words)}", flush=True)
         torch.cuda.empty_cache()
     print(json.dumps({"shapes": len(shapes), "missed": missed, "file": str(arguments.output)}))
-    return 0
+    return 1 if missed else 0
 
 
 # Tiles
