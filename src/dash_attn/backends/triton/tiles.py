@@ -54,7 +54,8 @@ def read_table() -> dict[str, Any]:
 def listed(architecture: str) -> str:
     """The entry of the table that an architecture takes: its own, that of a relative, or the one for all others."""
     table = read_table()
-    return architecture if architecture in table["tiles"] else str(table["same_as"].get(architecture, table["others"]))
+    others = table["other_amd" if architecture.startswith("gfx") else "others"]
+    return architecture if architecture in table["tiles"] else str(table["same_as"].get(architecture, others))
 
 
 @cache
