@@ -186,8 +186,10 @@ def checked_cases() -> Iterator[tuple[Case, int]]:
         yield Case(16384, count, (16, 16), mask=Window(4096, 0)), 10
 
 
-def long_cases() -> Iterator[tuple[Case, int]]:
+def long_cases(least: int = 0) -> Iterator[tuple[Case, int]]:
     for tokens, repeats in ((16384, 100), (32768, 100), (65536, 6), (131072, 6)):
+        if tokens < least:
+            continue
         for count in (2, 4, 8, 16):
             for heads in ((32, 8), (16, 16)):
                 yield Case(tokens, count, heads), repeats
@@ -332,6 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="compile all kernels at once")
     parser.add_argument("--check", action="store_true", help="compare bits")
     parser.add_argument("--long", action="store_true", help="compare bits of long sequences")
+    parser.add_argument("--least", type=int, default=0, help="long sequences of so many tokens or more")
     parser.add_argument("--time", action="store_true", help="time the slowest device")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--json", type=Path, help="write what was found there, after every case")
@@ -348,7 +351,7 @@ def main(arguments: list[str] | None = None) -> None:
         if chosen.json:
             chosen.json.write_text(json.dumps(results, indent=1))
 
-    for asked, cases in ((chosen.check, checked_cases), (chosen.long, long_cases)):
+    for asked, cases in ((chosen.check, checked_cases), (chosen.long, partial(long_cases, chosen.least))):
         for verdict in check_bits(cases(), chosen.seconds) if asked else ():
             keep("check", verdict)
     for case in timed_cases() if chosen.time else ():

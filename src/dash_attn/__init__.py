@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .attention.functions import explain, flash_attn_func
     from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from .attention.varlen import flash_attn_varlen_func
+    from .ledgers import ledger
     from .tools.doctor import doctor
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _NEEDS_TORCH = {
     "flash_attn_kvpacked_func": ".attention.packed_tensors",
     "flash_attn_qkvpacked_func": ".attention.packed_tensors",
     "flash_attn_varlen_func": ".attention.varlen",
+    "ledger": ".ledgers",
 }
 
 
@@ -70,6 +72,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "generate",
+    "ledger",
     "lower",
     "parse_mask",
     "simulate",

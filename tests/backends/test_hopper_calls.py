@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -192,15 +193,28 @@ def test_tiles_are_those_of_a_kernel() -> None:
         shapes.backward_tiles(192, 64)
 
 
-def test_a_slice_of_a_gpu_is_told_how_many_sms_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_of_a_gpu_runs_gangs_in_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
     full = AttentionOptions(Full(), 0.1)
-    assert setup.dense_setup(q, q, q, full).gang == 16
+    whole = setup.dense_setup(q, q, q, full)
+    assert (whole.gang, whole.legs) == (16, None)
     monkeypatch.setattr(setup, "sm_count", lambda index: 8)
-    with pytest.raises(TooFewWorkers, match=r"^auto \(here shift_blocks\) needs 16 workers at once \(SMs of a GPU.*there are 8\."):
-        setup.dense_setup(q, q, q, full)
-    for runs_there in (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1)):
-        assert setup.dense_setup(q, q, q, runs_there).plan.workers == 8
+    in_legs = setup.dense_setup(q, q, q, full)
+    assert in_legs.legs is not None
+    assert (in_legs.plan.workers, in_legs.plan.order_hash) == (8, whole.plan.order_hash)
+    others = (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1))
+    for runs_there in (*others, AttentionOptions(Full(), 0.1, accumulation="unordered")):
+        found = setup.dense_setup(q, q, q, runs_there)
+        assert (found.plan.workers, found.legs) == (8, None)
+
+
+def test_blocks_need_their_gang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
+    everything = AttentionOptions(TileMap(np.ones((32, 32), dtype=bool), 128, 128), 0.1, schedule="shift_blocks")
+    assert setup.dense_setup(q, q, q, everything).gang == 16
+    monkeypatch.setattr(setup, "sm_count", lambda index: 8)
+    with pytest.raises(TooFewWorkers, match=r"^shift_blocks needs 16 workers at once \(SMs of a GPU.*there are 8\."):
+        setup.dense_setup(q, q, q, everything)
 
 
 def test_documents_say_how_many_sms_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

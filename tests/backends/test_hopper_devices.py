@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
-from dash_attn.call.any_workers import plan_on_any
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for
@@ -36,6 +35,7 @@ calls, ahead, masks, kernel_names, leg_tables, uploaded, tables = (
     import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES
 )
 devices = import_module("dash_attn.backends.hopper.devices")
+setups, few_workers = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in ("backward_setup", "few_workers"))
 workspaces = import_module("dash_attn.backends.hopper.device.workspace")
 recently_used = import_module("dash_attn.backends.hopper.device.recently_used")
 
@@ -540,15 +540,17 @@ def test_in_legs_on_few_workers(
     q32, k32, v32 = (x.float().requires_grad_() for x in (q, k, v))
     out, lse = flash_attn_func(q32, k32, v32, return_lse=True)
     out.backward(dout.float())
-    options = options_for(Choices(mask=Full()), 64)
-    planned = plan_on_any(Problem(Full(), q_len, kv_len, 128, 128, kv_heads, q_heads // kv_heads), "auto", workers)
-    assert planned.plan.gang > workers
-    assert planned.legs is not None
-    made = calls.DeviceBackward.new_state
-    monkeypatch.setattr(calls.DeviceBackward, "new_state", lambda *of: memory.add_tensor("states", made(*of)))
-    of_rows = memory.add_tensor("rows", lse.detach().contiguous()), None
-    backward = calls.run_in_legs(planned.plan, planned.legs, options, (dout, q, k, v, out.detach().bfloat16()), of_rows)
-    assert_near(list(backward.finish()), [q32.grad, k32.grad, v32.grad])
+    monkeypatch.setattr(setups, "sm_count", lambda index: workers)
+    shapes = [x.to("meta") for x in (q, k, v)]
+    made = setups.dense_setup(*shapes, options_for(Choices(mask=Full()), 64))
+    assert made.gang > workers
+    new_state = calls.DeviceBackward.new_state
+    monkeypatch.setattr(calls.DeviceBackward, "new_state", lambda *of: memory.add_tensor("states", new_state(*of)))
+    call = few_workers.BackwardInLegs(made, torch.device("cpu"))
+    lse = memory.add_tensor("rows", lse.detach().contiguous())
+    dq, dk, dv, dsinks = call.run((q, k, v, dout, out.detach().bfloat16()), lse, None, None)
+    assert_near([dq, dk, dv], [q32.grad, k32.grad, v32.grad])
+    assert dsinks is None
 
 
 def test_the_machine_code_has_a_name() -> None:

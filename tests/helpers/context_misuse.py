@@ -114,6 +114,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "rows must be a whole number >= 1; got 0": {"rows": 0},
     "batch must be a whole number >= 1; got 0": {"batch": 0},
     "documents cannot be shared by ranks": {"mask": Documents((512, 512))},
+    "With ulysses equal to the number of ranks": {"mask": Documents((512, 512)), "ulysses": 2},
     "ulysses must divide the number of ranks, which is 4; got 8": {"ulysses": 8, "heads": (8, 8)},
     "ulysses must divide the 3 KV heads, because ranks get whole KV heads; got 2. On 4 ranks, 1 do": {"ulysses": 2, "heads": (3, 3)},
     "needs cuda tensors": {"backend": "hopper"},

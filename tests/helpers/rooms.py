@@ -20,7 +20,8 @@ ROOMS: dict[str, set[str]] = {
     "attention": {*CORE, "call", "backends"},
     "distributed": {*CORE, "call", "backends", "attention"},
     "nn": {"masks", "attention"},
-    "integrations": {"masks", "call", "attention", "distributed"},
     "tools": {*CORE, "execution", "viewing", "call", "backends", "attention", "distributed"},
-    "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools"},
+    "ledgers": {"call", "backends", "attention", "tools"},
+    "integrations": {"masks", "call", "attention", "distributed", "ledgers"},
+    "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "tools", "ledgers"},
 }

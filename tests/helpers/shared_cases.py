@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn import Prefix, TileMap, flash_attn_func
+from dash_attn import Documents, Prefix, TileMap, flash_attn_func
 from dash_attn.distributed import Sharding
 
 RANKS = 4
@@ -141,6 +141,7 @@ CASES: dict[str, Case] = {
     "parts of a group": Case(2, 2304, (4, 1), dims=(8, 8), sharding=Sharding((1152, 1152), (0, 1)), call={"window_size": (128, 0)}),
     "ulysses alone": Case(4, 512, (4, 4), ulysses=4, sharding="contiguous", sinks=True, lse_gradient=True, call=CAUSAL),
     "ulysses alone, no multiple of a tile": Case(2, 252, (4, 2), ulysses=2, dtype=BF16),
+    "ulysses alone, documents": Case(2, 444, (2, 2), ulysses=2, sinks=True, lse_gradient=True, call={"mask": Documents((300, 131, 13))}),
     "ulysses and states": Case(4, 1024, (4, 2), ulysses=2, batch=2, sinks=True, lse_gradient=True, call=CAUSAL),
     "ulysses and states, full": Case(4, 512, (2, 2), ulysses=2, sharding="contiguous", dtype=BF16),
     "ulysses and states, uneven": Case(4, 838, (2, 2), (16, 8), ulysses=2, sharding=Sharding((200, 184, 128, 326), (0, 1, 2, 3))),

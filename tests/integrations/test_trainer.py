@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ pytest.importorskip("accelerate")
 
 from dash_attn.integrations import huggingface  # noqa: E402
 from dense import same_bits  # noqa: E402
+from process_settings import restored_settings  # noqa: E402
 
 SIZES = {
     "vocab_size": 64,
@@ -30,12 +30,8 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def _settings_restored() -> Iterator[None]:
-    """full_determinism changes the process: environment variables and PyTorch's setting."""
-    before = dict(os.environ)
-    yield
-    torch.use_deterministic_algorithms(False)
-    os.environ.clear()
-    os.environ.update(before)
+    with restored_settings():
+        yield
 
 
 def samples(equal_lengths: bool) -> list[dict[str, list[int]]]:

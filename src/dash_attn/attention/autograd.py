@@ -13,6 +13,7 @@ from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from .call_log import LOG_CALLS, log_call
 from .deterministic_setting import alert_if_unordered
+from .observers import observers, tell_observers
 
 
 def attention_forward(
@@ -28,6 +29,8 @@ def attention_forward(
     results = backend.forward(q, k, v, options, offsets, sinks)
     if LOG_CALLS:
         log_call(q, k, v, options, offsets)
+    if observers:
+        tell_observers(q, k, v, options, offsets)
     return results
 
 

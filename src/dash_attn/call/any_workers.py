@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Protocol
+
+from torch import Tensor
 
 from ..scheduling.devices.in_legs import in_legs
-from ..scheduling.devices.units import SharedSchedule
+from ..scheduling.devices.units import SharedSchedule, Unit
 from ..scheduling.order import WORKER_INVARIANT
 from ..scheduling.plan import Plan, lower
 from ..scheduling.problem import Problem
@@ -14,6 +17,23 @@ from ..scheduling.schedule import Schedule
 from ..scheduling.validate import StuckOnWorkers
 from .given_schedule import is_given, schedule_for
 from .planning import plan_for
+
+
+class WalksLegs(Protocol):
+    """A backend's backward of one device, as far as legs need it."""
+
+    def new_state(self, unit: Unit) -> Tensor: ...
+    def run(self, unit: Unit, state: Tensor) -> None: ...
+
+
+def walk_in_legs(backward: WalksLegs, legs: SharedSchedule) -> None:
+    """All units of a device that is alone. Between two legs of a chain its state rests in memory."""
+    resting: dict[int, Tensor] = {}  # states, by the unit that they come from
+    for unit in legs.units:
+        state = backward.new_state(unit) if unit.before is None else resting.pop(unit.before)
+        backward.run(unit, state)
+        if unit.after is not None:
+            resting[unit.number] = state
 
 
 @dataclass(frozen=True, eq=False)

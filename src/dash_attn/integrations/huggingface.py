@@ -26,6 +26,7 @@ from ._layer_mask import NAME, LayerMask
 from ._mask_functions import read_causal
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
+from ._torch_context_parallel import refuse_inside
 
 __all__ = ["NAME", "attention", "check", "mask_for", "register"]
 ON_THE_HOST = (
@@ -128,6 +129,7 @@ def mask_for(
     **kwargs: Any,
 ) -> LayerMask:
     """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend everything"."""
+    refuse_inside('attn_implementation="dash_attn"')
     if kwargs.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
     offsets = int(q_offset), int(kv_offset)

@@ -21,8 +21,10 @@ from ..attention.schedule_argument import with_schedule_as_text
 from ..call.options import is_finite, is_zero
 from ..call.tensor_checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
+from ._torch_context_parallel import HERE, RowsOfTorch, check_block, has_placement
 
-OPTIONS = ("schedule", "accumulation", "backend", "head_offset", "context_parallel", "sharding", "ulysses")
+OF_GROUPS = ("context_parallel", "sharding", "ulysses")
+OPTIONS = ("schedule", "accumulation", "backend", "head_offset", *OF_GROUPS)
 
 
 @contextmanager
@@ -31,13 +33,16 @@ def replace_sdpa(**options: Any) -> Iterator[None]:
 
     options: schedule, accumulation, backend or head_offset, as in flash_attn_func. With context_parallel=group (a ProcessGroup or a
     DeviceMesh of one dimension) each call is one of context_parallel_attention: query, key and value are this rank's rows of a
-    sequence that the group shares, dealt by `sharding`, with the factor `ulysses`.
+    sequence that the group shares, dealt by `sharding`, with the factor `ulysses`. With context_parallel="torch" the block is around
+    PyTorch's own context_parallel (or Accelerate's), which then calls us: its mesh is the group, and it deals the rows. Calls
+    outside its block are plain ones.
 
     Code that imported the function by name before the block keeps PyTorch's. Blocks nest. The name is one for the
     whole process: other threads also see the replacement, so enter and leave blocks on one thread. Gradients may be
     taken after the block.
     """
     _check_options(options)
+    check_block(options.get("context_parallel"), options.get("sharding", "zigzag"))
     get_overridable_functions()  # PyTorch makes this list once: made inside the block, it would have our function in it for good
     before = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = _with(with_schedule_as_text(options))
@@ -66,6 +71,12 @@ def scaled_dot_product_attention(
     """
     _check_options(options)
     _refuse(attn_mask, dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+    if has_placement(query) or has_placement(key) or has_placement(value):
+        rows = RowsOfTorch.of(options.get("context_parallel"), query=query, key=key, value=value)
+        of_rank = {**options, **rows.options}
+        return rows.placed(scaled_dot_product_attention(*rows.tensors, None, dropout_p, is_causal, scale, enable_gqa, **of_rank))
+    if options.get("context_parallel") == HERE:  # outside PyTorch's block
+        options = {name: value for name, value in options.items() if name not in OF_GROUPS}
     _check_layout(query=query, key=key, value=value)
     q, k, v = under_autocast(query, key, value)
     _check_tensors(q, k, v, enable_gqa)
@@ -115,6 +126,8 @@ def _check_options(options: dict[str, Any]) -> None:
     alone = [name for name in ("sharding", "ulysses") if name in options and options.get("context_parallel") is None]
     if alone:
         raise TypeError(f"{alone[0]} is for ranks that share a sequence: it needs context_parallel=group")
+    if "sharding" in options and options["context_parallel"] == HERE:
+        raise TypeError('sharding is for context_parallel=group: with context_parallel="torch" PyTorch deals the rows')
 
 
 def _refuse(attn_mask: Any, dropout_p: Any, scale: Any, **flags: Any) -> None:

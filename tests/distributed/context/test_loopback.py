@@ -74,8 +74,8 @@ class Faulty(Mailbox):
         self.which, self.received = which, 0
         self.last = torch.empty(0)
 
-    def receive(self, unit: Unit, size: int) -> Tensor:
-        state = super().receive(unit, size)
+    def receive(self, unit: Unit) -> Tensor:
+        state = super().receive(unit)
         self.received += 1
         changed = self.change(state) if self.received == self.which else state
         self.last = state.clone()

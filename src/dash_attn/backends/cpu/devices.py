@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...call.any_workers import walk_in_legs
 from ...call.options import AttentionOptions
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Ledger
@@ -149,12 +150,7 @@ def run_in_legs(
     dout, q, k, v, out = tensors
     backward = DeviceBackward(plan, legs, 0, options, (dout, q, out), of_rows)
     backward.take_keys(k, v, 0)
-    resting: dict[int, Tensor] = {}  # states, by the unit that they come from
-    for unit in legs.units:
-        state = backward.new_state(unit) if unit.before is None else resting.pop(unit.before)
-        backward.run(unit, state)
-        if unit.after is not None:
-            resting[unit.number] = state
+    walk_in_legs(backward, legs)
     backward.check()
     return backward.tiles
 

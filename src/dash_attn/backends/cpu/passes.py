@@ -19,6 +19,7 @@ from ...call.explanation import Explanation
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, explanation_of, explanation_of_documents, plan_in_words, problem_of
+from ...call.sums import sum_in_order
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.run import run_plan
 from ...masks import Documents
@@ -157,7 +158,5 @@ def _sum_in_order(parts: list[Tensor], sinks: Tensor | None) -> Tensor | None:
     """The sum over sequences, first to last, in the dtype of the sinks."""
     if sinks is None:
         return None
-    total = torch.zeros(sinks.shape, dtype=parts[0].dtype if parts else sinks.dtype)
-    for part in parts:
-        total += part
+    total = sum_in_order(parts) if parts else torch.zeros(sinks.shape)
     return total.to(sinks.dtype)

@@ -53,26 +53,26 @@ class RankCosts:
     memory: Memory
 
 
-class Widths(NamedTuple):
+class NumberBytes(NamedTuple):
     """Bytes of a number: in q, k, v and out; in states, sums and LSE."""
 
     tensor: int
     state: int
 
 
-def costs_of_sharing(call: SharedCall, widths: Widths, sinks: bool) -> list[RankCosts]:
+def costs_of_sharing(call: SharedCall, bytes_of: NumberBytes, sinks: bool) -> list[RankCosts]:
     """Of every rank that shares the sequence. Without Ulysses, that is all."""
     ranks = range(call.sharding.devices)
-    gathered = _gather_bytes(call, widths)
-    more = _sink_bytes(call, widths) if sinks else 0
-    states = _most_states(call, widths)
+    gathered = _gather_bytes(call, bytes_of)
+    more = _sink_bytes(call, bytes_of) if sinks else 0
+    states = _most_states(call, bytes_of)
     found = []
     for rank in ranks:
         hopping = [unit for unit in call.shared.by_device[rank] if call.shared.hops(unit)]
         ending = [unit for unit in hopping if unit.after is not None and call.shared.units[unit.after].leg is None]
-        finals, all_states = (sum(_state_bytes(call, unit, widths) for unit in units) for units in (ending, hopping))
+        finals, all_states = (sum(_state_bytes(call, unit, bytes_of) for unit in units) for units in (ending, hopping))
         backward = Sent(keys=gathered, states=all_states - finals, final_states=finals, sinks=more)
-        memory = Memory(_most_keys(call, rank, widths), states[rank], _sum_bytes(call, rank, widths))
+        memory = Memory(_most_keys(call, rank, bytes_of), states[rank], _sum_bytes(call, rank, bytes_of))
         found.append(RankCosts(len(call.shared.by_device[rank]), len(hopping), Sent(keys=gathered), backward, memory))
     return found
 
@@ -82,42 +82,42 @@ def _most(sharding: Sharding) -> int:
     return max(len(sharding.rows_of(rank)) for rank in range(sharding.devices))
 
 
-def _gather_bytes(call: SharedCall, widths: Widths) -> int:
+def _gather_bytes(call: SharedCall, bytes_of: NumberBytes) -> int:
     heads = call.batch * call.kv_heads * sum(call.dims)
-    return (call.sharding.devices - 1) * _most(call.sharding) * heads * widths.tensor
+    return (call.sharding.devices - 1) * _most(call.sharding) * heads * bytes_of.tensor
 
 
-def _sink_bytes(call: SharedCall, widths: Widths) -> int:
+def _sink_bytes(call: SharedCall, bytes_of: NumberBytes) -> int:
     """Two numbers of each row and query head, in whole tiles."""
     tile = call.problem.tile_q
     rows = _most(sharding_of_tiles(call.sharding, tile)) * tile
-    return (call.sharding.devices - 1) * 2 * call.batch * call.kv_heads * call.group * rows * widths.state
+    return (call.sharding.devices - 1) * 2 * call.batch * call.kv_heads * call.group * rows * bytes_of.state
 
 
-def _state_bytes(call: SharedCall, unit: Unit, widths: Widths) -> int:
-    return call.shared.state_tiles(unit) * call.devices.tile_size(*call.dims) * widths.state
+def _state_bytes(call: SharedCall, unit: Unit, bytes_of: NumberBytes) -> int:
+    return call.shared.state_tiles(unit) * call.devices.tile_size(*call.dims) * bytes_of.state
 
 
-def _sum_bytes(call: SharedCall, rank: int, widths: Widths) -> int:
+def _sum_bytes(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
     tiles = sharding_of_tiles(call.sharding, call.problem.tile_kv)
     heads = call.batch * call.kv_heads * len(tiles.rows_of(rank))
-    return call.plan.sums * heads * call.devices.tile_size(*call.dims) * widths.state
+    return call.plan.sums * heads * call.devices.tile_size(*call.dims) * bytes_of.state
 
 
-def _most_states(call: SharedCall, widths: Widths) -> list[int]:
+def _most_states(call: SharedCall, bytes_of: NumberBytes) -> list[int]:
     """Of each rank: states are there from the unit before, wherever that runs, until their own unit has run."""
     events: list[list[tuple[int, int]]] = [[] for _ in range(call.sharding.devices)]
     for unit in call.shared.units:
-        size = _state_bytes(call, unit, widths)
+        size = _state_bytes(call, unit, bytes_of)
         since = unit.number if unit.before is None else unit.before + 1
         events[unit.device] += [(since, size), (unit.number + 1, -size)]
     return [_highest(each) for each in events]
 
 
-def _most_keys(call: SharedCall, rank: int, widths: Widths) -> int:
+def _most_keys(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
     """A gather is there from its start to its last use by this rank."""
     last_use = {number: unit.number for unit in call.shared.by_device[rank] for number in gathers_of(call, unit)}
-    each = call.batch * call.sharding.rows * sum(call.dims) * widths.tensor
+    each = call.batch * call.sharding.rows * sum(call.dims) * bytes_of.tensor
     sizes = {number: each * len(call.gathers[number]) for number in last_use}
     starts = gather_starts(call)
     return _highest(event for number, size in sizes.items() for event in ((starts[number], size), (last_use[number] + 1, -size)))

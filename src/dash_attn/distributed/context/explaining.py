@@ -20,7 +20,7 @@ from ...scheduling.problem import whole_number
 from ...scheduling.schedule import Schedule
 from ...simulation.cluster import Cluster, simulate_devices
 from ...simulation.simulate import Machine
-from .costs import Memory, RankCosts, Sent, Widths, costs_of_sharing
+from .costs import Memory, NumberBytes, RankCosts, Sent, costs_of_sharing
 from .rows import sharding_of_rank
 from .shared_call import SharedCall
 from .ulysses import check_factor, outer_sharding
@@ -166,14 +166,14 @@ def _calls(
 def _costs(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, calls: list[SharedCall | None], sink: int) -> list[RankCosts]:
     """By rank: neighbours follow each other. sink: bytes of one; 0: there are none."""
     ulysses = len(calls)
-    widths = Widths(q.element_size(), torch.promote_types(q.dtype, torch.float32).itemsize)
-    of_place = [None if call is None else costs_of_sharing(call, widths, sink > 0) for call in calls]
+    bytes_of = NumberBytes(q.element_size(), torch.promote_types(q.dtype, torch.float32).itemsize)
+    of_place = [None if call is None else costs_of_sharing(call, bytes_of, sink > 0) for call in calls]
     found = []
     for rank in range(sharding.devices):
         group, place = divmod(rank, ulysses)
         shared = of_place[place]
         mine = RankCosts(0, 0, Sent(), Sent(), Memory()) if shared is None else shared[group]
-        forward, backward = _exchanged((q, k, v), _most_rows(sharding, group, ulysses), ulysses, widths)
+        forward, backward = _exchanged((q, k, v), _most_rows(sharding, group, ulysses), ulysses, bytes_of)
         sinks = mine.backward.sinks + (ulysses - 1) * (q.shape[2] // ulysses) * sink
         sent = mine.forward._replace(heads=forward), mine.backward._replace(heads=backward, sinks=sinks)
         found.append(replace(mine, forward=sent[0], backward=sent[1]))
@@ -184,15 +184,15 @@ def _most_rows(sharding: Sharding, group: int, ulysses: int) -> int:
     return max(len(sharding.rows_of(rank)) for rank in range(group * ulysses, (group + 1) * ulysses))
 
 
-def _exchanged(tensors: tuple[Tensor, Tensor, Tensor], rows: int, ulysses: int, widths: Widths) -> tuple[int, int]:
+def _exchanged(tensors: tuple[Tensor, Tensor, Tensor], rows: int, ulysses: int, bytes_of: NumberBytes) -> tuple[int, int]:
     """Bytes that go to neighbours in the forward and in the backward: of every row, all heads but a rank's own."""
     q, k, v = tensors
     batch, _, q_heads, dim = q.shape
     of_keys = k.shape[2] * (dim + v.shape[3])
     numbers = batch * rows * (ulysses - 1)
-    queries, values, statistics = q_heads * dim * widths.tensor, q_heads * v.shape[3] * widths.tensor, q_heads * widths.state
-    forward = queries + of_keys * widths.tensor + values + statistics  # q, k, v; out, lse
-    backward = 2 * queries + 2 * of_keys * widths.tensor + 2 * values + 2 * statistics  # dout, q, k, v, out, lse, dlse; dq, dk, dv
+    queries, values, statistics = q_heads * dim * bytes_of.tensor, q_heads * v.shape[3] * bytes_of.tensor, q_heads * bytes_of.state
+    forward = queries + of_keys * bytes_of.tensor + values + statistics  # q, k, v; out, lse
+    backward = 2 * queries + 2 * of_keys * bytes_of.tensor + 2 * values + 2 * statistics  # dout, q, k, v, out, lse, dlse; dq, dk, dv
     return numbers * forward // ulysses, numbers * backward // ulysses
 
 

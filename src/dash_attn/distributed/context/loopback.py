@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.sums import sum_in_order
 from ...scheduling.devices.units import Unit
 from .gathering import sharding_of_tiles
-from .of_rank import sum_in_order
 from .passes import BackwardPass, forward_pass
 from .rows import rows_of
 from .shared_call import SharedCall
@@ -51,7 +51,7 @@ class Mailbox:
         self.states[unit.number] = state.clone()
         state.fill_(torch.nan)
 
-    def receive(self, unit: Unit, size: int) -> Tensor:
+    def receive(self, unit: Unit) -> Tensor:
         assert unit.before is not None
         return self.states.pop(unit.before)
 

@@ -50,7 +50,7 @@ class RankMail:
         self.leaving.append(_Letter(work, state, unit, to))
         self.leaving = [letter for letter in self.leaving if not letter.work.is_completed()]
 
-    def receive(self, unit: Unit, size: int) -> Tensor:
+    def receive(self, unit: Unit) -> Tensor:
         assert unit.before is not None
         source = self.shared.units[unit.before]
         self._expect(source.device, source.number + 1)

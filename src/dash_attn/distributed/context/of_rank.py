@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ...attention.autograd import attention_backward, attention_forward
+from ...attention.observers import SharedPart, observers, tell_observers
 from ...backends import resolve
 from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import hash_of
+from ...call.sums import sum_in_order
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
 from ...scheduling.devices.sharding import CutTile, Sharding
@@ -112,6 +114,9 @@ class OfRank:
             out, lse = attention_forward(q, k, v, self.options, None, own_sinks)
         else:
             out, lse = forward_pass(self.call, self.outside.rank, q, GatheredKeys(self.call, self.outside, k, v), own_sinks)
+            if observers:
+                part = SharedPart((self.call, self.outside.rank), partial(self.call.described, self.outside.rank))
+                tell_observers(q, k, v, self.options, shared=part)
         return self.exchange.to_rows(out), _by_head(self.exchange.to_rows(_by_row(lse)))
 
     def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
@@ -151,14 +156,6 @@ class OfRank:
     def _on_first_rank(self, dsinks: Tensor) -> Tensor:
         whole = self.exchange.inside.gather(dsinks.contiguous())
         return whole if self.exchange.inside.rank == 0 and self.outside.rank == 0 else torch.zeros_like(whole)
-
-
-def sum_in_order(parts: Tensor) -> Tensor:
-    """Over sequences, first to last."""
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total += part
-    return total
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:

@@ -28,7 +28,7 @@ class Mail(Protocol):
     def send(self, unit: Unit, state: Tensor) -> None:
         """The states behind this unit, to the rank of the unit after it. The sender does not use their memory again."""
 
-    def receive(self, unit: Unit, size: int) -> Tensor:
+    def receive(self, unit: Unit) -> Tensor:
         """The states before this unit, from the rank of the unit before it."""
 
 
@@ -82,7 +82,7 @@ class BackwardPass:
             return self.backward.new_state(unit)
         if unit.before in self._states:
             return self._states.pop(unit.before)
-        return self.mail.receive(unit, self.backward.state_size(unit))
+        return self.mail.receive(unit)
 
     def _take_keys(self, unit: Unit) -> None:
         self.keys.start(max(number for number, start in enumerate(self._starts) if start <= unit.number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from torch import Tensor
 
@@ -56,8 +57,9 @@ class SharedCall:
     def _check(self) -> None:
         if runs_packed(self.options):
             raise ValueError(
-                f"documents cannot be shared by ranks: each is planned by itself, and chunks would cut it. schedule={ANY_WORKERS!r}"
-                " plans the row as a whole; its bits are then those of that schedule on one rank"
+                "documents cannot be shared by ranks: each is planned by itself, and chunks would cut it. With ulysses equal to the"
+                " number of ranks, ranks exchange heads instead, and each document has the bits that it has alone."
+                f" schedule={ANY_WORKERS!r} plans the row as a whole; its bits are then those of that schedule on one rank"
             )
         self.shared  # noqa: B018  raises where lengths do not fit, or where the order has circles
 
@@ -73,6 +75,20 @@ class SharedCall:
     @property
     def plan(self) -> Plan:
         return plan_for(self.problem, self.options.schedule, DEFAULT_WORKERS)
+
+    def described(self, rank: int) -> dict[str, Any]:
+        """What decides the bits of a rank's rows, as JSON has it. Order and tiles are those of one rank alone."""
+        plan = self.plan
+        return {
+            "backend": self.backend,
+            "schedule": plan.schedule_name,
+            "order_hash": plan.order_hash,
+            "backward_tiles": [self.problem.tile_q, self.problem.tile_kv],
+            "machine_code": self.devices.machine_code(),
+            "ranks": self.sharding.devices,
+            "rank": rank,
+            "chunks": [list(self.sharding.lengths), list(self.sharding.owners)],
+        }
 
     @property
     def shared(self) -> SharedSchedule:

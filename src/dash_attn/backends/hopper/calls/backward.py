@@ -191,8 +191,7 @@ class DenseBackward(BackwardCall):
 
     holds_tables = True
 
-    def __init__(self, layout: DenseLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        setup = DenseBackwardSetup(layout, options)
+    def __init__(self, setup: DenseBackwardSetup, tensors: tuple[Tensor, ...]) -> None:
         if setup.legs is not None:
             raise TooFewWorkers(setup.plan.schedule_name, setup.gang, setup.plan.workers, " Only a plain backward runs there.")
         super().__init__(setup, tensors)
@@ -232,7 +231,7 @@ def prepare(
     if isinstance(layout, PackedLayout):
         return PackedBackward(layout, tensors, options)
     setup = DenseBackwardSetup(layout, options)
-    return DenseBackward(layout, tensors, options) if setup.legs is None else BackwardInLegs(setup, tensors[0].device)
+    return DenseBackward(setup, tensors) if setup.legs is None else BackwardInLegs(setup, tensors[0].device)
 
 
 _calls = CallCache(prepare)

@@ -386,19 +386,3 @@ class DeviceBackward:
                 params.gradient = parts[sequence].data_ptr()
                 launch.on(current_stream(self.index))
         return parts
-
-
-def run_in_legs(
-    plan: Plan, legs: SharedSchedule, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
-) -> DeviceBackward:
-    """A backward on one device that has too few SMs for the gangs of its order, up to its `finish`. tensors: dout, q, k, v and out."""
-    dout, q, k, v, out = tensors
-    backward = DeviceBackward(plan, legs, 0, options, (dout, q, out), of_rows)
-    backward.take_keys(k, v, 0)
-    resting: dict[int, Tensor] = {}  # states, by the unit that they come from
-    for unit in legs.units:
-        state = backward.new_state(unit) if unit.before is None else resting.pop(unit.before)
-        backward.run(unit, state)
-        if unit.after is not None:
-            resting[unit.number] = state
-    return backward

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....call.any_workers import walk_in_legs
 from ....call.offsets import SequenceOffsets
+from ....call.sums import sum_in_order
 from .backward_setup import DenseBackwardSetup
-from .device_backward import DeviceBackward, run_in_legs
+from .device_backward import DeviceBackward
 
 
 class BackwardInLegs:
@@ -23,14 +25,11 @@ class BackwardInLegs:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q, k, v, dout, out = tensors
         assert self.setup.legs is not None
-        backward = run_in_legs(self.setup.plan, self.setup.legs, self.setup.options, (dout, q, k, v, out), (lse, dlse))
-        dsinks = None if sinks is None else self._sink_gradient(backward, sinks)
+        backward = DeviceBackward(self.setup.plan, self.setup.legs, 0, self.setup.options, (dout, q, out), (lse, dlse))
+        backward.take_keys(k, v, 0)
+        walk_in_legs(backward, self.setup.legs)
+        dsinks = None
+        if sinks is not None:
+            dsinks = sum_in_order(backward.sink_gradients(backward.rows_of_sinks, sinks)).to(sinks.dtype)
         dq, dk, dv, dsinks = self.setup.layout.without_padding(*backward.finish(), dsinks)
         return dq, dk, dv, dsinks
-
-    def _sink_gradient(self, backward: DeviceBackward, sinks: Tensor) -> Tensor:
-        parts = backward.sink_gradients(backward.rows_of_sinks, sinks)
-        total = torch.zeros_like(parts[0])
-        for part in parts:  # of one sequence each, first to last as everywhere
-            total += part
-        return total.to(sinks.dtype)

@@ -20,6 +20,7 @@ from ....scheduling.schedule import Schedule
 from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from .backward import DenseBackward
+from .backward_setup import DenseBackwardSetup
 from .layout import CallCache, DenseLayout, PackedLayout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward/config.cuh)
@@ -35,7 +36,7 @@ class RecordingCall(DenseBackward):
 
     def __init__(self, layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         assert isinstance(layout, DenseLayout)  # record_backward takes no packed sequences, which are planned on the device
-        super().__init__(layout, tensors, options)
+        super().__init__(DenseBackwardSetup(layout, options), tensors)
         problem = self.plan.problem
         check_size(problem)
         self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord

@@ -72,6 +72,9 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
               bytes = C::DQ_PIECES > 1 || of_dq(note) ? C::piece_bytes(piece) : 4 * C::SUM_FLOATS;
     if (ORDERED && note.rank == 0)
       bulk_store(to, source, bytes);
+    else if constexpr (C::DQ_PIECES > 1)  // unrolled: a register less
+#pragma unroll
+      for (int at = 0; at < C::piece_bytes(piece); at += REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, REDUCE_BYTES);
     else
 #pragma unroll 1
       for (u32 at = 0; at < bytes; at += REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, REDUCE_BYTES);

@@ -11,8 +11,7 @@
 #include "backward/planner.cuh"
 #include "backward/wide_consumer.cuh"
 
-template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK>
-__global__ void __launch_bounds__(3 * WARPGROUP, 1)
+template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK> __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     attention_backward_of_legs(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                                const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
                                const __grid_constant__ BackwardParams p, const __grid_constant__ LegParams legs) {

@@ -1,0 +1,169 @@
+"""examples/train.py at a real size on one GPU: python benchmarks/training.py [--small] [--steps N] [--only NAME ...] [--json FILE]
+
+Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is installed), with all of PyTorch deterministic and with
+nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,
+by their weights and by `dash-attn diff`. --small is for a look at the script on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import dash_attn
+import dash_attn.nn
+from dash_attn.ledgers import compare_runs
+from dash_attn.tools.bench.environment import environment
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
+REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
+SMALL = {"layers": 2, "width": 64, "heads": 2, "length": 128, "vocabulary": 64, "size": 1, "micro_batches": 2}
+WARM_UP = 3  # steps that are not timed; neither is the last, which writes a checkpoint
+LEDGERS = ("none", "default", "detail")
+Attend = Callable[..., Tensor]
+
+
+def of_dash_attn() -> Attend:
+    return dash_attn.flash_attn_func
+
+
+def of_sdpa(backend: SDPBackend) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+    return attend
+
+
+def of_flash_attention_4(deterministic: bool) -> Attend:
+    from flash_attn.cute import flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        found = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
+        return found[0] if isinstance(found, tuple) else found
+
+    return attend
+
+
+# Name -> attention, and whether all of PyTorch is deterministic.
+VARIANTS: dict[str, tuple[Callable[[], Attend], bool]] = {
+    "dash_attn, deterministic": (of_dash_attn, True),
+    "cuDNN": (lambda: of_sdpa(SDPBackend.CUDNN_ATTENTION), False),
+    "PyTorch flash": (lambda: of_sdpa(SDPBackend.FLASH_ATTENTION), False),
+    "PyTorch flash, deterministic": (lambda: of_sdpa(SDPBackend.FLASH_ATTENTION), True),
+    "FlashAttention-4": (lambda: of_flash_attention_4(False), False),
+    "FlashAttention-4, deterministic": (lambda: of_flash_attention_4(True), True),
+}
+
+
+class NoLedger:
+    def __enter__(self) -> NoLedger:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def watch(self, *_: Any, **__: Any) -> None: ...
+
+    def step(self, *_: Any, **__: Any) -> None: ...
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_example"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(out: Path, settings: dict[str, Any], attend: Attend, deterministic: bool, ledger: str) -> tuple[str, list[float]]:
+    """Weights as a hash, and the seconds of each timed step. The example waits for the device when it shows the loss."""
+    module, moments = example(), []
+    dash_attn.nn.flash_attn_func = attend  # type: ignore[assignment]
+    prepare = module.deterministic
+
+    def prepared(config: Any) -> None:
+        prepare(config)
+        torch.use_deterministic_algorithms(deterministic)
+
+    module.deterministic = prepared
+    module.say = lambda text: moments.append(time.perf_counter()) if text.startswith("step ") else None
+    if ledger == "none":
+        module.dash_attn = SimpleNamespace(ledger=lambda *_, **__: NoLedger())
+    config = module.Config(out=str(out), **settings, checkpoint_every=10**9, detail_from=0 if ledger == "detail" else -1)
+    out.mkdir(parents=True, exist_ok=True)
+    bits = module.train(config)
+    gc.collect()
+    torch.cuda.empty_cache()
+    steps = [after - before for before, after in pairwise(moments)]
+    return bits, steps[WARM_UP - 1 : -1]
+
+
+def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    make, deterministic = VARIANTS[name]
+    try:
+        attend = make()
+        found = {ledger: train(folder / ledger, settings, attend, deterministic, ledger) for ledger in LEDGERS}
+        again, _ = train(folder / "again", settings, attend, deterministic, "default")
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        return {"name": name, "missing": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    tokens = settings["micro_batches"] * settings["size"] * settings["length"]
+    seconds = {ledger: median(steps) for ledger, (_, steps) in found.items()}
+    compared = compare_runs(folder / "default", folder / "again")
+    first = compared.first
+    return {
+        "name": name,
+        "deterministic": deterministic,
+        "step_ms": {ledger: round(1000 * one, 2) for ledger, one in seconds.items()},
+        "tokens_per_second": {ledger: round(tokens / one) for ledger, one in seconds.items()},
+        "overhead": {ledger: round(seconds[ledger] / seconds["none"] - 1, 4) for ledger in LEDGERS[1:]},
+        "ledger_bytes_per_step": {ledger: _bytes(folder / ledger) // settings["steps"] for ledger in LEDGERS[1:]},
+        "weights_of_two_runs_equal": found["default"][0] == again,
+        "ledger_changes_weights": len({bits for bits, _ in found.values()} | {again}) > 1 if compared.agree else None,
+        "diff": {"agree": compared.agree, "step": None if first is None else first.step, "module": first and first.culprit.module},
+    }
+
+
+def _bytes(folder: Path) -> int:
+    return (folder / "rank-0.ledger").stat().st_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.steps < WARM_UP + 2:
+        parser.error(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP + 1} are not timed; got {arguments.steps}")
+    settings = {**(SMALL if arguments.small else REAL), "steps": arguments.steps}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for place, name in enumerate(arguments.only):
+            rows.append(measure(name, settings, Path(folder) / str(place)))
+            print(json.dumps(rows[-1]), flush=True)
+            if arguments.json:
+                about = environment() if torch.cuda.is_available() else {"gpu": None}
+                arguments.json.write_text(json.dumps({"settings": settings, "environment": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What one recorded tensor is: where in a step it was, and its dtype and shape. Its bits are in the record of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The order in which a step runs. `recompute`: a forward inside the backward (activation checkpointing).
+PHASES = ("batch", "forward", "loss", "backward", "recompute", "gradient", "weight", "optimizer", "rng")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`module` is the name in the model, "" the model itself; `call` counts its calls within the step.
+
+    role: "input", "output", "parameter" or "buffer" of a module; elsewhere "".
+    caller: the module that ran when the tensor was seen; None outside of all.
+    takers: modules that took the tensor as input, outermost first. Known for gradients in the backward.
+    """
+
+    phase: str
+    module: str
+    tensor: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    kept: int = 0
+    role: str = ""
+    call: int = 0
+    caller: str | None = None
+    takers: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        """Equal for the same tensor in two runs."""
+        return self.phase, self.module, self.role, self.tensor, self.call
+
+    def of(self, name: str, tensor: Tensor, keep: int) -> Entry:
+        """With what a tensor is. `name`: of the tensor, where it is a part of another one."""
+        kept = min(keep, tensor.numel()) if keep else 0
+        rest = (self.role, self.call, self.caller, self.takers)
+        return Entry(self.phase, self.module, name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), kept, *rest)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"this version of PyTorch has no dtype {self.dtype!r}")
+        return DTYPES[self.dtype]
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.kept * self.torch_dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        fields = (self.phase, self.module, self.tensor, self.dtype, list(self.shape), self.kept, self.role, self.call, self.caller)
+        return [*fields, list(self.takers)]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> Entry:
+        phase, module, tensor, dtype, shape, kept, role, call, caller, takers = fields
+        return cls(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))

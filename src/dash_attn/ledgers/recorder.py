@@ -1,0 +1,178 @@
+"""`dash_attn.ledger`: what a run computed, step by step, in one file per rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Container, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .attention_plans import AttentionCalls
+from .collecting import Collected, Collector
+from .entries import Entry
+from .environment import environment
+from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
+from .hooks import ModuleHooks
+from .leaves import all_leaves
+from .state import generators, gradients, optimizer_settings, optimizer_state, weights
+from .writing import LedgerFile
+
+Steps = Container[int] | bool
+
+
+def ledger(
+    folder: str | os.PathLike[str],
+    *,
+    detail: Steps = (),
+    keep: int = 0,
+    optimizer_every: int = 100,
+    resume_from: int | None = None,
+    rank: int | None = None,
+) -> Ledger:
+    """A ledger of this run, to be used in a `with` statement. `dash-attn diff` compares two.
+
+    folder: has one file per rank. Two processes cannot write to one file, and a run is not overwritten.
+    detail: steps at which inputs and outputs of every module are recorded too, forward and backward: a range, a set, or True for all.
+    keep: how many first elements of every tensor are kept at these steps, so that `diff` can show values.
+    optimizer_every: at which steps the optimizer's state is recorded; also at those of `detail`.
+    resume_from: the number of the first step, for a run that continues from a checkpoint. Appends to the ledger in `folder`, if any.
+    rank: whose file it is; by default the rank in torch.distributed, or in the environment variable RANK.
+    """
+    for name, value, least in (("keep", keep, 0), ("optimizer_every", optimizer_every, 1), ("resume_from", resume_from or 0, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
+    if isinstance(detail, str) or not (isinstance(detail, bool) or hasattr(detail, "__contains__")):
+        raise TypeError(f"detail must be a range, a set or a list of steps, or True for all; got {detail!r}")
+    number = _rank() if rank is None else rank
+    file = LedgerFile(Path(folder) / f"rank-{number}.ledger", append=resume_from is not None)
+    return Ledger(file, number, detail, keep, optimizer_every, resume_from or 0)
+
+
+class Ledger:
+    """Made by `dash_attn.ledger`. Call `step` once per step, after the backward and the update, before gradients are set to zero."""
+
+    def __init__(self, file: LedgerFile, rank: int, detail: Steps, keep: int, optimizer_every: int, first_step: int) -> None:
+        self.next_step = first_step
+        self._file, self._detail, self._keep, self._optimizer_every = file, detail, keep, optimizer_every
+        self._layouts: dict[tuple[Any, ...], int] = {}
+        self._plans_written: set[str] = set()
+        self._collector, self._hooks = Collector(), None  # type: Collector, ModuleHooks | None
+        self._attention = AttentionCalls(lambda: None if self._hooks is None else self._hooks.current_module())
+        world = torch.distributed.get_world_size() if _distributed() else 1
+        file.append((HEAD, as_json({"first_step": first_step, "rank": rank, "world_size": world, "environment": environment()})))
+
+    @property
+    def stopped(self) -> str:
+        """Why nothing is recorded any more (a full disk); empty while it is."""
+        return self._file.stopped
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Record what the run starts with, and get ready for the first step. Needed before it where its detail is wanted.
+
+        Weights, optimizer state and random number generators are those after the step before, so that a run which resumes from a
+        checkpoint compares with one that went on.
+        """
+        if self.stopped:
+            return
+        start = Collector()
+        self._add_state(start, model, optimizer, with_optimizer=True)
+        self._write(self.next_step - 1, start.collect(), (), IS_START)
+        self._prepare(model)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, loss: Any = None, batch: Any = None) -> None:
+        """Record a step: batch, loss, gradients, weights, random number generators, and every so often the optimizer's state.
+
+        loss, batch: tensors, arrays, numbers and texts, in lists, tuples, dicts or dataclasses.
+        """
+        number, detailed = self.next_step, self._wants_detail(self.next_step)
+        if self.stopped:
+            self.next_step += 1
+            return
+        if detailed and self._hooks is None:
+            raise LedgerError(f"detail of step {number} is recorded while it runs: call ledger.watch(model) before it")
+        collector, calls = self._collector, self._attention.take()
+        if detailed and not collector.entries:
+            raise LedgerError(f"detail of step {number}: no module of the model ran where hooks see it; record it without torch.compile")
+        collector.add((Entry("batch", "", name), leaf) for name, leaf in all_leaves(batch, "batch"))
+        collector.add(((Entry("loss", "", name), leaf) for name, leaf in all_leaves(loss, "loss")), keep=1)
+        collector.add(gradients(model))
+        self._add_state(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
+        self._write(number, _in_execution_order(collector.collect()), calls, IS_DETAILED if detailed else 0)
+        self.next_step = number + 1
+        self._prepare(model)
+
+    def close(self, reason: str = "") -> None:
+        """End the ledger. `reason`: why the run did not go on, if not because it was done."""
+        self._remove_hooks()
+        self._attention.stop()
+        self._file.append((END, as_json({"next_step": self.next_step, "reason": reason})))
+        self._file.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close("" if kind is None else f"{kind.__name__}: {error}")
+
+    def _wants_detail(self, step: int) -> bool:
+        return self._detail if isinstance(self._detail, bool) else step in self._detail
+
+    def _prepare(self, model: nn.Module) -> None:
+        """For the next step."""
+        self._remove_hooks()
+        self._attention.take()
+        detailed = self._wants_detail(self.next_step) and not self.stopped
+        self._collector = Collector(self._keep if detailed else 0)
+        self._hooks = ModuleHooks(model, self._collector) if detailed else None
+        if self.stopped:
+            self._attention.stop()
+
+    def _remove_hooks(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+
+    def _add_state(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
+        collector.add(weights(model))
+        if optimizer is not None:
+            collector.add(optimizer_settings(optimizer), keep=1)
+            if with_optimizer:
+                collector.add(optimizer_state(model, optimizer))
+        collector.add(generators())
+
+    def _write(self, step: int, found: Collected, calls: Iterable[tuple[str | None, str]], flags: int) -> None:
+        calls = tuple(calls)
+        new = {name: self._attention.plans[name] for _, name in calls if name not in self._plans_written}
+        key = (found.entries, calls)
+        before = [(PLAN, as_json({"name": name, **plan})) for name, plan in new.items()]
+        if key not in self._layouts:
+            self._layouts[key] = len(self._layouts)
+            layout = {"entries": [entry.to_json() for entry in found.entries], "attention": calls}
+            before.append((LAYOUT, as_json(layout)))
+        head = STEP_FIELDS.pack(step, time.time(), flags, self._layouts[key])
+        sums = found.sums.astype(np.dtype("<u8")).tobytes()
+        self._file.append(*before, (STEP, head + sums + b"".join(found.kept)))
+        self._plans_written |= set(new)
+
+
+def _in_execution_order(found: Collected) -> Collected:
+    """They were collected modules first, then the rest: the batch comes before the modules, the loss after the last forward."""
+    phases = [entry.phase for entry in found.entries]
+    last_forward = max((place for place, phase in enumerate(phases) if phase == "forward"), default=-1)
+    where = {"batch": (0.0, 0.0), "loss": (1.0, last_forward + 0.5)}
+    order = sorted(range(len(phases)), key=lambda place: (*where.get(phases[place], (1.0, float(place))), place))
+    return Collected(tuple(found.entries[i] for i in order), found.sums[order], tuple(found.kept[i] for i in order))
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank() -> int:
+    return int(torch.distributed.get_rank()) if _distributed() else int(os.environ.get("RANK", "0"))

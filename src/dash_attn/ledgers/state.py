@@ -1,0 +1,97 @@
+"""What a training carries from step to step, as named tensors: gradients, weights, optimizer state, random number generators."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .entries import Entry
+from .leaves import of_text
+
+Named = Iterator[tuple[Entry, Tensor]]
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # torch.compile, FSDP, activation checkpointing
+
+
+def plain_name(name: str) -> str:
+    """Without the names that wrappers add, so that a compiled run compares with one that is not."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def unwrapped(model: nn.Module, compiled: bool = True) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and, with `compiled`, torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) if compiled else None
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+@lru_cache(maxsize=2**16)
+def split_name(name: str) -> tuple[str, str]:
+    """Module and name of a parameter in it."""
+    module, _, tensor = plain_name(name).rpartition(".")
+    return module, tensor
+
+
+def gradients(model: nn.Module) -> Named:
+    """From the last parameter to the first: about the order in which a backward computes them."""
+    for name, parameter in reversed(list(unwrapped(model).named_parameters())):
+        if parameter.grad is not None:
+            yield Entry("gradient", *split_name(name)), parameter.grad
+
+
+def weights(model: nn.Module) -> Named:
+    model = unwrapped(model)
+    for name, parameter in model.named_parameters():
+        yield Entry("weight", *split_name(name), role="parameter"), parameter
+    for name, buffer in model.named_buffers():
+        yield Entry("weight", *split_name(name), role="buffer"), buffer
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
+    """State by the names of the parameters; those that are not the model's have their place in the optimizer."""
+    names = {id(parameter): split_name(name) for name, parameter in unwrapped(model).named_parameters()}
+    for group_number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            module, name = names.get(id(parameter), ("", f"group {group_number} parameter {place}"))
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield from _setting(Entry("optimizer", module, f"{name} {key}"), value)
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> Named:
+    """Learning rates and all other numbers of the groups: few, and they explain much."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield from _setting(Entry("optimizer", "", f"group {number} {key}", role="setting"), value)
+
+
+def _setting(entry: Entry, value: Any) -> Named:
+    """Numbers, also in tuples; other objects have no bits to compare."""
+    if isinstance(value, Tensor):
+        yield entry, value
+    elif isinstance(value, (bool, int, float)):
+        yield entry, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    elif isinstance(value, (tuple, list)) and value and all(isinstance(part, (int, float)) for part in value):
+        yield entry, torch.tensor(value, dtype=torch.float64)
+
+
+def generators() -> Named:
+    """Generators of Python, numpy (where it is in use), PyTorch, and CUDA devices (where CUDA is in use)."""
+    yield Entry("rng", "", "python"), of_text(repr(random.getstate()))
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        kind, keys, *rest = numpy_random.get_state()
+        yield Entry("rng", "", "numpy"), of_text(f"{kind} {keys.tobytes().hex()} {rest}")
+    yield Entry("rng", "", "torch cpu"), torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            yield Entry("rng", "", f"torch cuda:{number}"), torch.cuda.get_rng_state(number)

@@ -1,0 +1,376 @@
+"""What a ledger records, and that recording changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dash_attn
+from dash_attn.attention.observers import observers
+from dash_attn.ledgers import LedgerError, compare_runs, read_run
+from dash_attn.ledgers.bit_sums import bit_sum
+from dash_attn.ledgers.comparing import _compare_rank
+from dash_attn.ledgers.reading import Segment, Step, read_rank
+from dense import same_bits
+from tiny_gpt import TinyGpt, Training
+
+FILE = "rank-0.ledger"
+
+
+def record(folder: Path, model: nn.Module, x: Any, steps: int = 1, **options: Any) -> list[Step]:
+    """Steps of a model whose output is squared."""
+    with dash_attn.ledger(folder, **{"detail": True, **options}) as ledger:
+        ledger.watch(model)
+        for _ in range(steps):
+            model.zero_grad()
+            out = model(x)
+            loss = (out["y"] if isinstance(out, dict) else out).square().mean()
+            loss.backward()
+            ledger.step(model, loss=loss, batch=x)
+    return list(read_rank(folder / FILE).steps.values())
+
+
+def keys(step: Step, phase: str) -> list[tuple[str, str, str, int]]:
+    return [(entry.module, entry.role, entry.tensor, entry.call) for entry in step.layout.entries if entry.phase == phase]
+
+
+def sums(step: Step) -> dict[tuple[str, str, str], int]:
+    return {(e.phase, e.module, e.tensor): int(s) for e, s in zip(step.layout.entries, step.sums, strict=True)}
+
+
+def test_recording_changes_no_bit(tmp_path: Path) -> None:
+    """Neither weights nor generators: with detail, without, and without a ledger at all."""
+
+    class NoLedger:
+        __enter__ = watch = step = lambda self, *_, **__: self
+        __exit__ = lambda self, *_: None  # noqa: E731
+
+    runs = [Training(tmp_path / str(place), model={"dropout": 0.1}, ledger={"detail": detail}) for place, detail in enumerate(((), True))]
+    ends = [run.run() for run in runs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiny_gpt.dash_attn.ledger", lambda *_, **__: NoLedger(), raising=False)
+        ends.append(runs[0].run())
+    for end in ends[:2]:
+        assert all(same_bits(one, other) for one, other in zip(end["model"].values(), ends[2]["model"].values(), strict=True))
+        assert torch.equal(end["torch"], ends[2]["torch"])
+
+
+def test_a_step_by_default(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    x = torch.randn(4, 3)
+    with dash_attn.ledger(tmp_path, optimizer_every=2) as ledger:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            ledger.step(model, optimizer, loss=loss, batch={"x": x, "names": ["a", "b"], "scale": 2.0, "array": np.arange(3)})
+    first, second = read_rank(tmp_path / FILE).steps.values()
+    found = sums(second)
+    assert found["batch", "", "batch['x']"] == bit_sum(x)
+    assert found["loss", "", "loss"] == bit_sum(loss)
+    assert found["gradient", "0", "weight"] == bit_sum(model[0].weight.grad)
+    assert found["weight", "1", "running_mean"] == bit_sum(model[1].running_mean)
+    assert found["rng", "", "torch cpu"] == bit_sum(torch.get_rng_state())
+    assert {name for phase, _, name in found if phase == "batch"} == {
+        "batch['x']", "batch['names'][0]", "batch['names'][1]", "batch['scale']", "batch['array']",
+    }  # fmt: skip
+    assert ("optimizer", "0", "weight momentum_buffer") in sums(first)
+    assert ("optimizer", "0", "weight momentum_buffer") not in found
+    assert ("optimizer", "", "group 0 lr") in found
+    gradients = [name for _, _, name, _ in keys(second, "gradient")]
+    assert gradients == ["bias", "weight", "bias", "weight"]  # last module first
+    assert len(read_rank(tmp_path / FILE).path.read_bytes()) < 10_000
+
+
+def test_detail_is_in_execution_order(tmp_path: Path) -> None:
+    (step,) = record(tmp_path, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.ones(2, 3, requires_grad=True))
+    assert keys(step, "forward") == [
+        ("", "input", "0", 0),
+        ("0", "input", "0", 0),
+        ("0", "parameter", "weight", 0),
+        ("0", "parameter", "bias", 0),
+        ("0", "output", "", 0),
+        ("1", "input", "0", 0),
+        ("1", "output", "", 0),
+        ("", "output", "", 0),
+    ]
+    assert keys(step, "backward") == [("1", "output", "", 0), ("0", "output", "", 0), ("", "input", "0", 0)]
+    takers = [entry.takers for entry in step.layout.entries if entry.phase == "backward"]
+    assert takers == [(), ("1",), ("", "0")]
+    phases = list(dict.fromkeys(entry.phase for entry in step.layout.entries))
+    assert phases == ["batch", "forward", "loss", "backward", "gradient", "weight", "rng"]
+
+
+class Named(nn.Module):
+    """Keyword arguments, a dict as result, a change in place behind a module, a module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.inner(input=x)
+        y += 1
+        return {"y": self.inner(y), "z": y}
+
+
+def test_any_arguments_and_results(tmp_path: Path) -> None:
+    (step,) = record(tmp_path, Named(), torch.ones(2, 3))
+    forward = keys(step, "forward")
+    assert ("inner", "input", "input", 0) in forward
+    assert ("inner", "output", "", 1) in forward
+    assert ("", "output", "['z']", 0) in forward
+
+
+def test_micro_batches_are_calls_of_one_step(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    with dash_attn.ledger(tmp_path, detail=True) as ledger:
+        ledger.watch(model)
+        parts = [torch.ones(2, 3), torch.zeros(2, 3)]
+        losses = []
+        for part in parts:
+            losses.append(model(part).square().mean())
+            losses[-1].backward()
+        ledger.step(model, loss=losses, batch=parts)
+    (step,) = read_rank(tmp_path / FILE).steps.values()
+    assert [call for _, role, _, call in keys(step, "forward") if role == "output"] == [0, 1]
+    assert [call for *_, call in keys(step, "backward")] == [0, 1]
+    assert len(keys(step, "loss")) == 2
+
+
+def test_recomputed_activations_are_recorded_as_such(tmp_path: Path) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return out
+
+    (step,) = record(tmp_path, Checkpointed(), torch.ones(2, 3))
+    assert ("inner", "input", "0", 0) in keys(step, "forward")
+    assert ("inner", "input", "0", 0) in keys(step, "recompute")
+
+
+def test_detail_at_chosen_steps_and_kept_elements(tmp_path: Path) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    steps = record(tmp_path, nn.Linear(3, 3), x, steps=4, detail={1, 3}, keep=4)
+    assert [step.is_detailed for step in steps] == [False, True, False, True]
+    assert [bool(keys(step, "forward")) for step in steps] == [False, True, False, True]
+    place = next(place for place, entry in enumerate(steps[1].layout.entries) if entry.phase == "batch")
+    assert np.frombuffer(steps[1].kept_of(place), dtype=np.float32).tolist() == [0, 1, 2, 3]
+    kept_without_detail = {entry.phase for entry in steps[0].layout.entries if entry.kept}
+    assert kept_without_detail == {"loss"}
+
+
+def test_hooks_are_gone_after_the_ledger(tmp_path: Path) -> None:
+    model = TinyGpt()
+    before = len(observers)
+    record(tmp_path, nn.Sequential(model, nn.Identity()), torch.zeros(1, 8, dtype=torch.int64), detail=range(5))
+    assert len(observers) == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_activations_are_not_kept_alive(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    with dash_attn.ledger(tmp_path, detail=True) as ledger:
+        ledger.watch(model)
+        model(torch.ones(7, 3))
+        gc.collect()
+        alive = [found for found in gc.get_objects() if type(found) is Tensor and found.shape == (7, 3)]
+        assert not alive
+
+
+def test_attention_calls_are_recorded(tmp_path: Path) -> None:
+    Training(tmp_path, steps=2).run()
+    found = read_rank(tmp_path / FILE)
+    ((module, name),) = set(found.steps[1].layout.attention)
+    assert module is None  # no detail
+    plan = found.plans[name]
+    q = torch.empty(2, 64, 1, 16)
+    explained = dash_attn.explain(q, q, q, causal=True)
+    assert (plan["order_hash"], plan["schedule"], plan["backend"]) == (explained.order_hash, explained.schedule, "cpu")
+    assert len(found.steps[1].layout.attention) == 5
+
+
+def test_packed_sequences_and_orders_that_do_not_fit_are_recorded(tmp_path: Path) -> None:
+    """Whatever runs: a forward without a possible backward is not the ledger's business."""
+    q, ends = torch.randn(24, 1, 16), torch.tensor([0, 10, 24], dtype=torch.int32)
+    dense = torch.randn(1, 300, 1, 16)
+    with dash_attn.ledger(tmp_path) as ledger:
+        dash_attn.flash_attn_varlen_func(q, q, q, ends, ends, 14, 14, causal=True)
+        dash_attn.flash_attn_func(dense, dense, dense, causal=True, schedule="shift")
+        ledger.step(nn.Linear(2, 2))
+    found = read_rank(tmp_path / FILE)
+    orders = [found.plans[name]["order_hash"] for _, name in found.steps[0].layout.attention]
+    assert orders[0] == "planned sequence by sequence"
+    assert orders[1].startswith("not explained: ")
+
+
+def test_the_head_has_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    record(tmp_path / "a", nn.Linear(2, 2), torch.ones(1, 2))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr("sys.argv", ["train.py", "--other"])
+    record(tmp_path / "b", nn.Linear(2, 2), torch.ones(1, 2))
+    found = read_run(tmp_path / "a")[0].environment
+    assert found["versions"]["torch"] == torch.__version__
+    assert {finding.id for finding in dash_attn.doctor()} == set(found["doctor"])
+    changes = {name: values for name, *values in compare_runs(tmp_path / "a", tmp_path / "b").environment}
+    assert changes["variables.CUBLAS_WORKSPACE_CONFIG"] == [":4096:8", ":16:8"]
+    assert "--other" in changes["argv"][1]
+    assert "time" not in changes
+
+
+def test_runs_in_different_detail_are_compared_where_they_can(tmp_path: Path) -> None:
+    Training(tmp_path / "a", steps=4, ledger={"detail": range(1, 3), "keep": 8}).run()
+    Training(tmp_path / "b", steps=2, watched=False, ledger={"optimizer_every": 1}).run()
+    found = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert found.agree
+    assert found.steps == (0, 1)
+    assert "rank 0: 2 steps from 2 to 3 of A alone" in found.notes
+
+
+def test_other_shapes_and_missing_tensors_are_differences(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    narrow = nn.Linear(3, 2)
+    record(tmp_path / "a", narrow, torch.ones(1, 3), detail=())
+    frozen = nn.Linear(3, 2)
+    frozen.load_state_dict(narrow.state_dict())
+    frozen.bias.requires_grad_(False)
+    record(tmp_path / "b", frozen, torch.ones(1, 3), detail=())
+    record(tmp_path / "c", nn.Linear(3, 4), torch.ones(1, 3), detail=())
+    missing, shapes = (compare_runs(tmp_path / "a", tmp_path / other).first for other in "bc")
+    assert missing is not None
+    assert (missing.pair.how, missing.pair.entry.tensor, missing.culprit.module) == ("recorded in A alone", "bias", None)
+    assert shapes is not None
+    assert shapes.pair.how == "float32 (2, 3) in A, float32 (4, 3) in B"
+
+
+def test_long_runs_are_compared_quickly(tmp_path: Path) -> None:
+    """Steps that are the same need no look at every tensor: 500 steps of 400 tensors."""
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(200))
+    with dash_attn.ledger(tmp_path) as ledger:
+        for _ in range(2):
+            ledger.step(model)
+    run = read_rank(tmp_path / FILE)
+    run.steps.update(dict.fromkeys(range(2, 500), run.steps[1]))
+    start = time.perf_counter()
+    found = _compare_rank(0, run, run)
+    assert len(found.steps) == 500
+    assert time.perf_counter() - start < 1.0  # 0.003 s here, 1.5 s pair by pair
+
+
+def test_ranks_are_compared_one_by_one(tmp_path: Path) -> None:
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        for rank in range(2):
+            with dash_attn.ledger(tmp_path / name, rank=rank) as ledger:
+                ledger.step(model, loss=factor if rank == 1 else 1.0)
+    found = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert found.ranks == (0, 1)
+    assert found.first is not None
+    assert (found.first.rank, found.first.pair.entry.phase) == (1, "loss")
+    assert found.first.pair.element is not None
+    assert found.first.pair.element.a.startswith("1.0 (0x3ff")
+
+
+def test_the_rank_is_that_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    dash_attn.ledger(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-5.ledger"]
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    (step,) = record(tmp_path, model, torch.tensor([1, 1, 3]), detail=())
+    assert {name for _, _, name, _ in keys(step, "gradient")} == {"weight.indices", "weight.values"}
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_shards_are_recorded_where_they_are(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = nn.Linear(4, 4, bias=False)
+    weight = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    model.weight = nn.Parameter(weight)
+    with dash_attn.ledger(tmp_path) as ledger:
+        ledger.step(model)
+    (step,) = read_rank(tmp_path / FILE).steps.values()
+    assert sums(step)["weight", "", "weight"] == bit_sum(weight.to_local())
+
+
+def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
+    """DataParallel on the CPU calls its module; a compiled model is one module from outside, but has the parameters' names."""
+    names = []
+    for place, model in enumerate((nn.Sequential(nn.Linear(2, 2)), nn.DataParallel(nn.Sequential(nn.Linear(2, 2))))):
+        (step,) = record(tmp_path / str(place), model, torch.ones(1, 2))
+        names.append([entry.key for entry in step.layout.entries if entry.phase != "rng"])
+    assert names[0] == names[1]
+
+
+@pytest.mark.slow
+def test_a_compiled_model(tmp_path: Path) -> None:
+    compiled = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
+    first, second = record(tmp_path / "a", compiled, torch.ones(1, 2), steps=2)
+    assert {module for module, *_ in keys(second, "forward")} == {""}
+    assert keys(first, "gradient") == [("0", "", "bias", 0), ("0", "", "weight", 0)]
+    inside = nn.Linear(2, 2)
+    inside.compile(backend="eager")
+    with pytest.raises(LedgerError, match=r"no module of the model ran where hooks see it; record it without torch\.compile"):
+        record(tmp_path / "b", inside, torch.ones(1, 2))
+
+
+def test_what_cannot_be_recorded_raises(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with dash_attn.ledger(tmp_path / "a", detail=[1]) as ledger:
+        ledger.step(model)
+        # The model is known now, but did not run.
+        with pytest.raises(LedgerError, match="detail of step 1: no module of the model ran"):
+            ledger.step(model)
+    with dash_attn.ledger(tmp_path / "b", detail=True) as ledger, pytest.raises(LedgerError, match=r"call ledger.watch\(model\) before it"):
+        ledger.step(model)
+    with dash_attn.ledger(tmp_path / "c") as ledger, pytest.raises(TypeError, match=r"got <class 'object'> in batch\['x'\]"):
+        ledger.step(model, batch={"x": object()})
+    for wrong in ({"keep": -1}, {"keep": 1.5}, {"optimizer_every": 0}, {"resume_from": -1}, {"keep": True}):
+        with pytest.raises(ValueError, match="must be a whole number >= "):
+            dash_attn.ledger(tmp_path / "d", **wrong)
+    for wrong_steps in (3, "all", None):
+        with pytest.raises(TypeError, match="detail must be a range, a set or a list of steps, or True for all"):
+            dash_attn.ledger(tmp_path / "d", detail=wrong_steps)  # type: ignore[arg-type]
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_run_that_raised_says_so(tmp_path: Path) -> None:
+    def raises() -> None:
+        with dash_attn.ledger(tmp_path) as ledger:
+            ledger.step(nn.Linear(2, 2))
+            raise ZeroDivisionError("a test")
+
+    with pytest.raises(ZeroDivisionError):
+        raises()
+    found = read_rank(tmp_path / FILE)
+    assert found.ending() == "ended by ZeroDivisionError: a test"
+    assert isinstance(found.segments[0], Segment)
