@@ -27,11 +27,11 @@ from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Problem, Window, flash_attn_func
 from dash_attn.backends.hopper import devices, tiles
-from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
 from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
 from dash_attn.backends.hopper.calls.tables import mask_kind
 from dash_attn.backends.hopper.device.compile import compile_kernel
 from dash_attn.backends.hopper.support import DTYPES
+from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import DEFAULT_WORKERS, plan_for

@@ -2,7 +2,8 @@
 
 Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is installed), with all of PyTorch deterministic and with
 nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,
-by their weights and by `dash-attn diff`. --small is for a look at the script on any machine.
+by their weights and by `dash-attn diff`. What a ledger costs by default is little, so it is also told from a run that keeps one at
+every second step: neighbours are compared. --small is for a look at the script on any machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dash_attn.tools.bench.environment import environment
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "length": 128, "vocabulary": 64, "size": 1, "micro_batches": 2}
-WARM_UP = 3  # steps that are not timed; neither is the last, which writes a checkpoint
+WARM_UP = 3  # steps that are not timed
 LEDGERS = ("none", "default", "detail")
 Attend = Callable[..., Tensor]
 
@@ -44,7 +45,7 @@ def of_dash_attn() -> Attend:
 
 
 def of_sdpa(backend: SDPBackend) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
@@ -54,7 +55,7 @@ def of_sdpa(backend: SDPBackend) -> Attend:
 def of_flash_attention_4(deterministic: bool) -> Attend:
     from flash_attn.cute import flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         found = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
         return found[0] if isinstance(found, tuple) else found
 
@@ -83,18 +84,53 @@ class NoLedger:
     def step(self, *_: Any, **__: Any) -> None: ...
 
 
+class EverySecondStep:
+    """Steps with even numbers are recorded."""
+
+    def __init__(self, ledger: dash_attn.ledgers.Ledger) -> None:
+        self.ledger, self.number = ledger, 0
+
+    def __enter__(self) -> EverySecondStep:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.ledger.__exit__(*error)
+
+    def watch(self, *given: Any) -> None:
+        self.ledger.watch(*given)
+
+    def step(self, *given: Any, **named: Any) -> None:
+        if self.number % 2 == 0:
+            self.ledger.step(*given, **named)
+        self.number += 1
+
+
+LEDGER_OF: dict[str, Callable[..., Any]] = {
+    "none": lambda *_, **__: NoLedger(),
+    "every second step": lambda *given, **named: EverySecondStep(dash_attn.ledger(*given, **named)),
+}
+
+
 def example() -> ModuleType:
+    """Weights are made on the device and no checkpoint is written: both would take longer than the steps."""
     spec = importlib.util.spec_from_file_location("train_example", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["train_example"] = module  # dataclasses look there
     spec.loader.exec_module(module)
+    make_model = module.Gpt
+
+    def on_device(config: Any) -> Any:
+        with torch.device(config.device):
+            return make_model(config)
+
+    module.Gpt, module.save = on_device, lambda *_: None
     return module
 
 
 def train(out: Path, settings: dict[str, Any], attend: Attend, deterministic: bool, ledger: str) -> tuple[str, list[float]]:
-    """Weights as a hash, and the seconds of each timed step. The example waits for the device when it shows the loss."""
+    """Weights as a hash, and the seconds of each step from WARM_UP on. The example waits for the device when it shows the loss."""
     module, moments = example(), []
     dash_attn.nn.flash_attn_func = attend  # type: ignore[assignment]
     prepare = module.deterministic
@@ -105,15 +141,23 @@ def train(out: Path, settings: dict[str, Any], attend: Attend, deterministic: bo
 
     module.deterministic = prepared
     module.say = lambda text: moments.append(time.perf_counter()) if text.startswith("step ") else None
-    if ledger == "none":
-        module.dash_attn = SimpleNamespace(ledger=lambda *_, **__: NoLedger())
+    if ledger in LEDGER_OF:
+        module.dash_attn = SimpleNamespace(ledger=LEDGER_OF[ledger])
     config = module.Config(out=str(out), **settings, checkpoint_every=10**9, detail_from=0 if ledger == "detail" else -1)
     out.mkdir(parents=True, exist_ok=True)
     bits = module.train(config)
     gc.collect()
     torch.cuda.empty_cache()
-    steps = [after - before for before, after in pairwise(moments)]
-    return bits, steps[WARM_UP - 1 : -1]
+    return bits, [after - before for before, after in pairwise(moments)][WARM_UP - 1 :]
+
+
+def neighbours(folder: Path, settings: dict[str, Any], attend: Attend, deterministic: bool) -> dict[str, float]:
+    """Milliseconds of the steps with a ledger and without, which take turns."""
+    twice = {**settings, "steps": 2 * settings["steps"]}
+    _, steps = train(folder, twice, attend, deterministic, "every second step")
+    recorded = median(steps[WARM_UP % 2 :: 2])
+    others = median(steps[(WARM_UP + 1) % 2 :: 2])
+    return {"with_ms": round(1000 * recorded, 2), "without_ms": round(1000 * others, 2), "overhead": round(recorded / others - 1, 4)}
 
 
 def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -122,6 +166,7 @@ def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
         attend = make()
         found = {ledger: train(folder / ledger, settings, attend, deterministic, ledger) for ledger in LEDGERS}
         again, _ = train(folder / "again", settings, attend, deterministic, "default")
+        in_turns = neighbours(folder / "in turns", settings, attend, deterministic)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         return {"name": name, "missing": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     tokens = settings["micro_batches"] * settings["size"] * settings["length"]
@@ -134,6 +179,7 @@ def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
         "step_ms": {ledger: round(1000 * one, 2) for ledger, one in seconds.items()},
         "tokens_per_second": {ledger: round(tokens / one) for ledger, one in seconds.items()},
         "overhead": {ledger: round(seconds[ledger] / seconds["none"] - 1, 4) for ledger in LEDGERS[1:]},
+        "default_ledger_in_turns": in_turns,
         "ledger_bytes_per_step": {ledger: _bytes(folder / ledger) // settings["steps"] for ledger in LEDGERS[1:]},
         "weights_of_two_runs_equal": found["default"][0] == again,
         "ledger_changes_weights": len({bits for bits, _ in found.values()} | {again}) > 1 if compared.agree else None,
@@ -153,7 +199,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.steps < WARM_UP + 2:
-        parser.error(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP + 1} are not timed; got {arguments.steps}")
+        parser.error(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP} are not timed; got {arguments.steps}")
     settings = {**(SMALL if arguments.small else REAL), "steps": arguments.steps}
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Every causal and masked language model of transformers, tiny, with attn_implementation="dash_attn" and with eager.
+"""Every causal and masked language model of transformers, tiny, with attn_implementation="dash_attn" and with eager; also padded.
 
 Run as a script it writes the outcomes to tools/model_sweep.json, from which docs/models.md is made.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -27,6 +28,7 @@ RECORD = Path(__file__).with_suffix(".json")
 KINDS = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING}
 NAMES = {"causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
 BATCH, LENGTH = 2, 40
+SIDES = {"left": slice(None, 13), "right": slice(-13, None)}  # what is padded of the first row
 TOLERANCE = (
     5e-5  # eager takes the softmax in float32 also of float64 scores; gemma4, with the largest scores, is off by 2e-5, by 3e-14 from sdpa
 )
@@ -83,10 +85,19 @@ def logits(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
     return model(input_ids=ids, **arguments).logits
 
 
-def step(model: Any, ids: Tensor) -> list[Tensor]:
-    """Logits and gradients, in training mode. Dropout is 0 in a tiny configuration."""
+def attention_mask(side: str) -> Tensor:
+    kept = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    kept[0, SIDES[side]] = 0
+    return kept
+
+
+def step(model: Any, ids: Tensor, side: str = "") -> list[Tensor]:
+    """Logits and gradients, in training mode. Dropout is 0 in a tiny configuration. side: where a row is padded; logits there say
+    nothing and do not count."""
     model.train()
-    found = logits(model, ids)
+    found = logits(model, ids, **({"attention_mask": attention_mask(side)} if side else {}))
+    if side and found.shape[1] == LENGTH:
+        found = found[attention_mask(side).repeat_interleave(len(found) // BATCH, 0).bool()]
     found.square().mean().backward()
     return [found.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None and weight.numel())]
 
@@ -129,20 +140,36 @@ def counted_calls() -> Iterator[list[str]]:
             setattr(huggingface, name, original)
 
 
-def outcome(kind: str, model_type: str) -> Outcome:
+@contextlib.contextmanager
+def finite_masks() -> Iterator[None]:
+    """Eager's masks, with the lowest float32. The lowest float64 is -inf in eager's softmax, which is float32: rows of padding are NaN."""
+
+    def finite_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        mask = eager_mask(*args, **kwargs)
+        return mask if mask is None else mask.clamp(min=torch.finfo(torch.float32).min)
+
+    AttentionMaskInterface.register("eager", finite_mask)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register("eager", eager_mask)
+
+
+def outcome(kind: str, model_type: str, side: str = "") -> Outcome:
     """What becomes of an architecture: one step of training as eager makes it, or an error of ours."""
     huggingface.register()
     try:
         eager = build(kind, model_type, "eager")
         ids = tokens(eager)
-        expected = step(eager, ids)
+        with finite_masks():
+            expected = step(eager, ids, side)
         reach = influence(eager, ids, -3)
     except Exception as error:
         return Outcome("no comparison", _text(error))
     try:
         with counted_calls() as calls:
             model = build(kind, model_type, "dash_attn")
-            found = step(model, ids)
+            found = step(model, ids, side)
             made = len(calls)
             ahead = influence(model, ids, -1)
     except Exception as error:
@@ -168,11 +195,19 @@ def _text(error: Exception) -> str:
 
 def sweep() -> dict[str, Any]:
     record: dict[str, Any] = {"transformers": transformers.__version__, "causal": {}, "masked": {}}
+    record["padded"] = {side: {"causal": {}, "masked": {}} for side in SIDES}  # only what differs
     for kind, model_type in architectures():
-        found = outcome(kind, model_type)
-        record[kind][model_type] = [found.status, found.detail]
-        print(kind, model_type, found.status, found.detail, flush=True)
+        for side in ("", *SIDES):
+            found = outcome(kind, model_type, side)
+            if not side or found != recorded(record, kind, model_type):
+                (record["padded"][side] if side else record)[kind][model_type] = [found.status, found.detail]
+            print(kind, model_type, side, found.status, found.detail, flush=True)
     return record
+
+
+def recorded(record: dict[str, Any], kind: str, model_type: str, side: str = "") -> Outcome:
+    padded = record["padded"][side][kind] if side else {}
+    return Outcome(*padded.get(model_type, record[kind][model_type]))
 
 
 def quiet() -> None:

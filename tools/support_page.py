@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dash_attn import GENERATORS, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
+from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
 from dash_attn.backends import DEVICE_OF
 from dash_attn.backends.triton.tiles import listed
 from dash_attn.call.tensor_checks import DTYPES
@@ -39,13 +39,20 @@ OPTIONS = (
     Question("`softmax_scale` < 0", {"softmax_scale": -0.3}),
     Question("`softcap`", {"softcap": 20.0}),
     Question("`sinks`", {"sinks": lambda device: torch.zeros(2, device=device)}),
+    Question(
+        "`dropout_p`, `dropout_seed`", {"dropout_p": 0.1, "dropout_seed": lambda device: torch.zeros(1, dtype=torch.int64, device=device)}
+    ),
+    Question("`alibi_slopes`", {"alibi_slopes": lambda device: torch.ones(2, device=device)}),
+    Question("`mask`, a boolean tensor of whole 64 x 64 blocks", {"mask": BooleanMask(np.kron(np.eye(8), np.ones((64, 64))) > 0)}),
+    Question("`mask`, any boolean tensor", {"mask": BooleanMask(np.tri(LENGTH) > 0)}),
+    Question("`mask`, a boolean tensor per head", {"mask": BooleanMask(np.stack([np.tri(LENGTH) > 0, np.ones((LENGTH, LENGTH)) > 0]))}),
     Question('`accumulation="unordered"`', {"accumulation": "unordered"}),
     Question("`head_offset`", {"head_offset": 1}),
 )
 # What flash_attn_func decides itself, before any backend.
 ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("`dropout_p` other than 0", {"dropout_p": 0.1}),
-    ("`alibi_slopes`", {"alibi_slopes": torch.ones(2)}),
+    ("`dropout_p=1`", {"dropout_p": 1.0}),
+    ("`dropout_p` with a mask of documents", {"dropout_p": 0.1, "mask": Documents((200, 312))}),
     ("`deterministic=True` (the default is as deterministic)", {"deterministic": True}),
     ('`deterministic=True, accumulation="unordered"`', {"deterministic": True, "accumulation": "unordered"}),
     ("`return_lse=True`", {"return_lse": True}),

@@ -6,12 +6,18 @@ from pathlib import Path
 
 import call_picture
 import errors_page
+import explore_page
 import models_page
 import support_page
 import tutorial_page
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = {"errors.md": errors_page.page, "models.md": models_page.page, "support.md": support_page.page}
+PAGES = {
+    "errors.md": errors_page.page,
+    "explore-causal.html": explore_page.page,
+    "models.md": models_page.page,
+    "support.md": support_page.page,
+}
 TUTORIAL = "tutorial/schedules.md"
 PICTURE = "images/how-a-call-runs.png"
 

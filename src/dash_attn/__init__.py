@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
+from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
 from .scheduling.generators import GENERATORS, generate
 from .scheduling.plan import Plan, lower
 from .scheduling.problem import Problem, Task
@@ -19,6 +19,8 @@ from .simulation.simulate import Machine, Timeline, simulate
 
 if TYPE_CHECKING:
     from .attention.functions import explain, flash_attn_func
+    from .attention.kv_cache import flash_attn_with_kvcache
+    from .attention.kv_cache_explained import explain_with_kvcache
     from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from .attention.varlen import flash_attn_varlen_func
     from .ledgers import ledger
@@ -29,10 +31,12 @@ __version__ = "0.1.0"
 _NEEDS_TORCH = {
     "doctor": ".tools.doctor",
     "explain": ".attention.functions",
+    "explain_with_kvcache": ".attention.kv_cache_explained",
     "flash_attn_func": ".attention.functions",
     "flash_attn_kvpacked_func": ".attention.packed_tensors",
     "flash_attn_qkvpacked_func": ".attention.packed_tensors",
     "flash_attn_varlen_func": ".attention.varlen",
+    "flash_attn_with_kvcache": ".attention.kv_cache",
     "ledger": ".ledgers",
 }
 
@@ -50,6 +54,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "GENERATORS",
+    "BooleanMask",
     "Causal",
     "Documents",
     "Full",
@@ -67,10 +72,12 @@ __all__ = [
     "Window",
     "doctor",
     "explain",
+    "explain_with_kvcache",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "generate",
     "ledger",
     "lower",

@@ -21,6 +21,8 @@ class SelfAttention(nn.Module):
 
     num_kv_heads: fewer KV heads than query heads (grouped-query attention); None for as many.
     window_size, softcap and the keyword options (schedule, accumulation, backend, head_offset) are those of flash_attn_func.
+    dropout_p: of the attention weights, in training mode only; with seeds of PyTorch's generator, unless `forward` is given others.
+    alibi_slopes: (num_heads,) numbers, kept as a buffer.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class SelfAttention(nn.Module):
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        alibi_slopes: Tensor | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -40,11 +44,16 @@ class SelfAttention(nn.Module):
         _check_options(options)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.options = {"causal": causal, "window_size": window_size, "softcap": softcap, **with_schedule_as_text(options)}
+        self.dropout_p = dropout_p
+        self.alibi_slopes: Tensor | None
+        self.register_buffer("alibi_slopes", None if alibi_slopes is None else _slopes(alibi_slopes, num_heads))
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.out = nn.Linear(embed_dim, embed_dim, bias=bias)
 
-    def forward(self, x: Tensor, rotate: Rotate | None = None) -> Tensor:
-        """rotate: maps q and k, (batch, length, heads, head_dim), to what attends, for example by rotary embedding."""
+    def forward(self, x: Tensor, rotate: Rotate | None = None, dropout_seed: Tensor | None = None) -> Tensor:
+        """rotate: maps q and k, (batch, length, heads, head_dim), to what attends, for example by rotary embedding.
+        dropout_seed: as in flash_attn_func.
+        """
         if x.ndim != 3 or x.shape[-1] != self.qkv.in_features:
             raise ValueError(f"x must be 3-d (batch, length, {self.qkv.in_features}); got shape {tuple(x.shape)}")
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
@@ -52,11 +61,28 @@ class SelfAttention(nn.Module):
         if rotate is not None:
             q, k = rotate(q, k)
             q, k, v = under_autocast(q, k, v)  # angles in fp32 make q and k fp32 again
-        out: Tensor = self.out(flash_attn_func(q, k, v, **self.options).flatten(-2))
+        attended = flash_attn_func(
+            q,
+            k,
+            v,
+            self.dropout_p if self.training else 0.0,
+            alibi_slopes=self.alibi_slopes,
+            dropout_seed=dropout_seed,
+            **self.options,
+        )
+        out: Tensor = self.out(attended.flatten(-2))
         return out
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, {options_in_words(self.options)}"
+        sizes = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        dropout = f"dropout_p={self.dropout_p}, " if self.dropout_p else ""
+        return f"{sizes}, {dropout}{options_in_words(self.options)}"
+
+
+def _slopes(slopes: Tensor, heads: int) -> Tensor:
+    if not isinstance(slopes, Tensor) or tuple(slopes.shape) != (heads,):
+        raise ValueError(f"alibi_slopes must be a tensor of {heads} numbers, one per head; got {slopes!r}")
+    return slopes.detach().clone()
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ def test_not_a_tensor() -> None:
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"dropout_p": 0.1}, ValueError, r"dropout_p must be 0; got 0.1"),
-    ({"alibi_slopes": torch.ones(4)}, ValueError, r"alibi_slopes must be None"),
+    ({"dropout_p": -0.1}, ValueError, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got -0.1"),
+    ({"alibi_slopes": 0.5}, TypeError, r"alibi_slopes must be a tensor or None; got float"),
     ({"softmax_scale": float("nan")}, ValueError, r"softmax_scale must be a finite number other than 0; got nan"),
     ({"softmax_scale": float("inf")}, ValueError, r"softmax_scale .*got inf"),
     ({"softmax_scale": 0.0}, ValueError, r"softmax_scale .*got 0.0"),
@@ -65,7 +65,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": Causal(), "causal": True}, ValueError, r"either mask or causal/window_size"),
     ({"mask": Full(), "window_size": (3, 3)}, ValueError, r"either mask or causal/window_size"),
     ({"mask": "causal"}, TypeError, r"mask must be a dash_attn mask .*got 'causal'"),
-    ({"mask": torch.ones(10, 12, dtype=torch.bool)}, TypeError, r"mask must be a dash_attn mask"),
+    ({"mask": torch.ones(10, 12)}, ValueError, r"a mask tensor must be boolean, .*; got torch.float32"),
     ({"mask": Documents((5, 5))}, ValueError, r"documents need q_len == kv_len .*got q_len=10, kv_len=12"),
     ({"mask": Prefix(13)}, ValueError, r"prefix length must be at most kv_len=12"),
     ({"mask": TileMap([[True]], 64, 8)}, ValueError, r"needs shape \(1, 2\); got \(1, 1\)"),

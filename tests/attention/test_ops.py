@@ -79,7 +79,7 @@ def test_arguments_are_those_of_the_schema() -> None:
         assert tuple(names[tensors:]) == Arguments._fields
 
 
-CHOICES = (0.25, 0.0, "auto", "ordered", "auto", 0, VERSION)
+CHOICES = (0.25, 0.0, "auto", "ordered", "auto", 0, 0.0, VERSION)
 
 
 def leaves_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -89,13 +89,13 @@ def leaves_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> l
 
 def dense_arguments(mask: Mask, sinks: bool, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     q, k, v, sink = leaves_of((2, 150, 4, 8), (2, 150, 2, 8), (2, 150, 2, 6), (4,), dtype=dtype)
-    return q, k, v, sink if sinks else None, None, None, 0, 0, *encode_mask(mask), *CHOICES
+    return q, k, v, sink if sinks else None, None, None, None, None, None, 0, 0, *encode_mask(mask), *CHOICES
 
 
 def packed_arguments(sinks: bool) -> tuple[Any, ...]:
     q, k, v, sink = leaves_of((90, 4, 8), (90, 2, 8), (90, 2, 8), (4,))
     cu = torch.tensor([0, 30, 30, 90], dtype=torch.int32)
-    return q, k, v, sink if sinks else None, cu, cu.clone(), 60, 60, "causal", [], *CHOICES
+    return q, k, v, sink if sinks else None, cu, cu.clone(), None, None, None, 60, 60, "causal", [], *CHOICES
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -290,7 +290,9 @@ flash_attn_func(x, x, x)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"dropout_p": 0.1}, "dropout_p must be 0"),
+    ({"dropout_p": 1.0}, "dropout_p must be 0, or from"),
+    ({"dropout_p": 0.1, "dropout_seed": torch.zeros(2, dtype=torch.int64)}, "dropout_seed must be 1 numbers of torch.int64"),
+    ({"alibi_slopes": torch.ones(3)}, "alibi_slopes must be floating-point numbers of shape"),
     ({"schedule": "fastest"}, "unknown schedule 'fastest'"),
     ({"softcap": -1.0}, "softcap must be"),
     ({"window_size": (-2, 0)}, "window_size must be"),

@@ -86,8 +86,8 @@ def test_not_a_tensor() -> None:
 
 
 def test_what_flash_attn_func_refuses_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"dropout_p must be 0; got 0.1"):
-        flash_attn_qkvpacked_func(torch.zeros(1, 4, 3, 1, 8), 0.1)
+    with pytest.raises(ValueError, match=r"dropout_p must be 0, .*got 1.0"):
+        flash_attn_qkvpacked_func(torch.zeros(1, 4, 3, 1, 8), 1.0)
     with pytest.raises(ValueError, match="q and k must have the same head dim"):
         flash_attn_kvpacked_func(torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 2, 1, 8))
     with pytest.raises(TypeError, match="unexpected keyword"):

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from compilers import needs_gxx
 from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate, lower
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
 from dash_attn.backends.hopper.device.compile import sources
 from dash_attn.backends.hopper.device.parameters import GroupSplit, PlanTables
+from dash_attn.integrations._padding import Padding
 from dash_attn.scheduling.order import Sum
 from dash_attn.scheduling.problem import parts_of
+from host_kernels import ON_HOST, host_library, write_sources
+from padded_rows import SelfAttention, padding_mask
 from reference import dealt
 from start_orders import Chain, laid_end_to_end, starts_alone
 
-HERE = Path(__file__).parent
 HEADERS = (
     "common/mask.cuh",
     "device_planning/start_order.cuh",
@@ -40,18 +39,11 @@ TILES = [(64, 128), (128, 128), (64, 64)]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = needs_gxx()
     folder = tmp_path_factory.mktemp("device")
-    for name in HEADERS:
-        source = sources()[name]
-        assert (GLOBAL_LOAD in source) == (name == "common/plan_tables.cuh")
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(source.replace(GLOBAL_LOAD, "v = field;"))
-    for name in ("common/ptx.cuh", "library.cpp"):
-        shutil.copy(HERE / "device_on_host" / name, folder / name)
-    command = [compiler, "-I.", "-std=c++17", "-O1", "-shared", "-fPIC", "-include", str(HERE / "device_on_host/shim.h")]
-    subprocess.run([*command, "library.cpp", "-o", "library.so"], cwd=folder, check=True, capture_output=True, text=True)
-    return ctypes.CDLL(str(folder / "library.so"))
+    assert [name for name in HEADERS if GLOBAL_LOAD in sources()[name]] == ["common/plan_tables.cuh"]
+    write_sources(folder, HEADERS, (GLOBAL_LOAD, "v = field;"))
+    shutil.copy(ON_HOST / "common/ptx.cuh", folder / "common/ptx.cuh")
+    return host_library(folder, "library.cpp")
 
 
 def address(array: np.ndarray) -> Any:
@@ -72,10 +64,10 @@ def test_tickets_of_a_plan(device: ctypes.CDLL, seed: int) -> None:
     found = np.empty((problem.chains, 3), dtype=np.int32)
     starts, ends = np.stack(placement.starts).astype(np.int32), np.cumsum([0, *segments]).astype(np.int32)
     tables = PlanTables(starts=starts.ctypes.data, segments=ends.ctypes.data, **placement_fields(placement, problem))
-    device.expand(ctypes.byref(tables), address(found))
-    assert np.array_equal(found, placement.tickets(problem))
     sums, first_sum, pieces = Sum.how_many(problem, kinds), 1000, 4
     tables.split = GroupSplit(group, parts, kinds, sums, pieces, first_sum)
+    device.expand(ctypes.byref(tables), address(found))
+    assert np.array_equal(found, placement.tickets(problem))
     fields = np.empty(5, dtype=np.int32)
     for sequence, part, kv_tile in found[:: max(1, len(found) // 50)].tolist():
         device.part_of_chain(ctypes.byref(tables), heads, sequence, part, kv_tile, address(fields))
@@ -228,6 +220,32 @@ def test_packed_sequences_some_of_which_are_empty(device: ctypes.CDLL, seed: int
         of_tiles = np.empty(-(-batch.q_lengths[sequence] // batch.tiles[0]), dtype=np.int32)
         device.read_ranks(sequence, len(of_tiles), address(of_tiles))
         assert found == list(range(of_tiles[q_tile]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_padded_rows_walk_as_each_sequence_would_alone(device: ctypes.CDLL, seed: int) -> None:
+    """What is between them, queries without keys and keys without queries, has chains without steps."""
+    batch, length = random_batch(seed, empty=False), 1200
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(n) for n in rng.choice([0, 1, 64, 300, 1000, 1200], size=6))
+    kept = padding_mask(["left", "right", "both"][seed % 3], rows, length).bool()
+    offsets = Padding(kept, length, Causal()).offsets(SelfAttention)
+    batch.q_lengths, batch.kv_lengths = offsets.cu_seqlens_q.diff().tolist(), offsets.cu_seqlens_k.diff().tolist()
+    chains = batch.plan(device)
+    expected = [
+        (part, i, kv) for i in range(len(batch.kv_lengths)) for kv in range(batch.kv_tiles(i)) for part in range(len(batch.parts(i)))
+    ]
+    assert sorted(chains) == sorted(expected)
+    walk = np.empty((20_000, 2), dtype=np.int32)
+    schedules = {i: generate("auto", batch.problem(i), batch.workers) for i, n in enumerate(batch.q_lengths) if n and batch.kv_lengths[i]}
+    assert len(schedules) == np.count_nonzero(rows)
+    for ticket, (part, sequence, kv_tile) in enumerate(chains):
+        found = walk[: device.read_walk(*batch.tiles, ticket, address(walk))]
+        if sequence in schedules:
+            order = schedules[sequence].order_of(part)
+            assert (found[:, 0].tolist(), found[:, 1].tolist()) == (order.walk(kv_tile).tolist(), order.ranks(kv_tile).tolist())
+        else:
+            assert len(found) == 0
 
 
 def test_packed_sequences_of_very_many_chains(device: ctypes.CDLL) -> None:

@@ -98,6 +98,14 @@ SIZES = [
         for c in CONSUMER_CHOICES[d]
     ),
     *(("forward/attention.cuh", f"ForwardConfig<{d}, 2>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
+    *(("decode/attention.cuh", f"DecodeConfig<{d}>::SHARED_BYTES", shapes.decode_tiles(d).shared_bytes) for d in DIMS),
+    *(("decode/attention.cuh", f"DecodeConfig<{d}>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
+    *(("decode/cluster.cuh", f"ClusterConfig<{d}>::SHARED_BYTES", shapes.cluster_tiles(d).shared_bytes) for d in shapes.CLUSTER_DIMS),
+    *(("decode/cluster.cuh", f"ClusterConfig<{d}>::CTAS * {shapes.CLUSTER_COLUMNS}", d) for d in shapes.CLUSTER_DIMS),
+    ("decode/cluster.cuh", "ClusterConfig<64>::THREADS", shapes.CLUSTER_THREADS),
+    ("decode/cluster.cuh", "ClusterConfig<64>::ROWS", shapes.CLUSTER_ROWS),
+    ("decode/attention.cuh", "DecodeConfig<64>::THREADS", shapes.DECODE_THREADS),
+    ("decode/attention.cuh", "DecodeConfig<64>::ROWS", shapes.DECODE_ROWS),
 ]
 
 

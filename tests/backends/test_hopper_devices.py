@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
+from dash_attn.call.documents import of_a_document
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for
+from dash_attn.distributed.context.document_loopback import play_documents
+from dash_attn.distributed.context.documents import SharedDocuments
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling.devices.in_legs import in_legs
@@ -505,8 +508,9 @@ def test_heads_of_a_unit_fill_the_machine(batch: int, mask: Mask, ranks: int) ->
     assert expected / 1.5 <= devices.heads_together(problem, sharding) <= expected * 1.5
 
 
-def test_ranks_drive_devices(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What context_parallel_attention does with a backend, in one process: gathers of keys, states that are copied on their way."""
+@pytest.fixture
+def plain_forward(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU. States and rows may be anywhere: they are made inside."""
 
     def plain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = flash_attn_func(q.float(), k.float(), v.float(), mask=options.mask, return_lse=True)
@@ -514,12 +518,37 @@ def test_ranks_drive_devices(memory: Memory, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ahead, "forward_of_batch", plain)
     for name in ("states", "rows"):
-        memory.add(name, 0, 2**62)  # they are made inside
+        memory.add(name, 0, 2**62)
+
+
+@pytest.mark.usefixtures("plain_forward")
+def test_ranks_drive_devices() -> None:
+    """What context_parallel_attention does with a backend, in one process: gathers of keys, states that are copied on their way."""
     case = Case(Causal(), Sharding.zigzag(1024, 2), (12, 6))
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
     call = SharedCall(case.options, case.sharding, 1, 6, 2, case.dims, "hopper")
     assert len(call.gathers) > 1
     found = play_all_ranks(call, q, k, v, dout)
+    assert_near([found.dq, found.dk, found.dv], expected)
+
+
+ROWS_OF_DOCUMENTS = {
+    "causal": Case(Documents((300, 21, 455, 13, 235)), Sharding.zigzag(1024, 2), (4, 2)),
+    "causal, batch, contiguous": Case(Documents((1, 900, 127, 128, 3, 41)), Sharding.contiguous(1200, 3), (2, 2), (128, 128), batch=2),
+    "full": Case(Documents((700, 324), causal=False), Sharding.zigzag(1024, 4), (2, 1), (192, 192)),
+    "full, gangs": Case(Documents((2200, 80, 1720), causal=False), Sharding.contiguous(4000, 2), (1, 1)),
+    "full, a group in parts": Case(Documents((2304, 96), causal=False), Sharding.contiguous(2400, 2), (3, 1)),
+    "short": Case(Documents((23, 17, 5, 19) * 6), Sharding.zigzag(384, 3), (2, 1), (256, 256)),
+}
+
+
+@pytest.mark.usefixtures("plain_forward")
+@pytest.mark.parametrize("case", ROWS_OF_DOCUMENTS.values(), ids=ROWS_OF_DOCUMENTS)
+def test_ranks_drive_devices_of_documents(case: Case) -> None:
+    (dout, q, k, v, *_), expected, _ = inputs_of(case)
+    assert isinstance(case.mask, Documents)
+    row = SharedDocuments.of(q, k, v, of_a_document(case.options), case.mask.lengths, case.sharding, backend="hopper")
+    found = play_documents(row, q, k, v, dout)
     assert_near([found.dq, found.dk, found.dv], expected)
 
 

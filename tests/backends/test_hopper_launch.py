@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -15,12 +17,14 @@ from torch import Tensor
 from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, Window, generate
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
-from dash_attn.scheduling.order import Order
+from dash_attn.scheduling.order import WORKER_INVARIANT, Order
 
 CALLS = ("forward", "backward", "backward_setup", "documents", "explain", "kernel_names", "layout", "packed", "tables")
 forward, backward, setup, documents, explain, kernel_names, layout, packed, tables = (
     import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS
 )
+device_backward = import_module("dash_attn.backends.hopper.calls.device_backward")
+legs_on_device = import_module("dash_attn.backends.hopper.calls.legs_on_device")
 trouble = import_module("dash_attn.backends.hopper.device.trouble")
 
 
@@ -39,6 +43,7 @@ class Driver:
 @dataclass
 class Compiled:
     sha256: str
+    origin: str = "compiled here, NVRTC 13.0"
 
 
 @dataclass
@@ -83,21 +88,24 @@ class NothingToReset:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(kernel_names, "load_kernel", driver.load)
-    for module in (forward, setup, packed):
+    for module in (forward, setup, packed, device_backward):
         monkeypatch.setattr(module, "sm_count", lambda index: 132)
-    for module in (forward, backward):
+    for module in (forward, backward, device_backward):
         monkeypatch.setattr(module, "TensorMap", Map)
         monkeypatch.setattr(module, "current_stream", lambda index: 0)
         monkeypatch.setattr(module, "raise_if_troubled", lambda: None)
+    for module in (forward, backward):
         monkeypatch.setattr(module, "_calls", layout.CallCache(module._calls._prepare))
-    for module in (forward, backward, layout):
+    for module in (forward, backward, layout, device_backward):
         monkeypatch.setattr(module, "on_device", lambda index: nullcontext())
-    for module in (backward, packed):
+    for module in (backward, packed, device_backward):
         monkeypatch.setattr(module, "report_address", lambda: 0)
     monkeypatch.setattr(forward, "cuda_driver", NothingToReset)
     monkeypatch.setattr(forward, "prepare_counters", lambda device: None)
     monkeypatch.setattr(forward, "shared_counter", lambda device, stream: None)
-    monkeypatch.setattr(layout, "device_index", lambda device: 0)
+    for module in (layout, device_backward):
+        monkeypatch.setattr(module, "device_index", lambda device: 0)
+    monkeypatch.setattr(legs_on_device, "_kept", type(legs_on_device._kept)(64))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     for cached in (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device):
@@ -331,6 +339,47 @@ def test_explain_tells_of_the_call_that_runs(driver: Driver, mask: Mask, heads: 
     ahead = next(reversed(forward._calls._kept.values.values()))
     assert told.forward_tiles == (ahead.setup.q_rows, ahead.setup.kv_rows)
     assert isinstance(call, backward.PackedBackward if isinstance(mask, Documents) else backward.DenseBackward)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
+def test_explain_tells_of_legs_where_sms_are_few(driver: Driver, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> None:
+    """Kernels and memory of the call that runs there, and no gang: its chains rest in memory."""
+    for module in (setup, device_backward):
+        monkeypatch.setattr(module, "sm_count", lambda index: 8)
+    q, k = made(4096, heads[0], 128, 1), made(4096, heads[1], 128, 1)
+    options = AttentionOptions(Full(), 1.0)
+    told = explain.explain(q, k, k, options)
+    driver.loaded.clear()
+    with counted_memory(monkeypatch) as most:
+        backward.backward(q, q, k, k, q, torch.zeros(1, heads[0], 4096), options)
+    assert told.workspace_bytes == max(most)
+    behind = {name: kernel for name, kernel in told.kernels.items() if name != "forward"}
+    assert set(behind.values()) == {name for name in driver.loaded if not name.startswith("sink_gradient")}
+    assert behind["backward"].startswith("attention_backward_of_legs<")
+    assert behind["ending"].startswith("end_trips<")
+    assert (told.gang, told.workers, told.guarantees[2]) == (1, 8, WORKER_INVARIANT)
+    assert told.predicted_backward_us is None
+    assert "8 SMs are too few for 16 chains at once" in told.prediction_note
+
+
+@contextmanager
+def counted_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of the workspace and of all states, after each that was made."""
+    live: WeakSet[Tensor] = WeakSet()
+    counts: list[int] = []
+
+    def counting(make: Any) -> Any:
+        def make_and_count(*arguments: Any) -> Any:
+            found = make(*arguments)
+            live.add(found if isinstance(found, Tensor) else found[0])
+            counts.append(sum(x.nbytes for x in live))
+            return found
+
+        return make_and_count
+
+    monkeypatch.setattr(device_backward.DeviceBackward, "new_state", counting(device_backward.DeviceBackward.new_state))
+    monkeypatch.setattr(device_backward.Workspace, "allocate", counting(device_backward.Workspace.allocate))
+    yield counts
 
 
 @pytest.mark.parametrize("mask", [Causal(), Documents((200, 100))], ids=str)

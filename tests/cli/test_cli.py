@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -258,25 +259,30 @@ def check_slices(slices: list[dict[str, Any]], row: dict[str, Any], workers: int
 
 def test_demo_shows_divergence_and_agreement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    assert main(["demo", "--steps", "2", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    unordered, ordered = out.split('accumulation="ordered"')
-    assert "DIFFERENT" in unordered
-    assert "The runs part at step 1" in unordered
-    assert "DIFFERENT" not in ordered
-    assert "Every bit of every weight agrees" in ordered
-    picture = tmp_path / "out" / "gantt-causal.png"
-    assert str(picture) in out
-    assert picture.stat().st_size > 20_000
+    output = tmp_path / "out"
+    for steps in (2, 1):  # again, in the same folder
+        assert main(["demo", "--steps", str(steps), "--device", "cpu", "--output", str(output)]) == 0
+        out = capsys.readouterr().out
+        unordered, ordered = out.split("All layers add in a planned order")
+        assert unordered.count("DIFFERENT") == steps
+        assert "The runs differ, first in step 0." in unordered
+        assert re.search(r"direction +backward\n +module +blocks\.2\.attention\n +its inputs agreed +yes", unordered)
+        assert "DIFFERENT" not in ordered
+        assert "The runs agree" in ordered
+        assert "Every bit of every tensor agrees" in ordered
+        for name in ("gantt-causal.png", "runs-part.png"):
+            assert str(output / name) in out
+            assert (output / name).stat().st_size > 20_000
+    command = out.split("$ dash-attn ")[1].splitlines()[0]  # the one that it shows
+    assert main(command.split()) == 1
+    assert capsys.readouterr().out in unordered
 
 
 def test_demo_fails_if_ordered_runs_disagree(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from dash_attn.cli import training
 
-    def unruly(accumulation: str, steps: int, arrival_seed: int, device: str) -> Any:
-        return [training.Step(1.0, f"hash-{arrival_seed}")] * steps, torch.zeros(1)
-
-    monkeypatch.setattr(training, "train", unruly)
-    assert main(["demo", "--steps", "2", "--device", "cpu", "--output", str(tmp_path)]) == 1
-    assert "FAILED: the runs part at step 1" in capsys.readouterr().out
+    real = training.train
+    monkeypatch.setattr(training, "train", lambda _, *rest: real(2, *rest))
+    assert main(["demo", "--steps", "1", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    assert "FAILED: ordered runs must agree" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dash_attn import Causal, Full, Mask, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func
 from dash_attn.distributed import context_parallel_attention, shard
 from processes import run_processes
 
@@ -20,6 +20,8 @@ CASES: dict[str, tuple[int, tuple[int, int], tuple[int, int], Mask]] = {
     "full": (4096, (4, 4), (128, 128), Full()),
     "narrow values": (2048, (4, 2), (192, 128), Causal()),
     "wide": (2048, (4, 1), (256, 256), Causal()),
+    "documents": (4096, (8, 2), (128, 128), Documents((700, 33, 2300, 1, 500, 562))),
+    "documents, full": (2048, (4, 4), (64, 64), Documents((1500, 148, 400), causal=False)),
 }
 
 

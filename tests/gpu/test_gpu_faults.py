@@ -27,18 +27,19 @@ from gpu_helpers import gpu_inputs, hopper
 
 hopper("calls.backward").MOST_POLLS = 100_000
 setup = hopper("calls.backward_setup")
-healthy_plan = setup.plan_for
+healthy_plan = setup.plan_on_any
 
 def every_rank_one_too_high(problem, schedule, workers):
-    plan = healthy_plan(problem, schedule, workers)
+    planned = healthy_plan(problem, schedule, workers)
+    plan = planned.plan
     runs, entries = plan.runs.copy(), plan.entries.copy()
     runs[:, RUN_FIELDS.index("rank_add")] += runs[:, RUN_FIELDS.index("rank_div")]
     entries[:, 1] += 1
-    return dataclasses.replace(plan, runs=runs, entries=entries)
+    return dataclasses.replace(planned, plan=dataclasses.replace(plan, runs=runs, entries=entries))
 
 inputs = gpu_inputs(512, 512, (1, 1))
 if "healthy" not in sys.argv:
-    setup.plan_for = every_rank_one_too_high
+    setup.plan_on_any = every_rank_one_too_high
 run_ours(inputs, Causal())
 torch.cuda.synchronize()
 print("finished")

@@ -27,6 +27,7 @@ from shared_cases import CAUSAL, F64, RANKS, Case, results
 
 ROWS = 256  # of a rank: two chunks of a tile
 SMALL = Case(RANKS, RANKS * ROWS, (4, 4), (8, 8), call=CAUSAL)
+ONE_DOCUMENT = replace(SMALL, call={**CAUSAL, "cu_seqlens": [0, SMALL.rows]})
 ODD = 2  # the rank that differs
 LIMIT = 10  # seconds; a busy machine needs some to build a group
 LATE_LIMIT = 4
@@ -66,6 +67,7 @@ class _Unusual(Full):
         raise RuntimeError("a mask that fails in its own way")
 
 
+SEEDED: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": torch.tensor([7])}
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact that an error names: of most ranks, of the odd one
     "mask": ({"causal": True}, {"causal": False}),
     "mask ": ({"window_size": (200, 0)}, {"window_size": (201, 0)}),
@@ -76,6 +78,8 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact
     "head_offset": ({}, {"head_offset": 1}),
     "sharding": ({}, {"sharding": "contiguous"}),
     "sharding ": ({}, {"rows": 2 * ROWS}),
+    "cu_seqlens": ({"cu_seqlens": (0, 300, 1024)}, {"cu_seqlens": (0, 301, 1024)}),
+    "cu_seqlens ": ({}, {"cu_seqlens": (0, 1024)}),
     "ulysses": ({}, {"ulysses": 2}),
     "ulysses ": ({}, {"ulysses": 4}),
     "ulysses  ": ({"ulysses": 4}, {"ulysses": 2}),
@@ -85,6 +89,9 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact
     "the dtype": ({}, {"dtype": F64}),
     "the sinks": ({}, {"sinks": torch.zeros(4)}),
     "the sinks ": ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4, dtype=F64)}),
+    "dropout_p": (SEEDED, {**SEEDED, "dropout_p": 0.2}),
+    "dropout_seed": (SEEDED, {**SEEDED, "dropout_seed": torch.tensor([8])}),
+    "alibi_slopes": ({}, {"alibi_slopes": torch.ones(4)}),
     "whether gradients are needed": ({}, {"gradients": True}),
 }
 
@@ -113,8 +120,15 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "zigzag sharding of 4 devices has 8 chunks of one length; 1020 rows cannot be dealt so (but 1016 or 1024 can)": {"rows": 255},
     "rows must be a whole number >= 1; got 0": {"rows": 0},
     "batch must be a whole number >= 1; got 0": {"batch": 0},
-    "documents cannot be shared by ranks": {"mask": Documents((512, 512))},
-    "With ulysses equal to the number of ranks": {"mask": Documents((512, 512)), "ulysses": 2},
+    "sum of the document lengths (1000); got q_len=1024": {"mask": Documents((500, 500))},
+    "give documents once, as mask=Documents(...) or as cu_seqlens; got both": {"mask": Documents((512, 512)), "cu_seqlens": (0, 1024)},
+    "dropout needs a seed for each document": {
+        "cu_seqlens": (0, 1024),
+        "dropout_p": 0.1,
+        "dropout_seed": torch.zeros(1, dtype=torch.int64),
+    },
+    "must begin with 0 and end with the 1024 rows of all ranks together; got [0, 256]": {"cu_seqlens": (0, 256)},
+    "zigzag sharding of 4 devices has 8 chunks of one length; 1020 rows cannot be dealt": {"rows": 255, "cu_seqlens": (0, 1020)},
     "ulysses must divide the number of ranks, which is 4; got 8": {"ulysses": 8, "heads": (8, 8)},
     "ulysses must divide the 3 KV heads, because ranks get whole KV heads; got 2. On 4 ranks, 1 do": {"ulysses": 2, "heads": (3, 3)},
     "needs cuda tensors": {"backend": "hopper"},
@@ -123,6 +137,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "sharding must be a name or a Sharding; got int": {"sharding": 3},
     "chunks must be multiples of 128 rows": {"sharding": Sharding((192,) * 4 + (64,) * 4, (0, 1, 2, 3) * 2)},
     "an order that is a function of the sequence alone; that of shift is not": {"schedule": "shift"},
+    "give dropout_seed, the same 1 numbers of torch.int64 on every rank; got dropout_p=0.1 and no dropout_seed": {"dropout_p": 0.1},
     "give either mask or causal/window_size": {"mask": Window(3, 3), "causal": True},
 }
 
@@ -164,6 +179,8 @@ def _autograd(rank: int) -> dict[str, Any]:
         "changed in place": said(lambda: _change_in_place(rank)),
         "one rank uses its LSE": _one_uses_lse(rank, SMALL),
         "one rank uses its LSE, ulysses": _one_uses_lse(rank, replace(SMALL, ulysses=2)),
+        "one rank uses its LSE, one document": _one_uses_lse(rank, ONE_DOCUMENT),
+        "a traced tensor of offsets": said(lambda: torch.compile(_call, backend="eager")(cu_seqlens=torch.tensor([0, RANKS * ROWS]))),
         "nothing needs gradients": _call().requires_grad,
     }
 
@@ -185,6 +202,8 @@ def _ways() -> dict[str, list[Tensor]]:
         "twice": _gradients(attend),
         "checkpointed": _gradients(checkpointed),
         "checkpointed, ulysses": _gradients(checkpointed, with_ulysses),
+        "checkpointed, one document": _gradients(checkpointed, ONE_DOCUMENT),
+        "traced, one document": _gradients(torch.compile(attend, backend="eager"), ONE_DOCUMENT),
     }
 
 
@@ -292,8 +311,16 @@ def _timed(action: Callable[[], object]) -> dict[str, Any]:
     return {"words": said(action), "seconds": time.monotonic() - start}
 
 
-def _attention_of(ranks: int, group: Any) -> None:
-    case = Case(ranks, ranks * ROWS, (2, 2), (8, 8), call=CAUSAL)
+def lost_among_documents(rank: int) -> dict[str, Any]:
+    """Rank 2 dies in the backward."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=LIMIT))
+    if rank == 2:
+        BackwardPass.step = _dying_step  # type: ignore[method-assign]
+    return _timed(lambda: _attention_of(3, group, cu_seqlens=[0, 50, 3 * ROWS]))
+
+
+def _attention_of(ranks: int, group: Any, **more: Any) -> None:
+    case = Case(ranks, ranks * ROWS, (2, 2), (8, 8), call={**CAUSAL, **more})
     inputs = own_inputs(case, group)
     out, _ = attend(case, inputs, group)
     out.sum().backward()  # type: ignore[no-untyped-call]

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dash_attn.call.modifiers import Modifiers
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context.gathering import GatheredKeys
 from dash_attn.distributed.context.of_rank import Gradients, OfRank, Rows
 from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling.devices.units import Unit
+from document_cases import ROWS, wide_rows
 from shared_cases import CASES, F32, RANKS, Case, Inputs, results
 from shared_problems import wide_cases
 
@@ -30,10 +32,18 @@ def wide_grid(rank: int) -> dict[str, dict[str, Any]]:
     return _run(rank, wide_cases())
 
 
-def _run(rank: int, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+def documents_grid(rank: int) -> dict[str, dict[str, Any]]:
+    return _run(rank, {name: given.shared for name, given in ROWS.items()}, with_control=False)
+
+
+def wide_documents_grid(rank: int) -> dict[str, dict[str, Any]]:
+    return _run(rank, {name: given.shared for name, given in wide_rows().items()}, with_control=False)
+
+
+def _run(rank: int, cases: dict[str, Case], with_control: bool = True) -> dict[str, dict[str, Any]]:
     """By case: this rank's results, its rank in the group, and dK and dV of the control."""
     groups = make_groups()
-    return {name: _one(case, groups[case.ranks]) for name, case in cases.items() if rank in MEMBERS[case.ranks]}
+    return {name: _one(case, groups[case.ranks], with_control) for name, case in cases.items() if rank in MEMBERS[case.ranks]}
 
 
 def make_groups() -> dict[int, Any]:
@@ -58,12 +68,12 @@ def attend(case: Case, inputs: Inputs, group: Any) -> tuple[Tensor, Tensor]:
     return context_parallel_attention(inputs.q, inputs.k, inputs.v, group, **given, **case.call)  # type: ignore[return-value]
 
 
-def _one(case: Case, group: Any) -> dict[str, Any]:
+def _one(case: Case, group: Any, with_control: bool) -> dict[str, Any]:
     inputs = own_inputs(case, group)
     out, lse = attend(case, inputs, group)
     leaves = [inputs.q, inputs.k, inputs.v] + ([] if inputs.sinks is None else [inputs.sinks])
     found = results(case, out, lse, leaves, (inputs.dout, inputs.dlse), retain_graph=True)
-    return {"rank": dist.get_rank(group), "results": found, "control": _control(case, inputs, (out, lse))}
+    return {"rank": dist.get_rank(group), "results": found, "control": _control(case, inputs, (out, lse)) if with_control else None}
 
 
 def _control(case: Case, inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor] | None:
@@ -83,8 +93,8 @@ def _sums_by_all_reduce() -> Iterator[None]:
 class _Partials(BackwardPass):
     """The control: each rank sums what its own queries give, with the same products in the same order, and no state travels."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments, mail=None)  # type: ignore[arg-type]
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, mail=None, **more)  # type: ignore[arg-type]
         self.sums: dict[Any, Tensor] = {}
 
     def sum_of(self, unit: Unit) -> Tensor:
@@ -96,10 +106,12 @@ class _Partials(BackwardPass):
         self._drop_keys(unit)
 
 
-def _share_by_all_reduce(self: OfRank, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+def _share_by_all_reduce(
+    self: OfRank, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None, modifiers: Modifiers | None
+) -> Gradients:
     dout, q, k, v, out = rows
     keys = GatheredKeys(call, self.outside, k, v)
-    work = _Partials(call, self.outside.rank, (dout, q, out), (lse, dlse), keys)
+    work = _Partials(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, modifiers=modifiers)
     for unit in work.units:
         if unit.leg is not None:
             work.step(unit)

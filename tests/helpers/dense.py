@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
+from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
 from inputs import Inputs, make_inputs
 
 torch.set_num_threads(1)  # the dense matrices are small; more threads than free cores make them many times slower
@@ -70,7 +70,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor, scale: float | N
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     keep = mask if isinstance(mask, Tensor) else element_mask(mask, q.shape[2], k.shape[2])
-    attends = keep.any(1, keepdim=True)
+    attends = keep.any(-1, keepdim=True)
     scores = scores.masked_fill(~keep, -torch.inf)
     weights = torch.softmax(scores.masked_fill(~attends, 0), -1) * attends
     return (weights @ v).transpose(1, 2), torch.logsumexp(scores, -1)
@@ -89,14 +89,16 @@ def random_inputs(
     return make_inputs("cpu", (q_len, kv_len), heads, (dim, 0), dtype, batch, seed, drawn=torch.float64)
 
 
-def run_dense(inputs: tuple[Tensor, ...], mask: Mask, dtype: torch.dtype, scale: float | None = None, softcap: float = 0.0) -> Results:
+def run_dense(
+    inputs: tuple[Tensor, ...], mask: Mask | Tensor, dtype: torch.dtype, scale: float | None = None, softcap: float = 0.0
+) -> Results:
     q, k, v, dout = (x.detach().to(dtype) for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = dense(q, k, v, mask, scale, softcap)
     return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
-def run_ours(inputs: tuple[Tensor, ...], mask: Mask, **options: object) -> Results:
+def run_ours(inputs: tuple[Tensor, ...], mask: Mask | BooleanMask | Tensor, **options: object) -> Results:
     q, k, v, dout = inputs
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, lse = flash_attn_func(*leaves, mask=mask, return_lse=True, **options)

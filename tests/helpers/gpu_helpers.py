@@ -104,9 +104,9 @@ def hopper(name: str) -> ModuleType:
 
 
 def forget_kernels_and_calls() -> None:
-    for cached in (hopper("device.compile")._key, hopper("device.driver").load_kernel):
+    for cached in (hopper("device.compile").source_key, hopper("device.driver").load_kernel, hopper("device.driver").takes_packed):
         cached.cache_clear()
-    for name in ("calls.forward", "calls.backward"):
+    for name in ("calls.forward", "calls.backward", "calls.decode"):
         hopper(name)._calls.clear()
 
 

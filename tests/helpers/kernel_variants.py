@@ -7,8 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from dash_attn.backends.hopper import tiles as shapes
-from dash_attn.backends.hopper.calls.forward_setup import CONSUMER_CHOICES
-from dash_attn.backends.hopper.calls.kernel_names import threads_per_row
+from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES, threads_per_row
 
 DTYPES = ("bf16", "f16")
 DIMS = shapes.KERNEL_DIMS
@@ -62,16 +61,22 @@ HELPERS = [
     *(("device_planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
     *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
     *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
+    ("ledger/bit_sums.cuh", "bit_sums"),
 ]
+DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in DIMS for softcap in FLAGS]
+CLUSTER = [f"attention_decode_cluster<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in shapes.CLUSTER_DIMS for softcap in FLAGS]
 VARIANTS = [
     *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
     *(("backward/legs.cuh", name) for name in LEGS),
     *(("forward/attention.cuh", name) for name in FORWARD),
+    *(("decode/attention.cuh", name) for name in DECODE),
+    *(("decode/cluster.cuh", name) for name in CLUSTER),
+    ("decode/append.cuh", "append_to_cache"),
     *dict.fromkeys(HELPERS),
 ]
 BF16_BACKWARD = [variant for variant in VARIANTS if variant[1].startswith("attention_backward<bf16")]
 OTHERS = [variant for variant in VARIANTS if variant not in BF16_BACKWARD]
-ATTENTION = [name for _, name in VARIANTS if name.startswith("attention_")]
+ATTENTION = [name for _, name in VARIANTS if "MaskKind" in name]  # not those of decode, which are few
 
 
 def pairs(name: str) -> set[tuple[Any, ...]]:
@@ -96,11 +101,17 @@ def is_usual(name: str) -> bool:
     return (", true, false, Mask" if name.startswith("attention_backward<") else ", false, Mask") in name
 
 
+def is_decode_twin(name: str) -> bool:
+    """A float16 decode kernel: its bfloat16 twin differs in conversions alone."""
+    return name.startswith("attention_decode") and "<f16" in name
+
+
 def always() -> list[str]:
     """What `make test` compiles; `make test-all` and `make kernels` compile all. Float16 differs from bfloat16 in conversions alone."""
     usual = [name for name in ATTENTION if is_usual(name)]
     in_bf16 = thinned([name for name in ATTENTION if "<bf16" in name], [name for name in usual if "<bf16" in name])
-    return thinned(ATTENTION, thinned(usual, in_bf16)) + [name for _, name in VARIANTS if name not in ATTENTION]
+    in_f16 = [name for name in usual if "<f16, 128, " in name and "Band" in name]
+    return in_bf16 + in_f16 + [name for _, name in VARIANTS if name not in ATTENTION and not is_decode_twin(name)]
 
 
 ALWAYS = set(always())

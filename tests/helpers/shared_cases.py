@@ -108,6 +108,10 @@ def banded(rows: int, tiles: int) -> TileMap:
     return TileMap(blocks.numpy(), rows // tiles, rows // tiles)
 
 
+def dropout(batch: int) -> dict[str, Any]:
+    return {"dropout_p": 0.3, "dropout_seed": torch.arange(batch) + 5}
+
+
 CAUSAL: dict[str, Any] = {"causal": True}
 ALTERNATING: dict[str, Any] = {"schedule": "alternating"}
 UNEVEN = zigzag_of((128, 256, 128, 100), 2)
@@ -139,6 +143,10 @@ CASES: dict[str, Case] = {
     "blocks, alternating": Case(2, 512, call={"mask": banded(512, 8), **ALTERNATING}),
     "full, alternating": Case(4, 1024, call=ALTERNATING),
     "parts of a group": Case(2, 2304, (4, 1), dims=(8, 8), sharding=Sharding((1152, 1152), (0, 1)), call={"window_size": (128, 0)}),
+    "dropout, 3 ranks": Case(3, 384, (4, 2), (8, 8), batch=2, sharding="contiguous", lse_gradient=True, call={**CAUSAL, **dropout(2)}),
+    "dropout and ALiBi, ulysses and states": Case(
+        4, 512, (4, 2), (8, 8), ulysses=2, sinks=True, call={**CAUSAL, **dropout(1), "alibi_slopes": torch.arange(4) / 32, "head_offset": 1}
+    ),
     "ulysses alone": Case(4, 512, (4, 4), ulysses=4, sharding="contiguous", sinks=True, lse_gradient=True, call=CAUSAL),
     "ulysses alone, no multiple of a tile": Case(2, 252, (4, 2), ulysses=2, dtype=BF16),
     "ulysses alone, documents": Case(2, 444, (2, 2), ulysses=2, sinks=True, lse_gradient=True, call={"mask": Documents((300, 131, 13))}),

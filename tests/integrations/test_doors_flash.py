@@ -166,7 +166,7 @@ NAN, INF = float("nan"), float("inf")
 FLAGS = (1, 0, "False", None, np.bool_(False), torch.tensor(True), torch.ones(2), np.ones(2), [])
 NUMBERS = (0, NAN, INF, -1.0, "1", None, True, 1j, 10**400, [1.0], torch.tensor(0.5), torch.ones(2), np.ones(2))
 ODD: dict[str, tuple[Any, ...]] = {
-    "dropout_p": (0.5, 1, -0.1, *NUMBERS),
+    "dropout_p": (1, -0.1, 1.5, 1e-7, 1 - 1e-7, *NUMBERS),
     "softmax_scale": NUMBERS,
     "softcap": NUMBERS,
     "causal": FLAGS,
@@ -176,7 +176,7 @@ ODD: dict[str, tuple[Any, ...]] = {
         *(None, 5, "ab", (), (1,), (1, 2, 3), (None, 0), (1.5, 0), (True, 0), ("1", 0), (NAN, 0), {1, 2}),
         *((-2, 0), (0, -5), (2**31, 0), (2**70, 0), np.array([3, 0]), torch.tensor([3, 0]), (torch.tensor(3), 0), ([1], 2)),
     ),
-    "alibi_slopes": (torch.ones(2), 0.0, False),
+    "alibi_slopes": (torch.ones(7), torch.ones(1, dtype=torch.int64), 0.0, False),
     "block_table": (torch.zeros(1, 1, dtype=torch.int32), False),
     "num_splits": (1,),
     "seqused_k": (None,),

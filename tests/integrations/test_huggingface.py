@@ -18,17 +18,9 @@ from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._mask_functions import read_causal  # noqa: E402
 from dash_attn.integrations._mask_patterns import mask_of_pattern  # noqa: E402
 from dense import element_mask, largest_error, random_inputs  # noqa: E402
+from model_sizes import SMALL  # noqa: E402
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "use_cache": False,
-}
+SIZES = {**SMALL, "max_position_embeddings": 512, "use_cache": False}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=40),
@@ -166,6 +158,7 @@ def test_packed_documents_of_gpt_oss() -> None:
     assert largest_error(model(input_ids=tokens, position_ids=PACKED).logits, torch.cat(alone, 1)) < 1e-7
 
 
+@torch.no_grad()
 def test_decoding_with_a_cache_matches_one_pass() -> None:
     for name in ("llama", "mistral"):
         model = model_of(name, "dash_attn").eval()
@@ -179,14 +172,6 @@ def test_decoding_with_a_cache_matches_one_pass() -> None:
 def test_padding_of_ones_is_no_padding() -> None:
     model = model_of("llama", "dash_attn")
     assert torch.equal(model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits, model(input_ids=TOKENS).logits)
-
-
-@pytest.mark.parametrize("place", [0, -1], ids=["left", "right"])
-def test_padding_is_refused(place: int) -> None:
-    padding = torch.ones_like(TOKENS)
-    padding[0, place] = 0
-    with pytest.raises(ValueError, match="does not support padding: attention_mask must be all ones or None"):
-        model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=padding)
 
 
 def test_mask_tensors_are_refused() -> None:
@@ -351,9 +336,10 @@ def test_functions_of_the_caller_and_unaligned_queries_are_refused() -> None:
     sizes = {"batch_size": 1, "q_length": 4, "kv_length": 8}
     with pytest.raises(NotImplementedError, match="the caller's own functions"):
         huggingface.mask_for(**sizes, q_offset=4, use_vmap=True)
-    with pytest.raises(NotImplementedError, match="got positions 3 and 7"):
-        huggingface.mask_for(**sizes)
+    with pytest.raises(NotImplementedError, match="got positions 9 and 7"):
+        huggingface.mask_for(**sizes, q_offset=6)
     assert huggingface.mask_for(**sizes, q_offset=4).mask == Causal()
+    assert [huggingface.mask_for(**sizes, q_offset=offset).keys for offset in (0, 4)] == [4, 8], "of a static cache those in use"
 
 
 def test_register_says_what_is_missing_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,8 @@ def test_nothing_is_left_after_the_first_forward() -> None:
 
 def test_the_watch_goes_on_after_a_forward_that_failed() -> None:
     model = llama()
-    with pytest.raises(ValueError, match="does not support padding"):
-        model(input_ids=TOKENS, attention_mask=torch.zeros_like(TOKENS))
+    with pytest.raises(ValueError, match="a column for each of the 30 tokens"):
+        model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)[:1])
     assert hooks(model) > 0
     assert not _first_forward._watches.open
     model(input_ids=TOKENS)
@@ -225,21 +225,10 @@ def test_our_mask_can_be_cut_to_itself_and_copied() -> None:
     mask = LayerMask(Causal(), (30, 40))
     assert mask[:, :, :, :40] is mask
     assert mask[:, :, :30, :64] is mask
+    assert mask.contiguous() is mask
     assert copy.deepcopy(mask).lengths == pickle.loads(pickle.dumps(mask)).lengths == (30, 40)
     assert not hasattr(mask, "to")
     assert "causal, 30 queries, 40 keys" in repr(mask)
-
-
-@pytest.mark.parametrize("window", [None, 16])
-def test_a_static_cache_is_refused(window: int | None) -> None:
-    config = transformers.MistralConfig(**SIZES, sliding_window=window, attn_implementation="dash_attn")
-    model = transformers.MistralForCausalLM(config).eval()
-    with pytest.raises((NotImplementedError, ForeignUse), match="use a dynamic cache"):
-        model.generate(TOKENS, max_new_tokens=3, cache_implementation="static", pad_token_id=0, attention_mask=torch.ones_like(TOKENS))
-    eager = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=window, attn_implementation="eager")).eval()
-    eager.load_state_dict(model.state_dict())
-    choices = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
-    assert torch.equal(model.generate(TOKENS, **choices), eager.generate(TOKENS, **choices))
 
 
 @pytest.mark.slow

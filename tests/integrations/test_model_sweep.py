@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import model_sweep  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
-from model_sweep import RECORD, Outcome, architectures, build, logits, outcome, step, tokens  # noqa: E402
+from model_sweep import RECORD, SIDES, Outcome, architectures, build, logits, outcome, recorded, step, tokens  # noqa: E402
 
 # The best known, and one of every way in which models went wrong in silence.
 WELL_KNOWN = {
@@ -33,12 +33,13 @@ def _quiet() -> None:
     model_sweep.quiet()
 
 
-def assert_expected(kind: str, model_type: str) -> None:
-    found = outcome(kind, model_type)
+def assert_expected(kind: str, model_type: str, side: str = "") -> None:
+    found = outcome(kind, model_type, side)
     assert found.status != "wrong", found.detail
     if SAME_VERSION:
-        expected = Outcome(*RECORDED[kind][model_type])
-        assert found == expected, "docs/models.md is out of date: run `python tools/model_sweep.py` and `make pages`"
+        assert found == recorded(RECORDED, kind, model_type, side), (
+            "docs/models.md is out of date: run `python tools/model_sweep.py` and `make pages`"
+        )
 
 
 @pytest.mark.parametrize(("kind", "model_type"), SHORT)
@@ -46,25 +47,41 @@ def test_a_well_known_model_matches_eager_or_raises(kind: str, model_type: str) 
     assert_expected(kind, model_type)
 
 
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("kind", "model_type"), SHORT)
+def test_a_well_known_model_takes_padding_or_raises(kind: str, model_type: str, side: str) -> None:
+    assert_expected(kind, model_type, side)
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("side", ["", *SIDES])
 @pytest.mark.parametrize(("kind", "model_type"), [pair for pair in architectures() if pair not in SHORT])
-def test_every_model_matches_eager_or_raises(kind: str, model_type: str) -> None:
-    assert_expected(kind, model_type)
+def test_every_model_matches_eager_or_raises(kind: str, model_type: str, side: str) -> None:
+    assert_expected(kind, model_type, side)
 
 
 @pytest.mark.skipif(not SAME_VERSION, reason="the record is of another version of transformers")
 def test_the_record_has_every_model_and_none_is_wrong() -> None:
     assert {(kind, name) for kind in ("causal", "masked") for name in RECORDED[kind]} == set(architectures())
-    found = [status for kind in ("causal", "masked") for status, _ in RECORDED[kind].values()]
-    assert set(found) <= {"matches", "refused", "no comparison"}
-    assert found.count("no comparison") <= 5
+    for side in ("", *SIDES):
+        found = [recorded(RECORDED, *model, side).status for model in architectures()]
+        assert set(found) <= {"matches", "refused", "no comparison"}
+        assert found.count("no comparison") <= 5
 
 
 def test_the_sweep_sees_a_missing_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the mask that was given before, plain attention, the same comparison fails."""
-    original = huggingface._mask_and_offsets
-    monkeypatch.setattr(huggingface, "_mask_and_offsets", lambda *given: (huggingface.Full(), original(*given)[1]))
+    monkeypatch.setattr(huggingface, "_plain_mask", lambda kv_len, window: huggingface.Full())
     found = outcome("causal", "llama")
+    assert found.status == "wrong"
+    assert "off by" in found.detail
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_sweep_sees_padding_that_is_attended(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """The control: a causal model does not look at what is padded behind its tokens, but one that looks ahead does."""
+    monkeypatch.setattr(huggingface, "is_known_whole", lambda *given: True)
+    found = outcome("causal" if side == "left" else "masked", "llama" if side == "left" else "bert", side)
     assert found.status == "wrong"
     assert "off by" in found.detail
 

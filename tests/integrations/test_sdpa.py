@@ -62,7 +62,7 @@ def test_the_name_is_restored_also_after_an_error_and_blocks_nest() -> None:
         outer = functional.scaled_dot_product_attention
         assert outer is not PYTORCH
         with pytest.raises(ValueError, match="attn_mask"), replace_sdpa():
-            run(heads_first(4, 4), attn_mask=torch.ones(4, 4, dtype=torch.bool))
+            run(heads_first(4, 4), attn_mask=torch.zeros(4, 4))
         assert functional.scaled_dot_product_attention is outer
     assert functional.scaled_dot_product_attention is PYTORCH
 
@@ -105,8 +105,9 @@ def test_multihead_attention_of_pytorch_uses_it() -> None:
 
 Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 2, 12, 8)
 BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
-    ((Q, Q, Q), {"attn_mask": torch.ones(10, 10, dtype=torch.bool)}, r"attn_mask must be None: use is_causal"),
-    ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10), "is_causal": True}, r"attn_mask must be None"),
+    ((Q, Q, Q), {"attn_mask": torch.ones(10, 10, dtype=torch.bool), "is_causal": True}, r"either attn_mask or is_causal=True.*; got both"),
+    ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10)}, r"attn_mask must be boolean.*: biases are not supported; got torch.float32"),
+    ((Q, Q, Q), {"attn_mask": torch.ones(3, 1, 10, 10).bool()}, r"broadcast to \(2, 4, 10, 10\) .*; got shape \(3, 1, 10, 10\)"),
     ((Q, Q, Q), {"dropout_p": 0.1}, r"dropout_p must be 0; got 0.1"),
     ((Q[0], Q[0], Q[0]), {}, r"query must be 4-d \(batch, heads, length, head dim\); got shape \(4, 10, 8\)"),
     ((Q, K, K), {}, r"same heads unless enable_gqa=True; got query \(2, 4, 10, 8\), key \(2, 2, 12, 8\)"),

@@ -15,17 +15,10 @@ pytest.importorskip("accelerate")
 
 from dash_attn.integrations import huggingface  # noqa: E402
 from dense import same_bits  # noqa: E402
+from model_sizes import SMALL  # noqa: E402
 from process_settings import restored_settings  # noqa: E402
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-}
+SIZES = {**SMALL, "use_cache": False}
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +58,17 @@ def train(folder: Path, collator: Any, equal_lengths: bool, attention: str = "da
     return [p.detach().clone() for p in model.parameters()]
 
 
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Rows of one batch, filled up on the right."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    filled = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    with_masks = [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {key: torch.tensor([row[key] + [fill] * (longest - len(row[key])) for row in with_masks]) for key, fill in filled.items()}
+
+
 COLLATORS = {
     "batches": (transformers.default_data_collator, True),
+    "padded": (padded, False),
     "packed by positions": (transformers.DataCollatorWithFlattening(), False),
     "packed by lengths": (transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True), False),
 }
@@ -86,7 +88,7 @@ def test_packed_by_positions_and_by_lengths_are_the_same(tmp_path: Path) -> None
     assert all(same_bits(one, other) for one, other in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("name", ["batches", "packed by positions"])
+@pytest.mark.parametrize("name", ["batches", "padded", "packed by positions"])
 def test_weights_are_those_of_eager(name: str, tmp_path: Path) -> None:
     ours, eager = (train(tmp_path, *COLLATORS[name], attention=kind) for kind in ("dash_attn", "eager"))
     for mine, theirs in zip(ours, eager, strict=True):

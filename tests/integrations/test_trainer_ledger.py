@@ -15,17 +15,10 @@ pytest.importorskip("accelerate")
 from dash_attn.integrations import huggingface  # noqa: E402
 from dash_attn.integrations.trainer import ledger_callback  # noqa: E402
 from dash_attn.ledgers import LedgerError, compare_runs, read_run  # noqa: E402
+from model_sizes import SMALL  # noqa: E402
 from process_settings import restored_settings  # noqa: E402
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-}
+SIZES = {**SMALL, "num_attention_heads": 2, "use_cache": False}
 
 
 @pytest.fixture(autouse=True)

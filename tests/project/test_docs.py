@@ -103,7 +103,7 @@ def test_checks_and_tests_that_are_named_exist() -> None:
     assert len(named) > 10
     assert named <= {check.id for check in CHECKS}
     files = set(re.findall(r"`(test_\w+\.py)`", DETERMINISM))
-    assert len(files) == 7
+    assert len(files) == 12
     tests = {path.name for path in Path(__file__).parents[1].rglob("test_*.py")}
     assert files <= tests
 
@@ -132,13 +132,16 @@ def test_after_gives_what_before_gave(before: str, after: str, monkeypatch: pyte
 def recipes() -> list[Any]:
     """Blocks that stand alone: all that are titled, but neither before nor after."""
     found = re.findall(r'^```python title="([^"]+)"\n(.*?)^```', MIGRATION, re.S | re.M)
-    return [pytest.param(code, id=title) for title, code in found if title not in ("before", "after")]
+    slow = {"TRL", "Megatron-Core"}  # seconds of imports, for calls that tests/integrations has too
+    alone = [(title, code) for title, code in found if title not in ("before", "after")]
+    return [pytest.param(code, id=title, marks=pytest.mark.exhaustive if title in slow else ()) for title, code in alone]
 
 
 @pytest.mark.parametrize("code", recipes())
 def test_recipes_run(code: str) -> None:
-    if "transformers" in code:
-        pytest.importorskip("transformers")
+    for package in ("transformers", "trl", "megatron.core"):
+        if f"from {package}" in code:
+            pytest.importorskip(package)
     if "torch.compile" in code and not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -147,8 +150,8 @@ def test_recipes_run(code: str) -> None:
 
 def test_every_section_has_an_example() -> None:
     assert len(pairs()) == 5
-    assert len(recipes()) == 3
-    assert MIGRATION.count("\n## ") == 7
+    assert len(recipes()) == 6
+    assert MIGRATION.count("\n## ") == 8
     assert all('python title="' in section for section in MIGRATION.split("\n## ")[1:])
 
 

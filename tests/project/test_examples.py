@@ -1,5 +1,5 @@
 """Examples train. Those with one changed line print the same hash of their weights in two fresh processes, the one for several
-processes prints the same hashes for any number of them."""
+processes prints the same hashes for any number of them, and the one that samples those of its training forward."""
 
 from __future__ import annotations
 
@@ -80,3 +80,24 @@ def test_any_number_of_processes_ends_with_the_same_weights() -> None:
     assert {name for name, (*_, verdict) in hashes.items() if verdict == "differ"} == controls
     assert all(len(set(found)) == (3 if name in controls else 1) for name, (*found, _) in hashes.items())
     assert hashes["attention, context parallel"] == hashes["attention, one call on one process"]
+
+
+def test_sampled_tokens_have_the_attention_of_training() -> None:
+    """In every layer, given equal inputs. The controls differ: SDPA, and the rest of a model whose products are not pinned."""
+    command, one_thread = (
+        [sys.executable, str(FOLDER / "sample_and_train.py")],
+        {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=one_thread)
+    assert done.returncode == 0, done.stderr
+    heading, *table = done.stdout.split("\n\n")[0].splitlines()
+    assert heading.split() == ["sampled", "trained"]
+    found = dict(re.split(r"  +", line, maxsplit=1) for line in table)
+    hashes = {name: (one, other, verdict) for name, (one, other, verdict, *_) in ((name, text.split()) for name, text in found.items())}
+    equal = {name for name, (one, other, verdict) in hashes.items() if verdict == "equal" and one == other}
+    layers = {f"attention of layer {layer}, equal inputs" for layer in range(3)}
+    assert equal == {*layers, "log-probabilities, products of 32 rows each"}
+    controls = {f"SDPA of layer {layer}, equal inputs (control)" for layer in range(3)}
+    assert set(hashes) - equal == {*controls, "log-probabilities, products as they come"}
+    assert all(verdict == "differ" and one != other for name, (one, other, verdict) in hashes.items() if name not in equal)
+    assert len({one for one, _, _ in hashes.values()}) == len(hashes), "each is of tensors of its own"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 
 from dash_attn import Causal, Problem, generate
-from dash_attn.distributed import Sharding
+from dash_attn.distributed import Sharding, explain_context_parallel
 from dash_attn.scheduling.devices.share import share
 from dash_attn.scheduling.devices.units import SharedSchedule
 from doc_pages import DOCS, rows, run_long_sequences
@@ -66,3 +68,33 @@ def test_the_figures_of_the_page_follow_from_its_formulas() -> None:
     states = 8 * tokens * q_heads * dim
     found = [keys, keys, states * (ranks - 1) / ranks * (1 + 1 / (2 * ranks)), states, 8 * tokens * kv_heads * dim]
     assert [cells[2] for cells in rows(PAGE, 3) if cells[2].endswith(" GB")] == [f"{size / 1e9:.2f} GB" for size in found]
+
+
+def lengths_of(tokens: int, every: int) -> list[int]:
+    """Of 200 to 3000 tokens; of those whose number is a multiple of `every`, 8000 to 40000."""
+    found: list[int] = []
+    while sum(found) < tokens:
+        number = len(found)
+        long = every and number % every == every - 1
+        length = 8000 + 7919 * number % 32001 if long else 200 + 1009 * number % 2801
+        found.append(min(length, tokens - sum(found)))
+    return found
+
+
+def test_documents_are_as_efficient_as_the_page_says() -> None:
+    said = [cells for cells in rows(PAGE, 5) if cells[0].isdecimal()]
+    assert len(said) == 4
+    for tokens, ranks, words, *efficiencies in said:
+        lengths = lengths_of(int(tokens), every=0 if words.endswith("of 200 to 3000 tokens") else 5)
+        assert words.startswith(f"{len(lengths)}, ")
+        assert str(max(lengths)) in words or max(lengths) in range(2800, 3001) or max(lengths) in range(38000, 40001)
+        found = [_efficiency(lengths, int(ranks), name) for name in ("zigzag", Sharding.by_document(lengths, int(ranks)))]
+        assert [f"{one:.2f}" for one in found] == efficiencies
+
+
+def _efficiency(lengths: list[int], ranks: int, sharding: str | Sharding) -> float:
+    mine = len(sharding.rows_of(0)) if isinstance(sharding, Sharding) else sum(lengths) // ranks
+    q, k = (torch.empty(1, mine, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    ends = [0, *accumulate(lengths)]
+    found = explain_context_parallel(q, k, k, ranks, causal=True, cu_seqlens=ends, sharding=sharding, backend="hopper")
+    return found.predicted_efficiency

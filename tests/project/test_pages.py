@@ -14,8 +14,8 @@ import call_picture
 import errors_page
 import support_page
 import tutorial_page
-from dash_attn import masks
 from dash_attn.backends.hopper import support
+from dash_attn.masks import rules
 from misuse import MISUSE
 from page_parts import numbers_in_words
 from questions import Question
@@ -38,10 +38,10 @@ def test_every_mask_is_on_the_page() -> None:
     def concrete(base: type) -> Iterator[type]:
         for kind in base.__subclasses__():
             yield from concrete(kind)
-            if not getattr(kind, "__abstractmethods__", None) and kind.__module__ == masks.__name__:
+            if not getattr(kind, "__abstractmethods__", None) and kind.__module__ == rules.__name__:
                 yield kind
 
-    assert {type(mask) for mask in support_page.MASKS.values()} == set(concrete(masks.Mask))
+    assert {type(mask) for mask in support_page.MASKS.values()} == set(concrete(rules.Mask))
 
 
 def test_the_page_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_the_picture_of_a_call_is_up_to_date(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_a_call_names_files_that_exist() -> None:
-    package = Path(masks.__file__).parent
+    package = Path(rules.__file__).parents[1]
     for box in call_picture.BOXES.values():
         folder = package
         for name in box.place.split(", "):  # "cli/main.py, plan.py" are neighbours, unless both have a folder

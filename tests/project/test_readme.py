@@ -15,6 +15,8 @@ import pytest
 
 from dash_attn import GENERATORS
 from dash_attn.cli.main import main
+from dash_attn.tools.bench.relative import relative_table
+from dash_attn.tools.bench.results import read
 from rooms import PACKAGE, ROOMS
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ DOCS = ROOT / "docs"
 README, DESIGN = (ROOT / "README.md").read_text(), (ROOT / "DESIGN.md").read_text()
 INDEX, RESULTS, SIMULATOR, CALL = ((DOCS / f"{name}.md").read_text() for name in ("index", "results", "simulator", "how-a-call-runs"))
 PAGES = [ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
-REFUSED = ("dropout", "mask tensors (`attn_mask`)", "ALiBi", "padding", "paged keys", "double backward", "`torch.func`")
+REFUSED = ("dropout", "mask tensors (`attn_mask`)", "ALiBi", "double backward", "`torch.func`")
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -39,6 +41,7 @@ def test_it_is_short_enough_to_be_read(page: str, most: int) -> None:
 def test_what_is_refused_is_named(page: str) -> None:
     sentence = re.sub(r"\s+", " ", page[page.index("Refused today") :]).split(". ")[0]
     assert all(name in sentence for name in REFUSED)
+    assert "paged" not in sentence, "pages are served"
 
 
 @pytest.mark.parametrize("example", blocks(README, "python"))
@@ -64,7 +67,7 @@ def test_plan_commands_work(command: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_plan_commands_are_found() -> None:
-    assert len(plan_commands()) == 8
+    assert len(plan_commands()) == 7
 
 
 def measured(suite: str, direction: str = "backward") -> list[dict[str, Any]]:
@@ -133,7 +136,8 @@ def test_the_cost_of_determinism_is_the_committed_one() -> None:
 def test_other_figures_are_the_committed_ones() -> None:
     flash = [row["ratio_to_cudnn"] for row in measured("paper") if row["candidate"] == "PyTorch flash deterministic"]
     assert f"deterministic flash backward reaches {min(flash):.2f} to {max(flash):.2f} of cuDNN" in RESULTS
-    for name in ("dash-attn", "FlashAttention-4 deterministic", "FlashAttention-4"):
+    peers = [f"FlashAttention-{number}{mode}" for number in (3, 4) for mode in ("", " deterministic")]
+    for name in ("dash-attn", "dash-attn unordered", *peers):
         ratio = [f"{row['ratio_to_cudnn']:.2f}" for row in measured("paper-fa4") if row["candidate"] == name]
         assert f"| {name} | {' | '.join(ratio)} |" in RESULTS
     hosts = json.loads((ROOT / "benchmarks/results/h200-host.json").read_text())["host"]
@@ -141,6 +145,17 @@ def test_other_figures_are_the_committed_ones() -> None:
     for name, shown in (("dash-attn", "dash-attn"), ("PyTorch flash", "PyTorch SDPA, flash"), ("cuDNN", "PyTorch SDPA, cuDNN")):
         assert f"| {shown} | {took[name]} | {took[f'{name}, one thread']} |" in RESULTS
     assert f"Our own part (look-up, descriptors, launches) is {took['dash-attn, without autograd']}." in RESULTS
+
+
+def test_the_table_of_ranks_is_the_committed_one() -> None:
+    header, lines = relative_table(read(ROOT / "benchmarks/results/h200-ranks.json"), "backward")
+    section = RESULTS[RESULTS.index("| query/KV heads, tokens |") :]
+    shown = [line.replace("**", "").split("|")[1:-1] for line in section[: section.index("\n\n")].splitlines()[2:]]
+    columns = ("cuDNN", "FlashAttention-4", "FlashAttention-4 deterministic", "dash-attn equal heads", "dash-attn unordered")
+    for place, name in enumerate(columns, start=1):
+        measured_ones = [line[header.index(name)].split()[0] for line in lines if line[header.index(name)] != "-"]
+        figures = [figure for row in shown for figure in row[place].strip().split("; ") if re.fullmatch(r"\d\.\d\d", figure)]
+        assert sorted(figures) == sorted(measured_ones), name
 
 
 def test_the_forward_is_the_committed_one() -> None:
@@ -227,7 +242,7 @@ def test_files_that_the_guide_names_exist() -> None:
 def test_six_questions_of_a_newcomer_have_an_answer() -> None:
     rows = re.findall(r"^\| (a .*|the .*) \|(.*)\|$", CALL.split("## Where to look")[1].split("## ")[0], re.M)
     assert len(rows) == 6
-    assert "def tile_map" in (PACKAGE / "masks.py").read_text()
+    assert "def tile_map" in (PACKAGE / "masks/rules.py").read_text()
     assert "store_release(p.semaphores" in (PACKAGE / "backends/hopper/kernels/backward/drain.cuh").read_text()
     assert "cuLaunchKernelEx" in (PACKAGE / "backends/hopper/device/driver.py").read_text()
     assert "class Order" in (PACKAGE / "scheduling/order.py").read_text()

@@ -49,7 +49,17 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 def test_the_first_page_opens_with_picture_table_and_installation(site: Path) -> None:
     """And what lies beside docs/ is a page, too."""
     page = (site / "index.html").read_text()
-    places = [page.index(text) for text in ('alt="Two schedules', "<table>", 'id="install"', ">'.[gpu]'<", 'id="where-to-go-on"')]
+    places = [
+        page.index(text)
+        for text in (
+            'alt="Where two training runs part',
+            'alt="Two schedules',
+            "<table>",
+            'id="install"',
+            ">'.[gpu]'<",
+            'id="where-to-go-on"',
+        )
+    ]
     assert places == sorted(places)
     assert 'href="design/"' in page
     assert all((site / name / "index.html").exists() for name in ("design", "contributing", "results", "examples", "how-a-call-runs"))

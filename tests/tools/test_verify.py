@@ -89,6 +89,8 @@ def test_the_command_passes_with_fresh_processes(capsys: pytest.CaptureFixture[s
         ("same bits whatever else is in the batch", "pass"),
         ("same bits in fresh processes", "pass"),
         ("control: unordered runs differ", "pass"),
+        ("decode-equals-training", "pass"),
+        ("control: halves of the keys, recombined, differ", "pass"),
     ]
     assert entry["guarantees"][5]["detail"] == "2 compared"
     assert len(entry["explain"]["order_hash"]) >= 16
@@ -374,7 +376,7 @@ def test_equal_bits_of_an_inconclusive_certificate_show_nothing(small: Any, caps
     unsure["status"] = unsure["cases"][0]["guarantees"][-1]["status"] = "inconclusive"
     assert compare_with(unsure, tmp_path / "there.json") == 1
     out = capsys.readouterr().out
-    assert "which shows nothing, because it is inconclusive (case 1, control: unordered runs differ: inconclusive" in out
+    assert "which shows nothing, because it is inconclusive (case 1, control: halves of the keys, recombined, differ: inconclusive" in out
     assert "Agrees" not in out
     unsure["cases"][0]["sha256"]["dq"] = "0" * 64
     assert compare_with(unsure, tmp_path / "there.json") == 1

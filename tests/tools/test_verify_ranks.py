@@ -39,7 +39,7 @@ def test_the_certificate_claims_what_was_played(capsys: pytest.CaptureFixture[st
     path = tmp_path / "certificate.json"
     assert main(["verify", *SMALL, "--ranks", "2,1,2", "--output", str(path)]) == 0
     out = capsys.readouterr().out
-    assert f"{CLAIM}   pass" in out
+    assert any(line.startswith(CLAIM) and line.endswith("pass") for line in out.splitlines())
     certificate = json.loads(path.read_text())
     assert (certificate["status"], certificate["ranks"]) == ("pass", [1, 2])
     assert "played by one process" in certificate["scope"]
@@ -63,6 +63,7 @@ def test_without_ranks_nothing_is_claimed() -> None:
         (Case(768, 3, 1, 16, 2, "window:200,60", "bf16"), (3,)),
         (Case(1024, 1, 1, 16, 1, "full"), (2, 4)),  # shift_blocks: chains go round
         (Case(1024, 2, 2, 16, 1, "prefix:300", "fp16", "alternating"), (4,)),
+        (Case(708, 2, 1, 16, 1, "documents:333,300,75"), (2, 3)),  # chunks that are no multiples of a tile
     ],
     ids=str,
 )
@@ -154,7 +155,6 @@ def test_a_backend_that_cannot_share_is_refused_before_the_work(
         ("--ranks 2,", "--ranks takes numbers of ranks"),
         ("--ranks 2 --seqlen 500", "2 ranks cannot share causal 500, 4/2 heads x 64, batch 2, fp32 (zigzag): chunks must be multiples"),
         ("--ranks 2 --seqlen 700", "4 chunks of one length fit sequences of 512 or 1024 rows"),  # though two of them are joined
-        ("--ranks 2 --seqlen 512 --mask documents:500,12", "documents cannot be shared by ranks"),
         ("--ranks 2 --seqlen 512 --mask full --schedule shift", "order that is a function of the sequence alone; that of shift is not"),
     ],
 )

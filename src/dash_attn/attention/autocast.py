@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Asked once: a program that is traced may not ask (PyTorch 2.11).
+HAVE_AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "xpu", "hpu", "mps") if torch.amp.is_autocast_available(kind))
+
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, each in autocast's dtype where autocast is on for its device. Gradients come back in the dtypes given.
@@ -18,6 +21,6 @@ def _cast(tensor: Tensor) -> Tensor:
     device = tensor.device.type
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in HAVE_AUTOCAST or not torch.is_autocast_enabled(device):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import backend_for
 from ..call.empty import backward_of_nothing, forward_of_nothing, no_pairs
+from ..call.modifiers import Modifiers
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from .call_log import LOG_CALLS, log_call
@@ -17,7 +18,13 @@ from .observers import observers, tell_observers
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    offsets: SequenceOffsets | None = None,
+    sinks: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     alert_if_unordered(options)
@@ -26,7 +33,7 @@ def attention_forward(
         if offsets is not None and q.device.type == "cpu":
             offsets.sequences(len(q), len(k))  # no backend looks at the lengths
         return forward_of_nothing(q, v, sinks)
-    results = backend.forward(q, k, v, options, offsets, sinks)
+    results = backend.forward(q, k, v, options, offsets, sinks, *_if_any(modifiers))
     if LOG_CALLS:
         log_call(q, k, v, options, offsets)
     if observers:
@@ -45,13 +52,18 @@ def attention_backward(
     offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and, where there are sinks, their gradient. `dout` and `dlse` are the gradients of output and LSE."""
     alert_if_unordered(options)
     backend = backend_for(options.backend, q.device)
     if no_pairs(q, k):
         return backward_of_nothing(q, k, v, sinks, dlse)
-    return backend.backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
+    return backend.backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse, *_if_any(modifiers))
+
+
+def _if_any(modifiers: Modifiers | None) -> tuple[Modifiers, ...]:
+    return () if modifiers is None else (modifiers,)
 
 
 class FirstGradientsOnly(torch.autograd.Function):
@@ -67,17 +79,24 @@ class FirstGradientsOnly(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Attention.apply(q, k, v, sinks, options, offsets) -> (out, lse). Differentiable once, through both."""
+    """Attention.apply(q, k, v, sinks, options, offsets, modifiers) -> (out, lse). Differentiable once, through both."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions, offsets: SequenceOffsets | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        options: AttentionOptions,
+        offsets: SequenceOffsets | None,
+        modifiers: Modifiers | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attention_forward(q, k, v, options, offsets, sinks)
+        out, lse = attention_forward(q, k, v, options, offsets, sinks, modifiers)
         # Saved like the other tensors, so that changing them in place before the backward is noticed.
         ends = (None, None) if offsets is None else (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *ends)
-        ctx.options, ctx.offsets = options, offsets
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *ends, *(modifiers or Modifiers())[:2])
+        ctx.options, ctx.offsets, ctx.modifiers = options, offsets, modifiers
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -86,9 +105,9 @@ class Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
         if dout is None:
             if dlse is None:
-                return (None,) * 6
+                return (None,) * 7
             dout = torch.zeros_like(out)  # only the LSE was used
-        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.offsets, sinks, dlse)
+        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.offsets, sinks, dlse, ctx.modifiers)
         if not torch.is_grad_enabled():
             gradients = attention_backward(*arguments)
         else:  # create_graph=True
@@ -96,7 +115,7 @@ class Attention(torch.autograd.Function):
                 gradients = attention_backward(*arguments)
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None, None
+        return *wanted, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

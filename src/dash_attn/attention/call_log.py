@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from ..backends import backend_for, resolve
+from ..call.cache_explanation import call_in_words
+from ..call.kv_cache import DECODE_EQUALS_TRAINING, CachePlaces, CacheTensors
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..call.planning import describe_call
@@ -38,6 +40,24 @@ def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets
     decided = "planned sequence by sequence" if sequences else _order_in_words(q, k, v, options)
     backend = f"{resolve(options.backend, q.device)} on {q.device}, {options.accumulation}"
     print(f"dash-attn: {describe_call(q, k, v, options)}{packed}: {backend}, {decided}", file=sys.stderr, flush=True)
+
+
+def log_cache_call(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, packed: bool) -> None:
+    """The same for a call with a cache. How many keys are in it is not looked at."""
+    q, k_cache = tensors.q, tensors.k_cache
+    key = ("cache", q.shape, k_cache.shape, q.dtype, q.device, options, places.new, places.block_table is None)
+    with _lock:
+        if key in _seen:
+            return
+        _seen.add(key)
+    appended = f", {places.new} keys appended" if places.new else ""
+    backend = f"{resolve(options.backend, q.device)} on {q.device}"
+    print(
+        f"dash-attn: {call_in_words(tensors, places, options)}{', packed queries' if packed else ''}{appended}: {backend},"
+        f" {DECODE_EQUALS_TRAINING}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:

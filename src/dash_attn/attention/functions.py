@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 
 from ..backends import import_backend, resolve_to_explain
+from ..call.boolean_masks import take_mask
 from ..call.explanation import Explanation
-from ..call.options import AttentionOptions, Choices, options_for, refuse_unsupported
+from ..call.modifiers import check_seeds, check_slopes, modifiers_of, with_elements
+from ..call.options import AttentionOptions, Choices, check_determinism, check_dropout, options_for
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
-from ..masks import Mask
+from ..masks import BooleanMask, Mask
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
 from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
@@ -102,8 +104,9 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    mask: Mask | None = None,
+    mask: Mask | BooleanMask | Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
     schedule: str | Schedule = "auto",
     accumulation: str = "ordered",
     backend: str = "auto",
@@ -114,12 +117,16 @@ def flash_attn_func(
 
     q is (batch, q_len, q_heads, dim), k and v are (batch, kv_len, kv_heads, dim); q_heads is a multiple of kv_heads.
     v may have another head dim, which is then that of the output.
-    The first eleven arguments are FlashAttention-2's; dropout and ALiBi are not supported and raise.
+    The first eleven arguments are FlashAttention-2's. Dropout and ALiBi run on the CPU only: on other backends they raise.
 
     mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. Where the lengths differ, the last query
-        is aligned with the last key.
+        is aligned with the last key. Or a boolean tensor, True where a query attends a key, on the device of q: (q_len, kv_len), or
+        what broadcasts to (batch, q_heads, q_len, kv_len). A BooleanMask of it spares the planning of each call (docs/masks.md).
     sinks: one learnable logit per query head, (q_heads,). Each row's softmax also sums exp(sink), neither scaled nor capped.
         The sink has no value, so it only takes weight from the keys.
+    dropout_seed: one number per sequence, (batch,) of torch.int64 on the device of the tensors; which pairs dropout keeps depends on
+        it, the query head in the unsharded model and the two positions alone. None: drawn from PyTorch's generator.
+    alibi_slopes: (q_heads,) or (batch, q_heads); slope x distance is taken off each score, behind scale and softcap. No gradient.
     schedule: the order in which dQ is summed: "auto", a name in dash_attn.GENERATORS, or a Schedule (or its JSON text) of your
         own. Its mask, lengths and tile sizes must be those of the call (explain tells the tile sizes); batch, heads and workers
         may differ. In programs that are traced, give the JSON text.
@@ -133,7 +140,8 @@ def flash_attn_func(
     """
     refuse_transforms()
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
-    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
+    check_dropout(dropout_p)
+    check_determinism(deterministic, accumulation)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -144,13 +152,17 @@ def flash_attn_func(
         accumulation=accumulation,
         backend=backend,
         head_offset=head_offset,
+        dropout_p=dropout_p,
+        alibi=alibi_slopes is not None,
     )
-    if is_traced(q, k, v, sinks):
+    if is_traced(q, k, v, sinks, dropout_seed, alibi_slopes, mask if isinstance(mask, Tensor) else None):
         check_strided(q=q, k=k, v=v)
-        out, lse = traced_attention(q, k, v, sinks, None, choices)
+        modifiers = modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes)
+        out, lse = traced_attention(q, k, v, sinks, None, choices, modifiers)
     else:
-        options = _options_of(q, k, v, sinks, choices)
-        out, lse = Attention.apply(q, k, v, sinks, options, None)  # type: ignore[no-untyped-call]
+        options, elements = _options_of(q, k, v, sinks, choices)
+        modifiers = with_elements(modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes), elements)
+        out, lse = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
@@ -169,8 +181,9 @@ def explain(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    mask: Mask | None = None,
+    mask: Mask | BooleanMask | Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
     schedule: str | Schedule = "auto",
     accumulation: str = "ordered",
     backend: str = "auto",
@@ -186,7 +199,8 @@ def explain(
     predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse, predict_time=predict_time)
-    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
+    check_dropout(dropout_p)
+    check_determinism(deterministic, accumulation)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -197,17 +211,25 @@ def explain(
         accumulation=accumulation,
         backend=backend,
         head_offset=head_offset,
+        dropout_p=dropout_p,
+        alibi=alibi_slopes is not None,
     )
-    options = _options_of(q, k, v, sinks, choices)
+    options, _ = _options_of(q, k, v, sinks, choices)
+    check_seeds(dropout_seed, q, q.shape[0])
+    check_slopes(alibi_slopes, q, q.shape[0])
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
     return import_backend(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)
 
 
-def _options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> AttentionOptions:
-    """The options of a call of these tensors; everything is checked that can be without a plan."""
+def _options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> tuple[AttentionOptions, BooleanMask | None]:
+    """The options of a call of these tensors; everything is checked that can be without a plan. And the elements of a boolean mask."""
     check_tensors(q, k, v)
     check_sinks(sinks, q)
+    elements = None
+    if choices.mask is not None:
+        mask, elements = take_mask(choices.mask, q, k)
+        choices = choices._replace(mask=mask)
     options = options_for(choices, q.shape[-1])
     options.mask.check(q.shape[1], k.shape[1])
-    return options
+    return options, elements

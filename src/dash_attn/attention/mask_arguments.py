@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window
+from ..masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
 
+BY_TENSOR = "tensor"  # a boolean matrix is a tensor argument of its own
 TILES = "tiles:"  # followed by the blocks, row by row, eight per byte, in hexadecimal
 
 
-def encode_mask(mask: Mask) -> tuple[str, list[int]]:
+def encode_mask(mask: Mask | BooleanMask) -> tuple[str, list[int]]:
     if isinstance(mask, Full):
         return "full", []
     if isinstance(mask, Causal):
@@ -28,7 +29,12 @@ def encode_mask(mask: Mask) -> tuple[str, list[int]]:
         return "documents" if mask.causal else "documents-full", list(mask.lengths)
     if isinstance(mask, TileMap):
         return TILES + mask.hexadecimal, [mask.rows, mask.columns, mask.block_q, mask.block_kv]
-    raise TypeError(f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {mask!r}")
+    if isinstance(mask, BooleanMask):
+        raise TypeError(
+            "a compiled or exported program takes a boolean mask as a tensor, of which it makes a BooleanMask in each call: pass the tensor"
+            " as mask; got a BooleanMask"
+        )
+    raise TypeError(f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap) or a boolean tensor; got {mask!r}")
 
 
 def decode_mask(name: str, sizes: Sequence[int]) -> Mask:

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from ..masks import Mask
+from ..masks import BooleanMask, Mask
 from ..scheduling.schedule import Schedule
 
 OutAndLse = tuple[Tensor, Tensor]
@@ -14,12 +14,24 @@ OutLseNone = tuple[Tensor, Tensor, None]
 AnyResults = Tensor | OutAndLse | OutLseNone
 
 
-class OwnKeywords(TypedDict, total=False):
-    """Keyword-only arguments of flash_attn_func that FlashAttention does not have, except return_lse."""
+class SharedKeywords(TypedDict, total=False):
+    """Keyword-only arguments that FlashAttention does not have, except mask and return_lse."""
 
-    mask: Mask | None
     sinks: Tensor | None
+    dropout_seed: Tensor | None
     schedule: str | Schedule
     accumulation: str
     backend: str
     head_offset: int
+
+
+class OwnKeywords(SharedKeywords, total=False):
+    """Those of flash_attn_func."""
+
+    mask: Mask | BooleanMask | Tensor | None
+
+
+class PackedKeywords(SharedKeywords, total=False):
+    """Those of flash_attn_varlen_func: a matrix is for sequences of one length."""
+
+    mask: Mask | None

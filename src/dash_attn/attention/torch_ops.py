@@ -8,6 +8,7 @@ have no rule for the operator (DTensor) raise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,23 +16,30 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
+from ..call.boolean_masks import check_mask_tensor, take_mask
 from ..call.given_schedule import text_of
+from ..call.modifiers import Modifiers, check_seeds, check_slopes, with_elements
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule
 from ..call.tensor_checks import check_sinks, check_tensors
+from ..masks import check_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
-from .mask_arguments import decode_mask, encode_mask
+from .mask_arguments import BY_TENSOR, decode_mask, encode_mask
 
 PLAIN = (Tensor, torch.nn.Parameter)
-PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
-CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str schedule, str accumulation, str backend, SymInt head_offset"
+TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
+MORE_TENSORS = TENSORS.count("Tensor?")
+CHOICES = (
+    f"{TENSORS}, SymInt max_seqlen_q, SymInt max_seqlen_k, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
+    " str schedule, str accumulation, str backend, SymInt head_offset, float dropout_p, int version"
+)
 # Part of every traced program, so that one from a cache or a file whose operators meant something else is refused, not run.
-# 2: the LSE has a gradient.
-VERSION = 2
-FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}, int version) -> (Tensor, Tensor)"
+# 2: the LSE has a gradient. 3: dropout and ALiBi. 4: mask tensors.
+VERSION = 4
+FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {PACKED}, {CHOICES}, int version)"
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -48,6 +56,9 @@ class Arguments(NamedTuple):
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
+    dropout_seed: Tensor | None
+    alibi_slopes: Tensor | None
+    mask_tensor: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     mask: str
@@ -58,18 +69,36 @@ class Arguments(NamedTuple):
     accumulation: str
     backend: str
     head_offset: int
+    dropout_p: float
     version: int
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        if self.dropout_seed is None and self.alibi_slopes is None:
+            return None
+        return Modifiers(self.dropout_seed, self.alibi_slopes)
 
 
 def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    packed: tuple[Tensor, Tensor, int, int] | None,
+    choices: Choices,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator. packed: SequenceOffsets' fields."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
-    name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
+    chosen = choose_mask(choices.mask, choices.causal, choices.window_size)
+    matrix = chosen if isinstance(chosen, Tensor) else None
+    name, sizes = (BY_TENSOR, []) if matrix is not None else encode_mask(chosen)
     arguments = Arguments(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        dropout_seed=None if modifiers is None else modifiers.seeds,
+        alibi_slopes=None if modifiers is None else modifiers.slopes,
+        mask_tensor=matrix,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         mask=name,
@@ -80,6 +109,7 @@ def traced_attention(
         accumulation=choices.accumulation,
         backend=choices.backend,
         head_offset=choices.head_offset,
+        dropout_p=choices.dropout_p,
         version=VERSION,
     )
     out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *arguments)
@@ -97,9 +127,11 @@ def _schedule_text(schedule: str | Schedule) -> str:
 
 @torch.library.custom_op("dash_attn::attention", mutates_args=(), schema=FORWARD)
 def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    offsets, options = _read(q, k, v, sinks, Arguments(*rest))
+    arguments = Arguments(*rest)
+    offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    return attention_forward(q, k, v, options, offsets, sinks)
+    options, modifiers = _with_matrix(q, k, options, arguments)
+    return attention_forward(q, k, v, options, offsets, sinks, modifiers)
 
 
 @torch.library.custom_op("dash_attn::attention_backward", mutates_args=(), schema=BACKWARD)
@@ -107,9 +139,11 @@ def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    offsets, options = _read(q, k, v, sinks, Arguments(*rest))
+    arguments = Arguments(*rest)
+    offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
+    options, modifiers = _with_matrix(q, k, options, arguments)
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse, modifiers)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -140,15 +174,17 @@ def _read(
         )
     check_tensors(q, k, v, ndim=4 if arguments.cu_seqlens_q is None else 3)
     check_sinks(sinks, q)
+    _check_matrix(q, k, arguments)
     offsets = _offsets(arguments)
     if offsets is not None:
         offsets.check_device(q.device)
     scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
-    numbers = (*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset)
+    _check_modifiers(q, arguments)
+    numbers = (*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset, arguments.dropout_p)
     if any(isinstance(number, (SymInt, SymFloat)) for number in numbers):
         return offsets, None
     options = _options(
-        arguments.mask,
+        "full" if arguments.mask == BY_TENSOR else arguments.mask,  # what a tensor keeps is not known before the program runs
         tuple(arguments.mask_sizes),
         scale,
         arguments.softcap,
@@ -156,6 +192,8 @@ def _read(
         arguments.accumulation,
         arguments.backend,
         arguments.head_offset,
+        arguments.dropout_p,
+        arguments.alibi_slopes is not None,
     )
     resolve(options.backend, q.device)
     if offsets is None:
@@ -163,6 +201,33 @@ def _read(
     else:
         refuse_given_schedule(options)
     return offsets, options
+
+
+def _check_matrix(q: Tensor, k: Tensor, arguments: Arguments) -> None:
+    matrix = arguments.mask_tensor
+    if (arguments.mask == BY_TENSOR) != (matrix is not None):
+        raise ValueError(f"mask {BY_TENSOR!r} and mask_tensor come together; got mask {arguments.mask[:80]!r}")
+    if matrix is None:
+        return
+    if arguments.cu_seqlens_q is not None:
+        check_mask(matrix)  # a matrix is for sequences of one length
+    check_mask_tensor(matrix, q, k)
+
+
+def _with_matrix(q: Tensor, k: Tensor, options: AttentionOptions, arguments: Arguments) -> tuple[AttentionOptions, Modifiers | None]:
+    """What a mask tensor keeps is known when a program runs: in every run it is planned anew."""
+    if arguments.mask_tensor is None:
+        return options, arguments.modifiers
+    mask, elements = take_mask(arguments.mask_tensor, q, k)
+    return replace(options, mask=mask), with_elements(arguments.modifiers, elements)
+
+
+def _check_modifiers(q: Tensor, arguments: Arguments) -> None:
+    sequences = q.shape[0] if arguments.cu_seqlens_q is None else len(arguments.cu_seqlens_q) - 1
+    check_seeds(arguments.dropout_seed, q, sequences)
+    check_slopes(arguments.alibi_slopes, q, sequences)
+    if arguments.dropout_p and arguments.dropout_seed is None:
+        raise ValueError(f"dropout needs a seed for each sequence; got dropout_p={arguments.dropout_p} and no dropout_seed")
 
 
 def _offsets(arguments: Arguments) -> SequenceOffsets | None:
@@ -173,34 +238,24 @@ def _offsets(arguments: Arguments) -> SequenceOffsets | None:
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _options(
-    mask: str,
-    mask_sizes: tuple[int, ...],
-    scale: float,
-    softcap: float,
-    schedule: str,
-    accumulation: str,
-    backend: str,
-    head_offset: int,
-) -> AttentionOptions:
-    return AttentionOptions(decode_mask(mask, mask_sizes), scale, softcap, schedule, accumulation, backend, head_offset)
+def _options(mask: str, mask_sizes: tuple[int, ...], *others: Any) -> AttentionOptions:
+    return AttentionOptions(decode_mask(mask, mask_sizes), *others)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.choices = inputs[:6], inputs[6:]
+    tensors, ctx.choices = inputs[: 4 + MORE_TENSORS], inputs[4 + MORE_TENSORS :]
     ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    unused = (None,) * (2 + len(ctx.choices))
-    out, lse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    unused = (None,) * (MORE_TENSORS + len(ctx.choices))
+    out, lse, q, k, v, sinks, *others = ctx.saved_tensors
     if dout is None:
         if dlse is None:
             return (None,) * 4 + unused
         dout = torch.zeros_like(out)  # only the LSE was used
-    ends = cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *ends, *ctx.choices)
+    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *others, *ctx.choices)
     return dq, dk, dv, None if sinks is None else dsinks, *unused
 
 

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
+from ..call.modifiers import modifiers_of
 from ..call.offsets import SequenceOffsets
-from ..call.options import Choices, options_for, refuse_given_schedule, refuse_unsupported
+from ..call.options import Choices, check_determinism, check_dropout, options_for, refuse_given_schedule
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import Mask
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
-from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
+from .pages import attention_of_pages
+from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
 from .torch_ops import is_traced, traced_attention
 from .transforms import refuse_transforms
 
@@ -37,10 +39,10 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: Literal[False] = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -59,10 +61,10 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: Literal[False] = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: Literal[True],
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> OutAndLse: ...
 @overload
 def flash_attn_varlen_func(
@@ -83,7 +85,7 @@ def flash_attn_varlen_func(
     *,
     return_attn_probs: Literal[True],
     return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> OutLseNone: ...
 @overload
 def flash_attn_varlen_func(
@@ -102,10 +104,10 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = ...,
     deterministic: bool = ...,
     return_attn_probs: bool = ...,
-    block_table: None = ...,
+    block_table: Tensor | None = ...,
     *,
     return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
+    **own: Unpack[PackedKeywords],
 ) -> AnyResults: ...
 def flash_attn_varlen_func(
     q: Tensor,
@@ -127,6 +129,7 @@ def flash_attn_varlen_func(
     *,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
     schedule: str | Schedule = "auto",
     accumulation: str = "ordered",
     backend: str = "auto",
@@ -140,18 +143,23 @@ def flash_attn_varlen_func(
     sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func; a schedule is
     "auto" or, on the CPU, a name: each sequence is planned by its own lengths, so a Schedule fits none of them and raises.
 
+    dropout_seed is (sequences,): each sequence drops the pairs that it drops alone with its seed. alibi_slopes are (q_heads,) or
+    (sequences, q_heads).
+
     On the GPU the values of cu_seqlens are not read on the host, so the call does not wait for the GPU: they must
     start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
 
+    block_table: int32 (sequences, entries). k and v are then pages, (pages, page size, kv_heads, dim), as in
+    flash_attn_with_kvcache; cu_seqlens_k only says how many keys each sequence has. There is no backward then.
+
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`. lse is (q_heads, q tokens);
     gradients go through it.
     """
-    if block_table is not None:
-        raise ValueError("paged keys and values are not supported: block_table must be None")
     refuse_transforms()
     check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
-    refuse_unsupported(dropout_p, alibi_slopes, deterministic, accumulation)
+    check_dropout(dropout_p)
+    check_determinism(deterministic, accumulation)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -162,11 +170,16 @@ def flash_attn_varlen_func(
         accumulation=accumulation,
         backend=backend,
         head_offset=head_offset,
+        dropout_p=dropout_p,
+        alibi=alibi_slopes is not None,
     )
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k):
+    if block_table is not None:
+        out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
+    elif is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, dropout_seed, alibi_slopes):
         check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        out, lse = traced_attention(q, k, v, sinks, packed, choices)
+        modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
+        out, lse = traced_attention(q, k, v, sinks, packed, choices, modifiers)
     else:
         check_tensors(q, k, v, ndim=3)
         check_sinks(sinks, q)
@@ -174,7 +187,8 @@ def flash_attn_varlen_func(
         offsets.check_device(q.device)
         options = options_for(choices, q.shape[-1])
         refuse_given_schedule(options)
-        out, lse = Attention.apply(q, k, v, sinks, options, offsets)  # type: ignore[no-untyped-call]
+        modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
+        out, lse = Attention.apply(q, k, v, sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

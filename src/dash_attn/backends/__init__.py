@@ -13,7 +13,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from ..call.cache_explanation import CacheExplanation
 from ..call.explanation import Explanation
+from ..call.kv_cache import CachePlaces, CacheTensors
+from ..call.modifiers import Modifiers
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..scheduling.devices.sharding import Sharding
@@ -28,7 +31,8 @@ ALWAYS_ORDERED = ("triton",)  # backends in which no sum could be unordered
 class Backend(Protocol):
     """Dense tensors are (batch, length, heads, head dim), LSE (batch, query heads, length). With `offsets` they are
     (tokens, heads, head dim) and (query heads, tokens). There is at least one query and one key; of packed sequences
-    some may be empty. `sinks` are (query heads,) logits that each row's softmax also sums.
+    some may be empty. `sinks` are (query heads,) logits that each row's softmax also sums. `modifiers`
+    come where the options have dropout or ALiBi.
     """
 
     def forward(
@@ -39,6 +43,7 @@ class Backend(Protocol):
         options: AttentionOptions,
         offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and LSE. Raises where a schedule that was given does not fit, which a backward would find too late."""
 
@@ -54,6 +59,7 @@ class Backend(Protocol):
         offsets: SequenceOffsets | None = None,
         sinks: Tensor | None = None,
         dlse: Tensor | None = None,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dQ, dK, dV, and the gradient of the sinks where there are any. `dlse`, where the LSE was used, is laid out like it."""
 
@@ -96,7 +102,7 @@ class DeviceBackward(Protocol):
 class Devices(Protocol):
     """The module `devices` of a backend that can run one of several devices that share a sequence."""
 
-    DeviceBackward: type  # (plan, shared, device, options, rows, of_rows) -> DeviceBackward
+    DeviceBackward: type  # (plan, shared, device, options, rows, of_rows, modifiers=) -> DeviceBackward
 
     def backward_tiles(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """Rows of a Q tile and of a KV tile."""
@@ -120,8 +126,21 @@ class Devices(Protocol):
         problem: Problem,
         sharding: Sharding,
         device: int,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and LSE of the device's queries; k and v are those of the whole sequence, all of some heads."""
+
+
+class Cache(Protocol):
+    """The module `kv_cache` of a backend that can attend to a cache of keys and values."""
+
+    def attention_with_cache(
+        self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, offsets: SequenceOffsets | None
+    ) -> tuple[Tensor, Tensor]:
+        """Appends the new keys and values in place, then output and LSE, laid out like those of `Backend.forward`."""
+
+    def explain_cache(self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+        """What `attention_with_cache` of these tensors, which may be on the meta device, would do."""
 
 
 def resolve(name: str, device: torch.device) -> str:
@@ -170,6 +189,18 @@ def import_devices(name: str) -> Devices:
             f" {' and '.join(map(repr, served))} can. With ulysses equal to the number of ranks nothing is shared but heads"
         )
     return cast(Devices, import_module(module))
+
+
+@lru_cache(maxsize=64)
+def cache_backend_for(name: str, device: torch.device) -> Cache:
+    """The module that runs calls with a cache on this device."""
+    return import_cache(resolve(name, device))
+
+
+@cache
+def import_cache(name: str) -> Cache:
+    """The module of a backend for calls with a cache."""
+    return cast(Cache, import_module(f"{__name__}.{name}.kv_cache"))
 
 
 @cache

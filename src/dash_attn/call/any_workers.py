@@ -34,6 +34,7 @@ def walk_in_legs(backward: WalksLegs, legs: SharedSchedule) -> None:
         backward.run(unit, state)
         if unit.after is not None:
             resting[unit.number] = state
+        del state  # else one that has ended would be there beside the next one that begins
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..masks import Causal, Documents, Full
+from .modifiers import Modifiers
 from .offsets import SequenceOffsets
 from .options import AttentionOptions
 
@@ -48,10 +49,11 @@ def forward_of_documents(
     options: AttentionOptions,
     offsets: SequenceOffsets,
     sinks: Tensor | None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of dense tensors, by a backend's forward of packed ones."""
     batch, length, heads, _ = tensors[0].shape
-    out, lse = forward(*map(laid_end_to_end, tensors), of_a_document(options), offsets, sinks)
+    out, lse = forward(*map(laid_end_to_end, tensors), of_a_document(options), offsets, sinks, *_of_documents(modifiers, options))
     return out.unflatten(0, (batch, length)), lse.view(heads, batch, length).transpose(0, 1).contiguous()
 
 
@@ -62,9 +64,17 @@ def backward_of_documents(
     options: AttentionOptions,
     offsets: SequenceOffsets,
     sinks: Tensor | None,
+    modifiers: Modifiers | None = None,
 ) -> Gradients:
     """Gradients of dense tensors (dout, q, k, v, out), by a backend's backward of packed ones. rows: LSE and its gradient."""
     lse, dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in rows)
-    dq, dk, dv, dsinks = backward(*map(laid_end_to_end, tensors), lse, of_a_document(options), offsets, sinks, dlse)
+    more = sinks, dlse, *_of_documents(modifiers, options)
+    dq, dk, dv, dsinks = backward(*map(laid_end_to_end, tensors), lse, of_a_document(options), offsets, *more)
     shape: Any = tensors[1].shape[:2]
     return dq.unflatten(0, shape), dk.unflatten(0, shape), dv.unflatten(0, shape), dsinks
+
+
+def _of_documents(modifiers: Modifiers | None, options: AttentionOptions) -> tuple[Modifiers, ...]:
+    """The last argument of a backend, where there is one."""
+    assert isinstance(options.mask, Documents)
+    return () if modifiers is None else (modifiers.of_documents(len(options.mask.lengths)),)

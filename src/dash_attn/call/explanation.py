@@ -29,6 +29,7 @@ class Explanation:
     predicted_backward_us: float | None = None  # simulated device time of the backward kernel
     prediction_note: str = ""  # what the prediction is of, or why there is none
     kernels: dict[str, str] = field(default_factory=dict)  # name -> sha256 of the machine code; empty where none was compiled
+    kernel_origins: dict[str, str] = field(default_factory=dict, compare=False)  # name -> packed or compiled here, by which compiler
     parts: int = 1  # of a group of query heads; with documents, those of the longest
     passes: dict[str, str] = field(default_factory=dict)  # tiles of each kernel, where they come from a table
 
@@ -45,11 +46,18 @@ class Explanation:
             "plan": size_in_words(self.plan_bytes),
             "workspace": "none" if self.workspace_bytes is None else size_in_words(self.workspace_bytes),
             "predicted": self._prediction(),
-            "kernels": ", ".join(f"{name} {digest[:HASH_DIGITS]}" for name, digest in self.kernels.items()) or "none compiled",
+            "kernels": self._kernels(),
         }
         if self.passes:
             rows["passes"] = "; ".join(f"{name}: {tiles}" for name, tiles in self.passes.items())
         return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+
+    def _kernels(self) -> str:
+        """Those of one origin together."""
+        hashes = {name: f"{name} {digest[:HASH_DIGITS]}" for name, digest in self.kernels.items()}
+        origins = {name: self.kernel_origins.get(name, "") for name in hashes}
+        groups = {origin: ", ".join(hashes[name] for name in hashes if origins[name] == origin) for origin in origins.values()}
+        return "; ".join(f"{text} ({origin})" if origin else text for origin, text in groups.items()) or "none compiled"
 
     def _prediction(self) -> str:
         if self.predicted_backward_us is None:

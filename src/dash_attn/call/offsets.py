@@ -10,6 +10,13 @@ from torch import Tensor
 
 from ..masks import is_whole
 
+# In place of every offset: whoever computed them found on the device, where nobody can raise, that there are none.
+NO_OFFSETS = -2
+FROM_A_MASK = (
+    "dash_attn needs an attention_mask that keeps one stretch of each row, with zeros only before it and behind it;"
+    " beside cu_seq_lens_q, one of ones"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceOffsets:
@@ -37,6 +44,12 @@ class SequenceOffsets:
             if ends.device != device:
                 raise ValueError(f"{name} must be on the device of q, k and v ({device}); got {ends.device}")
 
+    def on(self, device: torch.device) -> SequenceOffsets:
+        """The same, on this device."""
+        if self.cu_seqlens_q.device == device:
+            return self
+        return SequenceOffsets(self.cu_seqlens_q.to(device), self.cu_seqlens_k.to(device), self.max_seqlen_q, self.max_seqlen_k)
+
     def sequences(self, q_tokens: int, kv_tokens: int) -> list[tuple[slice, slice]]:
         """The query and key tokens of each sequence. Reads and checks the values, so for tensors on the CPU only."""
         q = _slices("q", self.cu_seqlens_q, q_tokens, self.max_seqlen_q)
@@ -60,6 +73,8 @@ def _check_offsets(name: str, ends: Tensor) -> None:
 
 def _slices(side: str, cu_seqlens: Tensor, tokens: int, longest: int) -> list[slice]:
     name, ends = f"cu_seqlens_{side}", cu_seqlens.tolist()
+    if ends[0] == NO_OFFSETS:
+        raise ValueError(FROM_A_MASK)
     for entry, (start, end) in enumerate(pairwise(ends), 1):
         if end < start:
             raise ValueError(f"{name} must not decrease; got {start} followed by {end} at entry {entry}")

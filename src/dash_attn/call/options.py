@@ -8,9 +8,10 @@ from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ..masks import Causal, Full, Mask, Window, check_mask, is_whole
+from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
 from ..scheduling.generators import GENERATORS
 from ..scheduling.schedule import Schedule
+from .dropout import LEVELS, threshold_of
 from .given_schedule import in_words, is_given, read_given, text_of
 from .tensor_checks import check_flags
 
@@ -22,7 +23,7 @@ BACKENDS = ("auto", "cpu", "hopper", "triton")
 @dataclass(frozen=True)
 class AttentionOptions:
     """`softcap=0` means none. `schedule` is a name or the JSON text of a schedule. `head_offset` is the index of the first KV head in
-    the unsharded model.
+    the unsharded model. `dropout_p` and `alibi` (whether there are slopes) come with tensors of their own (`Modifiers`).
     """
 
     mask: Mask
@@ -32,6 +33,8 @@ class AttentionOptions:
     accumulation: str = "ordered"
     backend: str = "auto"
     head_offset: int = 0
+    dropout_p: float = 0.0
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
@@ -45,12 +48,20 @@ class AttentionOptions:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(allowed)}")
         if not is_whole(self.head_offset) or not 0 <= self.head_offset < 2**31:
             raise ValueError(f"head_offset must be a whole number >= 0 and below 2^31; got {self.head_offset!r}")
+        check_dropout(self.dropout_p)
+        if self.dropout_p and isinstance(self.mask, Documents):
+            raise ValueError(
+                f"dropout needs a seed for each document: lay them end to end and give flash_attn_varlen_func one dropout_seed per"
+                f" document; got dropout_p={self.dropout_p!r} with a mask of {len(self.mask.lengths)} documents"
+            )
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", float(self.softcap))
+        object.__setattr__(self, "dropout_p", float(self.dropout_p))
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.mask, self.scale, self.softcap, self.schedule, self.accumulation, self.backend, self.head_offset))
+        of_scores = self.mask, self.scale, self.softcap, self.dropout_p, self.alibi
+        return hash((of_scores, self.schedule, self.accumulation, self.backend, self.head_offset))
 
     def __hash__(self) -> int:
         """Kept: every call looks itself up by its options."""
@@ -69,7 +80,7 @@ class AttentionOptions:
 class Choices(NamedTuple):
     """The choices of a call as they were given, FlashAttention's and ours. `options_for` checks them."""
 
-    mask: Mask | None = None
+    mask: Any = None  # a Mask, or a boolean mask, of which take_mask makes one
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     softmax_scale: float | None = None  # None: by the head dim
@@ -78,6 +89,8 @@ class Choices(NamedTuple):
     accumulation: str = "ordered"
     backend: str = "auto"
     head_offset: int = 0
+    dropout_p: float = 0.0
+    alibi: bool = False
 
 
 def is_zero(value: Any) -> bool:
@@ -94,12 +107,20 @@ def is_finite(value: Any) -> bool:
         return False
 
 
-def refuse_unsupported(dropout_p: float, alibi_slopes: Any, deterministic: bool, accumulation: str) -> None:
-    """Arguments of FlashAttention that cannot be honoured."""
+def check_dropout(dropout_p: Any) -> None:
+    """A probability that some of the numbers drop, not none and not all."""
+    if not is_zero(dropout_p) and not (is_finite(dropout_p) and 0 < dropout_p < 1 and 0 < threshold_of(dropout_p) < LEVELS):
+        raise ValueError(f"dropout_p must be 0, or from 1/{LEVELS} to 1 - 1/{LEVELS}; got {dropout_p!r}")
+
+
+def refuse_dropout(dropout_p: Any) -> None:
+    """For callers that have no place for a seed."""
     if not is_zero(dropout_p):
         raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
-    if alibi_slopes is not None:
-        raise ValueError("ALiBi is not supported: alibi_slopes must be None")
+
+
+def check_determinism(deterministic: bool, accumulation: str) -> None:
+    """FlashAttention's argument, which says nothing here: unless it contradicts ours."""
     check_flags(deterministic=deterministic)
     if isinstance(accumulation, str) and accumulation == "unordered" and deterministic:
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
@@ -132,33 +153,23 @@ def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -
 
 def options_for(choices: Choices, head_dim: int) -> AttentionOptions:
     """The options of a call, checked. Training repeats the same few, so they are kept."""
-    mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset = choices
+    mask, causal, window_size, scale, softcap, schedule, accumulation, backend, head_offset, dropout_p, alibi = choices
     if scale is None:
         scale = head_dim**-0.5
     if not isinstance(schedule, str):
         schedule = text_of(schedule)
+    others = scale, softcap, schedule, accumulation, backend, head_offset, dropout_p, alibi
     if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
         try:
-            return _kept(mask, causal, window_size[0], window_size[1], scale, softcap, schedule, accumulation, backend, head_offset)
+            return _kept(mask, causal, window_size[0], window_size[1], *others)
         except TypeError:  # something has no hash, or is of a wrong type: below it is said what
             pass
-    return AttentionOptions(choose_mask(mask, causal, window_size), scale, softcap, schedule, accumulation, backend, head_offset)
+    return AttentionOptions(choose_mask(mask, causal, window_size), *others)
 
 
 @lru_cache(maxsize=1024, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
-def _kept(
-    mask: Mask | None,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    schedule: str,
-    accumulation: str,
-    backend: str,
-    head_offset: int,
-) -> AttentionOptions:
-    return AttentionOptions(choose_mask(mask, causal, (left, right)), scale, softcap, schedule, accumulation, backend, head_offset)
+def _kept(mask: Mask | None, causal: bool, left: int, right: int, *others: Any) -> AttentionOptions:
+    return AttentionOptions(choose_mask(mask, causal, (left, right)), *others)
 
 
 def _check_schedule(schedule: Any) -> None:

@@ -52,10 +52,10 @@ def explanation_of(plan: Plan, backend: str, tensors: tuple[Tensor, Tensor, Tens
     )
 
 
-def explanation_of_documents(
+def explanation_of_several(
     plans: list[Plan], backend: str, tensors: tuple[Tensor, Tensor, Tensor], options: AttentionOptions, **rest: Any
 ) -> Explanation:
-    """Of documents that run one by one, each with the order that it has alone. Sizes are those of the longest."""
+    """Of documents, or of heads, that run one by one, each with the order that it has alone. Sizes are those of the longest."""
     longest = max(plans, key=lambda plan: plan.problem.q_len)
     names = dict.fromkeys(plan.schedule_name for plan in plans)
     order = hash_of(*(plan.order_hash for plan in plans))
@@ -74,7 +74,9 @@ def describe_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
         mask = f"{mask[:LONGEST_MASK]}..."
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in (("q", q), ("k", k), ("v", v)))
     softcap = f", softcap {options.softcap:g}" if options.softcap else ""
-    return f"{shapes}, {str(q.dtype).removeprefix('torch.')}, {mask}{softcap}"
+    dropout = f", dropout {options.dropout_p:g}" if options.dropout_p else ""
+    alibi = ", ALiBi" if options.alibi else ""
+    return f"{shapes}, {str(q.dtype).removeprefix('torch.')}, {mask}{softcap}{dropout}{alibi}"
 
 
 def plan_in_words(plan: Plan) -> str:

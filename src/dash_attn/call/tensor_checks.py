@@ -20,11 +20,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int = 4) -> None:
         raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must have one device; got {q.device}, {k.device}, {v.device}")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {q.dtype}")
-    problem = _shape_problem(q.shape, k.shape, v.shape)
+    check_dtype(q.dtype)
+    problem = shape_problem(q.shape, k.shape, v.shape)
     if problem is not None:
         raise ValueError(f"{problem}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
 
 
 def check_strided(**tensors: Tensor) -> None:
@@ -44,7 +48,8 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False; got {value!r}")
 
 
-def _shape_problem(q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
+def shape_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> str | None:
+    """What is wrong with shapes of dense or packed tensors, in words."""
     if len(q) == 4 and not q[0] == k[0] == v[0]:
         return "q, k and v must have one batch size"
     if k[-3] != v[-3]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..tools.bench.suites import HOST_SUITE, PASSES, SUITES, Suite, choose
+from ..tools.bench.suites import DECODE_SUITES, HOST_SUITE, PASSES, SUITES, Suite, choose
 from .bench_measuring import candidates, measure_anew, measure_here
 from .devices import GPU_BACKENDS
 from .files import check_different, check_picture
@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   dash-attn bench --suite masks --list
   dash-attn bench --suite ranks --processes 5 --passes backward
   dash-attn bench --suite ranks --sustained --passes backward --plot power.png
+  dash-attn bench --suite decode --processes 5
   dash-attn bench --from benchmarks/results/h200-paper.json --plot speed.png --plot-schedules schedules.png
 """
 
@@ -34,7 +35,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--suite", choices=(*SUITES, HOST_SUITE), default="quick", help="which shapes (default: quick)")
     parser.add_argument("--seqlens", type=_numbers, metavar="N,N", help="these lengths instead of the suite's")
     parser.add_argument("--head-dims", type=_numbers, metavar="N,N", help="these head dims instead of the suite's")
-    masks_help = "of causal, full (default: both); of the suites masks and ranks these options keep the cases that fit"
+    masks_help = "of causal, full (default: both); of the suites masks, ranks and decode these options keep the cases that fit"
     parser.add_argument("--masks", type=_words, metavar="NAME,NAME", help=masks_help)
     parser.add_argument("--list", action="store_true", help="list the cases and which kernels can run each; needs no GPU")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
@@ -80,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         path, results = measure_here(arguments)
     print_report(results)
     if arguments.plot:
-        _drawing_of(results)(results, arguments.plot, arguments.plot_pass)
+        direction = "forward" if results["suite"] in DECODE_SUITES else arguments.plot_pass
+        _drawing_of(results)(results, arguments.plot, direction)
         print(f"picture: {arguments.plot}")
     if arguments.plot_schedules:
         draw_schedules(results, arguments.plot_schedules)
@@ -98,6 +100,9 @@ def _check_measuring(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--repeats must be at least 1; got {arguments.repeats}")
     if not set(arguments.passes) <= set(PASSES):
         raise ValueError(f"--passes takes {' and '.join(PASSES)}; got {', '.join(arguments.passes)}")
+    if arguments.suite in DECODE_SUITES and not arguments.source and (arguments.schedules or "forward" not in arguments.passes):
+        asked = "--schedules" if arguments.schedules else f"--passes {','.join(arguments.passes)}"
+        raise ValueError(f"--suite {arguments.suite} has a forward only: caches have no backward; got {asked}")
     if arguments.processes is not None and arguments.processes < 1:
         raise ValueError(f"--processes must be at least 1; got {arguments.processes}")
     if arguments.sustained is not None:

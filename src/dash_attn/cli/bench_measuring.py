@@ -8,26 +8,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..tools.bench.suites import EQUAL_HEADS_SUITES, FLEX_SUITES, HOST_SUITE, Shape, choose
+from ..tools.bench.suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, HOST_SUITE, Shape, choose
 from .devices import gpu_trouble
 from .files import check_folder
 
 
 def candidates(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
     """Everybody who is installed, and why the others are not."""
-    from ..tools.bench.candidates import ours
-    from ..tools.bench.peers import peers
-
-    others, missing = ([], {}) if arguments.no_peers else peers(arguments.suite in FLEX_SUITES)
+    mine, others, missing = _ours_and_others(arguments)
     left_out = set(arguments.without)
     unknown = left_out - {candidate.name for candidate in others} - set(missing)
     if unknown:
         raise ValueError(f"--without: no such kernel: {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in others)}")
     missing |= dict.fromkeys(left_out, "--without")
-    mine = ours(arguments.schedules, arguments.suite in EQUAL_HEADS_SUITES, arguments.backend)
     kept = [*mine, *(c for c in others if c.name not in left_out)]
     timed = [replace(c, passes=tuple(name for name in c.passes if name in arguments.passes)) for c in kept]
     return [c for c in timed if c.passes], missing
+
+
+def _ours_and_others(arguments: argparse.Namespace) -> tuple[list[Any], list[Any], dict[str, str]]:
+    if arguments.suite in DECODE_SUITES:
+        from ..tools.bench.decode import decode_candidates
+
+        (own, *others), missing = decode_candidates(not arguments.no_peers)
+        return [own], others, missing
+    from ..tools.bench.candidates import ours
+    from ..tools.bench.peers import peers
+
+    others, missing = ([], {}) if arguments.no_peers else peers(arguments.suite in FLEX_SUITES)
+    return ours(arguments.schedules, arguments.suite in EQUAL_HEADS_SUITES, arguments.backend), others, missing
 
 
 def measure_here(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:

@@ -60,7 +60,7 @@ def refuse_without_devices(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --devices")
 
 
-class _Planned(NamedTuple):
+class Planned(NamedTuple):
     problem: Problem
     shared: SharedSchedule
     cluster: Cluster
@@ -69,12 +69,16 @@ class _Planned(NamedTuple):
     one_device: float
 
 
-def run_cluster(arguments: argparse.Namespace) -> int:
-    _refuse_ignored(arguments)
+def plan_cluster(arguments: argparse.Namespace) -> Planned:
+    """Deal the schedule that the arguments ask for, and simulate it."""
     cluster = _read_cluster(arguments)
     problem = read_problem(arguments)
-    shared = _share(arguments, problem, cluster)
-    planned = _plan(arguments, shared, cluster)
+    return _plan(arguments, _share(arguments, problem, cluster), cluster)
+
+
+def run_cluster(arguments: argparse.Namespace) -> int:
+    _refuse_ignored(arguments)
+    planned = plan_cluster(arguments)
     if arguments.json:
         _print_json(arguments, planned)
     else:
@@ -82,7 +86,7 @@ def run_cluster(arguments: argparse.Namespace) -> int:
     if arguments.gantt is not None:
         from ..viewing.gantt_devices import gantt_of_devices
 
-        gantt_of_devices(planned.runs, arguments.gantt, _title(arguments, planned))
+        gantt_of_devices(planned.runs, arguments.gantt, title_of_cluster(arguments, planned))
         print(f"wrote {arguments.gantt}", file=sys.stderr)
     return 0
 
@@ -128,7 +132,7 @@ def _share(arguments: argparse.Namespace, problem: Problem, cluster: Cluster) ->
     return share(schedule, sharding, heads_that_fill(schedule, sharding, cluster.workers) if together is None else together)
 
 
-def _plan(arguments: argparse.Namespace, shared: SharedSchedule, cluster: Cluster) -> _Planned:
+def _plan(arguments: argparse.Namespace, shared: SharedSchedule, cluster: Cluster) -> Planned:
     problem = shared.problem
     model = arguments.model or ("tiles" if problem.tasks <= MOST_TASKS_OF_TILES else "chunks")
     runs: list[DeviceTimeline] = []
@@ -138,10 +142,10 @@ def _plan(arguments: argparse.Namespace, shared: SharedSchedule, cluster: Cluste
             runs.append(simulate_devices(shared, cluster, execution, model, one_device=one_device, progress=progress))
     one_device = runs[0].one_device
     peers = [peer(problem, shared.sharding, cluster, one_device) for peer in (ring_attention, ulysses)]
-    return _Planned(problem, shared, cluster, runs, peers, one_device)
+    return Planned(problem, shared, cluster, runs, peers, one_device)
 
 
-def _title(arguments: argparse.Namespace, planned: _Planned) -> str:
+def title_of_cluster(arguments: argparse.Namespace, planned: Planned) -> str:
     sharding = _chosen(arguments, "sharding")
     lines = (
         describe_problem(planned.problem, arguments.mask),
@@ -151,11 +155,13 @@ def _title(arguments: argparse.Namespace, planned: _Planned) -> str:
     return "\n".join(lines)
 
 
-def _print(arguments: argparse.Namespace, planned: _Planned) -> None:
+def _print(arguments: argparse.Namespace, planned: Planned) -> None:
     rows = [_row(run) for run in planned.runs] + [_peer_row(peer) for peer in planned.peers if isinstance(peer, PeerEstimate)]
     best = max(run.efficiency for run in planned.runs)
     size = f"{counted(planned.problem.tasks, 'task')} in {counted(len(planned.shared.units), 'unit')}"
-    header = f"{_title(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one device takes {_us(planned.one_device)} us"
+    header = (
+        f"{title_of_cluster(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one device takes {_us(planned.one_device)} us"
+    )
     print_rows(header, COLUMNS, rows, [run.efficiency == best for run in planned.runs] + [False] * (len(rows) - len(planned.runs)))
     for peer in planned.peers:
         if isinstance(peer, str):
@@ -163,7 +169,7 @@ def _print(arguments: argparse.Namespace, planned: _Planned) -> None:
     print(_about_the_model(arguments, planned))
 
 
-def _about_the_model(arguments: argparse.Namespace, planned: _Planned) -> str:
+def _about_the_model(arguments: argparse.Namespace, planned: Planned) -> str:
     if planned.runs[0].model == "tiles":
         text = "Simulated task by task."
     else:
@@ -187,7 +193,7 @@ def _peer_row(peer: PeerEstimate) -> tuple[str, ...]:
     return peer.name, _us(peer.makespan), f"{peer.efficiency:.3f}", "-", *sent, "-"
 
 
-def _print_json(arguments: argparse.Namespace, planned: _Planned) -> None:
+def _print_json(arguments: argparse.Namespace, planned: Planned) -> None:
     value = {
         "devices": arguments.devices,
         "sharding": _chosen(arguments, "sharding"),

@@ -1,8 +1,9 @@
-"""`dash-attn demo`: what goes wrong without an order, that an order mends it, and what the order costs."""
+"""`dash-attn demo`: two runs part and `diff` names the layer, two others agree; and what an order costs."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,16 @@ from .plan import auto_order_name, plan_header, print_refused, simulate_all
 from .table import print_table
 
 if TYPE_CHECKING:
-    from .training import Step
+    from ..ledgers.comparing import Comparison
+    from ..viewing.agreement import Agreement
 
-STEPS = 8
+STEPS = 6
+UNORDERED = 2  # the layer that diff has to find
 COMPARED = ("ascending", "alternating")
 WORKERS = 8
 MACHINE = Machine(compute=3, reduce=1)
-PICTURE = "gantt-causal.png"
+PICTURE, PICTURE_OF_RUNS = "gantt-causal.png", "runs-part.png"
+SHOWN = re.compile(r"blocks\.\d+\.(attention|mlp)|head")  # modules in the picture of runs
 
 
 def add_command(commands: Any) -> None:
@@ -36,38 +40,80 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {arguments.steps}")
     check_folder("--output", arguments.output)
-    check_picture("--output", arguments.output / PICTURE if arguments.output.is_dir() else None)
-    agrees = _show_training(arguments.steps, arguments.device)
+    for picture in (PICTURE, PICTURE_OF_RUNS):
+        check_picture("--output", arguments.output / picture if arguments.output.is_dir() else None)
+    agrees = _show_training(arguments.steps, arguments.device, arguments.output)
     _show_schedules(arguments.output)
     return 0 if agrees else 1
 
 
-def _show_training(steps: int, wanted: str) -> bool:
+def _show_training(steps: int, wanted: str, output: Path) -> bool:
     """Whether the ordered runs agree."""
     from . import training
 
     device = _choose_device(wanted)
     print("1. THE SAME TRAINING RUN, TWICE\n")
-    print(
-        f"A transformer of {training.LAYERS} layers and {training.weight_count():,} weights learns from {training.LENGTH}-token sequences:"
-    )
-    print("same seed, same data, same code. The two runs differ only in which attention tile happens to finish first.")
+    size = f"A transformer of {training.LAYERS} layers and {training.weight_count():,} weights"
+    print(f"{size} learns from {training.LENGTH}-token sequences: same seed, same data, same code.")
+    print("The two runs differ only in which attention tile happens to finish first.")
     print(_how_arrival_varies(device))
-    print('\nGradients added as they arrive, accumulation="unordered":\n')
-    chaotic = [training.train("unordered", steps, seed, device) for seed in (1, 2)]
-    parted = _print_comparison(chaotic[0][0], chaotic[1][0])
-    if parted is None:
+    print(f'\nThe attention of one layer, number {UNORDERED}, adds gradients as they arrive (accumulation="unordered"):\n')
+    parted = _train_twice("unordered", UNORDERED, steps, device, output)
+    if parted.agree:
         print("\nThis time the runs agree. Nothing promises it: run the demo again.")
-    else:
-        difference = (chaotic[0][1] - chaotic[1][1]).abs().max().item()
-        print(f"\nThe runs part at step {parted}; at the end some weight differs by {difference:.1e}.")
-        print("On a GPU no seed decides who comes first: neither run could ever be repeated.")
-    print('\nGradients added in a planned order, accumulation="ordered" (the default):\n')
-    ordered = [training.train("ordered", steps, seed, device) for seed in (1, 2)]
-    parted = _print_comparison(ordered[0][0], ordered[1][0])
-    verdict = "Every bit of every weight agrees after every step."
-    print(f"\n{verdict if parted is None else f'FAILED: the runs part at step {parted}; ordered runs must agree.'}\n")
-    return parted is None
+    elif device == "cuda":
+        print("\nNo seed decides who comes first: neither run could ever be repeated.")
+    print("\nAll layers add in a planned order (the default):\n")
+    agreed = _train_twice("ordered", None, steps, device, output)
+    verdict = "Every bit of every tensor agrees in every step." if agreed.agree else "FAILED: ordered runs must agree."
+    print(f"\n{verdict}\n")
+    _draw_runs(
+        output, {f"layer {UNORDERED} adds as tiles arrive": ("unordered", parted), "all layers add in a planned order": ("ordered", agreed)}
+    )
+    return agreed.agree
+
+
+def _draw_runs(output: Path, pairs: dict[str, tuple[str, Comparison]]) -> None:
+    from ..viewing.agreement import draw_agreement
+
+    draw_agreement([_panel(output, title, name, found) for title, (name, found) in pairs.items()], output / PICTURE_OF_RUNS)
+    print(f"Module by module and step by step: open {output / PICTURE_OF_RUNS}\n")
+
+
+def _panel(output: Path, title: str, name: str, found: Comparison) -> Agreement:
+    import numpy as np
+
+    from ..ledgers.spread import spread
+    from ..viewing.agreement import Agreement
+
+    seen = spread(output / f"{name}-a", output / f"{name}-b")
+    rows = [place for place, module in enumerate(seen.modules) if SHOWN.fullmatch(module)]
+    state = np.where(seen.differing > 0, 2, np.where(seen.compared > 0, 1, 0))[:2, rows]  # [forward or backward, module, step]
+    states = np.moveaxis(state, 0, 2).reshape(len(rows), -1)
+    modules = [seen.modules[place] for place in rows]
+    if found.first is None:
+        return Agreement(title, f"every bit agrees: {found.tensors:,} tensors", modules, seen.steps, states)
+    step, judged = found.first.step, found.first.culprit
+    verdict = f"they part in step {step}, {judged.direction}, in {judged.module}"
+    column = 2 * seen.steps.index(step) + (judged.direction == "backward")
+    first = (modules.index(judged.module), column) if judged.module in modules else None
+    return Agreement(title, verdict, modules, seen.steps, states, first)
+
+
+def _train_twice(name: str, unordered: int | None, steps: int, device: str, output: Path) -> Comparison:
+    """Train twice, show the losses, and what `dash-attn diff` says of the two ledgers."""
+    from ..ledgers.comparing import compare_runs
+    from . import diff, training
+
+    folders = [output / f"{name}-{run}" for run in "ab"]
+    losses = [training.train(unordered, steps, seed, device, folder) for seed, folder in enumerate(folders, start=1)]
+    found = compare_runs(*folders)
+    print("  step   loss, run A   loss, run B   all tensors")
+    for step, (a, b) in enumerate(zip(*losses, strict=True)):
+        print(f"  {step:4d}   {a:11.8f}   {b:11.8f}   {'DIFFERENT' if step in found.steps_that_differ else 'same'}")
+    print(f"\n$ dash-attn diff {' '.join(map(str, folders))}")
+    diff.show(found)
+    return found
 
 
 def _how_arrival_varies(device: str) -> str:
@@ -100,17 +146,6 @@ def _has_hopper_backend() -> bool:
         return hasattr(import_backend("hopper"), "backward")
     except (ImportError, RuntimeError, ValueError, NotImplementedError):
         return False
-
-
-def _print_comparison(first: list[Step], second: list[Step]) -> int | None:
-    """Print two histories side by side; the first step (from 1) at which they differ, or None."""
-    print("  step   loss, run A   loss, run B   weights, run A   weights, run B")
-    parted = None
-    for number, (a, b) in enumerate(zip(first, second, strict=True), start=1):
-        same = a == b
-        parted = number if parted is None and not same else parted
-        print(f"  {number:4d}   {a.loss:11.8f}   {b.loss:11.8f}   {a.weights:>14}   {b.weights:>14}   {'same' if same else 'DIFFERENT'}")
-    return parted
 
 
 def _show_schedules(output: Path) -> None:

@@ -69,13 +69,10 @@ def _first_as_json(first: FirstDifference) -> dict[str, Any]:
 
 
 def show(found: Comparison) -> None:
-    steps = f"steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "the states they start with"
-    compared = f"{found.tensors:,} tensors of {steps}, {'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks))}"
     if found.first is None:
-        print(f"The runs agree: {compared}.")
+        print(verdict(found))
     else:
-        where = "before" if found.first.before_it else "in"
-        _print(f"The runs differ, first {where} step {found.first.step}. Compared: {compared}.", ("", ""), _rows(found.first))
+        _print(verdict(found), ("", ""), rows_of(found.first))
         print(f"Steps that differ: {len(found.steps_that_differ)} of {len(found.steps)}.")
     if found.attention:
         _print("\nAttention plans differ:", ("call", "A", "B"), found.attention)
@@ -85,7 +82,15 @@ def show(found: Comparison) -> None:
         print(f"note: {note}")
 
 
-def _rows(first: FirstDifference) -> list[tuple[str, str]]:
+def verdict(found: Comparison) -> str:
+    steps = f"steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "the states they start with"
+    compared = f"{found.tensors:,} tensors of {steps}, {'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks))}"
+    if found.first is None:
+        return f"The runs agree: {compared}."
+    return f"The runs differ, first {'before' if found.first.before_it else 'in'} step {found.first.step}. Compared: {compared}."
+
+
+def rows_of(first: FirstDifference) -> list[tuple[str, str]]:
     from ..ledgers.aligning import BITS
     from ..ledgers.culprit import name_of
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, calibrate, demo, diff, doctor, plan, verify
+from . import bench, calibrate, demo, diff, doctor, explore, plan, verify
 
 BAD_INPUT = 2
 
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dash-attn", description="Schedules for bitwise reproducible attention training.")
     parser.add_argument("--version", action="version", version=f"dash-attn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (plan, demo, bench, calibrate, doctor, verify, diff):
+    for command in (plan, explore, demo, bench, calibrate, doctor, verify, diff):
         command.add_command(commands)
     return parser
 

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_files(arguments, names)
     if arguments.measured:
         return _run_measured(arguments, names)
-    _refuse_ignored(arguments)
+    refuse_ignored(arguments)
     machine = read_machine(arguments)
     problem = read_problem(arguments)
     runs, refused = simulate_all(names, problem, machine, arguments.workers)
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if runs else 2
 
 
-def _refuse_ignored(arguments: argparse.Namespace) -> None:
+def refuse_ignored(arguments: argparse.Namespace) -> None:
     """What only a measured run looks at."""
     if arguments.threads is not None or arguments.device != "auto":
         raise ValueError("--device and --threads go with --measured; without it nothing is run")

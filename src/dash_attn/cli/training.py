@@ -1,54 +1,61 @@
-"""A small training run whose weights are hashed after every step, to see whether two runs agree bit for bit."""
+"""A small training run that keeps a ledger, to see whether two runs agree bit for bit, and where they part."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.functions import flash_attn_func
 from ..execution.interleaving import interleaving
+from ..ledgers.recorder import ledger
 
-VOCABULARY, WIDTH, HEADS, LAYERS = 32, 128, 2, 2
+VOCABULARY, WIDTH, HEADS, LAYERS = 32, 128, 2, 4
 BATCH, LENGTH = 2, 512  # four KV tiles: enough that the order of a sum can change it
 LEARNING_RATE = 3e-3
 SEED = 0
 
 
-class Step(NamedTuple):
-    """What a run looked like after a step."""
-
-    loss: float
-    weights: str  # hash of all weights
-
-
-class Block(nn.Module):
-    """Pre-norm causal attention and a two-layer perceptron."""
+class Attention(nn.Module):
+    """Causal self-attention, with the projections around it."""
 
     def __init__(self, accumulation: str) -> None:
         super().__init__()
         self.accumulation = accumulation
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
+        attended: Tensor = self.out(flash_attn_func(q, k, v, causal=True, accumulation=self.accumulation).flatten(-2))
+        return attended
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a two-layer perceptron."""
+
+    def __init__(self, accumulation: str) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention(accumulation)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
-        attended = flash_attn_func(q, k, v, causal=True, accumulation=self.accumulation)
-        x = x + self.out(attended.flatten(-2))
-        x = x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
         return x
 
 
 class Transformer(nn.Module):
-    def __init__(self, accumulation: str) -> None:
+    """`unordered`: the layer whose attention adds gradients as they arrive; None: none does."""
+
+    def __init__(self, unordered: int | None) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block(accumulation) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block("unordered" if layer == unordered else "ordered") for layer in range(LAYERS)))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -69,26 +76,29 @@ def synthetic_tokens(steps: int) -> Tensor:
     return tokens
 
 
-def train(accumulation: str, steps: int, arrival_seed: int, device: str) -> tuple[list[Step], Tensor]:
-    """Train from a fixed seed on fixed data. `arrival_seed` decides which attention tile happens to finish first (CPU).
+def train(unordered: int | None, steps: int, arrival_seed: int, device: str, folder: Path) -> list[float]:
+    """Train from a fixed seed on fixed data, and keep a ledger of it in a folder. Returns the loss of every step.
 
-    Returns what every step looked like, and the final weights.
+    arrival_seed: decides which attention tile happens to finish first (CPU).
     """
     torch.manual_seed(SEED)
-    model: Any = Transformer(accumulation)
+    model: Any = Transformer(unordered)
     # The GPU kernels take 16-bit inputs; on the CPU single precision keeps the demo readable.
     model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    history = []
-    with _one_thread(), _arrival(arrival_seed, device):
+    losses = []
+    (folder / "rank-0.ledger").unlink(missing_ok=True)  # of the demo before
+    with _one_thread(), _arrival(arrival_seed, device), ledger(folder, detail=True) as book:
+        book.watch(model, optimizer)
         for batch in synthetic_tokens(steps).to(device):
             logits = model(batch[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            history.append(Step(loss.item(), _hash(model)))
-    return history, torch.cat([p.detach().float().cpu().flatten() for p in model.parameters()])
+            book.step(model, optimizer, loss=loss, batch=batch)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
 
 
 @contextmanager
@@ -107,12 +117,5 @@ def _arrival(seed: int, device: str) -> AbstractContextManager[Any]:
     return nullcontext() if device == "cuda" else interleaving(seed)
 
 
-def _hash(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:12]
-
-
 def weight_count() -> int:
-    return sum(p.numel() for p in Transformer("ordered").parameters())
+    return sum(p.numel() for p in Transformer(None).parameters())

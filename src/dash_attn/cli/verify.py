@@ -31,8 +31,8 @@ EXAMPLES = """examples:
 def add_command(commands: Any) -> None:
     text = (
         "Runs attention again and again and compares every bit: repeated, interleaved differently, beside other work, in other batches,\n"
-        "in fresh processes that compile everything anew. Memory is poisoned before every run.\n"
-        "Exit code 0: all bits agree, those of the unordered control do not; 1: otherwise."
+        "through a cache token by token, in fresh processes that compile everything anew. Memory is poisoned before every run.\n"
+        "Exit code 0: all bits agree, those of the controls do not; 1: otherwise."
     )
     layout = argparse.RawDescriptionHelpFormatter
     help_text = "test on this machine that bits do not change; write a certificate"

@@ -84,6 +84,16 @@ class Peers:
         self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group))
         return received.view(self.count, -1).to(flat.device)
 
+    def exchange_pieces(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str = REACH_OTHERS) -> list[Tensor]:
+        """Piece r, of any length, goes to rank r. Of those that come, rank r sends `sizes[r]` numbers."""
+        if self.count == 1:
+            return list(pieces)
+        sent = self._reachable(torch.cat(list(pieces)))
+        received = sent.new_empty(sum(sizes))
+        taken, given = ([length * sent.element_size() for length in lengths] for lengths in (sizes, map(len, pieces)))
+        self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), taken, given, group=self.group), purpose)
+        return list(received.to(pieces[0].device).split(list(sizes)))
+
     def send(self, flat: Tensor, to: int, tag: int) -> Any:
         """Begins to send to a rank; `wait` of the result ends it."""
         return dist.isend(_bytes(self._reachable(flat)), group=self.group, group_dst=to, tag=tag)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.autograd import attention_backward, attention_forward
 from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, Choices, options_for, refuse_unsupported
+from ..call.options import AttentionOptions, Choices, options_for, refuse_dropout
 from ..call.tensor_checks import check_tensors
 
 
@@ -146,7 +146,7 @@ OPERATORS = {
 def _options(
     query: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, window: tuple[int | None, int | None]
 ) -> AttentionOptions:
-    refuse_unsupported(dropout_p, None, False, "ordered")
+    refuse_dropout(dropout_p)
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(f"PyTorch's flash attention has one head dim; got {query.shape[-1]} and {value.shape[-1]}")
     left, right = (-1 if width is None else width for width in window)

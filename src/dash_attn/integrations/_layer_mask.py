@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from ..call.offsets import SequenceOffsets
 from ..masks import Mask
+from ._padding import Padding
 
 NAME = "dash_attn"  # our attn_implementation
 ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
@@ -18,18 +21,50 @@ class ForeignUse(AttributeError, TypeError):
 class LayerMask:
     """A mask and the lengths it is for, with the documents' offsets where the batch is packed.
 
+    keys: how many of the keys that a layer gets are attended. A static cache has slots behind them.
+    first_key: where they begin among those. Chunked attention does not look at the chunks before.
+    first_position: that of the first of them. A cache of a window dropped those before.
+    lengths_on_device: `keys` as a tensor with one number per sequence, where the cache is static.
+    windows: of a causal mask, its sliding window, or None without one; None if nothing of the kind is known.
     documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
+    padding: of rows that may be padded.
+    places: of such rows in a cache, the slot and the position of each row's first key; None if they are 0 and first_position.
     model: the name of the configuration it was made for, for messages.
     """
 
-    __slots__ = ("documents_are_known", "lengths", "mask", "model", "offsets")
+    __slots__ = (
+        "documents_are_known",
+        "first_key",
+        "first_position",
+        "keys",
+        "lengths",
+        "lengths_on_device",
+        "mask",
+        "model",
+        "offsets",
+        "padding",
+        "places",
+        "windows",
+    )
+    ndim = 4  # transformers asks whether it has made this mask already: of four dimensions it has
 
     def __init__(self, mask: Mask, lengths: tuple[int, int], offsets: SequenceOffsets | None = None) -> None:
         self.mask = mask
         self.lengths = lengths
+        self.keys = lengths[1]
+        self.first_key = 0
+        self.first_position = 0
+        self.lengths_on_device: Tensor | None = None
+        self.windows: tuple[int | None] | None = None
         self.offsets = offsets
         self.documents_are_known = offsets is not None
+        self.padding: Padding | None = None
+        self.places: tuple[Tensor, Tensor] | None = None
         self.model = "this model"
+
+    def contiguous(self) -> LayerMask:
+        """`generate` lays out masks that it makes ahead, for static caches."""
+        return self
 
     def check(self, q_len: int, kv_len: int) -> None:
         """Raise if a layer attends other lengths than the mask was made for: the pattern would be shifted."""
@@ -70,8 +105,8 @@ class LayerMask:
 
 def _message(model: str, what: str) -> str:
     return (
-        f"dash_attn's mask is not a tensor, and {model} {what}: its attention code is its own and does not go through dash_attn,"
-        f" or its cache is static. For the first, {ANOTHER_IMPLEMENTATION}; for the second, use a dynamic cache"
+        f"dash_attn's mask is not a tensor, and {model} {what}: its attention code is its own and does not go through dash_attn;"
+        f" {ANOTHER_IMPLEMENTATION}"
     )
 
 

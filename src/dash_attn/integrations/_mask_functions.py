@@ -31,6 +31,49 @@ def read_causal(mask_function: MaskFunction) -> tuple[int | None, Tensor | None]
     return (window, documents) if causal else None
 
 
+read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/transforms.py; asked after is_plain_window
+
+
+def is_causal(mask_function: MaskFunction) -> bool:
+    from transformers.masking_utils import causal_mask_function
+
+    return mask_function is causal_mask_function
+
+
+def is_bidirectional(mask_function: MaskFunction) -> bool:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return mask_function is bidirectional_mask_function
+
+
+def is_plain_window(mask_function: MaskFunction, arguments: dict[str, Any]) -> bool:
+    """Whether it has captured numbers and known functions only, going by what came with it. A program that is traced cannot look
+    into it, unless that is so."""
+    from transformers.masking_utils import and_masks
+
+    config, window = arguments.get("config"), arguments.get("local_size")
+    if not isinstance(window, int) or getattr(config, "attention_chunk_size", None) is not None:
+        return False
+    return mask_function.__code__ is and_masks().__code__ and window == getattr(config, "sliding_window", None)
+
+
+def read_chunks(mask_function: MaskFunction) -> int | None:
+    """The size of the chunks that a causal mask function keeps apart (Llama 4); None if it is another."""
+    from transformers.masking_utils import causal_mask_function, chunked_overlay
+
+    sizes = []
+    for part in _parts(mask_function):
+        inside = _closure_of(part, like=chunked_overlay(1, torch.zeros(1)))
+        if inside is not None:
+            sizes.append(int(inside["chunk_size"]))
+        elif part is not causal_mask_function:
+            return None
+    return sizes[0] if len(sizes) == 1 else None
+
+
+read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined] # as read_causal
+
+
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
     """The functions whose intersection this is."""
     from transformers.masking_utils import and_masks

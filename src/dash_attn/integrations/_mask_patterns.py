@@ -21,7 +21,10 @@ def mask_of_pattern(pattern: Pattern, batch: int, q_len: int, kv_len: int) -> In
     first, end = _row_bounds(pattern, 0, q_len, kv_len)
     for sequence in range(1, batch):
         if not _equal(_row_bounds(pattern, sequence, q_len, kv_len), (first, end)):
-            raise ValueError("dash_attn has one mask for the whole batch: lay documents of different lengths in one row, with batch size 1")
+            raise ValueError(
+                "dash_attn has one mask for the whole batch: lay documents of different lengths in one row, with batch size 1."
+                " Chunked attention counts from the first token, so with it rows cannot be padded on the left"
+            )
     rows = np.arange(q_len)
     for mask in _candidates(first, end, q_len, kv_len):
         if _equal(mask.clipped_bounds(rows, q_len, kv_len), (first, end)):

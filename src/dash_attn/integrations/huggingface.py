@@ -1,8 +1,8 @@
 """Hugging Face transformers: `register()`, then models take `attn_implementation="dash_attn"`.
 
 transformers asks once per forward for a mask (`mask_for`) and hands the answer to every layer's attention
-(`attention`). The answer is an object of ours, with the documents' offsets where a batch is packed. What we have no mask
-for raises, as does a model whose attention does not go through here; nothing is dropped silently.
+(`attention`). The answer is an object of ours, with the documents' offsets where a batch is packed, and the rows' where it is
+padded. What we have no mask for raises, as does a model whose attention does not go through here; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
+from ._cached_keys import attend_to_cache, goes_to_cache
 from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
+from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implementation
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
 from ._layer_mask import NAME, LayerMask
-from ._mask_functions import read_causal
+from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal, read_chunks
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
+from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, refuse_beside
+from ._tensor_parallel import first_kv_head
 from ._torch_context_parallel import refuse_inside
 
 __all__ = ["NAME", "attention", "check", "mask_for", "register"]
 ON_THE_HOST = (
-    "dash_attn reads masks and position_ids on the host, once per forward, so a model of transformers does not trace whole:"
-    " compile it without fullgraph=True"
+    "dash_attn reads position_ids and masks made of functions on the host, once per forward. A model of transformers traces whole where"
+    " a 2-d attention_mask says that each row is one document: pass one, of ones where nothing is padded, or compile it without"
+    " fullgraph=True"
 )
 _positions = PositionReader()
 
@@ -46,8 +51,9 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, torch.compiler.disable(mask_for, reason=ON_THE_HOST))
+    AttentionMaskInterface.register(NAME, mask_for)
     watch_models()
+    keep_implementation()
 
 
 def attention(
@@ -69,38 +75,52 @@ def attention(
     attention_mask: what `mask_for` returned. Without one every query attends every key, and the layer must say that it is
     not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, one logit per query head.
+    Of a cache's keys those in use are attended (`_cached_keys.py`).
     Documents are kept apart that cu_seq_lens_q (with its companions) or the mask show. Where neither a 2-d attention_mask
     nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
     """
     note_call()
     layer = type(module).__name__
-    refuse_unknown(kwargs, layer)
+    paged = kwargs.get("cache") is not None
+    refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
     refuse_dropout(dropout, layer)
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
     if not isinstance(given, LayerMask):
         raise ValueError(
             f"dash_attn takes the masks it makes itself; {layer} got a {type(given).__name__}."
-            " Pass a 2-d attention_mask of ones or None, and pack documents with position_ids"
+            " Pass a 2-d attention_mask or None, and pack documents with position_ids"
         )
-    mask, offsets = _mask_and_offsets(given, query, key, kwargs)
-    refuse_contradiction(mask, key.shape[2], is_causal, sliding_window)
-    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "mask": mask, "sinks": s_aux}
+    given.check(query.shape[2], key.shape[2])
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if paged:
+        return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
+    refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
+    k, v = k[:, given.first_key :], v[:, given.first_key :]
+    offsets = _packed_offsets(given, len(query), kwargs)
+    if offsets is None and goes_to_cache(q, k, v, given, s_aux):
+        return attend_to_cache(q, k, v, given, options), None
+    if offsets is None and given.padding is not None:
+        offsets = given.padding.offsets(type(module))
+    k, v = k[:, : given.keys], v[:, : given.keys]
+    options |= {"mask": given.mask, "head_offset": first_kv_head(module, key.shape[1])}
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
+    offsets = offsets.on(q.device)  # layers of one model may be on several devices, and nobody moves our mask
     options |= {field.name: getattr(offsets, field.name) for field in fields(offsets)}
     out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
     return out.unflatten(0, q.shape[:2]), None
 
 
-def _mask_and_offsets(given: LayerMask, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Mask, SequenceOffsets | None]:
-    """The mask, and the offsets of documents where the batch is packed."""
-    given.check(query.shape[2], key.shape[2])
+def _packed_offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> SequenceOffsets | None:
+    """Of documents, where the batch is packed."""
     offsets = offsets_of_arguments(arguments) or given.offsets
+    if given.padding is not None:
+        return None if offsets is None else refuse_beside(given.padding, offsets)
     positions = arguments.get("position_ids")
     if offsets is None and positions is not None and not given.documents_are_known and not isinstance(given.mask, Full):
-        offsets = _positions.offsets(positions, len(query), key.shape[2])
-    return given.mask, offsets
+        offsets = _positions.offsets(positions, batch, given.first_position + given.keys)
+    return offsets
 
 
 def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
@@ -115,6 +135,7 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
 
 
 def _plain_mask(kv_len: int, window: int | None) -> Mask:
+    """kv_len: with keys that a cache dropped."""
     return Causal() if window is None or window >= kv_len else Window(window - 1, 0)
 
 
@@ -125,52 +146,90 @@ def mask_for(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LayerMask | None = None,
     **kwargs: Any,
 ) -> LayerMask:
     """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend everything"."""
+    if isinstance(attention_mask, LayerMask):  # `generate` made it ahead
+        attention_mask.check(q_length, kv_length)
+        return attention_mask
+    sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
+    if torch.compiler.is_compiling() and (attention_mask is None or not _is_traceable(mask_function, offsets, kwargs)):
+        return _made_on_the_host(sizes, offsets, mask_function, attention_mask, kwargs)
+    return _made(sizes, offsets, mask_function, attention_mask, kwargs)
+
+
+def _is_traceable(mask_function: Callable[..., Tensor] | None, offsets: tuple[Any, Any], arguments: dict[str, Any]) -> bool:
+    """Whether the mask can be told without values, and without what a function of this program has captured but numbers."""
+    if arguments.get("use_vmap") or not all(isinstance(offset, int) for offset in offsets):
+        return False
+    if mask_function is None or is_causal(mask_function) or is_bidirectional(mask_function):
+        return True
+    return is_plain_window(mask_function, arguments)
+
+
+def _made(
+    sizes: tuple[int, int, int],
+    starts: tuple[int, int],
+    mask_function: Callable[..., Tensor] | None,
+    attention_mask: Tensor | None,
+    arguments: dict[str, Any],
+) -> LayerMask:
     refuse_inside('attn_implementation="dash_attn"')
-    if kwargs.get("use_vmap"):
+    if arguments.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
-    offsets = int(q_offset), int(kv_offset)
-    made = _described_mask(mask_function, (batch_size, q_length, kv_length), offsets, kwargs.get("device"))
-    _refuse_padding(attention_mask, kv_length)  # after the alignment: a static cache has keys that the mask does not cover
-    made.documents_are_known |= attention_mask is not None
-    made.model = watched_model() or f"the model of a {type(kwargs.get('config')).__name__}"
+    batch, q_len, _ = sizes
+    starts = int(starts[0]), int(starts[1])
+    made = _described_mask(mask_function, sizes, starts, arguments.get("device"))
+    if attention_mask is not None:
+        made.documents_are_known = True
+        first = starts[1] + made.first_key
+        kept = kept_columns(attention_mask, batch, made.keys, first)
+        if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
+            raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
+        if not is_known_whole(kept, made.mask):
+            made.padding = Padding(kept, q_len, made.mask)
+        if made.first_position or (q_len == 1 and made.padding is not None):  # what a cache dropped may have been padding
+            made.places = places_in_cache(attention_mask, q_len, first, first + made.keys)
+    made.model = watched_model() or f"the model of a {type(arguments.get('config')).__name__}"
     return made
+
+
+_made_on_the_host: Callable[..., LayerMask] = torch.compiler.disable(_made, reason=ON_THE_HOST)
 
 
 def _described_mask(
     mask_function: Callable[..., Tensor] | None, sizes: tuple[int, int, int], offsets: tuple[int, int], device: Any
 ) -> LayerMask:
-    from transformers.masking_utils import bidirectional_mask_function
-
     batch, q_len, kv_len = sizes
-    if mask_function is bidirectional_mask_function:
+    if mask_function is not None and is_bidirectional(mask_function):
         return LayerMask(Full(), (q_len, kv_len))
-    last_query, last_key = offsets[0] + q_len - 1, offsets[1] + kv_len - 1
-    if last_query != last_key:
-        raise NotImplementedError(
-            f"dash_attn needs the last query at the last key; got positions {last_query} and {last_key}. A static cache has keys after"
-            " the last query: use a dynamic cache"
-        )
+    keys, first = offsets[0] + q_len - offsets[1], offsets[1]
+    chunk = None if mask_function is None or is_causal(mask_function) else read_chunks(mask_function)
+    if chunk is not None and offsets[0] // chunk == (offsets[0] + q_len - 1) // chunk:
+        return _mask_of_chunk(offsets[0] // chunk * chunk, sizes, offsets)
     known = (None, None) if mask_function is None else read_causal(mask_function)
+    if keys > kv_len or (keys < kv_len and known is None):
+        why = "" if keys > kv_len else ". A static cache has slots behind the last query: with this mask, use a dynamic cache"
+        raise NotImplementedError(
+            f"dash_attn needs the last query at the last key; got positions {first + keys - 1} and {first + kv_len - 1}{why}"
+        )
     if known is None:
         assert mask_function is not None
         return LayerMask(mask_of_pattern(_on_indices(mask_function, *offsets, device), batch, q_len, kv_len), (q_len, kv_len))
     window, documents = known
-    return LayerMask(_plain_mask(kv_len, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
+    made = LayerMask(_plain_mask(first + keys, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
+    made.keys, made.first_position, made.windows = keys, first, (window,)
+    if keys < kv_len:  # a static cache: its length goes to a kernel as a tensor, so that a graph can be replayed
+        made.lengths_on_device = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return made
 
 
-def _refuse_padding(padding: Tensor | None, kv_length: int) -> None:
-    if padding is None:
-        return
-    padding = padding[:, -kv_length:]
-    if padding.shape[1] != kv_length or not padding.all():
-        raise ValueError(
-            "dash_attn does not support padding: attention_mask must be all ones or None."
-            " Lay the documents end to end in one row, with position_ids that start at 0 in each"
-        )
+def _mask_of_chunk(start: int, sizes: tuple[int, int, int], offsets: tuple[int, int]) -> LayerMask:
+    """Queries of one chunk attend what it has so far. To the bits it is a sequence of its own, as where a forward has many chunks."""
+    made = LayerMask(Causal(), sizes[1:])
+    made.first_key, made.keys = start - offsets[1], offsets[0] + sizes[1] - start
+    return made
 
 
 def _on_indices(mask_function: Callable[..., Tensor], q_offset: int, kv_offset: int, device: Any) -> Callable[[int, range, range], Tensor]:

@@ -67,10 +67,12 @@ def scaled_dot_product_attention(
 
     As in PyTorch, `is_causal` aligns the first query with the first key, with `enable_gqa` there may be more query
     heads than KV heads, autocast casts the tensors, and the output of contiguous queries is contiguous. Tensors are
-    4-d and are not broadcast. attn_mask and dropout are not supported and raise.
+    4-d and are not broadcast. attn_mask is boolean and broadcasts to (batch, heads, length, length of key), as in PyTorch; a query
+    that attends nothing has output 0. On a GPU, masks with partial blocks raise (docs/masks.md). Biases and dropout raise.
     """
     _check_options(options)
-    _refuse(attn_mask, dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+    _refuse(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+    _check_mask(attn_mask, is_causal, options.get("context_parallel"))
     if has_placement(query) or has_placement(key) or has_placement(value):
         rows = RowsOfTorch.of(options.get("context_parallel"), query=query, key=key, value=value)
         of_rank = {**options, **rows.options}
@@ -84,7 +86,7 @@ def scaled_dot_product_attention(
     q_len, kv_len = q.shape[1], k.shape[1]
     if is_causal and kv_len > q_len:  # no query attends the keys after the last query
         k, v = k[:, :q_len], v[:, :q_len]
-    mask = _first_aligned(q_len, kv_len) if is_causal else Full()
+    mask = attn_mask if attn_mask is not None else _first_aligned(q_len, kv_len) if is_causal else Full()
     attend = flash_attn_func if options.get("context_parallel") is None else _attend_on_all_ranks
     out: Tensor = attend(q, k, v, softmax_scale=scale, mask=mask, **options).transpose(1, 2)
     return out.contiguous() if query.is_contiguous() else out
@@ -130,10 +132,22 @@ def _check_options(options: dict[str, Any]) -> None:
         raise TypeError('sharding is for context_parallel=group: with context_parallel="torch" PyTorch deals the rows')
 
 
-def _refuse(attn_mask: Any, dropout_p: Any, scale: Any, **flags: Any) -> None:
+def _check_mask(attn_mask: Any, is_causal: bool, context_parallel: Any) -> None:
+    """What is left to flash_attn_func: shape and device."""
+    if attn_mask is None:
+        return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a boolean tensor or None; got {type(attn_mask).__name__}")
+    if attn_mask.dtype != torch.bool:
+        raise ValueError(f"attn_mask must be boolean, True where a query attends a key: biases are not supported; got {attn_mask.dtype}")
+    if is_causal:
+        raise ValueError("give either attn_mask or is_causal=True, as PyTorch's documentation asks; got both")
+    if context_parallel is not None:
+        raise ValueError("ranks that share a sequence take no attn_mask: use is_causal, or context_parallel_attention with a mask by name")
+
+
+def _refuse(dropout_p: Any, scale: Any, **flags: Any) -> None:
     """Arguments that PyTorch takes and we do not, or that neither takes."""
-    if attn_mask is not None:
-        raise ValueError("attn_mask must be None: use is_causal, or call dash_attn.flash_attn_func with a mask of dash_attn.masks")
     if not is_zero(dropout_p):
         raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
     for name, flag in flags.items():

@@ -3,6 +3,9 @@
 A tensor is its elements in logical order, little-endian, cut into words of 64 bits; the last word is filled up with zeros. Each word is
 mixed with its index, and the mixed words are added modulo 2^64. Integer sums have no order, so the result depends neither on strides nor
 on how a device divides the work. The index makes a swap visible; the mixing is not linear, so equal flips do not cancel.
+
+On Hopper GPUs a kernel has the same sums, in the time that reading the tensors takes (backends/hopper/kernels/ledger). Elsewhere they
+are made of PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ INDEX = 0x9E3779B97F4A7C15  # odd, 2^64 over the golden ratio: neighbouring indi
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 CHUNK = {"cpu": 2**16}  # words: half a megabyte stays in a core's cache
 LARGE_CHUNK = 2**22  # on other devices: fewer launches
+Numbered = tuple[int, Tensor]
 
 
 def signed(number: int) -> int:
@@ -29,12 +33,17 @@ def signed(number: int) -> int:
     return number - 2**64 if number >> 63 else number
 
 
-def words_of(tensor: Tensor) -> Tensor:
-    """The bits of a strided tensor as int64, in logical order."""
+def in_logical_order(tensor: Tensor) -> Tensor:
+    """The bits of a strided tensor, one element behind the other: the tensor itself where it is so."""
     tensor = tensor.detach().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous()
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """The bits of a strided tensor as int64, in logical order."""
+    octets = in_logical_order(tensor).view(-1).view(torch.uint8)
     missing = -octets.numel() % WORD
     if missing:
         octets = torch.cat([octets, octets.new_zeros(missing)])
@@ -61,7 +70,11 @@ class _Part(NamedTuple):
 @torch.no_grad()
 def part_sums(tensors: Sequence[Tensor]) -> list[PartSums]:
     """Sums of many tensors; small ones share their launches."""
-    return [_sums_of(group) for group in _groups(tensors)]
+    with_kernel: dict[torch.device, list[Numbered]] = {}
+    others: list[Numbered] = []
+    for owner, tensor in enumerate(tensors):
+        (with_kernel.setdefault(tensor.device, []) if _has_kernel(tensor.device) else others).append((owner, tensor))
+    return [*map(_sums_by_kernel, with_kernel.values()), *map(_sums_of, _groups(others))]
 
 
 def bit_sum(tensor: Tensor) -> int:
@@ -69,11 +82,26 @@ def bit_sum(tensor: Tensor) -> int:
     return sum(int(part) for found in part_sums([tensor]) for part in found.sums.tolist()) % 2**64
 
 
-def _groups(tensors: Sequence[Tensor]) -> Iterable[list[_Part]]:
+@lru_cache(maxsize=64)
+def _has_kernel(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    from ..backends.hopper.calls.bit_sums import has_kernel
+
+    return has_kernel(device.index)
+
+
+def _sums_by_kernel(tensors: Sequence[Numbered]) -> PartSums:
+    from ..backends.hopper.calls.bit_sums import bit_sums
+
+    return PartSums(bit_sums([in_logical_order(tensor) for _, tensor in tensors]), tuple(owner for owner, _ in tensors))
+
+
+def _groups(tensors: Iterable[Numbered]) -> Iterable[list[_Part]]:
     """Parts of one device that fill a chunk together."""
     waiting: dict[torch.device, list[_Part]] = {}
     held: dict[torch.device, int] = {}
-    for owner, tensor in enumerate(tensors):
+    for owner, tensor in tensors:
         words = words_of(tensor)
         device, length = words.device, words.numel()
         chunk = CHUNK.get(device.type, LARGE_CHUNK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +18,8 @@ from .leaves import strided
 
 @dataclass(frozen=True)
 class Collected:
-    """Entries in execution order, the sum of each, and the first elements of each where they were kept."""
+    """The sum of each entry, and its first elements where they were kept."""
 
-    entries: tuple[Entry, ...]
     sums: NDArray[np.uint64]
     kept: tuple[bytes, ...]
 
@@ -47,16 +46,21 @@ class Collector:
             if keep:
                 self._kept.update({first + place: _first_octets(leaf, keep) for place, (_, _, leaf) in enumerate(found)})
 
-    def collect(self) -> Collected:
-        """Wait for the devices and copy everything to the host."""
-        sums = np.zeros(len(self.entries), dtype=np.uint64)
-        owners = [owner for part in self._sums for owner in part.owners]
-        np.add.at(sums, owners, np.frombuffer(_to_host([part.sums for part in self._sums]), dtype=np.uint64))
-        data, kept, start = _to_host(list(self._kept.values())), [b""] * len(self.entries), 0
+    def collect(self, order: Sequence[int]) -> Collected:
+        """Wait for the devices and copy everything to the host. `order`: places of the entries, as they are wanted."""
+        totals = np.zeros(len(self.entries), dtype=np.uint64)
+        owners = np.array([owner for part in self._sums for owner in part.owners], dtype=np.intp)
+        joined = _to_host([part.sums for part in self._sums])
+        np.add.at(totals, owners, np.frombuffer(joined, dtype=np.uint64))
+        return Collected(totals[order], self._kept_bytes(order))
+
+    def _kept_bytes(self, order: Sequence[int]) -> tuple[bytes, ...]:
+        data, start = _to_host(list(self._kept.values())), 0
+        found: dict[int, bytes] = {}
         for place, octets in self._kept.items():
-            kept[place] = data[start : start + octets.numel()]
+            found[place] = data[start : start + octets.numel()]
             start += octets.numel()
-        return Collected(tuple(self.entries), sums, tuple(kept))
+        return tuple(found.get(place, b"") for place in order)
 
 
 def _first_octets(tensor: Tensor, count: int) -> Tensor:

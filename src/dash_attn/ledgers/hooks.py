@@ -51,9 +51,7 @@ class ModuleHooks:
             entry = Entry(phase, name, "", call=self._calls[phase, name], caller=self.current_module())
             self._calls[phase, name] += 1
             inputs = [*_arguments(args, kwargs)]
-            self._add(replace(entry, role="input"), inputs)
-            self._add(replace(entry, role="parameter"), _own(module._parameters))
-            self._add(replace(entry, role="buffer"), _own(module._buffers))
+            self._add(entry, input=inputs, parameter=_own(module._parameters), buffer=_own(module._buffers))
             for path, tensor in inputs:
                 self._watch(replace(entry, phase="backward", role="input", tensor=path), tensor, taker=name)
             self._running.append(entry)
@@ -64,14 +62,15 @@ class ModuleHooks:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             entry = self._running.pop()
             outputs = list(tensors_in(result))
-            self._add(replace(entry, role="output"), outputs)
+            self._add(entry, output=outputs)
             for path, tensor in outputs:
                 self._watch(replace(entry, phase="backward", role="output", tensor=path), tensor)
 
         return hook
 
-    def _add(self, entry: Entry, leaves: list[Leaf]) -> None:
-        self._collector.add((replace(entry, tensor=path), tensor) for path, tensor in leaves)
+    def _add(self, entry: Entry, **leaves: list[Leaf]) -> None:
+        """Leaves by their role; all at once, so that they share a launch."""
+        self._collector.add((replace(entry, role=role, tensor=path), tensor) for role, found in leaves.items() for path, tensor in found)
 
     def _watch(self, entry: Entry, tensor: Tensor, taker: str | None = None) -> None:
         """Record the gradient of a tensor when it arrives: once, under the first name the tensor had."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .attention_plans import AttentionCalls
-from .collecting import Collected, Collector
+from .collecting import Collector
 from .entries import Entry
 from .environment import environment
 from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
@@ -82,7 +82,7 @@ class Ledger:
             return
         start = Collector()
         self._add_state(start, model, optimizer, with_optimizer=True)
-        self._write(self.next_step - 1, start.collect(), (), IS_START)
+        self._write(self.next_step - 1, start, (), IS_START)
         self._prepare(model)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, loss: Any = None, batch: Any = None) -> None:
@@ -103,7 +103,7 @@ class Ledger:
         collector.add(((Entry("loss", "", name), leaf) for name, leaf in all_leaves(loss, "loss")), keep=1)
         collector.add(gradients(model))
         self._add_state(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
-        self._write(number, _in_execution_order(collector.collect()), calls, IS_DETAILED if detailed else 0)
+        self._write(number, collector, calls, IS_DETAILED if detailed else 0)
         self.next_step = number + 1
         self._prepare(model)
 
@@ -146,28 +146,32 @@ class Ledger:
                 collector.add(optimizer_state(model, optimizer))
         collector.add(generators())
 
-    def _write(self, step: int, found: Collected, calls: Iterable[tuple[str | None, str]], flags: int) -> None:
-        calls = tuple(calls)
-        new = {name: self._attention.plans[name] for _, name in calls if name not in self._plans_written}
-        key = (found.entries, calls)
-        before = [(PLAN, as_json({"name": name, **plan})) for name, plan in new.items()]
-        if key not in self._layouts:
-            self._layouts[key] = len(self._layouts)
-            layout = {"entries": [entry.to_json() for entry in found.entries], "attention": calls}
-            before.append((LAYOUT, as_json(layout)))
-        head = STEP_FIELDS.pack(step, time.time(), flags, self._layouts[key])
+    def _write(self, step: int, collector: Collector, calls: Iterable[tuple[str | None, str]], flags: int) -> None:
+        order = _execution_order(collector.entries)
+        layout, before = self._layout(tuple(collector.entries[i] for i in order), tuple(calls))
+        found = collector.collect(order)  # waits for the devices: what can be done before is done
+        head = STEP_FIELDS.pack(step, time.time(), flags, layout)
         sums = found.sums.astype(np.dtype("<u8")).tobytes()
         self._file.append(*before, (STEP, head + sums + b"".join(found.kept)))
+
+    def _layout(self, entries: tuple[Entry, ...], calls: tuple[tuple[str | None, str], ...]) -> tuple[int, list[tuple[bytes, bytes]]]:
+        """Its number, and the records that have to be written before a step refers to it."""
+        new = {name: self._attention.plans[name] for _, name in calls if name not in self._plans_written}
+        before = [(PLAN, as_json({"name": name, **plan})) for name, plan in new.items()]
         self._plans_written |= set(new)
+        key = (entries, calls)
+        if key not in self._layouts:
+            self._layouts[key] = len(self._layouts)
+            before.append((LAYOUT, as_json({"entries": [entry.to_json() for entry in entries], "attention": calls})))
+        return self._layouts[key], before
 
 
-def _in_execution_order(found: Collected) -> Collected:
+def _execution_order(entries: Sequence[Entry]) -> list[int]:
     """They were collected modules first, then the rest: the batch comes before the modules, the loss after the last forward."""
-    phases = [entry.phase for entry in found.entries]
+    phases = [entry.phase for entry in entries]
     last_forward = max((place for place, phase in enumerate(phases) if phase == "forward"), default=-1)
     where = {"batch": (0.0, 0.0), "loss": (1.0, last_forward + 0.5)}
-    order = sorted(range(len(phases)), key=lambda place: (*where.get(phases[place], (1.0, float(place))), place))
-    return Collected(tuple(found.entries[i] for i in order), found.sums[order], tuple(found.kept[i] for i in order))
+    return sorted(range(len(phases)), key=lambda place: (*where.get(phases[place], (1.0, float(place))), place))
 
 
 def _distributed() -> bool:

@@ -28,6 +28,10 @@ class Placement:
     in rounds of at most `heads_in_round` of each kind (0: all of them): those of a round start their first segment before
     any starts its second. Inside a segment heads of one kind, at most `lanes`, go side by side, then heads of the next
     kind, and so on in turns. Heads are dealt evenly to as few rounds, and those to as few turns, as that allows.
+
+    Parts of one group add dK and dV to the same sums, one after the other. So the first parts of all groups come before all second
+    ones: heads side by side are of different groups, where there are several, and do not wait for each other when they end. Where
+    parts differ in size, that would set short ones beside long ones, and group comes after group.
     """
 
     workers: int
@@ -60,9 +64,14 @@ class Placement:
         return [heads[(heads + problem.head_offset * problem.parts) % kinds == kind] for kind in range(kinds)]
 
     def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
-        """(sequence, head) of all heads of each kind."""
-        sequences = np.arange(problem.batch)
-        return [np.stack([np.repeat(sequences, len(h)), np.tile(h, problem.batch)], axis=1) for h in self.heads_of_kinds(problem)]
+        """(sequence, head) of all heads of each kind: the first part of every group, then the second one, and so on, if all are equal."""
+        sequences, kinds = np.arange(problem.batch), len(self.starts)
+        instances = []
+        for heads in self.heads_of_kinds(problem):
+            by_sequence = np.stack([np.repeat(sequences, len(heads)), np.tile(heads, problem.batch)], axis=1)
+            place = by_sequence[:, 1] % problem.parts // kinds  # among the parts of this kind in its group
+            instances.append(by_sequence[np.argsort(place, kind="stable")] if problem.has_equal_parts else by_sequence)
+        return instances
 
     def _tickets_of(self, instances: list[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
         """Tickets of these heads, segment by segment."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..scheduling.order import Sum
+from ..scheduling.schedule import Schedule
 
 if TYPE_CHECKING:
     from .simulate import Timeline
@@ -37,7 +38,7 @@ class _Backtrack:
         self.adds = self.run.add_start.shape[1]
         self.add_start = self.run.add_start.ravel()
         self.ticket_of = np.repeat(np.arange(len(self.run.worker)), np.diff(self.run.offsets))
-        self.rank_before = _rank_predecessors(timeline)
+        self.rank_before = rank_predecessors(timeline.schedule)
         self.sum_before = _sum_predecessors(timeline)
         self.chain_before = _previous_on_worker(timeline)
         self.hand_over = max(self.costs.reduce, self.costs.latency)
@@ -115,18 +116,18 @@ def _previous_on_worker(timeline: Timeline) -> NDArray[np.int64]:
     return before
 
 
-def _rank_predecessors(timeline: Timeline) -> NDArray[np.int64]:
+def rank_predecessors(schedule: Schedule) -> NDArray[np.int64]:
     """Index of the task with the next lower rank on the same dQ tile (-1 for rank 0)."""
-    problem, run = timeline.schedule.problem, timeline.execution
+    problem = schedule.problem
     keys, ranks = [], []
-    for sequence, part, kv_tile in timeline.schedule.tickets.tolist():
-        q_tile, rank_of, member = timeline.schedule.tasks(part, kv_tile)
+    for sequence, part, kv_tile in schedule.tickets.tolist():
+        q_tile, rank_of, member = schedule.tasks(part, kv_tile)
         query_head = sequence * problem.heads * problem.group + problem.members(part).start + member
         keys.append(query_head * problem.q_tiles + q_tile)
         ranks.append(rank_of)
     key, rank = np.concatenate(keys), np.concatenate(ranks)
     by_rank = np.lexsort((rank, key))
-    before = np.full(len(run.reduce_start), -1)
+    before = np.full(len(key), -1)
     same = key[by_rank[1:]] == key[by_rank[:-1]]
     before[by_rank[1:][same]] = by_rank[:-1][same]
     return before

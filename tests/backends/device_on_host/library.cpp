@@ -1,43 +1,8 @@
 // The device's planning code as a host library, for tests/backends/test_device_formulas.py.
 #include "device_planning/chains.cuh"
-#include <ucontext.h>
+#include "fibers.h"
 
-constexpr int THREADS = 256, STACK = 65536;
 constexpr int PIECES = 4, FIRST_SUM = 1000;
-Index blockIdx, threadIdx;
-static ucontext_t scheduler, fibers[THREADS];
-static std::vector<char> stacks(THREADS* STACK);
-static bool ended[THREADS];
-static void (*kernel)();
-
-void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
-static void run_thread() {
-  kernel();
-  ended[threadIdx.x] = true;
-  swapcontext(&fibers[threadIdx.x], &scheduler);
-}
-static void run_block(int block, void (*what)()) {
-  blockIdx.x = block;
-  kernel = what;
-  for (int t = 0; t < THREADS; t++) {
-    getcontext(&fibers[t]);
-    fibers[t].uc_stack.ss_sp = &stacks[t * STACK];
-    fibers[t].uc_stack.ss_size = STACK;
-    fibers[t].uc_link = nullptr;
-    makecontext(&fibers[t], run_thread, 0);
-    ended[t] = false;
-  }
-  for (bool some_run = true; some_run;) {
-    some_run = false;
-    for (int t = 0; t < THREADS; t++) {
-      if (ended[t]) continue;
-      some_run = true;
-      threadIdx.x = t;
-      swapcontext(&scheduler, &fibers[t]);
-    }
-  }
-}
-
 static PackedParams params;
 static std::vector<Sequence> sequences;
 static std::vector<SequenceStarts> starts;

@@ -78,7 +78,7 @@ def test_every_way_to_the_gradients_has_the_same_bits(found: Found) -> None:
     """Also after all those errors: they leave nothing behind."""
     truth = list(on_one_process(SMALL).values())
     for rank, ways in enumerate(one["autograd"] for one in found):
-        for way in ("once", "twice", "checkpointed", "checkpointed, ulysses"):
+        for way in ("once", "twice", "checkpointed", "checkpointed, ulysses", "checkpointed, one document", "traced, one document"):
             assert all_equal(ways[way], own_rows(truth, rank)), (rank, way)
 
 
@@ -92,6 +92,12 @@ def test_a_rank_may_leave_its_lse_alone(found: Found) -> None:
     for rank, ways in enumerate(one["autograd"] for one in found):
         assert all_equal(ways["one rank uses its LSE"], own_rows(truth, rank))
         assert all_equal(ways["one rank uses its LSE, ulysses"], own_rows(truth, rank))
+        assert all_equal(ways["one rank uses its LSE, one document"], own_rows(truth, rank))
+
+
+def test_a_traced_program_takes_offsets_as_numbers(found: Found) -> None:
+    for ways in (one["autograd"] for one in found):
+        assert "a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist()" in ways["a traced tensor of offsets"]
 
 
 def test_autograd_keeps_local_tensors_only(found: Found) -> None:

@@ -6,7 +6,9 @@ import inspect
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from dash_attn.backends.cpu.devices import DeviceBackward
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, explain_context_parallel
 from dash_attn.distributed.context import of_rank
+from dash_attn.distributed.context.documents import documents_in, shared_call
 from dash_attn.distributed.context.gathering import GatheredKeys
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.of_rank import OfRank
@@ -64,6 +67,10 @@ class Recording(Peers):
     def exchange(self, flat: Tensor) -> Tensor:
         self.sent["exchanged"] += flat.nbytes // self.count * (self.count - 1)
         return torch.zeros_like(flat).view(self.count, -1)
+
+    def exchange_pieces(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str = "") -> list[Tensor]:
+        self.sent["rows"] += sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
+        return [torch.zeros(size, dtype=pieces[0].dtype) for size in sizes]
 
     def send(self, flat: Tensor, to: int, tag: int) -> Any:
         self.sent["hops"] += 1
@@ -112,13 +119,17 @@ class Case:
         group, place = divmod(rank, self.ulysses)
         inside = Recording(None, place, self.ulysses)
         outside = Recording(None, group, self.ranks // self.ulysses)
-        options = options_for(Choices(**self.mask, head_offset=place * (self.kv_heads // self.ulysses)), 16)
+        call_of_each = {name: value for name, value in self.mask.items() if name != "cu_seqlens"}
+        options = options_for(Choices(**call_of_each, head_offset=place * (self.kv_heads // self.ulysses)), 16)
         q, k, v = self.tensors(1, "cpu")
         outer = outer_sharding(self.chosen, self.ulysses)
-        call = SharedCall.of(q, k, v, options, outer, self.ulysses) if outer.devices > 1 else None
-        return OfRank(options, call, HeadExchange(inside, self.chosen, rank - place), outside, {}), inside, outside
+        ends = self.mask.get("cu_seqlens")
+        options, documents = documents_in(options, ends, self.rows)
+        call = shared_call(q, k, v, options, documents, outer, self.ulysses) if outer.devices > 1 else None
+        return OfRank(options, call, documents, HeadExchange(inside, self.chosen, rank - place), outside, {}), inside, outside
 
 
+OFFSETS = {"cu_seqlens": (0, 300, 324, 1024), "window_size": (200, 0)}
 CASES = {
     "grouped": Case(),
     "batch, bf16, values of another dim": Case(batch=2, dtype=torch.bfloat16, value_dim=32, kv_heads=4, ranks=4, rows=1024),
@@ -127,6 +138,10 @@ CASES = {
     "full": Case(mask={}, sharding="contiguous", ranks=4, kv_heads=4),
     "ulysses and states": Case(ulysses=2, ranks=4, sinks=True, return_lse=True),
     "ulysses alone": Case(ulysses=2, sinks=True),
+    "documents": Case(mask={"mask": Documents((300, 24, 700))}, sinks=True, return_lse=True),
+    "documents, window, bf16": Case(mask=OFFSETS, ranks=4, batch=2, dtype=torch.bfloat16, value_dim=32, sharding="contiguous"),
+    "documents, ulysses": Case(mask=OFFSETS, ranks=4, ulysses=2, sinks=True),
+    "documents, ulysses alone": Case(mask=OFFSETS, ulysses=2, sinks=True),
 }
 
 
@@ -139,16 +154,18 @@ def test_a_rank_sends_what_it_says(case: Case) -> None:
         q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
         sinks = case.sink_values("cpu")
         out, lse = rank.forward(q, k, v, sinks)
-        assert (inside.sent["exchanged"], outside.sent["gathered"]) == (said.forward.heads, said.forward.keys)
-        assert said.forward.total == said.forward.heads + said.forward.keys
+        gathered = outside.sent["gathered"] + outside.sent["rows"]
+        assert (inside.sent["exchanged"], gathered) == (said.forward.heads, said.forward.keys + said.forward.rows)
+        assert said.forward.total == said.forward.heads + said.forward.keys + said.forward.rows
         for peers in (inside, outside):
             peers.sent.clear()
         rank.backward((out, q, k, v, out), lse, sinks, lse if case.return_lse else None)
         assert inside.sent["exchanged"] == said.backward.heads
-        assert inside.sent["gathered"] + outside.sent["gathered"] == said.backward.keys + said.backward.sinks
+        gathered = inside.sent["gathered"] + outside.sent["gathered"] + outside.sent["rows"]
+        assert gathered == said.backward.keys + said.backward.sinks + said.backward.rows
         assert outside.sent["hops"] == said.hops
         assert outside.sent["states"] == said.backward.states + said.backward.final_states
-        assert (said.backward.sinks > 0) == case.sinks
+    assert (sum(said.backward.sinks for said in found.each) > 0) == case.sinks
     assert (sum(said.hops for said in found.each) > 0) == (case.ulysses < case.ranks)
 
 
@@ -229,6 +246,45 @@ def test_it_names_the_bits_of_one_rank() -> None:
     assert json.loads(json.dumps(asdict(found)))["order_hash"] == found.order_hash
 
 
+def test_documents_are_explained_as_one_rank_has_them() -> None:
+    q, lengths = meta(256, 2), (300, 24, 700)
+    alone = explain(*(meta(1024, 2),) * 3, mask=Documents(lengths), backend="cpu")
+    by_mask = explain_context_parallel(q, q, q, 4, mask=Documents(lengths), backend="cpu")
+    by_ends = explain_context_parallel(q, q, q, 4, causal=True, cu_seqlens=(0, 300, 324, 1024), backend="cpu")
+    assert by_mask.order_hash == by_ends.order_hash == alone.order_hash
+    assert by_mask.guarantees == by_ends.guarantees == (*alone.guarantees, "context-parallel-invariant")
+    assert by_ends.call.endswith("float32, causal, 3 documents")
+    assert by_mask.each == by_ends.each
+    window = explain_context_parallel(q, q, q, 4, window_size=(100, 0), cu_seqlens=(0, 300, 324, 1024), backend="cpu")
+    assert window.order_hash != alone.order_hash
+    assert "rows" in str(window)
+
+
+def test_short_documents_send_few_rows_and_no_state() -> None:
+    """Each is on one rank. Only those at the borders of chunks change hands; as one sequence, all keys are gathered."""
+    q = meta(256, 2)
+    short = explain_context_parallel(q, q, q, 4, causal=True, cu_seqlens=tuple(range(0, 1025, 32)), backend="cpu")
+    long = explain_context_parallel(q, q, q, 4, causal=True, cu_seqlens=(0, 1024), backend="cpu")
+    assert sum(rank.hops for rank in short.each) == 0
+    assert sum(rank.backward.total for rank in short.each) == 0  # borders of chunks are borders of documents here
+    assert short.predicted_efficiency == pytest.approx(1.0)
+    plain = explain_context_parallel(q, q, q, 4, causal=True, backend="cpu")
+    assert [rank.hops for rank in long.each] == [rank.hops for rank in plain.each]
+    assert long.predicted_efficiency == pytest.approx(plain.predicted_efficiency)
+
+
+def test_devices_work_on_many_documents_at_once() -> None:
+    """In the order of the row they would work one after the other: 0.14."""
+    lengths = [700 + 37 * number % 1100 for number in range(100)]
+    lengths.append(-sum(lengths) % 16)
+    ends, rows = [0, *accumulate(lengths)], sum(lengths)
+    q = meta(rows // 8, 4)
+    assert explain_context_parallel(q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu").predicted_efficiency > 0.6
+    own = Sharding.by_document(list(filter(None, lengths)), 8)
+    q = meta(len(own.rows_of(0)), 4)
+    assert explain_context_parallel(q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu", sharding=own).predicted_efficiency > 0.95
+
+
 def test_one_rank_sends_nothing() -> None:
     q = meta(300, 2)
     (only,) = explain_context_parallel(q, q, q, 1, causal=True, backend="cpu").each
@@ -265,7 +321,9 @@ def test_it_prints_as_a_table() -> None:
         ({"ranks": 3, "ulysses": 2}, "ulysses must divide the number of ranks"),
         ({"sharding": "striped"}, "unknown sharding 'striped'"),
         ({"sharding": Sharding((256, 384), (0, 1))}, "a rank of this sharding has 256 or 384 of the 640 rows.*; got 512 queries"),
-        ({"ranks": 5, "sharding": "contiguous", "mask": Documents((2560,))}, "documents cannot be shared by ranks"),
+        ({"ranks": 5, "sharding": "contiguous", "mask": Documents((2500,))}, "documents need q_len == kv_len == sum"),
+        ({"cu_seqlens": (0, 1000)}, "end with the 1024 rows of all ranks together"),
+        ({"dropout_p": 0.1}, "ranks that share a sequence must drop the same pairs, .*: give dropout_seed"),
         ({"backend": "auto"}, "say which one to explain"),
         ({"ranks": 16, "causal": True}, None),
     ],

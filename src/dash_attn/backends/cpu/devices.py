@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call.any_workers import walk_in_legs
+from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Ledger
@@ -49,10 +50,18 @@ def share_of(problem: Problem, sharding: Sharding, device: int) -> Share:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, sharding: Sharding, device: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    sinks: Tensor | None,
+    problem: Problem,
+    sharding: Sharding,
+    device: int,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of the device's queries. k and v are those of the whole sequence."""
-    return forward_of_share(q, k, v, options, sinks, problem, share_of(problem, sharding, device))
+    return forward_of_share(q, k, v, options, sinks, problem, share_of(problem, sharding, device), modifiers)
 
 
 class DeviceBackward:
@@ -66,13 +75,14 @@ class DeviceBackward:
         options: AttentionOptions,
         rows: tuple[Tensor, ...],
         of_rows: tuple[Tensor, Tensor | None],
+        modifiers: Modifiers | None = None,
     ) -> None:
         """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that."""
         self.plan, self.shared, self.device, self.options = plan, shared, device, options
         self.share = share_of(plan.problem, shared.sharding, device)
         self.dtype = rows[1].dtype
         with fixed_arithmetic():
-            self.tiles = BackwardTiles(plan, options, rows, of_rows, self.share)
+            self.tiles = BackwardTiles(plan, options, rows, of_rows, self.share, modifiers)
         self.ledger = Ledger(plan, ordered=True)
         self.dims = rows[1].shape[-1], rows[0].shape[-1]
 
@@ -144,11 +154,16 @@ class DeviceBackward:
 
 
 def run_in_legs(
-    plan: Plan, legs: SharedSchedule, options: AttentionOptions, tensors: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None]
+    plan: Plan,
+    legs: SharedSchedule,
+    options: AttentionOptions,
+    tensors: tuple[Tensor, ...],
+    of_rows: tuple[Tensor, Tensor | None],
+    modifiers: Modifiers | None = None,
 ) -> BackwardTiles:
     """A backward on one device that has too few workers for whole chains. tensors: dout, q, k, v and out."""
     dout, q, k, v, out = tensors
-    backward = DeviceBackward(plan, legs, 0, options, (dout, q, out), of_rows)
+    backward = DeviceBackward(plan, legs, 0, options, (dout, q, out), of_rows, modifiers)
     backward.take_keys(k, v, 0)
     walk_in_legs(backward, legs)
     backward.check()

@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...call.dropout import Dropout, threshold_of
+from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...execution.rules import ChainPlace, Contribution, Coroutine, Ending, SumPlace
-from ...masks import EMPTY, PARTIAL, Mask
+from ...masks import EMPTY, PARTIAL, Mask, TilePattern
 from ...scheduling.order import Ints
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem, Task
@@ -56,13 +58,43 @@ class Share:
         return {tile: place for place, tile in enumerate(self.kv_tiles)}
 
 
+class TilePlace(NamedTuple):
+    """A tile of a query head. `head` counts among those of the tensors."""
+
+    sequence: int
+    head: int
+    q_tile: int
+    kv_tile: int
+
+
 class Scores:
-    """Scaled, capped and masked scores of one tile."""
+    """Scaled, capped, biased and masked scores of one tile, and which of its weights dropout keeps."""
 
-    def __init__(self, problem: Problem, options: AttentionOptions) -> None:
+    def __init__(self, problem: Problem, options: AttentionOptions, modifiers: Modifiers | None = None) -> None:
         self.problem, self.scale, self.cap = problem, options.scale, options.softcap
+        self.slopes = None if modifiers is None else modifiers.slopes
+        self.elements = None if modifiers is None else modifiers.elements
+        self.dropout: Dropout | None = None
+        if options.dropout_p:
+            assert modifiers is not None
+            assert modifiers.seeds is not None
+            first_head = problem.head_offset * problem.group + modifiers.first_head
+            self.dropout = Dropout(threshold_of(options.dropout_p), tuple(modifiers.seeds.tolist()), first_head)
 
-    def tile(self, q: Tensor, k: Tensor, q_tile: int, kv_tile: int, partial: bool) -> tuple[Tensor, Tensor | None]:
+    @property
+    def rescale(self) -> float:
+        """Of weights that dropout kept."""
+        return 1.0 if self.dropout is None else self.dropout.rescale
+
+    def kept(self, at: TilePlace) -> Tensor | None:
+        """Which weights dropout keeps; None where there is none."""
+        if self.dropout is None:
+            return None
+        rows = range(at.q_tile * TILE_Q, (at.q_tile + 1) * TILE_Q)
+        columns = range(at.kv_tile * TILE_KV, (at.kv_tile + 1) * TILE_KV)
+        return torch.from_numpy(self.dropout.kept(at.sequence, at.head, rows, columns))
+
+    def tile(self, q: Tensor, k: Tensor, at: TilePlace, partial: bool) -> tuple[Tensor, Tensor | None]:
         """Scores, and the tanh of the softcap where there is one (its slope is 1 - tanh^2)."""
         scores = torch.mm(q, k.t())
         tanh = None
@@ -71,72 +103,121 @@ class Scores:
             scores = tanh * self.cap
         else:
             scores.mul_(self.scale)
+        problem = self.problem
+        if self.slopes is not None:
+            slope = self.slopes[at.head] if self.slopes.ndim == 1 else self.slopes[at.sequence, at.head]
+            distances = _distances(problem.kv_len - problem.q_len, at.q_tile, at.kv_tile)
+            scores.sub_(torch.from_numpy(distances).to(scores.dtype).mul_(slope.detach().to(scores.dtype)))
         if partial:
-            problem = self.problem
-            dropped = _dropped(problem.mask, problem.q_len, problem.kv_len, q_tile, kv_tile)
-            scores.masked_fill_(torch.from_numpy(dropped), -torch.inf)
+            scores.masked_fill_(torch.from_numpy(self._dropped(at)), -torch.inf)
         return scores, tanh
+
+    def _dropped(self, at: TilePlace) -> NDArray[np.bool_]:
+        """Elements of a tile that do not attend. For reading only."""
+        problem = self.problem
+        if self.elements is None or not isinstance(problem.mask, TilePattern):
+            return _dropped_by_rule(problem.mask, problem.q_len, problem.kv_len, at.q_tile, at.kv_tile)
+        rows, columns = _inside(problem.q_len, problem.kv_len, at.q_tile, at.kv_tile)
+        return _whole_tile(self.elements.of(at.sequence, at.head).keep(rows, columns))  # not kept: the bits are there already, packed
 
 
 @lru_cache(maxsize=1024)  # 8 MiB: other heads, the backward and the next step ask for the same tiles
-def _dropped(mask: Mask, q_len: int, kv_len: int, q_tile: int, kv_tile: int) -> NDArray[np.bool_]:
-    """Elements of a tile that do not attend; those beyond the lengths never do. For reading only."""
+def _dropped_by_rule(mask: Mask, q_len: int, kv_len: int, q_tile: int, kv_tile: int) -> NDArray[np.bool_]:
+    return _whole_tile(mask.keep(*_inside(q_len, kv_len, q_tile, kv_tile), q_len, kv_len))
+
+
+def _inside(q_len: int, kv_len: int, q_tile: int, kv_tile: int) -> tuple[slice, slice]:
+    """Rows and columns of a tile, as far as the lengths go."""
     rows = slice(q_tile * TILE_Q, min((q_tile + 1) * TILE_Q, q_len))
-    columns = slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, kv_len))
+    return rows, slice(kv_tile * TILE_KV, min((kv_tile + 1) * TILE_KV, kv_len))
+
+
+def _whole_tile(keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """What does not attend: what is not kept, and what is beyond the lengths."""
     dropped = np.ones((TILE_Q, TILE_KV), dtype=np.bool_)
-    keep = mask.keep(rows, columns, q_len, kv_len)
     dropped[: keep.shape[0], : keep.shape[1]] = ~keep
     return dropped
 
 
-def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Scores, q_tile: int) -> tuple[Tensor, Tensor]:
-    """Output and LSE of one Q tile: online softmax over its sink (a score without a value; -inf: none) and its KV tiles, in order."""
+@lru_cache(maxsize=256)
+def _distances(ahead: int, q_tile: int, kv_tile: int) -> NDArray[np.int64]:
+    """Between the queries and the keys of a tile; the last query is at the last key. For reading only."""
+    rows = np.arange(q_tile * TILE_Q, (q_tile + 1) * TILE_Q, dtype=np.int64) + ahead
+    columns = np.arange(kv_tile * TILE_KV, (kv_tile + 1) * TILE_KV, dtype=np.int64)
+    distances: NDArray[np.int64] = np.abs(rows[:, None] - columns)
+    return distances
+
+
+def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Scores, at: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Output and LSE of one Q tile: online softmax over its sink (a score without a value; -inf: none) and its KV tiles, in order.
+
+    at: sequence, query head and Q tile.
+    """
     highest = sink.repeat(TILE_Q)
     total = (highest != -torch.inf).to(q.dtype)
     out = q.new_zeros(TILE_Q, v_tiles.shape[-1])
-    kinds = scores.problem.tile_map[q_tile]
+    kinds = scores.problem.tile_map[at[2]]
     for kv_tile in np.flatnonzero(kinds != EMPTY).tolist():
-        tile, _ = scores.tile(q, k_tiles[kv_tile], q_tile, kv_tile, kinds[kv_tile] == PARTIAL)
+        place = TilePlace(*at, kv_tile)
+        tile, _ = scores.tile(q, k_tiles[kv_tile], place, kinds[kv_tile] == PARTIAL)
         before, highest = highest, torch.maximum(highest, tile.amax(1))
         base = highest.masked_fill(highest == -torch.inf, 0)  # a row that attends nothing yet: exp(-inf - 0) is 0, not NaN
         weights = tile.sub_(base[:, None]).exp_()
         fade = torch.exp(before - base)
-        total = total * fade + weights.sum(1)
+        total = total * fade + weights.sum(1)  # of all weights: dropout comes behind the softmax
+        kept = scores.kept(place)
+        if kept is not None:
+            weights.mul_(kept)
         out.mul_(fade[:, None]).addmm_(weights, v_tiles[kv_tile])
     nothing = total == 0
     out.div_(total[:, None]).masked_fill_(nothing[:, None], 0)
+    if scores.dropout is not None:
+        out.mul_(scores.rescale)
     return out, (highest + total.log()).masked_fill_(nothing, -torch.inf)
 
 
 def forward_of_share(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, share: Share
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    sinks: Tensor | None,
+    problem: Problem,
+    share: Share,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The queries of a share on all keys of the problem."""
     with fixed_arithmetic():
-        scores = Scores(problem, options)
+        scores = Scores(problem, options, modifiers)
         q_tiles, k_tiles, v_tiles = to_tiles(q, TILE_Q), to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
         sink_of = q_tiles.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks.detach().to(q_tiles.dtype)
         out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
         lse = q_tiles.new_empty(q_tiles.shape[:-1])
         for place in product(*map(range, q_tiles.shape[:3])):
             sequence, head, local = place
-            kv_head, q_tile = (sequence, head // problem.group), share.q_tiles[local]
-            out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, q_tile)
+            kv_head, at = (sequence, head // problem.group), (sequence, head, share.q_tiles[local])
+            out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, at)
         return from_tiles(out, q.shape[1], q.dtype), lse.flatten(2)[:, :, : q.shape[1]].contiguous()
 
 
 class BackwardTiles:
-    """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale.
+    """The arithmetic of the backward pass; the executor decides when each piece runs. dQ and dK lack the scale, dV that of dropout.
 
     Queries, dQ and the sums of dK and dV are those of a share. `keys` has all keys and values of the KV heads that are worked on.
     """
 
     def __init__(
-        self, plan: Plan, options: AttentionOptions, rows: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None], share: Share
+        self,
+        plan: Plan,
+        options: AttentionOptions,
+        rows: tuple[Tensor, ...],
+        of_rows: tuple[Tensor, Tensor | None],
+        share: Share,
+        modifiers: Modifiers | None = None,
     ) -> None:
         """rows: dout, q and out of the share; of_rows: its LSE and, where it was used, the gradient of that."""
         self.problem, self.share = plan.problem, share
-        self.scores = Scores(plan.problem, options)
+        self.scores = Scores(plan.problem, options, modifiers)
         dout, q, out = rows
         self.q, self.dout = to_tiles(q, TILE_Q), to_tiles(dout, TILE_Q)
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}  # by KV head: tiles (batch, KV tiles, rows, dim)
@@ -187,7 +268,7 @@ class BackwardTiles:
         head = self.problem.members(at.part).start + member
         for q_tile, rank, partial in steps.tolist():
             place = at.sequence, head, self.share.place_of_q_tile[q_tile]
-            weights, dscores = self._gradients(place, k, v, (q_tile, at.kv_tile), bool(partial))
+            weights, dscores = self._gradients(place, k, v, TilePlace(at.sequence, head, q_tile, at.kv_tile), bool(partial))
             dv.addmm_(weights.t(), self.dout[place])
             dk.addmm_(dscores.t(), self.q[place])
             yield Contribution(member, q_tile, rank, torch.mm(dscores, k))
@@ -196,14 +277,17 @@ class BackwardTiles:
         k, v = self.keys[at.part // self.problem.parts]
         return k[at.sequence, at.kv_tile], v[at.sequence, at.kv_tile]
 
-    def _gradients(self, place: tuple[int, int, int], k: Tensor, v: Tensor, tiles: tuple[int, int], partial: bool) -> tuple[Tensor, Tensor]:
-        """P and dS of one tile, dS before the scale."""
-        scores, tanh = self.scores.tile(self.q[place], k, *tiles, partial)
+    def _gradients(self, place: tuple[int, int, int], k: Tensor, v: Tensor, at: TilePlace, partial: bool) -> tuple[Tensor, Tensor]:
+        """P, as far as it is kept, and dS of one tile; dS before the scale."""
+        scores, tanh = self.scores.tile(self.q[place], k, at, partial)
         weights = scores.sub_(self.lse[place][:, None]).exp_()
-        dscores = torch.mm(self.dout[place], v.t()).sub_(self.delta[place][:, None]).mul_(weights)
+        dweights, kept = torch.mm(self.dout[place], v.t()), self.scores.kept(at)
+        if kept is not None:
+            dweights.mul_(kept).mul_(self.scores.rescale)
+        dscores = dweights.sub_(self.delta[place][:, None]).mul_(weights)
         if tanh is not None:
             dscores.mul_(1 - tanh * tanh)
-        return weights, dscores
+        return weights if kept is None else weights.mul_(kept), dscores
 
     def land(self, task: Task, value: Any, first: bool) -> None:
         tile = self.dq[task.sequence, task.head, self.share.place_of_q_tile[task.q_tile]]
@@ -229,6 +313,8 @@ class BackwardTiles:
         """dQ, dK and dV of the share's rows."""
         queries, keys = self.share.rows(self.problem)
         dk, dv = self.dk_dv
+        if self.scores.dropout is not None:
+            dv = dv * self.scores.rescale
         return from_tiles(self.dq * scale, queries, dtype), from_tiles(dk * scale, keys, dtype), from_tiles(dv, keys, dtype)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 
 from torch import Tensor
 
+from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...scheduling.devices.sharding import Sharding
@@ -16,7 +17,8 @@ from ...scheduling.problem import Problem
 from . import tiles
 from .calls.device_backward import DeviceBackward, tile_size
 from .calls.device_forward import forward as forward_of_rows
-from .device.compile import OPTIONS, compiler_version, sources
+from .device.compile import OPTIONS, sources
+from .device.driver import usual_origin
 
 __all__ = ["DeviceBackward", "backward_tiles", "forward", "heads_together", "machine_code", "tile_size"]
 
@@ -40,17 +42,29 @@ def heads_together(problem: Problem, sharding: Sharding) -> int:
     return -(-heads // turns)
 
 
-@cache
 def machine_code() -> str:
     """Sources, options and compiler decide what the kernels compute."""
+    return f"kernels {_sources_hash()}, {usual_origin()}"
+
+
+@cache
+def _sources_hash() -> str:
     digest = hashlib.sha256()
     for part in (*OPTIONS, *(f"{name}\0{text}" for name, text in sorted(sources().items()))):
         digest.update(part.encode() + b"\0")
-    return f"kernels {digest.hexdigest()[:16]}, NVRTC {compiler_version()}"
+    return digest.hexdigest()[:16]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, problem: Problem, sharding: Sharding, device: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    sinks: Tensor | None,
+    problem: Problem,
+    sharding: Sharding,
+    device: int,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the device's queries. k and v are those of the whole sequence."""
+    """Output and LSE of the device's queries. k and v are those of the whole sequence. Options that come with modifiers are refused."""
     return forward_of_rows(q, k, v, options, sinks, sharding, device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
-from ...masks import Causal, Full, Mask, Window
+from ...masks import Causal, Full, Mask, PatternPerHead, TilePattern, Window
 from .device.driver import ANY_DEVICE
 from .tiles import KERNEL_DIMS
 
@@ -49,8 +49,31 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool = F
         raise Unsupported(f"backend 'hopper' takes fewer than 2^31 query rows (batch x length x heads); got {q.numel() // q.shape[-1]}")
     if options.softcap and not options.ordered:
         raise Unsupported("accumulation='unordered' is for comparison only: backend 'hopper' has it without softcap; got both")
+    _check_modifiers(options)
+    _check_elements(options.mask)
     if packed:
         _check_packed(options)
+
+
+def _check_modifiers(options: AttentionOptions) -> None:
+    """What no kernel has yet."""
+    if options.dropout_p:
+        raise Unsupported(f"backend 'hopper' has no dropout yet: dropout_p must be 0; got {options.dropout_p}. Backend 'cpu' has it")
+    if options.alibi:
+        raise Unsupported("backend 'hopper' has no ALiBi yet: alibi_slopes must be None. Backend 'cpu' has it")
+
+
+def _check_elements(mask: Mask) -> None:
+    """Of boolean matrices, the kernels know those that are maps of blocks, one for all."""
+    if isinstance(mask, TilePattern):
+        raise Unsupported(
+            "backend 'hopper' has no boolean masks with partial blocks yet: each block of 64 x 64 must be all True or all False (then the"
+            f" mask is a TileMap); got {mask}. Backend 'cpu' has them, and masks by name (Causal, Window, Documents, Prefix) run here"
+        )
+    if isinstance(mask, PatternPerHead):
+        raise Unsupported(
+            f"backend 'hopper' has no boolean masks per sequence or head yet: give one for all; got {mask}. Backend 'cpu' has them"
+        )
 
 
 def _check_packed(options: AttentionOptions) -> None:

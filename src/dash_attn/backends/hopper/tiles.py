@@ -9,11 +9,19 @@ KERNEL_DIMS = (64, 96, 128, 192, 256)
 # ... of q and k, and of v, in the backward: keys of 192 with values up to 128 (DeepSeek) have a kernel of their own.
 BACKWARD_DIMS = (*((dim, dim) for dim in KERNEL_DIMS), (192, 128))
 THREADS, HELPER_THREADS = 384, 256
+# Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
+# Consumers: time per element, relative.
+CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 
 
 def helper_blocks(threads: int) -> int:
     """Of a helper kernel with that many threads."""
     return -(-threads // HELPER_THREADS)
+
+
+def threads_per_row(v_dim: int) -> int:
+    """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
+    return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32
 
 
 def kernel_dim(*dims: int) -> int:
@@ -77,3 +85,31 @@ def forward_tiles(dim: int, consumers: int) -> ForwardTiles:
     q_bytes = consumers * 64 * columns * 2
     tiles = (3 if dim <= 128 else 1) * q_bytes + 4 * kv_rows * columns * 2
     return ForwardTiles(kv_rows, tiles + 2 * 32 + 16 + 128)
+
+
+DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
+DECODE_THREADS = 160
+CLUSTER_DIMS = (64, 128)  # head dims of which a cluster can serve a unit
+CLUSTER_ROWS, CLUSTER_COLUMNS, CLUSTER_THREADS = 8, 16, 320  # rows of its units, columns of V that a CTA owns
+
+
+def decode_tiles(dim: int) -> ForwardTiles:
+    """As DecodeConfig: Q, a ring of slots for tiles of K and V, barriers. Rows are those of the forward, so the bits are."""
+    columns, kv_rows = -(-dim // 64) * 64, forward_tiles(dim, 2).kv_rows
+    slots = 6 if dim <= 64 else 3 if dim <= 128 else 4
+    return ForwardTiles(kv_rows, (DECODE_ROWS + slots * kv_rows) * columns * 2 + 128)
+
+
+def cluster_tiles(dim: int) -> ForwardTiles:
+    """As ClusterConfig: Q, slots of K, 16 slots of V, messages and drafts of them, maxima, barriers; in units of 1024 bytes."""
+    kv_rows, ctas = forward_tiles(dim, 2).kv_rows, dim // CLUSTER_COLUMNS
+    k_slots, v_slots, lanes = (6 if dim == 64 else 3), 16, (4 if dim == 64 else 1)
+    message = CLUSTER_ROWS * (kv_rows * 2 + 4 + 4 + lanes * 16)
+    tiles = CLUSTER_ROWS * dim * 2 + k_slots * kv_rows * dim * 2 + v_slots * kv_rows * CLUSTER_COLUMNS * 2
+    messages = (2 * ctas + 2) * _in_units(message)
+    barriers = 8 * (2 * k_slots + 2 * v_slots + 2 + 2 * ctas + 2 + 2)
+    return ForwardTiles(kv_rows, _in_units(tiles + messages + 2 * ctas * CLUSTER_ROWS * 4 + barriers))
+
+
+def _in_units(size: int) -> int:
+    return -(-size // 1024) * 1024

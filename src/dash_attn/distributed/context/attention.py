@@ -10,13 +10,15 @@ from torch import Tensor
 from ...attention.autograd import FirstGradientsOnly
 from ...attention.torch_ops import is_traced
 from ...attention.transforms import refuse_transforms
+from ...call.modifiers import Modifiers
 from ...call.options import Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers
-from .of_rank import OfRank
+from .documents import Offsets
+from .of_rank import Given, OfRank, Sharing
 
 
 @overload
@@ -32,11 +34,15 @@ def context_parallel_attention(
     softcap: float = ...,
     mask: Mask | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
     schedule: str | Schedule = ...,
     backend: str = ...,
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -52,11 +58,15 @@ def context_parallel_attention(
     softcap: float = ...,
     mask: Mask | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
     schedule: str | Schedule = ...,
     backend: str = ...,
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -72,11 +82,15 @@ def context_parallel_attention(
     softcap: float = ...,
     mask: Mask | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
     schedule: str | Schedule = ...,
     backend: str = ...,
     head_offset: int = ...,
     sharding: str | Sharding = ...,
     ulysses: int = ...,
+    cu_seqlens: Offsets | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
@@ -91,11 +105,15 @@ def context_parallel_attention(
     softcap: float = 0.0,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     schedule: str | Schedule = "auto",
     backend: str = "auto",
     head_offset: int = 0,
     sharding: str | Sharding = "zigzag",
     ulysses: int = 1,
+    cu_seqlens: Offsets | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that the ranks of a group share, with the bits that one rank would give.
@@ -109,8 +127,12 @@ def context_parallel_attention(
         others says which lengths fit).
     ulysses: a factor of the group's size. Inside as many neighbouring ranks, heads are exchanged for rows; outside, states travel.
         It must divide the KV heads. On its own (ulysses = the group's size) no state travels.
+    cu_seqlens: where documents in the row begin, 0 first and the whole row's length last: a tuple, a list, or a tensor on the host.
+        `causal`, `window_size` and `mask` are then those of each document, whose bits are those it has alone. mask=Documents(...)
+        does the same. Chunks need not be multiples of a tile.
     sinks: the same on every rank. Their gradient is complete on the first rank of the group and zero on the others, so that the sum
         over ranks, which every replicated parameter needs, is the gradient.
+    dropout_seed: with dropout_p, one number per sequence, the same on every rank. It must be given: each rank has a generator of its own.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
     The other arguments are those of flash_attn_func, for the whole sequence. Sums are always ordered.
 
@@ -128,40 +150,45 @@ def context_parallel_attention(
         schedule=schedule,
         backend=backend,
         head_offset=head_offset,
+        dropout_p=dropout_p,
+        alibi=alibi_slopes is not None,
     )
-    if is_traced(q, k, v, sinks):
+    given, sharing = Given(sinks, dropout_seed, alibi_slopes), Sharing(sharding, ulysses, cu_seqlens)
+    if is_traced(q, k, v, *given):
         from .operator import traced_attention
 
-        out, lse = traced_attention(q, k, v, sinks, group, choices, sharding, ulysses)
+        out, lse = traced_attention(q, k, v, given, group, choices, sharing)
     else:
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        rank = OfRank.agreed(q, k, v, sinks, choices, Peers.of(group), sharding, ulysses, differentiable)
-        out, lse = SharedAttention.apply(q, k, v, sinks, rank)  # type: ignore[no-untyped-call]
+        rank = OfRank.agreed(q, k, v, given, choices, Peers.of(group), sharing, differentiable)
+        out, lse = SharedAttention.apply(q, k, v, sinks, rank, given.modifiers)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
 class SharedAttention(torch.autograd.Function):
-    """SharedAttention.apply(q, k, v, sinks, rank) -> (out, lse). Only this rank's rows are saved for the backward."""
+    """SharedAttention.apply(q, k, v, sinks, rank, modifiers) -> (out, lse). Only this rank's rows are saved for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank) -> tuple[Tensor, Tensor]:
-        out, lse = rank.forward(q, k, v, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.rank = rank
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank, modifiers: Modifiers | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = rank.forward(q, k, v, sinks, modifiers)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *(modifiers or Modifiers())[:2])
+        ctx.rank, ctx.modifiers = rank, modifiers
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
         # Unlike one rank alone, this one cannot leave out what it does not need: others wait for its states.
         dout = torch.zeros_like(out) if dout is None else dout
         with torch.no_grad():
-            gradients = ctx.rank.backward((dout, q, k, v, out), lse, sinks, dlse)
+            gradients = ctx.rank.backward((dout, q, k, v, out), lse, sinks, dlse, ctx.modifiers)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None
+        return *wanted, None, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

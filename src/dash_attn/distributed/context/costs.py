@@ -5,10 +5,10 @@ Memory is counted along the global sequence of units. A rank that is ahead of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...scheduling.devices.peaks import highest, most_states
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.devices.units import Unit
 from .gathering import sharding_of_tiles
@@ -24,6 +24,7 @@ class Sent(NamedTuple):
     states: int = 0  # float32 dK and dV, from leg to leg
     final_states: int = 0  # the same, from the last leg to the rank of the keys
     sinks: int = 0  # what their gradient needs of each row, and that of a rank's heads
+    rows: int = 0  # of documents: to the rank that works on them, and their results back
 
     @property
     def total(self) -> int:
@@ -36,6 +37,7 @@ class Memory(NamedTuple):
     keys: int = 0  # gathered K and V, one copy: of the KV heads that are worked on, and of the next
     states: int = 0  # that wait for their unit or are worked on
     sums: int = 0  # float32 dK and dV of the rank's own keys
+    rows: int = 0  # of documents: copies of those that the rank works on, and their gradients
 
     @property
     def total(self) -> int:
@@ -65,16 +67,29 @@ def costs_of_sharing(call: SharedCall, bytes_of: NumberBytes, sinks: bool) -> li
     ranks = range(call.sharding.devices)
     gathered = _gather_bytes(call, bytes_of)
     more = _sink_bytes(call, bytes_of) if sinks else 0
-    states = _most_states(call, bytes_of)
+    states = [tiles * tile_bytes(call, bytes_of) for tiles in most_states(call.shared)]
     found = []
     for rank in ranks:
-        hopping = [unit for unit in call.shared.by_device[rank] if call.shared.hops(unit)]
-        ending = [unit for unit in hopping if unit.after is not None and call.shared.units[unit.after].leg is None]
-        finals, all_states = (sum(_state_bytes(call, unit, bytes_of) for unit in units) for units in (ending, hopping))
-        backward = Sent(keys=gathered, states=all_states - finals, final_states=finals, sinks=more)
-        memory = Memory(_most_keys(call, rank, bytes_of), states[rank], _sum_bytes(call, rank, bytes_of))
-        found.append(RankCosts(len(call.shared.by_device[rank]), len(hopping), Sent(keys=gathered), backward, memory))
+        sent = state_bytes_sent(call, rank, bytes_of)
+        backward = Sent(keys=gathered, states=sent.states, final_states=sent.finals, sinks=more)
+        memory = Memory(_most_keys(call, rank, bytes_of), states[rank], sum_bytes(call, rank, bytes_of))
+        found.append(RankCosts(len(call.shared.by_device[rank]), sent.hops, Sent(keys=gathered), backward, memory))
     return found
+
+
+class SentStates(NamedTuple):
+    """How many times a rank sends states on, and their bytes: from leg to leg, and from the last leg."""
+
+    hops: int
+    states: int
+    finals: int
+
+
+def state_bytes_sent(call: SharedCall, device: int, bytes_of: NumberBytes) -> SentStates:
+    hopping = [unit for unit in call.shared.by_device[device] if call.shared.hops(unit)]
+    ending = [unit for unit in hopping if unit.after is not None and call.shared.units[unit.after].leg is None]
+    finals, all_states = (sum(_state_bytes(call, unit, bytes_of) for unit in units) for units in (ending, hopping))
+    return SentStates(len(hopping), all_states - finals, finals)
 
 
 def _most(sharding: Sharding) -> int:
@@ -95,23 +110,18 @@ def _sink_bytes(call: SharedCall, bytes_of: NumberBytes) -> int:
 
 
 def _state_bytes(call: SharedCall, unit: Unit, bytes_of: NumberBytes) -> int:
-    return call.shared.state_tiles(unit) * call.devices.tile_size(*call.dims) * bytes_of.state
+    return call.shared.state_tiles(unit) * tile_bytes(call, bytes_of)
 
 
-def _sum_bytes(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
+def tile_bytes(call: SharedCall, bytes_of: NumberBytes) -> int:
+    """The state of a KV tile."""
+    return call.devices.tile_size(*call.dims) * bytes_of.state
+
+
+def sum_bytes(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
     tiles = sharding_of_tiles(call.sharding, call.problem.tile_kv)
     heads = call.batch * call.kv_heads * len(tiles.rows_of(rank))
-    return call.plan.sums * heads * call.devices.tile_size(*call.dims) * bytes_of.state
-
-
-def _most_states(call: SharedCall, bytes_of: NumberBytes) -> list[int]:
-    """Of each rank: states are there from the unit before, wherever that runs, until their own unit has run."""
-    events: list[list[tuple[int, int]]] = [[] for _ in range(call.sharding.devices)]
-    for unit in call.shared.units:
-        size = _state_bytes(call, unit, bytes_of)
-        since = unit.number if unit.before is None else unit.before + 1
-        events[unit.device] += [(since, size), (unit.number + 1, -size)]
-    return [_highest(each) for each in events]
+    return call.plan.sums * heads * tile_bytes(call, bytes_of)
 
 
 def _most_keys(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
@@ -120,13 +130,4 @@ def _most_keys(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
     each = call.batch * call.sharding.rows * sum(call.dims) * bytes_of.tensor
     sizes = {number: each * len(call.gathers[number]) for number in last_use}
     starts = gather_starts(call)
-    return _highest(event for number, size in sizes.items() for event in ((starts[number], size), (last_use[number] + 1, -size)))
-
-
-def _highest(events: Iterable[tuple[int, int]]) -> int:
-    """The highest level, if each event changes it by so much. At one moment, what goes goes first."""
-    level = highest = 0
-    for _, change in sorted(events):
-        level += change
-        highest = max(highest, level)
-    return highest
+    return highest(event for number, size in sizes.items() for event in ((starts[number], size), (last_use[number] + 1, -size)))

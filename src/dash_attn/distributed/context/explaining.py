@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...backends import import_backend, resolve_to_explain
-from ...call.explanation import size_in_words
+from ...call.explanation import Explanation, size_in_words
 from ...call.options import AttentionOptions, Choices, options_for
-from ...call.tensor_checks import check_flags, check_sinks, check_tensors
+from ...call.planning import describe_call, hash_of
+from ...call.tensor_checks import check_flags, check_tensors
 from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
@@ -21,11 +23,15 @@ from ...scheduling.schedule import Schedule
 from ...simulation.cluster import Cluster, simulate_devices
 from ...simulation.simulate import Machine
 from .costs import Memory, NumberBytes, RankCosts, Sent, costs_of_sharing
+from .document_costs import costs_of_documents, makespan_of
+from .documents import Offsets, SharedDocuments, documents_in, shared_call
+from .of_rank import Given
 from .rows import sharding_of_rank
 from .shared_call import SharedCall
 from .ulysses import check_factor, outer_sharding
 
 IDEAL = Cluster(Machine(compute=1, reduce=0), workers=1, hop_latency_us=0, bandwidth_GBs=math.inf)  # tasks alone take time
+Shared = SharedCall | SharedDocuments
 NOTE = "of the backward, if a hop takes no time and a unit as long as its tasks; `dash-attn plan --devices` knows machines and links"
 
 
@@ -91,11 +97,15 @@ def explain_context_parallel(
     softcap: float = 0.0,
     mask: Mask | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     schedule: str | Schedule = "auto",
     backend: str = "auto",
     head_offset: int = 0,
     sharding: str | Sharding = "zigzag",
     ulysses: int = 1,
+    cu_seqlens: Offsets | None = None,
     return_lse: bool = False,
 ) -> SharedExplanation:
     """What context_parallel_attention with these arguments would do on a group of so many ranks. No group is needed.
@@ -107,7 +117,7 @@ def explain_context_parallel(
     check_flags(return_lse=return_lse)
     whole_number("ranks", ranks)
     check_tensors(q, k, v)
-    check_sinks(sinks, q)
+    Given(sinks, dropout_seed, alibi_slopes).check(q, dropout_p)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -117,16 +127,18 @@ def explain_context_parallel(
         schedule=schedule,
         backend=backend,
         head_offset=head_offset,
+        dropout_p=dropout_p,
+        alibi=alibi_slopes is not None,
     )
     options = options_for(choices, q.shape[-1])
     chosen = sharding_of_rank(sharding, q.shape[1], ranks)
     _check_rows(q, k, chosen)
     check_factor(ulysses, ranks, k.shape[2])
-    options.mask.check(chosen.rows, chosen.rows)
+    own, documents = documents_in(options, cu_seqlens, chosen.rows)
     name = resolve_to_explain(options.backend, q.device)
     whole = [torch.empty(x.shape[0], chosen.rows, *x.shape[2:], dtype=x.dtype, device="meta") for x in (q, k, v)]
-    alone = import_backend(name).explain(whole[0], whole[1], whole[2], options, predict_time=False)
-    calls = _calls(q, k, v, options, outer_sharding(chosen, ulysses), ulysses, name)
+    alone = _alone(name, whole, options, None if cu_seqlens is None else documents)
+    calls = _calls(q, k, v, own, documents, outer_sharding(chosen, ulysses), ulysses, name)
     costs = _costs(q, k, v, chosen, calls, 0 if sinks is None else sinks.element_size())
     return SharedExplanation(
         call=alone.call,
@@ -142,6 +154,21 @@ def explain_context_parallel(
     )
 
 
+def _alone(backend: str, whole: list[Tensor], options: AttentionOptions, documents: tuple[int, ...] | None) -> Explanation:
+    """What one rank would do. Documents that are not those of a mask are explained one by one."""
+    explain = partial(import_backend(backend).explain, options=options, predict_time=False)
+    if documents is None:
+        return explain(*whole)
+    of_length = {length: explain(*(x[:1, :length] for x in whole)) for length in set(documents)}
+    each = [of_length[length] for length in documents]
+    return replace(
+        of_length[max(documents)],
+        call=f"{describe_call(whole[0], whole[1], whole[2], options)}, {len(documents)} documents",
+        schedule=" and ".join(dict.fromkeys(one.schedule for one in each)),
+        order_hash=hash_of(*(one.order_hash for one in each)),
+    )
+
+
 def _check_rows(q: Tensor, k: Tensor, sharding: Sharding) -> None:
     """Of some rank: which one is not known here."""
     fitting = sorted({len(sharding.rows_of(rank)) for rank in range(sharding.devices)})
@@ -153,21 +180,28 @@ def _check_rows(q: Tensor, k: Tensor, sharding: Sharding) -> None:
 
 
 def _calls(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, outer: Sharding, ulysses: int, backend: str
-) -> list[SharedCall | None]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    documents: tuple[int, ...] | None,
+    outer: Sharding,
+    ulysses: int,
+    backend: str,
+) -> list[Shared | None]:
     """By place among the neighbours that exchange heads, because each place has heads of its own; None where nothing is shared."""
     if outer.devices == 1:
         return [None] * ulysses
     each = k.shape[2] // ulysses
     own = [replace(options, head_offset=options.head_offset + place * each) for place in range(ulysses)]
-    return [SharedCall.of(q, k, v, chosen, outer, ulysses, backend) for chosen in own]
+    return [shared_call(q, k, v, chosen, documents, outer, ulysses, backend) for chosen in own]
 
 
-def _costs(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, calls: list[SharedCall | None], sink: int) -> list[RankCosts]:
+def _costs(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, calls: list[Shared | None], sink: int) -> list[RankCosts]:
     """By rank: neighbours follow each other. sink: bytes of one; 0: there are none."""
     ulysses = len(calls)
     bytes_of = NumberBytes(q.element_size(), torch.promote_types(q.dtype, torch.float32).itemsize)
-    of_place = [None if call is None else costs_of_sharing(call, bytes_of, sink > 0) for call in calls]
+    of_place = [None if call is None else _costs_of(call, bytes_of, sink > 0) for call in calls]
     found = []
     for rank in range(sharding.devices):
         group, place = divmod(rank, ulysses)
@@ -178,6 +212,12 @@ def _costs(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, calls: list[Shar
         sent = mine.forward._replace(heads=forward), mine.backward._replace(heads=backward, sinks=sinks)
         found.append(replace(mine, forward=sent[0], backward=sent[1]))
     return found
+
+
+def _costs_of(call: Shared, bytes_of: NumberBytes, sinks: bool) -> list[RankCosts]:
+    if isinstance(call, SharedDocuments):
+        return costs_of_documents(call, bytes_of, sinks)
+    return costs_of_sharing(call, bytes_of, sinks)
 
 
 def _most_rows(sharding: Sharding, group: int, ulysses: int) -> int:
@@ -196,8 +236,17 @@ def _exchanged(tensors: tuple[Tensor, Tensor, Tensor], rows: int, ulysses: int, 
     return numbers * forward // ulysses, numbers * backward // ulysses
 
 
-def _efficiency(calls: list[SharedCall | None]) -> float:
+def _efficiency(calls: list[Shared | None]) -> float:
     """All tasks, dealt evenly, against the slowest rank. Where only heads are exchanged, every rank has as many tasks."""
-    runs = [simulate_devices(call.shared, IDEAL, "launch", "chunks") for call in calls if call is not None]
-    longest = max((run.makespan for run in runs), default=0.0)
-    return sum(run.one_device for run in runs) / (sum(run.devices for run in runs) * longest) if longest else 1.0
+    there = [call for call in calls if call is not None]
+    runs = [_run(call) for call in there]
+    longest = max((makespan for _, makespan in runs), default=0.0)
+    return sum(alone for alone, _ in runs) / (sum(call.sharding.devices for call in there) * longest) if longest else 1.0
+
+
+def _run(call: Shared) -> tuple[float, float]:
+    """How long one device takes alone, and all together."""
+    if isinstance(call, SharedDocuments):
+        return makespan_of(call)
+    run = simulate_devices(call.shared, IDEAL, "launch", "chunks")
+    return run.one_device, run.makespan

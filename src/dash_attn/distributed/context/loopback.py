@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.modifiers import Modifiers
 from ...call.sums import sum_in_order
 from ...scheduling.devices.units import Unit
-from .gathering import sharding_of_tiles
+from .gathering import WholeKeys, sharding_of_tiles
 from .passes import BackwardPass, forward_pass
 from .rows import rows_of
 from .shared_call import SharedCall
@@ -25,20 +26,6 @@ class Results(NamedTuple):
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None = None
-
-
-class WholeKeys:
-    """All keys are here already."""
-
-    def __init__(self, call: SharedCall, k: Tensor, v: Tensor) -> None:
-        self.call, self.k, self.v = call, k, v
-
-    def start(self, number: int) -> None:
-        pass
-
-    def get(self, number: int) -> tuple[Tensor, Tensor]:
-        heads = self.call.gathers[number]
-        return self.k[:, :, heads.start : heads.stop], self.v[:, :, heads.start : heads.stop]
 
 
 class Mailbox:
@@ -66,6 +53,7 @@ def play_all_ranks(
     *,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    modifiers: Modifiers | None = None,
     units: Iterable[Unit] | None = None,
 ) -> Results:
     """Forward and backward of whole tensors, each rank with its own rows. dlse: the gradient of the LSE, where it was used. units: in
@@ -76,9 +64,9 @@ def play_all_ranks(
     ranks = []
     for device in devices:
         mine = rows_of(call.sharding, device, q.device)
-        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, sinks)
+        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, sinks, modifiers)
         of_rows = lse[:, :, mine], None if dlse is None else dlse[:, :, mine]
-        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox))
+        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox, modifiers))
     for unit in call.shared.units if units is None else units:
         ranks[unit.device].step(unit)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -8,6 +8,7 @@ message that has not ended was sent by a unit that waits for no later one.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,25 +27,44 @@ class _Letter(NamedTuple):
     other: int  # the rank at the other end
 
 
+class Route(NamedTuple):
+    """Where the devices of a schedule are: some of the ranks, if these share more than one sequence."""
+
+    ranks: Sequence[int]  # by device
+    first_tag: int = 0
+    name: str = ""  # of the sequence, for errors
+
+
 class RankMail:
     """The messages of one rank."""
 
-    def __init__(self, peers: Peers, shared: SharedSchedule, tile_size: int, like: Tensor) -> None:
-        """tile_size: numbers in the state of one KV tile. like: a tensor with the dtype and the device of states."""
+    def __init__(
+        self,
+        peers: Peers,
+        shared: SharedSchedule,
+        tile_size: int,
+        like: Tensor,
+        route: Route | None = None,
+        before: RankMail | None = None,
+    ) -> None:
+        """tile_size: numbers in the state of one KV tile. like: a tensor with the dtype and the device of states. route: unless device
+        i is rank i. before: of the sequence that all ranks have worked on before this one."""
         self.peers, self.shared, self.tile_size, self.like = peers, shared, tile_size, like
+        self.route = Route(range(peers.count)) if route is None else route
         self.awaited: dict[int, deque[Unit]] = defaultdict(deque)  # by rank: units that will send here, in order
         for unit in shared.units:
-            if shared.hops(unit) and unit.after is not None and shared.units[unit.after].device == peers.rank:
-                self.awaited[unit.device].append(unit)
+            if shared.hops(unit) and unit.after is not None and self._rank_of(unit.after) == peers.rank:
+                self.awaited[self._rank_of(unit.number)].append(unit)
         self.coming: dict[int, _Letter] = {}  # by the number of the unit that sends it
         self.leaving: list[_Letter] = []
+        self.of_before: list[_Letter] = [] if before is None else before.of_before + before.leaving
 
     def send(self, unit: Unit, state: Tensor) -> None:
         assert unit.after is not None
-        to = self.shared.units[unit.after].device
+        to = self._rank_of(unit.after)
         self._expect(to, unit.number)
         try:
-            work = self.peers.send(state, to, unit.number)
+            work = self.peers.send(state, to, self.route.first_tag + unit.number)
         except RuntimeError as error:
             raise self._lost("send", unit, to, error) from error
         self.leaving.append(_Letter(work, state, unit, to))
@@ -53,7 +73,7 @@ class RankMail:
     def receive(self, unit: Unit) -> Tensor:
         assert unit.before is not None
         source = self.shared.units[unit.before]
-        self._expect(source.device, source.number + 1)
+        self._expect(self._rank_of(source.number), source.number + 1)
         letter = self.coming.pop(source.number)
         self._wait("receive", letter)
         self._forget_arrived(source)
@@ -61,16 +81,20 @@ class RankMail:
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
-        for letter in self.leaving:
+        for letter in self.of_before + self.leaving:
             self._wait("send", letter)
 
     def _forget_arrived(self, unit: Unit) -> None:
         """The rank of a unit that has sent its states has run all its units before, so what those took has arrived. Gloo does not say
         so by itself, and memory would be held until the end."""
-        arrived = [letter for letter in self.leaving if letter.other == unit.device and (letter.unit.after or 0) < unit.number]
+        sender = self._rank_of(unit.number)
+        arrived = [letter for letter in self.leaving if letter.other == sender and (letter.unit.after or 0) < unit.number]
+        arrived += [letter for letter in self.of_before if letter.other == sender]
         for letter in arrived:
             self._wait("send", letter)
-        self.leaving = [letter for letter in self.leaving if all(letter is not other for other in arrived)]
+        self.leaving, self.of_before = (
+            [letter for letter in letters if all(letter is not other for other in arrived)] for letters in (self.leaving, self.of_before)
+        )
 
     def _expect(self, source: int, before: int) -> None:
         """Begin to receive all messages from a rank that were sent before this number."""
@@ -78,7 +102,7 @@ class RankMail:
             unit = self.awaited[source].popleft()
             state = torch.empty(self.shared.state_tiles(unit) * self.tile_size, dtype=self.like.dtype, device=self.like.device)
             try:
-                work = self.peers.receive(state, source, unit.number)
+                work = self.peers.receive(state, source, self.route.first_tag + unit.number)
             except RuntimeError as error:
                 raise self._lost("receive", unit, source, error) from error
             self.coming[unit.number] = _Letter(work, state, unit, source)
@@ -89,9 +113,14 @@ class RankMail:
         except RuntimeError as error:
             raise self._lost(what, letter.unit, letter.other, error) from error
 
+    def _rank_of(self, number: int) -> int:
+        """Of a unit."""
+        return self.route.ranks[self.shared.units[number].device]
+
     def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> RuntimeError:
         way = "to" if what == "send" else "from"
+        states = f"the states of {self.shared.describe(unit)}{self.route.name}"
         return RuntimeError(
-            f"rank {self.peers.rank} of {self.peers.count} could not {what} the states of {self.shared.describe(unit)} {way} rank {other}:"
+            f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}:"
             f" that rank has ended, or has not come within the group's time limit. The backend says: {error}"
         )

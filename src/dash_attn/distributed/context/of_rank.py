@@ -6,14 +6,15 @@ import json
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
 from ...backends import resolve
 from ...call.given_schedule import in_words
+from ...call.modifiers import Modifiers, given_modifiers
 from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import hash_of
 from ...call.sums import sum_in_order
@@ -22,10 +23,13 @@ from ...masks import Mask
 from ...scheduling.devices.sharding import CutTile, Sharding
 from ...scheduling.mask_json import mask_to_json
 from ..peers import Peers
+from .alone import backward_alone, forward_alone
+from .document_ranks import backward_on_ranks, forward_on_ranks
+from .documents import Offsets, SharedDocuments, documents_in, shared_call
 from .gathering import GatheredKeys, gather_tiles
 from .mail import RankMail
 from .passes import BackwardPass, forward_pass
-from .rows import sharding_of_rank
+from .rows import by_head, by_row, sharding_of_rank
 from .same_call import Facts, agree
 from .shared_call import SharedCall
 from .ulysses import HeadExchange, check_factor, inside_and_outside, outer_sharding
@@ -34,20 +38,51 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dout, q, k, v, out
 
 
+class Sharing(NamedTuple):
+    """How ranks share a call, as it was given."""
+
+    sharding: str | Sharding
+    ulysses: int
+    cu_seqlens: Offsets | None
+
+
+class Given(NamedTuple):
+    """Tensors of a call that every rank has alike."""
+
+    sinks: Tensor | None = None
+    seeds: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        return None if self.seeds is None and self.slopes is None else Modifiers(self.seeds, self.slopes)
+
+    def check(self, q: Tensor, dropout_p: float) -> None:
+        check_sinks(self.sinks, q)
+        given_modifiers(q, q.shape[0], dropout_p, self.seeds, self.slopes)
+
+    @property
+    def facts(self) -> Facts:
+        """On a GPU the host does not look at values."""
+        seeds = self.seeds.tolist() if self.seeds is not None and self.seeds.device.type == "cpu" else self.seeds is not None
+        sinks, slopes = ("none" if x is None else str(x.dtype) for x in (self.sinks, self.slopes))
+        return {"the sinks": sinks, "alibi_slopes": slopes, "dropout_seed": seeds}
+
+
 @dataclass(frozen=True)
 class _Part:
     """What a rank finds out by itself, before it knows that the others agree."""
 
     options: AttentionOptions
-    call: SharedCall | None
+    call: SharedCall | SharedDocuments | None
+    documents: tuple[int, ...] | None
     sharding: Sharding
     facts: Facts
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharding: Sharding, ulysses: int, more: Facts
-    ) -> _Part:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharing: Sharing, more: Facts) -> _Part:
         """Raises where this rank's tensors do not fit. Sends no message."""
+        sharding, ulysses = sharding_of_rank(sharing.sharding, q.shape[1], peers.count), sharing.ulysses
         rows = len(sharding.rows_of(peers.rank))
         if not q.shape[1] == k.shape[1] == rows:
             raise ValueError(
@@ -55,25 +90,30 @@ class _Part:
                 f" {k.shape[1]} keys"
             )
         check_factor(ulysses, peers.count, k.shape[2])
-        options.mask.check(sharding.rows, sharding.rows)
         place = peers.rank % ulysses
         own = replace(options, head_offset=options.head_offset + place * (k.shape[2] // ulysses))
+        alone, documents = documents_in(own, sharing.cu_seqlens, sharding.rows)
         outer = outer_sharding(sharding, ulysses)
+        if outer.devices == 1 and sharing.cu_seqlens is None:
+            documents = None  # backends know masks of documents
+        own = own if documents is None else alone
         try:
-            call = SharedCall.of(q, k, v, own, outer, ulysses) if outer.devices > 1 else None
+            call = shared_call(q, k, v, own, documents, outer, ulysses) if outer.devices > 1 else None
         except CutTile as error:  # it speaks of outer chunks: with Ulysses, as many of the rank's own are one
             raise ValueError(f"{error.words}. {sharding.that_fit(error.unit // math.gcd(error.unit, ulysses))}") from error
-        facts = _facts(q, k, v, options) | {"sharding": sharding, "ulysses": ulysses} | more
+        facts = _facts(q, k, v, options) | {"sharding": sharding, "ulysses": ulysses, "cu_seqlens": documents} | more
         facts["the machine code"] = None if call is None else call.devices.machine_code()
-        return cls(own, call, sharding, facts)
+        return cls(own, call, documents, sharding, facts)
 
 
 @dataclass(frozen=True)
 class OfRank:
-    """options: those of the rank's own heads. call: what the ranks outside share; None where there is no other."""
+    """options: those of the rank's own heads. call: what the ranks outside share; None where there is no other. documents: lengths of
+    those in the row, if it has any."""
 
     options: AttentionOptions
-    call: SharedCall | None
+    call: SharedCall | SharedDocuments | None
+    documents: tuple[int, ...] | None
     exchange: HeadExchange
     outside: Peers
     facts: Facts
@@ -84,61 +124,72 @@ class OfRank:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
+        given: Given,
         choices: Choices,
         peers: Peers,
-        sharding: str | Sharding,
-        ulysses: int,
+        sharing: Sharing,
         differentiable: bool,
     ) -> OfRank:
         """The same on every rank, or an error on every rank."""
 
         def make() -> _Part:
             check_tensors(q, k, v)
-            check_sinks(sinks, q)
-            chosen = sharding_of_rank(sharding, q.shape[1], peers.count)
-            of_sinks = "none" if sinks is None else str(sinks.dtype)
-            more: Facts = {"the sinks": of_sinks, "whether gradients are needed": differentiable}
-            return _Part.of(q, k, v, options_for(choices, q.shape[-1]), peers, chosen, ulysses, more)
+            given.check(q, choices.dropout_p)
+            more: Facts = {**given.facts, "whether gradients are needed": differentiable}
+            return _Part.of(q, k, v, options_for(choices, q.shape[-1]), peers, sharing, more)
 
         part = agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
-        inside, outside = inside_and_outside(peers, ulysses)  # may make groups, which needs all their ranks
-        exchange = HeadExchange(inside, part.sharding, peers.rank - peers.rank % ulysses)
-        return cls(part.options, part.call, exchange, outside, part.facts)
+        inside, outside = inside_and_outside(peers, sharing.ulysses)  # may make groups, which needs all their ranks
+        exchange = HeadExchange(inside, part.sharding, peers.rank - peers.rank % sharing.ulysses)
+        return cls(part.options, part.call, part.documents, exchange, outside, part.facts)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, modifiers: Modifiers | None = None) -> tuple[Tensor, Tensor]:
         """Output and LSE of this rank's rows."""
         q, k, v = map(self.exchange.to_heads, (q, k, v))
-        own_sinks = self._own(sinks)
+        own_sinks, own_modifiers = self._own(sinks), self._own_modifiers(modifiers)
         if self.call is None:
-            out, lse = attention_forward(q, k, v, self.options, None, own_sinks)
+            out, lse = forward_alone((q, k, v), self.options, self.documents, own_sinks, own_modifiers)
+        elif isinstance(self.call, SharedDocuments):
+            out, lse = forward_on_ranks(self.call, self.outside, (q, k, v), own_sinks, own_modifiers)
         else:
-            out, lse = forward_pass(self.call, self.outside.rank, q, GatheredKeys(self.call, self.outside, k, v), own_sinks)
-            if observers:
-                part = SharedPart((self.call, self.outside.rank), partial(self.call.described, self.outside.rank))
-                tell_observers(q, k, v, self.options, shared=part)
-        return self.exchange.to_rows(out), _by_head(self.exchange.to_rows(_by_row(lse)))
+            keys = GatheredKeys(self.call, self.outside, k, v)
+            out, lse = forward_pass(self.call, self.outside.rank, q, keys, own_sinks, own_modifiers)
+        if observers and self.call is not None:
+            part = SharedPart((self.call, self.outside.rank), partial(self.call.described, self.outside.rank))
+            tell_observers(q, k, v, self.options, shared=part)
+        return self.exchange.to_rows(out), by_head(self.exchange.to_rows(by_row(lse)))
 
-    def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+    def backward(self, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None, modifiers: Modifiers | None = None) -> Gradients:
         """dQ, dK and dV of this rank's rows. The sinks' gradient is that of all ranks on the first one, and zero on the others."""
         dout, q, k, v, out = map(self.exchange.to_heads, rows)
         if self.exchange.inside.count > 1 and dlse is None:  # a neighbour may have used its LSE where this rank has not
             dlse = torch.zeros_like(lse)
-        dlse = None if dlse is None else _by_head(self.exchange.to_heads(_by_row(dlse)))
-        lse = _by_head(self.exchange.to_heads(_by_row(lse)))
-        own_sinks = self._own(sinks)
+        dlse = None if dlse is None else by_head(self.exchange.to_heads(by_row(dlse)))
+        lse = by_head(self.exchange.to_heads(by_row(lse)))
+        own_sinks, own_modifiers = self._own(sinks), self._own_modifiers(modifiers)
+        tensors = dout, q, k, v, out
         if self.call is None:
-            *gradients, dsinks = attention_backward(dout, q, k, v, out, lse, self.options, None, own_sinks, dlse)
+            *gradients, dsinks = backward_alone(tensors, (lse, dlse), self.options, self.documents, own_sinks, own_modifiers)
+        elif isinstance(self.call, SharedDocuments):
+            *gradients, dsinks = backward_on_ranks(self.call, self.outside, tensors, (lse, dlse), own_sinks, own_modifiers)
         else:
-            *gradients, dsinks = self._share(self.call, (dout, q, k, v, out), lse, own_sinks, dlse)
+            *gradients, dsinks = self._share(self.call, tensors, lse, own_sinks, dlse, own_modifiers)
         dq, dk, dv = map(self.exchange.to_rows, gradients)
         return dq, dk, dv, None if dsinks is None else self._on_first_rank(dsinks)
 
-    def _share(self, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None) -> Gradients:
+    def _share(
+        self,
+        call: SharedCall,
+        rows: Rows,
+        lse: Tensor,
+        sinks: Tensor | None,
+        dlse: Tensor | None,
+        modifiers: Modifiers | None,
+    ) -> Gradients:
         dout, q, k, v, out = rows
         keys = GatheredKeys(call, self.outside, k, v)
         mail = RankMail(self.outside, call.shared, call.devices.tile_size(*call.dims), lse)
-        work = BackwardPass(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, mail)
+        work = BackwardPass(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, mail, modifiers)
         for unit in work.units:
             work.step(unit)
         dq, dk, dv = work.finish()
@@ -153,6 +204,12 @@ class OfRank:
     def _own(self, sinks: Tensor | None) -> Tensor | None:
         return None if sinks is None else sinks[self.exchange.heads(len(sinks))]
 
+    def _own_modifiers(self, modifiers: Modifiers | None) -> Modifiers | None:
+        """The options of the rank's own heads know where these begin."""
+        if modifiers is None or modifiers.slopes is None:
+            return modifiers
+        return modifiers._replace(slopes=modifiers.slopes[..., self.exchange.heads(modifiers.slopes.shape[-1])])
+
     def _on_first_rank(self, dsinks: Tensor) -> Tensor:
         whole = self.exchange.inside.gather(dsinks.contiguous())
         return whole if self.exchange.inside.rank == 0 and self.outside.rank == 0 else torch.zeros_like(whole)
@@ -160,7 +217,7 @@ class OfRank:
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
     """What must be the same on every rank."""
-    facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset")}
+    facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset", "dropout_p")}
     facts["softmax_scale"] = options.scale
     facts["backend"] = resolve(options.backend, q.device)
     facts["mask"], facts["schedule"] = _mask_in_words(options.mask), _schedule_in_words(options.schedule)
@@ -177,12 +234,3 @@ def _mask_in_words(mask: Mask) -> str:
 @lru_cache(maxsize=64)
 def _schedule_in_words(schedule: str) -> str:
     return f"{in_words(schedule)} ({hash_of(schedule)})"
-
-
-def _by_row(x: Tensor) -> Tensor:
-    """(batch, heads, rows) -> (batch, rows, heads, 1)."""
-    return x.transpose(1, 2)[..., None].contiguous()
-
-
-def _by_head(x: Tensor) -> Tensor:
-    return x[..., 0].transpose(1, 2).contiguous()

@@ -14,18 +14,21 @@ from ...call.options import Choices, choose_mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
-from .of_rank import OfRank
+from .of_rank import Given, OfRank, Sharing
 
-VERSION = 1  # part of every traced program, so that one whose operators meant something else is refused, not run
+VERSION = 3  # part of every traced program, so that one whose operators meant something else is refused, not run
 CHOICES = (
-    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
-    " str schedule, str backend, SymInt head_offset, bool differentiable, int version"
+    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, SymInt[]? cu_seqlens, str mask, SymInt[] mask_sizes,"
+    " float? scale, float softcap, str schedule, str backend, SymInt head_offset, float dropout_p, bool differentiable, int version"
 )
-FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
+GIVEN = "Tensor? sinks, Tensor? dropout_seed, Tensor? alibi_slopes"
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
+
+TENSORS = len(Given._fields)
 
 
 class Arguments(NamedTuple):
@@ -36,6 +39,7 @@ class Arguments(NamedTuple):
     lengths: Sequence[int]
     owners: Sequence[int]
     ulysses: int
+    cu_seqlens: Sequence[int] | None
     mask: str
     mask_sizes: Sequence[int]
     scale: float | None
@@ -43,11 +47,13 @@ class Arguments(NamedTuple):
     schedule: str
     backend: str
     head_offset: int
+    dropout_p: float
     differentiable: bool
     version: int
 
     @property
     def choices(self) -> Choices:
+        """The tensors say whether there is ALiBi."""
         return Choices(
             mask=decode_mask(self.mask, self.mask_sizes),
             softmax_scale=self.scale,
@@ -55,15 +61,19 @@ class Arguments(NamedTuple):
             schedule=self.schedule,
             backend=self.backend,
             head_offset=self.head_offset,
+            dropout_p=self.dropout_p,
         )
 
 
 def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: Group, choices: Choices, sharding: str | Sharding, ulysses: int
+    q: Tensor, k: Tensor, v: Tensor, given: Given, group: Group, choices: Choices, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
     if isinstance(choices.schedule, Schedule) and torch.compiler.is_compiling():
         raise TypeError("a compiled program takes a schedule as JSON text: pass schedule.to_json(), made outside of the program")
+    sharding, ulysses, cu_seqlens = sharing
+    if isinstance(cu_seqlens, Tensor):
+        raise TypeError("a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist(), made outside of the program")
     name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
     arguments = Arguments(
         group=_name_of(group),
@@ -71,6 +81,7 @@ def traced_attention(
         lengths=list(sharding.lengths) if isinstance(sharding, Sharding) else [],
         owners=list(sharding.owners) if isinstance(sharding, Sharding) else [],
         ulysses=ulysses,
+        cu_seqlens=None if cu_seqlens is None else list(cu_seqlens),
         mask=name,
         mask_sizes=sizes,
         scale=choices.softmax_scale,
@@ -78,10 +89,11 @@ def traced_attention(
         schedule=text_of(choices.schedule),
         backend=choices.backend,
         head_offset=choices.head_offset,
-        differentiable=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
+        dropout_p=choices.dropout_p,
+        differentiable=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, given.sinks)),
         version=VERSION,
     )
-    out, lse = torch.ops.dash_attn.context_parallel_attention(q, k, v, sinks, *arguments)
+    out, lse = torch.ops.dash_attn.context_parallel_attention(q, k, v, *given, *arguments)
     return out, lse
 
 
@@ -94,7 +106,7 @@ def _name_of(group: Group) -> str:
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _rank(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments) -> OfRank:
+def _rank(q: Tensor, k: Tensor, v: Tensor, given: Given, arguments: Arguments) -> OfRank:
     if arguments.version != VERSION:
         raise RuntimeError(
             f"this program was traced with version {arguments.version} of dash_attn's operators, and here they have version {VERSION}:"
@@ -102,21 +114,29 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Argu
         )
     peers = Peers.named(arguments.group) if arguments.group else Peers.alone()
     sharding = arguments.sharding or Sharding(tuple(arguments.lengths), tuple(arguments.owners))
-    return OfRank.agreed(q, k, v, sinks, arguments.choices, peers, sharding, arguments.ulysses, arguments.differentiable)
+    ends = None if arguments.cu_seqlens is None else list(arguments.cu_seqlens)
+    choices, sharing = arguments.choices._replace(alibi=given.slopes is not None), Sharing(sharding, arguments.ulysses, ends)
+    return OfRank.agreed(q, k, v, given, choices, peers, sharing, arguments.differentiable)
+
+
+def _split(rest: tuple[Any, ...]) -> tuple[Given, Arguments]:
+    return Given(*rest[:TENSORS]), Arguments(*rest[TENSORS:])
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
-def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _rank(q, k, v, sinks, Arguments(*rest)).forward(q, k, v, sinks)
+def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    given, arguments = _split(rest)
+    return _rank(q, k, v, given, arguments).forward(q, k, v, given.sinks, given.modifiers)
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention_backward", mutates_args=(), schema=BACKWARD)
 def backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    rank = _rank(q, k, v, sinks, Arguments(*rest))
-    dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), lse, sinks, dlse)
+    given, arguments = _split(rest)
+    rank = _rank(q, k, v, given, arguments)
+    dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), lse, given.sinks, dlse, given.modifiers)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -136,17 +156,17 @@ def _(
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.choices = inputs[4:]
-    ctx.save_for_backward(*output, *inputs[:4])
+    ctx.choices = inputs[3 + TENSORS :]
+    ctx.save_for_backward(*output, *inputs[: 3 + TENSORS])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, q, k, v, sinks = ctx.saved_tensors
+    out, lse, q, k, v, sinks, *modifiers = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    tensors = dout, dlse, out, lse, q, k, v, sinks
+    tensors = dout, dlse, out, lse, q, k, v, sinks, *modifiers
     dq, dk, dv, dsinks = torch.ops.dash_attn.context_parallel_attention_backward(*tensors, *ctx.choices)
-    return dq, dk, dv, None if sinks is None else dsinks, *(None,) * len(ctx.choices)
+    return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (len(modifiers) + len(ctx.choices))
 
 
 attention.register_autograd(_differentiate, setup_context=_keep_for_backward)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...backends import DeviceBackward
+from ...call.modifiers import Modifiers
 from ...scheduling.devices.units import Unit
 from .shared_call import SharedCall
 
@@ -32,7 +33,9 @@ class Mail(Protocol):
         """The states before this unit, from the rank of the unit before it."""
 
 
-def forward_pass(call: SharedCall, device: int, q: Tensor, keys: Keys, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward_pass(
+    call: SharedCall, device: int, q: Tensor, keys: Keys, sinks: Tensor | None, modifiers: Modifiers | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and LSE of a rank's queries. While some KV heads are worked on, the keys of the next are on their way."""
     out = q.new_empty(*q.shape[:3], call.dims[1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -40,8 +43,9 @@ def forward_pass(call: SharedCall, device: int, q: Tensor, keys: Keys, sinks: Te
         keys.start(min(number + 1, len(call.gathers) - 1))
         heads = slice(kv_heads.start * call.group, kv_heads.stop * call.group)
         some_sinks = None if sinks is None else sinks[heads]
+        more = () if modifiers is None else (modifiers.of_heads(heads),)
         out[:, :, heads], lse[:, heads] = call.devices.forward(
-            q[:, :, heads], *keys.get(number), call.options, some_sinks, call.problem, call.sharding, device
+            q[:, :, heads], *keys.get(number), call.options, some_sinks, call.problem, call.sharding, device, *more
         )
     return out, lse
 
@@ -50,11 +54,19 @@ class BackwardPass:
     """The backward of a rank: a `step` for each of its units, then `finish`."""
 
     def __init__(
-        self, call: SharedCall, device: int, rows: tuple[Tensor, ...], of_rows: tuple[Tensor, Tensor | None], keys: Keys, mail: Mail
+        self,
+        call: SharedCall,
+        device: int,
+        rows: tuple[Tensor, ...],
+        of_rows: tuple[Tensor, Tensor | None],
+        keys: Keys,
+        mail: Mail,
+        modifiers: Modifiers | None = None,
     ) -> None:
         """rows: dout, q and out of the rank; of_rows: its LSE and, where it was used, the gradient of that."""
         self.call, self.shared, self.keys, self.mail = call, call.shared, keys, mail
-        self.backward: DeviceBackward = call.devices.DeviceBackward(call.plan, call.shared, device, call.options, rows, of_rows)
+        more = {} if modifiers is None else {"modifiers": modifiers}
+        self.backward: DeviceBackward = call.devices.DeviceBackward(call.plan, call.shared, device, call.options, rows, of_rows, **more)
         self.units = self.shared.by_device[device]
         self._states: dict[int, Tensor] = {}  # of units whose next leg is here, too
         self._there: set[int] = set()  # gathers whose keys have come and are still needed

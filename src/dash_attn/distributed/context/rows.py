@@ -32,3 +32,13 @@ def sharding_for(name: str | Sharding, rows: int, ranks: int) -> Sharding:
 def sharding_of_rank(name: str | Sharding, rows: int, ranks: int) -> Sharding:
     """The same, where a rank knows how many rows it has itself: chunks of a sharding by name have one length."""
     return sharding_for(name, name.rows if isinstance(name, Sharding) else rows * ranks, ranks)
+
+
+def by_row(x: Tensor) -> Tensor:
+    """(batch, heads, rows) -> (batch, rows, heads, 1)."""
+    return x.transpose(1, 2)[..., None].contiguous()
+
+
+def by_head(x: Tensor) -> Tensor:
+    """(batch, rows, heads, 1) -> (batch, heads, rows)."""
+    return x[..., 0].transpose(1, 2).contiguous()

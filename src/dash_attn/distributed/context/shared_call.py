@@ -13,12 +13,12 @@ from ...call.documents import runs_packed
 from ...call.given_schedule import schedule_for
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, plan_for
+from ...scheduling.devices.in_legs import in_legs
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.devices.share import share
 from ...scheduling.devices.units import SharedSchedule
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
-from ...scheduling.validate import ANY_WORKERS
 
 MOST_GATHERS = 4  # in which keys and values of all KV heads come
 
@@ -55,12 +55,7 @@ class SharedCall:
         return call
 
     def _check(self) -> None:
-        if runs_packed(self.options):
-            raise ValueError(
-                "documents cannot be shared by ranks: each is planned by itself, and chunks would cut it. With ulysses equal to the"
-                " number of ranks, ranks exchange heads instead, and each document has the bits that it has alone."
-                f" schedule={ANY_WORKERS!r} plans the row as a whole; its bits are then those of that schedule on one rank"
-            )
+        assert not runs_packed(self.options), "documents have calls of their own (documents.py)"
         self.shared  # noqa: B018  raises where lengths do not fit, or where the order has circles
 
     @property
@@ -72,7 +67,7 @@ class SharedCall:
         rows, tiles = self.sharding.rows, self.devices.backward_tiles(*self.dims)
         return Problem(self.options.mask, rows, rows, *tiles, self.kv_heads, self.group, self.batch, self.options.head_offset)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return plan_for(self.problem, self.options.schedule, DEFAULT_WORKERS)
 
@@ -90,7 +85,7 @@ class SharedCall:
             "chunks": [list(self.sharding.lengths), list(self.sharding.owners)],
         }
 
-    @property
+    @cached_property
     def shared(self) -> SharedSchedule:
         return _shared(self.problem, self.options.schedule, self.sharding, self.devices.heads_together(self.problem, self.sharding))
 
@@ -103,4 +98,6 @@ class SharedCall:
 
 @lru_cache(maxsize=64)
 def _shared(problem: Problem, schedule: str, sharding: Sharding, heads_together: int) -> SharedSchedule:
-    return share(schedule_for(problem, schedule, DEFAULT_WORKERS), sharding, heads_together)
+    made = schedule_for(problem, schedule, DEFAULT_WORKERS)
+    # Of a document that one rank has alone, gangs could not wait for each other in one launch, either.
+    return share(made, sharding, heads_together) if sharding.chunks > 1 else in_legs(made, heads_together)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..order import frozen_ints
 from ..problem import Problem, whole_number
+from .by_document import deal_by_document
 
 SHARDINGS = ("zigzag", "contiguous")
 
@@ -52,6 +54,13 @@ class Sharding:
     @classmethod
     def contiguous(cls, rows: int, devices: int) -> Sharding:
         return cls.equal(rows, tuple(range(whole_number("devices", devices))), "contiguous")
+
+    @classmethod
+    def by_document(cls, lengths: Sequence[int], devices: int) -> Sharding:
+        """For a row of documents of these lengths: equal work under a causal mask, and no cut through a tile. Long documents are dealt in
+        zigzag, each by itself; the others are whole. Devices may have different numbers of rows."""
+        chunks = deal_by_document(lengths, devices)
+        return cls(tuple(length for length, _ in chunks), tuple(device for _, device in chunks))
 
     @classmethod
     def named(cls, name: str, rows: int, devices: int) -> Sharding:

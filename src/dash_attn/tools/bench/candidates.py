@@ -59,6 +59,7 @@ class Candidate:
     passes: tuple[str, ...] = PASSES
     identify: Callable[[Shape, Tensors], dict[str, Any]] | None = None  # what decides our bits
     refuses: Callable[[Shape], str | None] = serves_all  # why it cannot compute a shape at all, whatever the machine
+    promised: Callable[[Shape, Tensors], Tensor] | None = None  # the output whose bits it promises, computed elsewhere
 
 
 def make_tensors(shape: Shape, device: torch.device, seed: int = 0) -> Tensors:

@@ -112,6 +112,12 @@ def repeats_differ(runner: Runner, direction: str, first: tuple[Tensor, ...]) ->
     return None
 
 
+def not_as_promised(results: tuple[Tensor, ...], promised: Tensor) -> str | None:
+    """Whether an output has other bits than promised, in words."""
+    differs = _bits(results[0]) != _bits(promised)
+    return f"{int(differs.sum())} of {differs.numel()} elements have other bits than the training forward" if differs.any() else None
+
+
 def _named(direction: str, results: tuple[Tensor, ...]) -> Iterator[tuple[str, Tensor]]:
     return zip(NAMES[direction], results, strict=False)  # without sinks there is no gradient of them
 

@@ -35,15 +35,16 @@ def environment(backend: str = "auto") -> dict[str, Any]:
     }
 
 
-def compilers(backend: str) -> dict[str, str]:
+def compilers(backend: str) -> dict[str, str | None]:
     """What makes the machine code of a backend on the current GPU."""
     if resolve(backend, torch.device("cuda", torch.cuda.current_device())) == "triton":
         from ...backends.triton.support import triton_version
 
         return {"triton": triton_version()}
-    from ...backends.hopper.device.compile import compiler_version
+    from ...backends.hopper.device.compile import compiler_at_hand
+    from ...backends.hopper.device.packed import packed_compiler
 
-    return {"nvrtc": compiler_version()}
+    return {"nvrtc": compiler_at_hand(), "packed_nvrtc": packed_compiler()}  # of the kernels that came with the package
 
 
 def short_name(gpu: str) -> str:

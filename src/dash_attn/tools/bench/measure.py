@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .candidates import Candidate, Runner, make_tensors
-from .checks import Reference, repeats_differ
+from .candidates import Candidate, Runner, Tensors, make_tensors
+from .checks import Reference, not_as_promised, repeats_differ
 from .names import CUDNN, EQUAL_HEADS, UNORDERED, is_ours
 from .packages import first_line
 from .shape import PASSES, Shape
@@ -76,7 +76,7 @@ def measure(
             runner = candidate.prepare(shape, tensors)
             for row in made:
                 row.runner = runner
-                _check(row, runner, reference)
+                _check(row, runner, reference, tensors)
             identity = candidate.identify(shape, tensors) if candidate.identify else {}
         except Exception as error:  # what a kernel cannot do, it says in many ways; each is recorded
             for row in made:
@@ -92,11 +92,13 @@ def measure(
     return [line for direction in PASSES for line in _to_json([row for row in rows if row.direction == direction])]
 
 
-def _check(row: Row, runner: Runner, reference: Reference) -> None:
+def _check(row: Row, runner: Runner, reference: Reference, tensors: Tensors) -> None:
     first = runner.results(row.direction)
     complaint = reference.complaint(row.direction, first)
     if complaint is None and row.candidate.deterministic:
         complaint = repeats_differ(runner, row.direction, first)
+    if complaint is None and row.candidate.promised is not None:
+        complaint = not_as_promised(first, row.candidate.promised(row.shape, tensors))
     if complaint is not None:
         row.status, row.reason = FAILED, complaint
 

@@ -13,7 +13,7 @@ from .picture_style import DASHED, GRID, HIGHLIGHT, check_format, write
 from .results import Results, case_names, is_schedule, shape_of, unique
 
 ROW, TOP, BOTTOM, LEGEND_LINE = 0.52, 1.05, 0.75, 0.3  # inches
-TITLES = {"masks": " under masks", "ranks": " at shapes of ranks"}
+TITLES = {"masks": " under masks", "ranks": " at shapes of ranks", "decode": " on caches"}
 WIDTH, COLUMNS = 12.4, 3
 LEFT, LETTERS = 0.36, 46  # share of the width and letters of a line that the names of cases get
 

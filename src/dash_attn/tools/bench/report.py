@@ -17,7 +17,8 @@ def print_report(results: Results) -> None:
     environment = results["environment"]
     print(f"{environment.get('gpu')}, driver {environment.get('driver_version', 'unknown')}, torch {environment.get('torch')}", end=", ")
     often = f"{results['repeats']}" + (f" in {results['processes']} processes" if "processes" in results else "")
-    print(f"cuDNN {environment.get('cudnn')}: TFLOP/s and (speed relative to {CUDNN}), medians of {often}")
+    unit = "TB/s of keys and values" if any(shape_of(row).cache for row in results["rows"]) else "TFLOP/s"
+    print(f"cuDNN {environment.get('cudnn')}: {unit} and (speed relative to {CUDNN}), medians of {often}")
     if any(_baseline(row) == "*" for row in results["rows"]):
         print(f"* {CUDNN} cannot run this: speed relative to the fastest kernel that is not ours")
     rows = results["rows"]
@@ -78,7 +79,13 @@ def cell(row: dict[str, Any] | None) -> str:
     if "median_ms" not in row:
         return str(row["status"])
     ratio = row["ratio_to_cudnn"] or row.get("ratio_to_fastest_peer")
-    return f"{row['tflops']:.0f}" + (f" ({ratio:.2f}{_baseline(row)})" if ratio is not None else "")
+    return _speed(row) + (f" ({ratio:.2f}{_baseline(row)})" if ratio is not None else "")
+
+
+def _speed(row: dict[str, Any]) -> str:
+    """Attention to a cache is bound by what it reads."""
+    shape = shape_of(row)
+    return f"{shape.cache_bytes / row['median_ms'] / 1e9:.2f}" if shape.cache else f"{row['tflops']:.0f}"
 
 
 def _baseline(row: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ class Shape:
 
     With `lengths`, the one row is that many sequences laid end to end, called with their lengths (flash_attn_varlen_func);
     the mask then holds inside each. `sinks`: one learned logit per query head takes part in every softmax.
+    `cache`: keys and values are those of a cache, in "rows" or in pages of so many slots ("pages:64").
     """
 
     mask: str
@@ -38,6 +40,7 @@ class Shape:
     lengths: tuple[int, ...] = ()
     q_seqlen: int = 0
     v_head_dim: int = 0
+    cache: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))
@@ -52,6 +55,10 @@ class Shape:
             raise ValueError(f"lengths go with one row and a causal or full mask; got {self.batch} rows, mask {self.mask!r}")
         if self.sinks and self.batch > 1:
             raise ValueError(f"sinks go with one row: their gradient sums over rows, and the check sees one; got {self.batch} rows")
+        if not re.fullmatch(r"(rows|pages:[1-9]\d*)?", self.cache):
+            raise ValueError(f"cache must be rows or pages:N, or nothing; got {self.cache!r}")
+        if self.cache and (self.lengths or self.softcap or self.sinks):
+            raise ValueError(f"a cache goes without lengths, softcap and sinks; got {self.cache!r} with one of them")
         if self.shift < 0 and not self.attended.is_full:
             raise ValueError(f"more queries than keys go with a full mask: others leave queries without a key; got mask {self.mask!r}")
         self.attended.check(self.q_seqlen, self.seqlen)
@@ -64,6 +71,7 @@ class Shape:
             "lengths": list(self.lengths),
             "q_seqlen": self.q_seqlen if self.q_seqlen != self.seqlen else 0,
             "v_head_dim": self.v_head_dim if self.v_head_dim != self.head_dim else 0,
+            "cache": self.cache,
         }
         common = {name: value for name, value in asdict(self).items() if name not in special}
         return common | {name: value for name, value in special.items() if value}
@@ -74,7 +82,7 @@ class Shape:
         read = read_fields(value, "shape", ("mask", *NUMBERS), tuple(fields))
         for name in (*NUMBERS, "q_seqlen", "v_head_dim"):
             as_whole(read.get(name, 1), f"shape.{name}", least=1)
-        for name in ("mask", "dtype"):
+        for name in ("mask", "dtype", "cache"):
             as_text(read.get(name, "as it is"), f"shape.{name}")
         as_number(read.get("softcap", 0.0), "shape.softcap")
         as_wholes(read.get("lengths", []), "shape.lengths")
@@ -111,6 +119,18 @@ class Shape:
         return isinstance(self.attended, Documents) and self.attended.causal
 
     @property
+    def page_size(self) -> int:
+        """Slots of a page; 0 without pages."""
+        return int(self.cache.partition(":")[2] or 0)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values that somebody attends, each read once."""
+        mask = self.attended
+        keys = min(self.seqlen, mask.left + self.q_seqlen) if isinstance(mask, Window) and mask.left >= 0 else self.seqlen
+        return self.batch * keys * self.kv_heads * (self.head_dim + self.v_head_dim) * 2
+
+    @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
 
@@ -139,12 +159,15 @@ class Shape:
         """Everything but the lengths: what a table or panel has in common."""
         heads = "" if self.group == 1 else f", {self.q_heads} query and {self.kv_heads} KV heads"
         extras = (f", softcap {self.softcap:g}" if self.softcap else "") + (", sinks" if self.sinks else "")
+        extras += f", {self.cache.replace(':', ' of ')}" if self.cache else ""
         values = "" if self.v_head_dim == self.head_dim else f" (values {self.v_head_dim})"
         return f"{describe_mask(self)}, head dim {self.head_dim}{values}{heads}{extras}"
 
     @property
     def length(self) -> str:
         """What a column of a table is called."""
+        if self.cache:
+            return f"{self.batch} x {self.q_seqlen} on {self.seqlen}"
         return f"{self.q_seqlen} on {self.seqlen}" if self.shift else str(self.seqlen)
 
     def __str__(self) -> str:

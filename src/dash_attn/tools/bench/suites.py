@@ -8,7 +8,7 @@ from itertools import product
 
 from .shape import PASSES, Shape
 
-__all__ = ["EQUAL_HEADS_SUITES", "FLEX_SUITES", "HOST_SUITE", "MASKS", "PASSES", "SUITES", "Shape", "Suite", "choose"]
+__all__ = ["DECODE_SUITES", "EQUAL_HEADS_SUITES", "FLEX_SUITES", "HOST_SUITE", "MASKS", "PASSES", "SUITES", "Shape", "Suite", "choose"]
 
 TOKENS = 16384  # batch x seqlen
 MASKS = ("causal", "full")
@@ -77,6 +77,18 @@ RANK_CASES = (
     Shape("full", 2048, 1, 16, 16, 64),
     Shape("full", TOKENS, 1, 16, 16, 128, lengths=UNEQUAL),
 )
+# Servers: one query per sequence, many sequences or few, keys in rows or pages; several queries that speculate; a window.
+DECODE_CASES = (
+    *(Shape("causal", keys, batch, 32, 8, 128, q_seqlen=1, cache="rows") for batch, keys in ((64, 4096), (128, 8192), (16, 8192))),
+    *(Shape("causal", keys, batch, 32, 8, 128, q_seqlen=1, cache="rows") for batch, keys in ((1, 8192), (1, 32768), (4, 32768))),
+    Shape("causal", 2048, 256, 64, 8, 128, q_seqlen=1, cache="rows"),
+    Shape("causal", 32768, 16, 8, 1, 128, q_seqlen=1, cache="rows"),
+    Shape("causal", 8192, 64, 32, 8, 64, q_seqlen=1, cache="rows"),
+    *(Shape("causal", keys, batch, 32, 8, 128, q_seqlen=1, cache="pages:64") for batch, keys in ((64, 4096), (128, 8192), (1, 32768))),
+    Shape("causal", 4096, 64, 32, 8, 128, q_seqlen=1, cache="pages:16"),
+    Shape("causal", 4096, 64, 32, 8, 128, q_seqlen=4, cache="pages:64"),
+    Shape("window:1024,0", 8192, 128, 32, 8, 128, q_seqlen=1, cache="pages:64"),
+)
 SUITES: dict[str, Suite | Cases] = {
     "paper": Suite((512, 1024, 2048, 4096, 8192, 16384), (64, 128)),
     "quick": Suite((1024, 4096), (128,)),
@@ -84,10 +96,12 @@ SUITES: dict[str, Suite | Cases] = {
     "llama": Suite((4096, 8192, 16384), (128,), ("causal",), ((32, 8), (64, 8), (128, 8))),  # 8B, 70B, 405B
     "masks": Cases(MASK_CASES),
     "ranks": Cases(RANK_CASES),
+    "decode": Cases(DECODE_CASES),
 }
 HOST_SUITE = "host"
 FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds per shape: not in the short ones
 EQUAL_HEADS_SUITES = ("ranks",)
+DECODE_SUITES = ("decode",)  # of caches: a forward only, and other candidates
 
 
 def choose(

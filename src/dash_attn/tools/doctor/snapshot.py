@@ -1,9 +1,10 @@
-"""Everything the checks look at, read once. Reading changes nothing: it imports no module that is not there yet."""
+"""Everything the checks look at, read once. Reading changes nothing: it imports no library that is not there yet."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -43,6 +44,7 @@ class Snapshot:
     gpu: Gpu | None = None  # None: no GPU, or not asked because that would initialise CUDA
     cuda_bindings: bool = True
     triton: bool = True
+    kernels: str | None = None  # where ours come from, in words
     torch_version: str = "2.9.0"
     world_size: int = 1
 
@@ -68,6 +70,7 @@ def take_snapshot(ask_gpu: bool = False) -> Snapshot:
         gpu=_gpu() if cuda and (initialized or ask_gpu) else None,
         cuda_bindings=_has_cuda_bindings(),
         triton=find_spec("triton") is not None,
+        kernels=_kernels() if cuda else None,
         torch_version=torch.__version__,
         world_size=_world_size(),
     )
@@ -114,6 +117,16 @@ def _has_cuda_bindings() -> bool:
         return find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:
         return False
+
+
+def _kernels() -> str:
+    """Those loaded so far by origin, else what the first call will find. Our own modules, which load no library."""
+    driver = sys.modules.get("dash_attn.backends.hopper.device.driver")
+    if driver is not None and driver.origins:
+        return "; ".join(f"{count} {origin}" for origin, count in sorted(Counter(driver.origins.values()).items()))
+    compiler = import_module("dash_attn.backends.hopper.device.packed").packed_compiler()
+    where = "none came with the package, so the NVRTC at hand compiles them" if compiler is None else f"packed, NVRTC {compiler}"
+    return f"none loaded yet; {where}"
 
 
 def _world_size() -> int:

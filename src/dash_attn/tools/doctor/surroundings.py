@@ -87,6 +87,10 @@ def no_triton(snapshot: Snapshot) -> str | None:
     return f"{_in_words(gpu)}, and Triton is not installed"
 
 
+def kernel_origin(snapshot: Snapshot) -> str | None:
+    return snapshot.kernels if snapshot.cuda else None
+
+
 def not_hopper(snapshot: Snapshot) -> str | None:
     gpu = snapshot.gpu
     return None if gpu is None or gpu.capability == HOPPER or gpu.capability < OLDEST or not snapshot.triton else _in_words(gpu)
@@ -185,6 +189,15 @@ SURROUNDING_CHECKS = (
         "Backend hopper launches its kernels through it; without it dash-attn raises on CUDA tensors.",
         "pip install 'dash-attn[gpu]'",
         "README.md",
+    ),
+    Check(
+        "kernel-origin",
+        "info",
+        "environment",
+        kernel_origin,
+        "Machine code decides bits. Packed kernels are the same on every machine; those compiled here depend on the NVRTC at hand.",
+        "Install the same wheel everywhere (python -m build), and compare the kernels' hashes (dash_attn.explain)",
+        "docs/hopper.md",
     ),
     Check(
         "gpu-model",

@@ -13,6 +13,7 @@ import torch
 
 from ... import __version__
 from ...backends import resolve
+from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
 from ..bench.environment import commit, compilers, driver_facts
@@ -25,7 +26,10 @@ from .ranks import check_ranks
 FORMAT = 1
 COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
 PARTS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
-SCOPE = "dash_attn.flash_attn_func, forward and backward, of the cases listed, on this device; nothing else of a training step"
+SCOPE = (
+    "dash_attn.flash_attn_func, forward and backward, of the cases listed, on this device; flash_attn_with_kvcache where"
+    f" {DECODE_EQUALS_TRAINING} is listed; nothing else of a training step"
+)
 SCOPE_OF_RANKS = "; ranks that share a sequence were played by one process, so messages between processes were not tested"
 Certificate = dict[str, Any]
 

@@ -12,12 +12,14 @@ import torch
 from ...attention.functions import explain, flash_attn_func
 from ...backends import ALWAYS_ORDERED, resolve
 from ...call.explanation import Explanation
+from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...execution.interleaving import interleaving
 from ...scheduling.devices.sharding import SHARDINGS
 from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.validate import TooFewWorkers
 from .bits import Results, attend, difference, not_a_number
 from .cases import Case, Inputs, make_extras, make_inputs
+from .decoding import DETAIL, PAGE_SIZES, can_decode, recombined_halves, through_caches
 from .other_work import other_work
 from .ranks import added_up, name_of, on_ranks
 
@@ -73,10 +75,12 @@ class CaseTest:
         if fresh:
             yield self._judge("same bits in fresh processes", iter([(what, found, self.reference) for what, found in fresh.items()]))
         yield self._control()
+        if can_decode(self.case, self.device):
+            yield _with_detail(self._judge(DECODE_EQUALS_TRAINING, self._decoded()), f"{DETAIL}; with and without sinks")
+            yield self._control_of_decoding()
         if self.ranks:
             detail = f"{' and '.join(SHARDINGS)}, with and without sinks and a gradient of the LSE; one process played all ranks"
-            outcome = self._judge(name_of(self.ranks), self._shared())
-            yield replace(outcome, detail=f"{outcome.detail}: {detail}") if outcome.status == "pass" else outcome
+            yield _with_detail(self._judge(name_of(self.ranks), self._shared()), detail)
             yield self._control_of_ranks()
 
     def _judge(self, guarantee: str, pairs: Iterator[tuple[str, Results, Results]]) -> Outcome:
@@ -140,6 +144,23 @@ class CaseTest:
         for what, result in on_ranks(self.case, self.inputs, self.ranks, extras):
             yield f"{what}, with sinks", result, with_extras
 
+    def _decoded(self) -> Iterator[tuple[str, Results, Results]]:
+        """Every token through every kind of cache."""
+        extras = make_extras(self.case, self.device)
+        with_sinks = attend(self.inputs, self.mask, self.case.schedule, extras=extras)
+        for what, result in through_caches(self.case, self.inputs, self.reference):
+            yield what, result, self.reference
+        for what, result in through_caches(self.case, self.inputs, with_sinks, extras.sinks):
+            yield f"{what}, with sinks", result, with_sinks
+
+    def _control_of_decoding(self) -> Outcome:
+        """A split of the keys must be seen to differ."""
+        guarantee = "control: halves of the keys, recombined, differ"
+        found = difference(recombined_halves(self.case, self.inputs, self.reference), self.reference) if self.case.seqlen > 1 else None
+        if found:
+            return Outcome(guarantee, "pass", found)
+        return Outcome(guarantee, "inconclusive", "halves, recombined, have the bits of the whole; take a longer sequence")
+
     def _control_of_ranks(self) -> Outcome:
         """What an all-reduce adds up must be seen to differ."""
         most = max(self.ranks)
@@ -185,9 +206,15 @@ def loaded_runs(runs: int) -> int:
 
 
 def comparisons(device: str, runs: int, processes: int, ranks: Sequence[int] = ()) -> int:
-    """How many results of a case are compared, for a progress bar; a few less where a schedule promises less."""
+    """How many results of a case are compared, for a progress bar; a few less where a schedule promises less or a mask has no cache."""
     on_cpu = 2 * runs + len(WORKERS) if device == "cpu" else 0
-    return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes + 2 * len(SHARDINGS) * len(ranks)
+    decoded = 2 * len(PAGE_SIZES)
+    return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes + decoded + 2 * len(SHARDINGS) * len(ranks)
+
+
+def _with_detail(outcome: Outcome, detail: str) -> Outcome:
+    """What a pass was about."""
+    return replace(outcome, detail=f"{outcome.detail}: {detail}") if outcome.status == "pass" else outcome
 
 
 def _four(tensors: tuple[torch.Tensor, ...]) -> Inputs:

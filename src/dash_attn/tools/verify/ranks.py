@@ -11,6 +11,8 @@ from torch import Tensor
 from ...backends import import_devices, resolve
 from ...call.options import Choices, options_for
 from ...distributed.context.attention import context_parallel_attention
+from ...distributed.context.document_loopback import play_documents
+from ...distributed.context.documents import SharedDocuments, documents_in, shared_call
 from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import rows_of
 from ...distributed.context.shared_call import SharedCall
@@ -58,7 +60,8 @@ def in_words(count: int) -> str:
 def _play(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None) -> Results:
     more = {} if extras is None else extras._asdict()
     with poisoned_memory(), torch.no_grad():
-        found = play_all_ranks(_call(case, *inputs[:2], sharding), *inputs, **more)
+        call = _call(case, *inputs[:2], sharding)
+        found = play_documents(call, *inputs, **more) if isinstance(call, SharedDocuments) else play_all_ranks(call, *inputs, **more)
     return results_of(*(x for x in found if x is not None))
 
 
@@ -87,6 +90,9 @@ def _check(case: Case, q: Tensor, sharding: Sharding) -> None:
         _call(case, q, q[:, :, : case.kv_heads], sharding)
 
 
-def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall:
+def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall | SharedDocuments:
     options = options_for(Choices(mask=case.read_mask(), schedule=case.schedule), case.head_dim)
-    return SharedCall.of(q, k, k, options, outer_sharding(sharding, ulysses=1))  # as ranks do: neighbouring chunks of one rank are one
+    options, documents = documents_in(options, None, sharding.rows)
+    return shared_call(
+        q, k, k, options, documents, outer_sharding(sharding, ulysses=1)
+    )  # as ranks do: neighbouring chunks of one rank are one

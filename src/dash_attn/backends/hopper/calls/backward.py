@@ -24,10 +24,9 @@ from ..device.parameters import (
 )
 from ..device.tensor_map import TensorMap
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
-from ..tiles import helper_blocks
+from ..tiles import helper_blocks, threads_per_row
 from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
 from .few_workers import BackwardInLegs
-from .kernel_names import threads_per_row
 from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales, masked_score, row_strides
 from .packed import PackedPlanner
 from .tables import MaskOnDevice, mask_on_device, plan_on_device

@@ -89,10 +89,12 @@ class BackwardSetup:
             "tickets": ChainRecord.bytes() * self.chains,
         }
 
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.layout.dtype, self.layout.backward_dims[0], bool(self.options.softcap), self.mask_kind)
+
     def kernels(self, record: bool = False) -> BackwardKernels:
-        dim, v_dim = self.layout.backward_dims
-        variant = Variant(self.layout.dtype, dim, bool(self.options.softcap), self.mask_kind)
-        return backward_kernels(variant, v_dim, self.options.ordered, record)
+        return backward_kernels(self.variant, self.layout.backward_dims[1], self.options.ordered, record)
 
 
 class DenseBackwardSetup(BackwardSetup):

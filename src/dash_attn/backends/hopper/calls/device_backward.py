@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....call.modifiers import Modifiers
 from ....call.options import AttentionOptions
 from ....scheduling.devices.units import SharedSchedule, Unit
 from ....scheduling.plan import Plan
@@ -31,9 +32,10 @@ from ..device.tensor_map import TensorMap, tma_ready
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, sm_count
-from ..tiles import backward_dims, backward_tiles, helper_blocks
-from .kernel_names import LegKernels, Variant, leg_kernels, threads_per_row
+from ..tiles import backward_dims, backward_tiles, helper_blocks, threads_per_row
+from .kernel_names import LegKernels, Variant, leg_kernels
 from .layout import cut, kernel_scales, masked_score, row_strides
+from .leg_tables import workspace_sizes
 from .legs_on_device import legs_on_device
 from .tables import mask_kind
 
@@ -81,8 +83,10 @@ class DeviceBackward:
         rows: tuple[Tensor, ...],
         of_rows: tuple[Tensor, Tensor | None],
         overlap: bool = False,
+        modifiers: Modifiers | None = None,
     ) -> None:
-        """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that."""
+        """rows: dout, q and out of the device; of_rows: its LSE and, where it was used, the gradient of that. Options that come with
+        modifiers are refused."""
         self.plan, self.shared, self.number, self.options, self.overlap = plan, shared, device, options, overlap
         dout, q, out = rows
         self.dims = q.shape[-1], dout.shape[-1]
@@ -125,15 +129,7 @@ class DeviceBackward:
             raise ValueError(f"device {self.number} has (batch, rows, query heads) {expected}; got q of {tuple(q.shape[:3])}")
 
     def _workspace(self) -> Workspace:
-        rows, (dim, v_dim) = self.sizes.dq_tiles * self.tiles.q_rows, self.kernel_dims
-        return Workspace(
-            lse=4 * rows,
-            delta=4 * rows,
-            dq=4 * rows * self.tiles.columns,
-            sums=4 * self.sizes.all_sums * self.tiles.kv_rows * (dim + v_dim),
-            semaphores=4 * self.sizes.semaphores,
-            next_ticket=8,
-        )
+        return Workspace(**workspace_sizes(self.sizes, self.tiles, self.kernel_dims))
 
     def _fill_parameters(self) -> None:
         sizes, options, tables, at = self.sizes, self.options, self.legs.tables, self.at

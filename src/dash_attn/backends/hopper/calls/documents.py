@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....call.documents import backward_of_documents, document_ends, forward_of_documents, runs_packed
+from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Documents
@@ -20,9 +21,15 @@ MOST_OFFSETS = 64
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    offsets: SequenceOffsets | None = None,
+    sinks: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE."""
+    """Output and LSE. Options that come with modifiers are refused (check_call)."""
     if offsets is not None or not runs_packed(options):
         return forward_of_batch(q, k, v, options, offsets, sinks)
     return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks)
@@ -39,6 +46,7 @@ def backward(
     offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
     if offsets is not None or not runs_packed(options):

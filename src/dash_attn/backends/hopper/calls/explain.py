@@ -10,14 +10,17 @@ from torch import Tensor
 from ....call.documents import laid_end_to_end, of_a_document, runs_packed
 from ....call.explanation import Explanation
 from ....call.options import AttentionOptions
-from ....call.planning import explanation_of, explanation_of_documents, plan_in_words, predict
+from ....call.planning import explanation_of, explanation_of_several, plan_in_words, predict
 from ....masks import Documents
 from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
-from .backward_setup import BackwardSetup, dense_setup, packed_setup
+from ..device.cubin_files import Kernel
+from .backward_setup import BackwardSetup, DenseBackwardSetup, dense_setup, packed_setup
 from .documents import offsets_of
+from .few_workers import LegSetup
 from .forward_setup import ForwardSetup, dense_forward_setup, packed_forward_setup
+from .kernel_names import KernelName
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
@@ -36,10 +39,21 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     if runs_packed(options):
         return _explain_documents(q, k, v, options)
     ahead, behind = dense_forward_setup(q, k, v, options), dense_setup(q, k, v, options)
+    if behind.legs is not None:
+        return _explain_legs(q, k, v, ahead, behind)
     plan, machine = behind.plan, H200.get(behind.layout.dim)
     time = predict(plan, options, machine, "an H200") if predict_time else {"prediction_note": "not asked for"}
     described = explanation_of(plan, "hopper", (q, k, v), options, **_fields(q, ahead, behind), **time)
     return replace(described, guarantees=reported(described.guarantees, 1)) if behind.any_workers else described
+
+
+def _explain_legs(q: Tensor, k: Tensor, v: Tensor, ahead: ForwardSetup, behind: DenseBackwardSetup) -> Explanation:
+    """Too few SMs for whole chains. No chain has to be resident together with others."""
+    in_legs, options = LegSetup(behind), behind.options
+    note = f"{behind.plan.workers} SMs are too few for {behind.gang} chains at once; they walk in legs, whose time is not modelled"
+    fields = {**_fields(q, ahead, behind, in_legs), "prediction_note": note}
+    described = explanation_of(behind.plan, "hopper", (q, k, v), options, **fields)
+    return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=in_legs.tables_bytes)
 
 
 def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
@@ -51,28 +65,39 @@ def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
     note = "documents are planned on the device, one by one"
     fields = _fields(q, ahead, behind)
-    described = explanation_of_documents(plans, "hopper", (q, k, v), options, **fields, prediction_note=note)
+    described = explanation_of_several(plans, "hopper", (q, k, v), options, **fields, prediction_note=note)
     gang = behind.gang  # what the call needs, which has room for longer documents
     return replace(described, plan_bytes=0, gang=gang, guarantees=reported(described.guarantees, gang))
 
 
-def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, Any]:
+def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegSetup | None = None) -> dict[str, Any]:
     """What this backend adds to an explanation."""
+    names = {"forward": ahead.kernel(), **(_kernels(behind) if in_legs is None else _kernels_of_legs(in_legs))}
+    loaded = {} if q.is_meta else _load(names, behind.layout.device)
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
         "forward_tiles": (ahead.q_rows, ahead.kv_rows),
-        "workspace_bytes": behind.workspace.bytes,
-        "kernels": {} if q.is_meta else _kernel_hashes(ahead, behind),
+        "workspace_bytes": behind.workspace.bytes if in_legs is None else in_legs.workspace_bytes,
+        "kernels": {name: kernel.sha256 for name, kernel in loaded.items()},
+        "kernel_origins": {name: kernel.origin for name, kernel in loaded.items()},
     }
 
 
-def _kernel_hashes(ahead: ForwardSetup, behind: BackwardSetup) -> dict[str, str]:
-    """Compiles what is not compiled yet: the hash is of the machine code, not of the source."""
+def _kernels(behind: BackwardSetup) -> dict[str, KernelName]:
     kernels = behind.kernels()
-    names = {
-        "forward": ahead.kernel(),
+    return {"preprocess": kernels.preprocess, "backward": kernels.attention, "postprocess": kernels.postprocess}
+
+
+def _kernels_of_legs(in_legs: LegSetup) -> dict[str, KernelName]:
+    kernels = in_legs.kernels()
+    return {
         "preprocess": kernels.preprocess,
         "backward": kernels.attention,
+        "ending": kernels.ending,
         "postprocess": kernels.postprocess,
     }
-    return {name: kernel.load(behind.layout.device).kernel.sha256 for name, kernel in names.items()}
+
+
+def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:
+    """Compiles what is not compiled yet: hashes are of the machine code, not of the source."""
+    return {name: kernel.load(device).kernel for name, kernel in kernels.items()}

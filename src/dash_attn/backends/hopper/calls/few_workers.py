@@ -8,8 +8,35 @@ from torch import Tensor
 from ....call.any_workers import walk_in_legs
 from ....call.offsets import SequenceOffsets
 from ....call.sums import sum_in_order
+from ....scheduling.devices.peaks import most_states
+from ..device.workspace import Workspace
 from .backward_setup import DenseBackwardSetup
-from .device_backward import DeviceBackward
+from .device_backward import DeviceBackward, tile_size
+from .kernel_names import LegKernels, leg_kernels
+from .leg_tables import LegTables, workspace_sizes
+
+
+class LegSetup:
+    """What such a backward is made of. Shapes and options decide it, so no GPU is needed to tell."""
+
+    def __init__(self, setup: DenseBackwardSetup) -> None:
+        assert setup.legs is not None
+        self.setup, self.legs = setup, setup.legs
+        self.tables = LegTables(setup.plan, setup.legs, 0, setup.tiles)
+
+    @property
+    def tables_bytes(self) -> int:
+        return sum(table.nbytes for table in self.tables.tables.values())
+
+    @property
+    def workspace_bytes(self) -> int:
+        """With the states that rest in memory, or are worked on, at once."""
+        dims, tiles = self.setup.layout.backward_dims, self.setup.tiles
+        lasting = Workspace(**workspace_sizes(self.tables.sizes, tiles, dims)).bytes
+        return lasting + 4 * most_states(self.legs)[0] * tile_size(*dims)
+
+    def kernels(self) -> LegKernels:
+        return leg_kernels(self.setup.variant, self.setup.layout.backward_dims[1])
 
 
 class BackwardInLegs:

@@ -7,15 +7,12 @@ from torch import Tensor
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....scheduling.problem import Problem
-from ..tiles import KERNEL_DIMS, forward_tiles
+from ..tiles import CONSUMER_CHOICES, forward_tiles
 from .kernel_names import PACKED, KernelName, Variant, forward_kernel
 from .layout import DenseLayout, Layout, PackedLayout
 from .tables import mask_kind
 
 CONSUMER_ROWS = 64  # queries of a consumer warpgroup
-# Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
-# Consumers: time per element, relative.
-CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..device.driver import LoadedKernel, flag, load_kernel
-from ..tiles import HELPER_THREADS, THREADS, backward_tiles, forward_tiles
+from ..tiles import (
+    CLUSTER_THREADS,
+    DECODE_THREADS,
+    HELPER_THREADS,
+    THREADS,
+    backward_tiles,
+    cluster_tiles,
+    decode_tiles,
+    forward_tiles,
+    threads_per_row,
+)
 
 PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
 
@@ -38,6 +48,16 @@ class Variant:
 def forward_kernel(variant: Variant, consumers: int) -> KernelName:
     name = f"attention_forward<{variant.dtype}, {variant.dim}, {consumers}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}>"
     return KernelName("forward/attention.cuh", name, 128 * (consumers + 1), forward_tiles(variant.dim, consumers).shared_bytes)
+
+
+def decode_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
+    name = f"attention_decode<{dtype}, {dim}, {flag(softcap)}>"
+    return KernelName("decode/attention.cuh", name, DECODE_THREADS, decode_tiles(dim).shared_bytes)
+
+
+def cluster_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
+    name = f"attention_decode_cluster<{dtype}, {dim}, {flag(softcap)}>"
+    return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim).shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -86,8 +106,3 @@ def leg_kernels(variant: Variant, v_dim: int) -> LegKernels:
         plain.postprocess,
         plain.sink_gradient,
     )
-
-
-def threads_per_row(v_dim: int) -> int:
-    """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
-    return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32

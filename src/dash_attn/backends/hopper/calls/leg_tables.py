@@ -122,6 +122,19 @@ def device_sizes(plan: Plan, shared: SharedSchedule, device: int, tiles: Backwar
     )
 
 
+def workspace_sizes(sizes: DeviceSizes, tiles: BackwardTiles, dims: tuple[int, int]) -> dict[str, int]:
+    """Bytes that live through all units of a device. dims: those of the kernels, of q and k and of v."""
+    rows = sizes.dq_tiles * tiles.q_rows
+    return {
+        "lse": 4 * rows,
+        "delta": 4 * rows,
+        "dq": 4 * rows * tiles.columns,
+        "sums": 4 * sizes.all_sums * tiles.kv_rows * sum(dims),
+        "semaphores": 4 * sizes.semaphores,
+        "next_ticket": 8,
+    }
+
+
 class LegRuns:
     """The walks of a device's legs. A leg is a stretch of a chain's runs, so the first and the last run of it may be cut."""
 
@@ -178,6 +191,11 @@ class LegTables:
         self.endings, self.ends = self._joined([unit for unit in self.units if unit.leg is None], self._endings_of, ENDING_FIELDS)
         self.runs, self.entries = self._runs.tables["runs"], self._runs.tables["entries"]
         self.q_ranks = frozen_ints(plan.ranks_per_q_tile[self.rows.q_tiles(plan.problem)])
+
+    @property
+    def tables(self) -> dict[str, Ints]:
+        """What the device gets."""
+        return {name: getattr(self, name) for name in ("runs", "entries", "records", "endings", "q_ranks", "counters")}
 
     def _semaphores_of_states(self) -> dict[int, int]:
         """By unit: the first one of the states that it leaves."""

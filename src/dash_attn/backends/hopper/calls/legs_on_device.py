@@ -22,8 +22,7 @@ class LegsOnDevice:
 
     def __init__(self, plan: Plan, shared: SharedSchedule, device: int, dims: tuple[int, int], where: torch.device) -> None:
         self.host, self.where = LegTables(plan, shared, device, backward_tiles(*dims)), where
-        names = ("runs", "entries", "records", "endings", "q_ranks", "counters")
-        self.tables = DeviceTables({name: getattr(self.host, name) for name in names}, where)
+        self.tables = DeviceTables(self.host.tables, where)
         self.mask = MaskOfDevice(plan.problem, shared.sharding, device, where)
         self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
 

@@ -82,16 +82,21 @@ class PlanOnDevice:
 def placement_fields(placement: Placement, problem: Problem) -> dict[str, Any]:
     """Of PlanTables: what decides which chain a ticket starts, beside `starts` and `segments`."""
     of_kind = placement.heads_of_kinds(problem)
-    counts = [len(h) for h in of_kind] + [0] * (2 - len(of_kind))
+    kinds, kv_heads, offset = len(of_kind), problem.heads, problem.head_offset
+    counts = [len(h) for h in of_kind] + [0] * (2 - kinds)
+    firsts = [(kind + offset) % 2 for kind in range(2)]
+    more = kinds == 2 and problem.parts % 2  # whether groups have one part more of one kind than of the other
     return {
-        "kinds": len(of_kind),
+        "kinds": kinds,
         "kv_tiles": problem.kv_tiles,
         "lanes": placement.lanes,
         "tickets": problem.chains,
         "rounds": placement.rounds([problem.batch * len(h) for h in of_kind]),
         "instances": Pair(*(problem.batch * n for n in counts)),
-        "heads_per_sequence": Pair(*(max(1, n) for n in counts)),
-        "first_head": Pair(*(int(h[0]) if len(h) else 0 for h in of_kind)),
+        "kv_heads": kv_heads,
+        "groups": problem.batch * kv_heads,
+        "groups_with_more": Pair(*((kv_heads + 1 - first) // 2 if more else 0 for first in firsts)),
+        "first_with_more": Pair(*firsts),
     }
 
 

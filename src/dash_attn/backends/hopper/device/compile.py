@@ -1,5 +1,6 @@
 """NVRTC: kernel sources in the package -> cubin, cached on disk by source, options and compiler version.
 
+Only what did not come compiled with the package (packed.py) is compiled here.
 Needs no GPU and no CUDA toolkit: `nvidia-cuda-nvrtc` and `cuda-bindings` come with torch's CUDA builds (or from PyPI).
 """
 
@@ -7,36 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...machine_code import machine_code_hash
 from .. import kernels
-from . import shared_header
+from . import bit_sums_header, shared_header
+from .cubin_files import DamagedFile, Kernel, read_kernel, write_kernel
 from .wgmma_header import wgmma_header
 
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
-MAGIC = b"dash-attn-cubin-1\n"
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A compiled kernel: its binary, the mangled name inside it and what the assembler said."""
-
-    cubin: bytes
-    symbol: str
-    log: str
-
-    @property
-    def sha256(self) -> str:
-        """Names the machine code: part of what decides the bits."""
-        return machine_code_hash(self.cubin)
 
 
 class CompileError(RuntimeError):
@@ -48,24 +33,36 @@ def sources() -> dict[str, str]:
     """Every kernel file of the package by room and name, and the generated ones."""
     rooms = [room for room in resources.files(kernels).iterdir() if room.is_dir()]
     files = {f"{room.name}/{file.name}": file.read_text() for room in rooms for file in room.iterdir() if file.name.endswith(".cuh")}
-    return {**files, "common/wgmma.cuh": wgmma_header(), shared_header.NAME: shared_header.shared_header()}
+    generated = {shared_header.NAME: shared_header.shared_header(), bit_sums_header.NAME: bit_sums_header.bit_sums_header()}
+    return {**files, **generated, "common/wgmma.cuh": wgmma_header()}
+
+
+def included_by(header: str, files: dict[str, str]) -> dict[str, str]:
+    """A file, and those that it includes, directly or not."""
+    found: dict[str, str] = {}
+    left = [header]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found[name] = files[name]
+            left += re.findall(r'^#include "(.+)"$', files[name], re.MULTILINE)
+    return found
 
 
 def compile_kernel(header: str, name: str) -> Kernel:
     """The kernel `name` (a C++ name expression) of `header`, from the cache or compiled now."""
-    key = _key(header, name)
-    path = cache_folder() / f"{key}.cubin"
-    kernel = _read(path)
+    path = cache_folder() / f"{source_key(header, name)}-nvrtc-{compiler_version()}.cubin"
+    kernel = _read_cache(path)
     if kernel is None:
         print(f"dash-attn: compiling {name} for sm_90a (once; kept in {path.parent})", file=sys.stderr, flush=True)
         kernel = compile_uncached(header, name)
-        _write(path, kernel)
+        write_kernel(path, kernel)
     return kernel
 
 
 def compile_uncached(header: str, name: str, extra: dict[str, str] | None = None) -> Kernel:
     """Compile now. `extra` replaces or adds sources (tests plant faults with it)."""
-    files = {**sources(), **(extra or {})}
+    files = included_by(header, {**sources(), **(extra or {})})
     nvrtc = _nvrtc()
     names = [n.encode() for n in files]
     program = _check(
@@ -81,7 +78,7 @@ def compile_uncached(header: str, name: str, extra: dict[str, str] | None = None
     cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
     _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     nvrtc.nvrtcDestroyProgram(program)
-    return Kernel(cubin, symbol, log)
+    return Kernel(cubin, symbol, log, compiler_version())
 
 
 def cache_folder() -> Path:
@@ -98,43 +95,43 @@ def compiler_version() -> str:
     return f"{major}.{minor}"
 
 
+def compiler_at_hand() -> str | None:
+    """Its version, None without one: kernels that came with the package need none."""
+    try:
+        return compiler_version()
+    except ImportError:
+        return None
+
+
 @cache
 def _nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise ImportError("the Hopper backend needs cuda-bindings and NVRTC: pip install 'dash-attn[gpu]'") from error
+
+        nvrtc.nvrtcVersion()  # loads the library, which is a package of its own
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            "compiling a kernel that did not come with the package needs cuda-bindings and NVRTC:"
+            " pip install 'dash-attn[gpu]' nvidia-cuda-nvrtc"
+        ) from error
     return nvrtc
 
 
 @cache
-def _key(header: str, name: str) -> str:
+def source_key(header: str, name: str) -> str:
+    """Names a kernel by all that a compiler is given, so that a change elsewhere compiles nothing again."""
     digest = hashlib.sha256()
-    for part in (header, name, *OPTIONS, compiler_version(), *(f"{n}\0{t}" for n, t in sorted(sources().items()))):
+    for part in (header, name, *OPTIONS, *(f"{n}\0{t}" for n, t in sorted(included_by(header, sources()).items()))):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:40]
 
 
-def _write(path: Path, kernel: Kernel) -> None:
-    """Write aside, then rename: a process that starts at the same time sees the whole file or none."""
-    payload = b"\0".join([kernel.symbol.encode(), kernel.log.encode(), kernel.cubin])
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
-        file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
-    os.replace(file.name, path)
-
-
-def _read(path: Path) -> Kernel | None:
-    """The cached kernel, or None when there is none or it is damaged (it is then rebuilt)."""
+def _read_cache(path: Path) -> Kernel | None:
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+        return read_kernel(path)
+    except DamagedFile as error:
+        print(f"dash-attn: {error}; compiling it again", file=sys.stderr)
         return None
-    head, checksum, payload = data[: len(MAGIC)], data[len(MAGIC) : len(MAGIC) + 32], data[len(MAGIC) + 32 :]
-    if head != MAGIC or hashlib.sha256(payload).digest() != checksum:
-        print(f"dash-attn: rebuilding damaged cache entry {path}", file=sys.stderr)
-        return None
-    symbol, log, cubin = payload.split(b"\0", 2)
-    return Kernel(cubin, symbol.decode(), log.decode())
 
 
 def _check(result: Sequence[Any]) -> Any:

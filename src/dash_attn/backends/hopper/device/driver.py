@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,9 +13,13 @@ from typing import Any
 
 import torch
 
-from .compile import Kernel, compile_kernel
+from .compile import compile_kernel, compiler_version
+from .cubin_files import Kernel, origin
+from .packed import SMALLEST, packed_compiler, packed_kernel
 
 ANY_DEVICE = -1  # of tensors on the meta device, which only ask what a call would do
+CANNOT_LOAD = {"CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_SOURCE", "CUDA_ERROR_NOT_SUPPORTED"}
+origins: dict[str, str] = {}  # of every kernel that was loaded
 _NO_SWITCH: AbstractContextManager[None] = nullcontext()
 
 
@@ -75,15 +80,40 @@ def _attribute(name: Any, field: str) -> Any:
 
 @cache
 def load_kernel(device: int, header: str, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
-    """Compile (or fetch from the cache) and load a kernel on a device. A kernel is loaded once per device."""
-    kernel = compile_kernel(header, name)
+    """Take from the package (or the cache on disk, or compile) and load a kernel on a device. A kernel is loaded once per device."""
+    kernel = (packed_kernel(header, name) if takes_packed(device) else None) or compile_kernel(header, name)
     driver = cuda_driver()
     with on_device(device):
         module = check(driver.cuModuleLoadData(kernel.cubin))
         function = check(driver.cuModuleGetFunction(module, kernel.symbol.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    origins[name] = kernel.origin
     return LoadedKernel(function, threads, shared_bytes, kernel)
+
+
+@cache
+def takes_packed(device: int) -> bool:
+    """Whether a device runs the kernels that came with the package: all that there are, or none, so that ranks can compare."""
+    smallest = packed_kernel(*SMALLEST)
+    if smallest is None:
+        return False
+    driver = cuda_driver()
+    with on_device(device):
+        result = driver.cuModuleLoadData(smallest.cubin)
+        if result[0].name in CANNOT_LOAD:
+            print(f"dash-attn: this driver cannot load kernels of NVRTC {smallest.compiler}; they are compiled here", file=sys.stderr)
+            return False
+        check(driver.cuModuleUnload(check(result)))
+    return True
+
+
+def usual_origin() -> str:
+    """Of the kernels that the current device runs, but for a few that never come with the package. Before CUDA is used: as if they load."""
+    packed = packed_compiler()
+    if packed is not None and (not torch.cuda.is_initialized() or takes_packed(torch.cuda.current_device())):
+        return origin(packed, packed=True)
+    return origin(compiler_version(), packed=False)
 
 
 def refuse_capture() -> None:

@@ -11,7 +11,9 @@ from ctypes import c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar, TypeVar
 
 RAGGED = 2**30  # where the row axis of a packed tensor ends (kernels/common/sequence.cuh)
-HANG, BAD_LENGTHS = 1, 2  # why a kernel gave up (trouble.py)
+# Why a kernel gave up (trouble.py).
+HANG, BAD_LENGTHS = 1, 2
+CACHE_LENGTH, CACHE_PADDING, CACHE_ROW, CACHE_PAGE, CACHE_SHARED, CACHE_POSITION = 3, 4, 5, 6, 7, 8
 Pair = c_int * 2
 Strides = c_int64 * 3
 NUMBERS: dict[str, Any] = {"int": c_int, "u32": c_uint32, "u64": c_uint64, "i64": c_int64, "float": c_float}
@@ -35,8 +37,12 @@ Defined = TypeVar("Defined", bound=type[Structure])
 
 
 def shared_with_kernels(structure: Defined) -> Defined:
-    """Lays a structure out as C does."""
+    """Of the header that all kernels of attention include."""
     STRUCTURES[structure.__name__] = structure
+    return laid_out_as_in_c(structure)
+
+
+def laid_out_as_in_c(structure: Defined) -> Defined:
     structure._fields_ = [field for c_type, names, _ in structure._members_ for field in _fields(c_type, names)]
     return structure
 
@@ -127,7 +133,13 @@ class PlanTables(Structure):
         ("int", "kinds, kv_tiles, lanes, tickets, has_gangs", ""),
         ("int", "rounds", "heads are dealt to them evenly"),
         ("int", "instances[2]", "heads of each kind over the whole batch"),
-        ("int", "heads_per_sequence[2], first_head[2], last_member_first[2]", "per kind; a head is a part of a group"),
+        ("int", "last_member_first[2]", "per kind"),
+        ("int", "kv_heads, groups", "of a sequence, of the whole batch"),
+        (
+            "int",
+            "groups_with_more[2], first_with_more[2]",
+            "per kind: groups of a sequence with one part more of it, every second one",
+        ),
         ("GroupSplit", "split", ""),
     )
 
@@ -403,4 +415,56 @@ class ForwardParams(Structure):
         ("VisitTables", "visits", ""),
         ("const Sequence*", "sequences", "packed only"),
         ("const PackedTile*", "tiles", "packed only"),
+    )
+
+
+@shared_with_kernels
+class CacheParams(Structure):
+    """Where the keys of each sequence lie in a cache (call/kv_cache.py)."""
+
+    _members_ = (
+        ("const int*", "lengths", "[sequences] slots in use before the call; null: `length` of each"),
+        ("const int*", "left_padding", "[sequences] slot of the first key; null: 0"),
+        ("const int*", "positions", "[sequences] position of the first key; null: `position` of each"),
+        ("const int*", "rows", "[sequences] row of a cache without pages; null: the sequence's own number"),
+        ("const int*", "pages", "[sequences][page_stride] pages of each sequence; null: a cache without pages"),
+        ("i64", "page_stride", ""),
+        ("int", "length, position, added", "added: new keys of each sequence, already in the cache when it is attended to"),
+        ("int", "capacity", "slots of a sequence"),
+        ("int", "page_size, count", "count: rows or pages of the cache"),
+        ("int*", "report", "host memory: what is wrong, in which call"),
+        ("int", "call", ""),
+    )
+
+
+@shared_with_kernels
+class DecodeParams(Structure):
+    _members_ = (
+        ("const void*", "q", "(batch, q_len, q_heads, dim) or packed (tokens, q_heads, dim), last dimension contiguous"),
+        ("i64", "q_strides[3]", "elements: batch, row, head"),
+        ("void*", "out", "laid out like q, contiguous"),
+        ("float*", "lse", "[batch][q_heads][q_len] or packed [q_heads][tokens], natural log"),
+        ("const float*", "sinks", "[q_heads] or null"),
+        ("const int*", "cu_q", "packed queries: [count + 1] where sequences start and end; else null"),
+        ("int", "count, tokens", "sequences, and their packed queries"),
+        ("int", "q_len", "of every sequence; of packed queries the most that one has"),
+        ("int", "q_heads, kv_heads, group, q_dim, v_dim", ""),
+        ("int", "row_tiles", "units of a sequence and KV head"),
+        ("int", "box_rows", "rows that one TMA box loads: all of a KV tile, or those it has of one page"),
+        ("int", "window_left, window_right", "keys before and after a query's position; -1: no limit"),
+        ("float", "scale_log2, cap_scale", "as in ForwardParams"),
+        ("CacheParams", "cache", ""),
+    )
+
+
+@shared_with_kernels
+class AppendParams(Structure):
+    _members_ = (
+        ("const void*", "k, v", "(batch, new, kv_heads, dim), last dimension contiguous"),
+        ("void*", "k_cache, v_cache", ""),
+        ("i64", "k_strides[3], v_strides[3], k_cache_strides[3], v_cache_strides[3]", "elements: batch or page, row, head"),
+        ("int", "kv_heads, entries", "entries: of a sequence in the page table"),
+        ("int", "dims[2]", "of k and v"),
+        ("int*", "owners", "[rows or pages] who appends to it, plus 1; 0: nobody. Null: every sequence has a row of its own"),
+        ("CacheParams", "cache", ""),
     )

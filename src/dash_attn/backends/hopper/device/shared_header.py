@@ -14,10 +14,21 @@ from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import BACKWARD_DIMS, KERNEL_DIMS, backward_tiles, forward_tiles
-from .parameters import BAD_LENGTHS, HANG, RAGGED, STRUCTURES, Structure
+from . import parameters
+from .parameters import RAGGED, STRUCTURES, Structure
 
 NAME = "common/shared_with_python.cuh"
 MASK_KINDS = ("Band", "Rows", "Blocks", "Packed")
+TROUBLES = {
+    "Hang": "HANG",
+    "BadLengths": "BAD_LENGTHS",
+    "CacheLength": "CACHE_LENGTH",
+    "CachePadding": "CACHE_PADDING",
+    "CacheRow": "CACHE_ROW",
+    "CachePage": "CACHE_PAGE",
+    "CacheShared": "CACHE_SHARED",
+    "CachePosition": "CACHE_POSITION",
+}
 
 
 @cache
@@ -30,7 +41,7 @@ def shared_header() -> str:
         _enumerations(),
         _tiles(),
         "\n".join(f"struct {name};" for name in STRUCTURES),
-        *(_structure(name, structure) for name, structure in STRUCTURES.items()),
+        *(structure_in_c(name, structure) for name, structure in STRUCTURES.items()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -59,7 +70,8 @@ def _constants() -> str:
 
 def _enumerations() -> str:
     kinds = ", ".join(MASK_KINDS)
-    return f"enum class MaskKind {{ {kinds} }};\nenum class Trouble : int {{ None, Hang = {HANG}, BadLengths = {BAD_LENGTHS} }};"
+    troubles = ", ".join(f"{name} = {getattr(parameters, constant)}" for name, constant in TROUBLES.items())
+    return f"enum class MaskKind {{ {kinds} }};\nenum class Trouble : int {{ None, {troubles} }};"
 
 
 def _tiles() -> str:
@@ -85,7 +97,8 @@ def _by_dims(name: str, values: dict[tuple[int, int], int]) -> str:
     return f"__host__ __device__ constexpr int {name}(int dim, int v_dim) {{ return {choices}0; }}"
 
 
-def _structure(name: str, structure: type[Structure]) -> str:
+def structure_in_c(name: str, structure: type[Structure]) -> str:
+    """With assertions that the compiler lays it out as Python does."""
     aligned = f"alignas({structure._alignment_}) " if structure._alignment_ > 1 else ""
     lines = [f"struct {aligned}{name} {{"]
     for c_type, names, note in structure._members_:

@@ -12,12 +12,13 @@ from .parameters import RAGGED
 
 
 class TensorMap:
-    """Describes boxes of `rows` x 64 elements of one head. Encoded once per layout; only the address changes from call to call.
+    """Describes boxes of `rows` x 64 elements of one head (or x 16). Encoded once per layout; only the address changes from call to
+    call.
 
     A packed tensor has two axes over its tokens, the first of which ends where a sequence does (kernels/common/sequence.cuh).
     """
 
-    def __init__(self, tensor: Tensor, rows: int) -> None:
+    def __init__(self, tensor: Tensor, rows: int, columns: int = 64) -> None:
         driver = cuda_driver()
         *outer, heads, dim = tensor.shape
         if tensor.ndim == 4:
@@ -35,10 +36,10 @@ class TensorMap:
                 self._pointer,
                 [driver.cuuint64_t(n) for n in sizes],
                 [driver.cuuint64_t(n) for n in strides],
-                [driver.cuuint32_t(n) for n in (64, 1, rows, 1, 1)[: len(sizes)]],
+                [driver.cuuint32_t(n) for n in (columns, 1, rows, 1, 1)[: len(sizes)]],
                 [driver.cuuint32_t(1)] * len(sizes),
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * columns}B"),
                 driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

@@ -1,7 +1,8 @@
 """A kernel that cannot go on writes why to host memory and traps; here it is read.
 
-Two things can happen: a reduce waits absurdly long for its rank, or the postprocess for the last rank of a dQ tile (the plan is
-corrupt); or cu_seqlens, which only the device reads, are not valid lengths. The CUDA context is then lost; this says why.
+Three things can happen: a reduce waits absurdly long for its rank, or the postprocess for the last rank of a dQ tile (the plan is
+corrupt); cu_seqlens, which only the device reads, are not valid lengths; or the lengths or pages of a cache are not.
+The CUDA context is then lost; this says why.
 """
 
 from __future__ import annotations
@@ -15,11 +16,22 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from ....call.offsets import FROM_A_MASK
 from ....scheduling.problem import Task
-from .parameters import BAD_LENGTHS
+from .parameters import BAD_LENGTHS, CACHE_LENGTH, CACHE_PADDING, CACHE_PAGE, CACHE_POSITION, CACHE_ROW, CACHE_SHARED
 
 MOST_POLLS = 200_000_000  # of a semaphore, each about half a microsecond: minutes, far beyond any real wait
 MOST_NAMED = 4096  # calls whose tasks can still be named
+
+# What is wrong with a cache; the sequence and a number of it are filled in.
+OF_A_CACHE = {
+    CACHE_LENGTH: "cache_seqlens is {1} for sequence {0}: it must be at least 0, and with the new keys at most the slots of a sequence",
+    CACHE_PADDING: "cache_leftpad is {1} for sequence {0}: it must be between 0 and cache_seqlens",
+    CACHE_ROW: "cache_batch_idx is {1} for sequence {0}: it must be a row of the cache",
+    CACHE_PAGE: "entry {1} of sequence {0} in block_table is no page of the cache",
+    CACHE_SHARED: "page or row {1} of the cache is appended to by sequence {0} and by another one, or twice",
+    CACHE_POSITION: "first_position is {1} for sequence {0}: it must be at least 0 and at most the first position that is attended",
+}
 
 _numbers = count()
 _tiles: dict[int, tuple[int, int]] = {}  # call -> query heads and tiles between them, to name a task
@@ -55,8 +67,11 @@ def _message(what: int, call: int, x: int, y: int) -> str:
     if what == BAD_LENGTHS:
         return (
             f"dash-attn: cu_seqlens_{'k' if x else 'q'} is wrong at entry {y} or {y + 1}: it must start at 0, never decrease,"
-            f" end at the number of tokens and hold no sequence longer than max_seqlen_{'k' if x else 'q'}"
+            f" end at the number of tokens and hold no sequence longer than max_seqlen_{'k' if x else 'q'}. If a model of transformers"
+            f" was called: {FROM_A_MASK}"
         )
+    if what in OF_A_CACHE:
+        return f"dash-attn: {OF_A_CACHE[what].format(x, y)}"
     name = f"dQ tile {x} of a call long ago"
     if call in _tiles:
         q_heads, head_tiles = _tiles[call]

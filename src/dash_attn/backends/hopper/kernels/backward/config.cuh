@@ -6,7 +6,6 @@
 
 constexpr int STAGES = 2;  // Q tiles in flight (also dO, dS and dQ buffers, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
-constexpr int REDUCE_BYTES = 4096;  // added to dQ and to sums at once: larger ones hold up the loads of the next tiles
 
 // Head dims: D of q and k, DV of v. Values up to 128: a warpgroup owns 64 of 128 KV rows.
 DEVICE constexpr bool is_tall(int dv) { return dv <= 128; }
@@ -16,6 +15,7 @@ template <int D_, int DV_> struct TallConfig {
   static constexpr int D = D_, DV = DV_, Q_ROWS = backward_q_rows(D, DV), KV_ROWS = backward_kv_rows(D, DV);
   static constexpr int DO_STAGES = D <= 128 ? 2 : 1, DQ_STAGES = D <= 128 ? 2 : 1;
   static constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // of 128 and 256 threads; the CTA is launched with 384 x 168
+  static constexpr int REDUCE_BYTES = 4096;  // added to dQ and to sums at once: larger ones hold up the loads of the next tiles
   // Swizzled panels of 64 columns; the last may be zeros in part.
   static constexpr int PANELS = (D + 63) / 64, WIDTH = 64 * PANELS, V_WIDTH = (DV + 63) / 64 * 64;
   // With D = 64 a warpgroup computes dQ^T for half of the Q rows, else dQ for 64 of the columns.
@@ -67,6 +67,7 @@ template <int D_, int DV_> struct TallConfig {
 template <int D_> struct WideConfig {
   static constexpr int D = D_, Q_ROWS = backward_q_rows(D, D), KV_ROWS = backward_kv_rows(D, D), DO_STAGES = D == 192 ? 2 : 1;
   static constexpr int HELPER_REGISTERS = D == 192 ? 40 : 24, CONSUMER_REGISTERS = D == 192 ? 232 : 240;
+  static constexpr int REDUCE_BYTES = 8192;  // half the reduces of 4096 are worth more here than loads that wait less
   static constexpr int PANELS = D / 64, WIDTH = D, INNER = D / 2 - 64;  // INNER: columns of a warpgroup in inner panels
   static constexpr int KV_BYTES = KV_ROWS * D * 2, Q_BYTES = Q_ROWS * D * 2, DS_BYTES = Q_ROWS * KV_ROWS * 2, ROW_BYTES = Q_ROWS * 4;
   static constexpr int OWN_BYTES = Q_ROWS * 64 * 4, INNER_BYTES = Q_ROWS * INNER * 4;  // of dQ

@@ -74,10 +74,10 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
       bulk_store(to, source, bytes);
     else if constexpr (C::DQ_PIECES > 1)  // unrolled: a register less
 #pragma unroll
-      for (int at = 0; at < C::piece_bytes(piece); at += REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, REDUCE_BYTES);
+      for (int at = 0; at < C::piece_bytes(piece); at += C::REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, C::REDUCE_BYTES);
     else
 #pragma unroll 1
-      for (u32 at = 0; at < bytes; at += REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, REDUCE_BYTES);
+      for (u32 at = 0; at < bytes; at += C::REDUCE_BYTES) bulk_reduce_add_f32((char*)to + at, source + at, C::REDUCE_BYTES);
     bulk_commit();
     bulk_wait_read();
     bars.dq_empty(C::piece_empty(W, piece)).arrive();

@@ -28,6 +28,32 @@ struct DealtKinds {
   }
 };
 
+// Which sequence and part a head of a kind is, as Placement._instances: the first part of every group, then the second one, and so on;
+// last those that only every second group has. Where parts differ in size: sequence by sequence, group by group.
+DEVICE void set_part(Chain& chain, const PlanTables& plan, int kind, int instance) {
+  const int parts = plan.split.parts, in_all = parts / plan.kinds, with_more = plan.groups_with_more[kind];
+  const int first_with_more = plan.first_with_more[kind];
+  if (plan.split.group % parts != 0) {
+    const int per_sequence = plan.kv_heads * in_all + with_more, first = plan.kinds == 1 ? 0 : parts & 1 ? first_with_more : kind;
+    chain.sequence = instance / per_sequence;
+    chain.part = first + plan.kinds * (instance - chain.sequence * per_sequence);
+    return;
+  }
+  int place = instance / plan.groups, kv_head;
+  if (place < in_all) {
+    const int group = instance - place * plan.groups;
+    chain.sequence = group / plan.kv_heads;
+    kv_head = group - chain.sequence * plan.kv_heads;
+  } else {
+    const int left = instance - in_all * plan.groups;
+    place = in_all;
+    chain.sequence = left / with_more;
+    kv_head = first_with_more + 2 * (left - chain.sequence * with_more);
+  }
+  const int first = plan.kinds == 1 ? 0 : parts & 1 ? (kv_head + first_with_more) & 1 : kind;
+  chain.part = kv_head * parts + plan.kinds * place + first;
+}
+
 // The same formula as Placement.tickets: rounds, segments, turns of all kinds; in a turn position by position, head by head.
 DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   int ticket = number;
@@ -50,9 +76,7 @@ DEVICE Chain chain_of_ticket(const PlanTables& plan, const int number) {
   const int position = ticket / width, left = width * positions - ticket;
   const int instance = in_round.before(round) + in_turn.before(turn) + ticket - position * width;
   Chain chain;
-  const int per_sequence = plan.heads_per_sequence[kind];
-  chain.sequence = instance / per_sequence;
-  chain.part = plan.first_head[kind] + plan.kinds * (instance - chain.sequence * per_sequence);
+  set_part(chain, plan, kind, instance);
   chain.kv_tile = plan.starts[kind * plan.kv_tiles + first + position];
   chain.table = kind * plan.kv_tiles + chain.kv_tile;
   chain.group_end = number + left;

@@ -109,7 +109,7 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     p.chains[at] = chain;
     for (int part = 0; part < order.heads; part++)
       if (order.ring)
-        write_ticket(part, place, {part, 1, 0}, at, steps);  // the chains of a gang start together
+        write_ticket(part, place, {place_of(part), 1, 0}, at, steps);  // the chains of a gang start together
       else if ((part + p.head_offset * order.parts) % 2 == kind)
         write_ticket(part, place, in_turns(part), at, steps);
   }
@@ -155,13 +155,20 @@ template <int Q_ROWS, int KV_ROWS> struct ChainMaker {
     return {first, chain.members, chain.place, widest};
   }
 
+  // Where a part stands among those of its kind: the first one of every group, then the second one, and so on; last those that only
+  // every second group has. Where parts differ in size: group by group.
+  DEVICE int place_of(int number) const {
+    if (p.split.group % order.parts != 0) return number / kinds();
+    const int kv_head = number / order.parts, in_all = order.parts / kinds(), place = (number - kv_head * order.parts) / kinds();
+    return place * p.heads + (place < in_all ? kv_head : kv_head / 2);
+  }
   // Heads that start before a head in every segment, heads side by side with it, its place among them.
   struct Lane {
     int before, width, place;
   };
   DEVICE Lane in_turns(int head) const {
     const Dealt mine = kind ? order.down : order.up, other = kind ? order.up : order.down;
-    const int index = head / 2, turn = mine.turn_of(index);
+    const int index = place_of(head), turn = mine.turn_of(index);
     return {mine.before(turn) + other.before(turn + kind), mine.in(turn), index - mine.before(turn)};
   }
 

@@ -6,7 +6,7 @@
 
 // The keys a query attends inside partial tiles.
 template <MaskKind KIND> struct QueryMask {
-  int first, end;  // Band and Rows: the kept interval of keys
+  int first, end;  // the interval outside of which none is kept
 
   DEVICE QueryMask(const MaskParams& mask, int query, int q_len, int kv_len) {
     const bool exists = query < q_len;
@@ -22,24 +22,27 @@ template <MaskKind KIND> struct QueryMask {
       end = kept.y;
     }
   }
-  DEVICE bool keeps(const MaskParams& mask, int query, int key) const {
-    if (key < first || key >= end) return false;
-    if constexpr (KIND == MaskKind::Blocks) return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
-    return true;
-  }
 };
+
+// Whether a block mask keeps a key inside that interval.
+template <MaskKind KIND> DEVICE bool is_kept(const MaskParams& mask, int query, int key) {
+  if constexpr (KIND != MaskKind::Blocks) return true;
+  return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
+}
 
 template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> struct ForwardConsumer {
   using C = ForwardConfig<D, CONSUMERS>;
-  static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the maxima and sums of a row
+  static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the sum of a row
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
+  // With two buffers for weights, a softmax waits for no output. With one, weights would overwrite those that it still reads.
+  static constexpr int BUFFERS = D > 64 && D <= 128 ? 2 : 1;  // beyond, registers are short; at 64 it does not pay
   const ForwardParams& p;
   u32 shared, base;
   ForwardBarrierHandles bars;
   int wg, warp, lane;
   float s[C::SCORES], out[C::OUTPUTS];
-  u32 probability[C::SCORES / 2];
+  u32 weights[BUFFERS][C::SCORES / 2];  // P in 16 bits
   float row_max[2], row_sum[2];  // rows lane / 4 and lane / 4 + 8 of the warp; the sum over this thread's columns only
 
   DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, ForwardBarrierHandles barriers, int warp_of_block, int lane_of_warp)
@@ -97,52 +100,92 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   }
   DEVICE int query_of(const TileNote& tile) { return tile.query + wg * 64 + warp * 16 + (lane >> 2); }
 
+  // This thread's two rows of queries.
+  struct Rows {
+    int query;
+    QueryMask<MASK> low, high;
+  };
+
   DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load) {
     const int query = query_of(tile);
-    const QueryMask<MASK> low(p.mask, query, tile.q_len, tile.kv_len), high(p.mask, query + 8, tile.q_len, tile.kv_len);
-
+    const Rows rows{query, {p.mask, query, tile.q_len, tile.kv_len}, {p.mask, query + 8, tile.q_len, tile.kv_len}};
+    const u32 first = load, last = load + tile.visits - 1;
+    float rescale[2];
     bars.k_full(load & 1).wait((load >> 1) & 1);
-    VisitNote note = note_of(load & 1);
+    const VisitNote note = note_of(load & 1);
     await_turn();
     multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
-    pin(s);
-    arrive(bars.k_empty(load & 1));
-    if constexpr (SOFTCAP) cap_scores();
-    if (note.partial()) mask_scores(low, high, query, note.kv_tile());
-    float rescale[2];
-    softmax(rescale);
-    pack_probabilities();
+    weigh(rows, note, load & 1, rescale);
+    pack_weights<0>();
+    rescale[0] = rescale[1] = 1.f;  // there is no output yet
 #pragma unroll 1
-    for (int j = 1; j < tile.visits; j++, load++) {
-      const u32 now = load & 1, next = now ^ 1;
-      bars.k_full(next).wait(((load + 1) >> 1) & 1);
-      note = note_of(next);
-      await_turn();
-      multiply_s(q_stage, next);
-      bars.v_full(now).wait((load >> 1) & 1);
-      multiply_out(now);
-      pass_turn();
-      wgmma_wait<1>();  // S
-      pin(s);
-      arrive(bars.k_empty(next));
-      if constexpr (SOFTCAP) cap_scores();
-      if (note.partial()) mask_scores(low, high, query, note.kv_tile());
-      softmax(rescale);
-      wgmma_wait<0>();  // O
-      pin(out);
-      arrive(bars.v_empty(now));
-#pragma unroll
-      for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
-      pack_probabilities();
+    while (load < last) {
+      visit_next<0>(rows, q_stage, load, load > first, rescale);
+      load++;
+      if constexpr (BUFFERS == 2) {
+        if (load == last) break;
+        visit_next<1>(rows, q_stage, load, true, rescale);
+        load++;
+      }
     }
     if constexpr (!C::OUT_OVER_Q) arrive(bars.q_empty(q_stage));
     bars.v_full(load & 1).wait((load >> 1) & 1);
-    multiply_out(load & 1);
+    if constexpr (BUFFERS == 2) {
+      take_output((load & 1) ^ 1, load > first);
+      rescale_output(rescale);
+    }
+    if (BUFFERS == 1 || (tile.visits & 1))
+      multiply_out<0>(load & 1);
+    else
+      multiply_out<BUFFERS - 1>(load & 1);
+    take_output(load & 1, true);
+  }
+
+  // S of the next KV tile, then O += P V of this one, whose weights are in buffer B. The softmax of the next one runs under the latter.
+  template <int B> DEVICE void visit_next(const Rows& rows, u32 q_stage, u32 load, bool is_under_way, float (&rescale)[2]) {
+    const u32 now = load & 1, next = now ^ 1;
+    bars.k_full(next).wait(((load + 1) >> 1) & 1);
+    const VisitNote note = note_of(next);
+    if constexpr (BUFFERS == 2) take_output(next, is_under_way);
+    await_turn();
+    multiply_s(q_stage, next);
+    bars.v_full(now).wait((load >> 1) & 1);
+    if constexpr (BUFFERS == 2) rescale_output(rescale);
+    multiply_out<B>(now);
+    wgmma_wait<1>();  // S
+    pass_turn();      // the other's S may run beside this output
+    weigh(rows, note, next, rescale);
+    if constexpr (BUFFERS == 1) {
+      take_output(now, true);
+      rescale_output(rescale);
+    }
+    pack_weights<(B + 1) % BUFFERS>();
+  }
+  // Waits for the output under way, if there is one. ptxas moves such a wait up to the last branch before it: with two buffers that is
+  // the wait for K, behind the softmax.
+  DEVICE void take_output(u32 stage, bool is_under_way) {
     wgmma_wait<0>();
     pin(out);
-    arrive(bars.v_empty(load & 1));
+    if (is_under_way) arrive(bars.v_empty(stage));
+  }
+  DEVICE void rescale_output(const float (&rescale)[2]) {
+    if (!__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) return;  // it would change nothing
+#pragma unroll
+    for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
+  }
+  // S becomes the weights of a KV tile.
+  DEVICE void weigh(const Rows& rows, VisitNote note, u32 stage, float (&rescale)[2]) {
+    pin(s);
+    arrive(bars.k_empty(stage));
+    if constexpr (SOFTCAP) cap_scores();
+    if (note.partial()) mask_scores(rows, note.kv_tile());
+    softmax(rescale);
+  }
+  template <int B> DEVICE void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < C::SCORES / 2; i++) weights[B][i] = pack<Half>(s[2 * i], s[2 * i + 1]);
   }
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
@@ -157,23 +200,30 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
                            descriptor(b + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
-  DEVICE void multiply_out(u32 stage) {  // O += P V
+  template <int B> DEVICE void multiply_out(u32 stage) {  // O += P V
     const u32 b = opaque(base) + stage * (C::KV_BYTES / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(out, probability + 4 * k, descriptor(b + descriptor_low(C::V + k * SIXTEEN_ROWS, C::KV_PANEL)));
+      wgmma_rs<Half, 1>(out, weights[B] + 4 * k, descriptor(b + descriptor_low(C::V + k * SIXTEEN_ROWS, C::KV_PANEL)));
     wgmma_commit();
   }
 
   // Register 4 g + e of a score tile is query row + 8 (e / 2), key column 8 g + 2 (lane % 4) + e % 2.
-  DEVICE void mask_scores(const QueryMask<MASK>& low, const QueryMask<MASK>& high, int query, int kv_tile) {
-    const int key = kv_tile * C::KV_ROWS + 2 * (lane & 3);
+  DEVICE void mask_scores(const Rows& rows, int kv_tile) {
+    const int key = kv_tile * C::KV_ROWS + 2 * (lane & 3);  // of column 0
+    const int first[2] = {rows.low.first - key, rows.high.first - key}, end[2] = {rows.low.end - key, rows.high.end - key};
+    if (MASK != MaskKind::Blocks && __all_sync(0xffffffffu, first[0] <= 0 && first[1] <= 0)) {  // as under causal masks: half the work
+#pragma unroll
+      for (int i = 0; i < C::SCORES; i++)
+        if (end[(i >> 1) & 1] <= 8 * (i / 4) + (i & 1)) s[i] = MINUS_INFINITY;
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < C::SCORES; i++) {
-      const bool second = i & 2;
-      const QueryMask<MASK>& row = second ? high : low;
-      if (!row.keeps(p.mask, query + (second ? 8 : 0), key + 8 * (i / 4) + (i & 1))) s[i] = MINUS_INFINITY;
+      const int r = (i >> 1) & 1, column = 8 * (i / 4) + (i & 1);
+      const bool is_outside = column < first[r] || column >= end[r];
+      if (is_outside || !is_kept<MASK>(p.mask, rows.query + 8 * r, key + column)) s[i] = MINUS_INFINITY;
     }
   }
   DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies by it
@@ -185,19 +235,18 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   DEVICE void softmax(float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float part[LANES];
+      float most[4];
 #pragma unroll
-      for (int i = 0; i < LANES; i++) part[i] = row_score(r, i);
+      for (int i = 0; i < 4; i++) most[i] = row_score(r, i);
 #pragma unroll
-      for (int i = LANES; i < C::SCORES / 2; i++) part[i % LANES] = fmaxf(part[i % LANES], row_score(r, i));
-      float largest = row_max[r];
-#pragma unroll
-      for (int i = 0; i < LANES; i++) largest = fmaxf(largest, part[i]);
+      for (int i = 4; i < C::SCORES / 2; i++) most[i % 4] = fmaxf(most[i % 4], row_score(r, i));
+      float largest = fmaxf(row_max[r], fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
       const float shift = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);  // a row may have met no key yet
       rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift);  // just 1 if the maximum stays: extra visits change nothing
       row_max[r] = largest;
+      float part[LANES];
 #pragma unroll
       for (int i = 0; i < C::SCORES / 2; i++) {
         float& x = row_score(r, i);
@@ -210,10 +259,6 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     }
   }
   DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }  // column i of row r, as this thread holds them
-  DEVICE void pack_probabilities() {
-#pragma unroll
-    for (int i = 0; i < C::SCORES / 2; i++) probability[i] = pack<Half>(s[2 * i], s[2 * i + 1]);
-  }
 
   DEVICE void finish(u32 slot, const TensorMap* out_map) {
     const TileNote tile = note_of_tile(slot);

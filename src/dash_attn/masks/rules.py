@@ -226,13 +226,8 @@ class TileMap(Mask):
 
     def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
         self.check(q_len, kv_len)
-        kept = np.zeros((self.blocks.shape[0] + 1, self.blocks.shape[1] + 1), dtype=np.int64)
-        kept[1:, 1:] = self.blocks.cumsum(0).cumsum(1)
-        top, bottom = _block_range(q_len, tile_q, self.block_q)
-        left, right = _block_range(kv_len, tile_kv, self.block_kv)
-        inside = kept[np.ix_(bottom, right)] - kept[np.ix_(top, right)] - kept[np.ix_(bottom, left)] + kept[np.ix_(top, left)]
-        area = (bottom - top)[:, None] * (right - left)
-        whole = _whole_tiles(q_len, tile_q)[:, None] & _whole_tiles(kv_len, tile_kv)
+        inside, area = kept_in_blocks(self.blocks, block_range(q_len, tile_q, self.block_q), block_range(kv_len, tile_kv, self.block_kv))
+        whole = whole_tiles(q_len, tile_q)[:, None] & whole_tiles(kv_len, tile_kv)
         return np.where(inside > 0, np.where((inside == area) & whole, FULL, PARTIAL), EMPTY).astype(np.uint8)
 
     def __str__(self) -> str:
@@ -242,19 +237,34 @@ class TileMap(Mask):
         return f"TileMap({self}, block_q={self.block_q}, block_kv={self.block_kv})"
 
 
-def _block_range(length: int, tile: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+Range = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def kept_in_blocks(blocks: NDArray[np.bool_], rows: Range, columns: Range) -> Range:
+    """How many of the blocks that each tile touches are kept, and how many it touches."""
+    kept = np.zeros((blocks.shape[0] + 1, blocks.shape[1] + 1), dtype=np.int64)
+    kept[1:, 1:] = blocks.cumsum(0).cumsum(1)
+    (top, bottom), (left, right) = rows, columns
+    inside = kept[np.ix_(bottom, right)] - kept[np.ix_(top, right)] - kept[np.ix_(bottom, left)] + kept[np.ix_(top, left)]
+    return inside, (bottom - top)[:, None] * (right - left)
+
+
+def block_range(length: int, tile: int, block: int) -> Range:
     """First block and end of the blocks that each tile touches."""
     start = np.arange(0, length, tile)
     return start // block, -(-np.minimum(start + tile, length) // block)
 
 
-def _whole_tiles(length: int, tile: int) -> NDArray[np.bool_]:
+def whole_tiles(length: int, tile: int) -> NDArray[np.bool_]:
     return np.arange(0, length, tile) + tile <= length
 
 
 def check_mask(mask: Any) -> None:
     if not isinstance(mask, Mask):  # shown short: it may be a large tensor
-        raise TypeError(f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {reprlib.repr(mask)}")
+        raise TypeError(
+            f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {reprlib.repr(mask)}."
+            " flash_attn_func also takes a boolean tensor or a BooleanMask"
+        )
 
 
 def is_whole(value: Any) -> bool:

@@ -1,0 +1,224 @@
+"""flash_attn_with_kvcache: queries that attend a cache of keys and values, with the bits of the whole forward."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..call.kv_cache import CachePlaces, CacheTensors
+from ..call.offsets import SequenceOffsets
+from ..call.options import Choices
+from ..call.tensor_checks import check_flags, check_strided
+from ..masks import is_whole
+from .kv_cache_ops import run_eagerly, run_traced
+from .signatures import OutAndLse
+from .torch_ops import is_traced
+from .transforms import refuse_transforms
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    rotary_cos: None = ...,
+    rotary_sin: None = ...,
+    cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: None = ...,
+    num_splits: int = ...,
+    return_softmax_lse: Literal[False] = ...,
+    *,
+    sinks: Tensor | None = ...,
+    first_position: int | Tensor = ...,
+    backend: str = ...,
+) -> Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    rotary_cos: None = ...,
+    rotary_sin: None = ...,
+    cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: None = ...,
+    num_splits: int = ...,
+    *,
+    return_softmax_lse: Literal[True],
+    sinks: Tensor | None = ...,
+    first_position: int | Tensor = ...,
+    backend: str = ...,
+) -> OutAndLse: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    rotary_cos: None = ...,
+    rotary_sin: None = ...,
+    cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: None = ...,
+    num_splits: int = ...,
+    return_softmax_lse: bool = ...,
+    *,
+    sinks: Tensor | None = ...,
+    first_position: int | Tensor = ...,
+    backend: str = ...,
+) -> Tensor | OutAndLse: ...
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    first_position: int | Tensor = 0,
+    backend: str = "auto",
+) -> Tensor | OutAndLse:
+    """Attention of new queries to cached keys and values. Each token has the bits it has in flash_attn_func on the whole sequence.
+
+    q is (batch, new queries, q_heads, dim). k_cache and v_cache are (rows, slots, kv_heads, dim) or, with block_table,
+    (pages, page size, kv_heads, dim); pages have a multiple of 16 rows. The last query is aligned with the last key.
+
+    k, v: (batch, new keys, kv_heads, dim), appended to the caches in place before anything is attended.
+    cache_seqlens: how many slots of each sequence are in use before the call, left padding included: a number or an int32 tensor
+        (batch,). Where it is None all are, and nothing can be appended.
+    cache_batch_idx: int32 (batch,), the row of the cache that each sequence has. None: sequence i has row i.
+    cache_leftpad: int32 (batch,), the slot of each sequence's first key. Positions are counted from it.
+    block_table: int32 (batch, entries), the pages of each sequence. Entries behind its last key, or before its window, are not read.
+    softmax_scale, causal, window_size, softcap, sinks, backend: as in flash_attn_func.
+    first_position: the position of each sequence's first cached key, where a cache dropped those before a window: a number or an
+        int32 tensor (batch,). KV tiles are cut by position, so bits depend on it.
+    num_splits: 0 or 1. How work is split never changes bits and is not the caller's to choose.
+
+    Rotary embeddings and ALiBi are not supported and raise. There is no backward: a tensor that requires a gradient raises.
+    What lies in unused slots does not matter, be it NaN. On the GPU lengths and pages are not read on the host: a kernel checks
+    them and, like PyTorch's device-side assertions, stops the CUDA context with a message. Nothing is written outside the cache.
+
+    Returns out, (batch, new queries, q_heads, dim of v); (out, lse) with `return_softmax_lse`, lse as in flash_attn_func.
+    """
+    refuse_transforms()
+    check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
+    refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
+    tensors = CacheTensors(q, k_cache, v_cache, k, v, sinks)
+    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
+    places = places_of(tensors, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, first_position)
+    choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
+    out, lse = run(tensors, places, None, choices)
+    return (out, lse) if return_softmax_lse else out
+
+
+def places_of(
+    tensors: CacheTensors,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    first_position: int | Tensor,
+) -> CachePlaces:
+    """Where the keys lie. Without lengths every slot is in use."""
+    k, k_cache = tensors.k, tensors.k_cache
+    if (k is None) != (tensors.v is None):
+        raise ValueError(f"k and v must be given together; got {'v' if k is None else 'k'} alone")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
+    new = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else 0
+    if cache_seqlens is None:
+        check_strided(k_cache=k_cache)
+        cache_seqlens = _all_slots(k_cache, block_table)
+    return CachePlaces(cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table, first_position)
+
+
+def run(
+    tensors: CacheTensors, places: CachePlaces, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE. packed: SequenceOffsets' fields."""
+    numbers = (
+        places.cache_seqlens,
+        places.cache_batch_idx,
+        places.cache_leftpad,
+        places.block_table,
+        places.first_position,
+        *(packed or ())[:2],
+    )
+    read = (tensors.q, tensors.k_cache, tensors.v_cache, tensors.k, tensors.v, tensors.sinks)
+    if is_traced(*read, *(x for x in numbers if isinstance(x, Tensor))):
+        check_strided(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)
+        return run_traced(tensors, places, packed, choices)
+    return run_eagerly(tensors, places, None if packed is None else SequenceOffsets(*packed), choices)
+
+
+def refuse_gradients(**tensors: Tensor | None) -> None:
+    """A gradient that is silently missing trains something else."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"attention to a cache has no backward, and {name} requires a gradient: call it under torch.no_grad() or"
+                " torch.inference_mode(), or train with flash_attn_func, which has the same bits"
+            )
+
+
+def _all_slots(k_cache: Tensor, block_table: Tensor | None) -> int:
+    slots = k_cache.shape[1] if k_cache.ndim == 4 else 0
+    return slots * block_table.shape[1] if isinstance(block_table, Tensor) and block_table.ndim == 2 else slots
+
+
+def refuse_unsupported(rotary_cos: Any, rotary_sin: Any, alibi_slopes: Any, num_splits: Any) -> None:
+    """Arguments of FlashAttention that cannot be honoured."""
+    if rotary_cos is not None or rotary_sin is not None:
+        raise ValueError(
+            "rotary embeddings are not supported: rotary_cos and rotary_sin must be None; rotate q and k before the call,"
+            " as training does, so that both have the same bits"
+        )
+    if alibi_slopes is not None:
+        raise ValueError("ALiBi is not supported: alibi_slopes must be None")
+    if not is_whole(num_splits) or num_splits not in (0, 1):
+        raise ValueError(f"num_splits must be 0 or 1, because sums of splits would have other bits; got {num_splits!r}")

@@ -1,0 +1,36 @@
+// Attention to a cache: one cluster per unit (decode/cluster_config.cuh).
+#pragma once
+#include "decode/cluster_loader.cuh"
+#include "decode/cluster_outputs.cuh"
+#include "decode/cluster_scores.cuh"
+
+template <typename Half, int D, bool SOFTCAP> __global__ void __cluster_dims__(ClusterConfig<D>::CTAS, 1, 1)
+    __launch_bounds__(ClusterConfig<D>::THREADS, 1)
+        attention_decode_cluster(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+                                 const __grid_constant__ DecodeParams p) {
+  using C = ClusterConfig<D>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 shared = shared_address(memory);
+  if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
+  Unit unit(p, blockIdx.x / C::CTAS, C::ROWS);
+  if (!unit.has_rows()) return;  // the whole cluster
+  const CacheSlots slots(p.cache, unit.sequence);
+  unit.look_at_keys(p, slots);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP, rank = (int)cluster_rank();
+  if (threadIdx.x == 0) {
+    Ring<typename C::KRing>::init(shared);
+    Ring<typename C::VRing>::init(shared);
+    Mail<C>{shared}.init(Rounds<C>(unit), rank);
+  }
+  cluster_sync();  // nobody sends to barriers that are not there yet
+  if (warp < 4)
+    ClusterScores<Half, D, SOFTCAP>(p, unit, shared, rank, warp, lane).run();
+  else if (warp < 8)
+    ClusterOutputs<Half, D>(p, unit, shared, rank, warp - 4, lane).run();
+  else if (warp < 9)
+    ClusterLoader<D>{p, &k_map, &v_map, unit, slots, shared, rank, lane}.run();
+  else
+    ClusterReceipts<D>{unit, {shared}, lane}.run();
+  __syncwarp();
+  cluster_sync();  // nobody leaves while others still read from it or write to it
+}

@@ -1,0 +1,8 @@
+"""Attention to a cache of keys and values on Hopper GPUs."""
+
+from __future__ import annotations
+
+from .calls.decode import attention_with_cache
+from .calls.decode_explained import explain_cache
+
+__all__ = ["attention_with_cache", "explain_cache"]

@@ -1,0 +1,48 @@
+"""The argument `mask` where it is a boolean matrix: its pattern is planned, its elements are data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import BooleanMask, Full
+from ..masks.boolean_mask import check_shape
+
+
+def take_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, BooleanMask | None]:
+    """The mask to plan, and the elements of its partial tiles where it has any. Masks that have rules are as they are."""
+    if not isinstance(mask, (Tensor, BooleanMask)):
+        return mask, None
+    check_mask_tensor(mask, q, k)
+    if 0 in (q.shape[0], q.shape[1], k.shape[1]):
+        return Full(), None  # nobody attends anything
+    if isinstance(mask, Tensor):
+        mask = BooleanMask(_on_host(mask).expand(*mask.shape[:-2], q.shape[1], k.shape[1]))
+    return mask.pattern, mask if mask.has_partial_blocks else None
+
+
+def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
+    """Looks at shape, dtype and device only."""
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise ValueError(f"a mask tensor must be boolean, True where a query attends a key (there are no biases); got {mask.dtype}")
+        if mask.layout is not torch.strided or mask.is_nested:
+            raise ValueError(f"a mask tensor must be dense (layout torch.strided); got {mask.layout}")
+        if mask.device != q.device and q.device.type != "meta":
+            raise ValueError(f"a mask tensor must be on the device of q, k and v ({q.device}); got {mask.device}")
+    needed = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    check_shape(tuple(mask.shape), needed, broadcast=4 if isinstance(mask, Tensor) else 2)
+
+
+def _on_host(mask: Tensor) -> Tensor:
+    """Planning looks at the elements: on a GPU the host waits for them, which a graph cannot hold."""
+    if mask.device.type == "meta":
+        raise ValueError("a mask tensor decides the plan by its values: it must not be on the meta device")
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a mask tensor cannot be planned while a CUDA graph is captured, because the host looks at its values:"
+            " make a BooleanMask of it before the capture"
+        )
+    return mask.detach().cpu()

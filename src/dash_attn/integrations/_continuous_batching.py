@@ -1,0 +1,89 @@
+"""Continuous batching of transformers (`generate_batch`): requests of any lengths in one packed batch, their keys in pages.
+
+The cache writes the new keys into its pages and gathers those of every request, end to end. Where a key lay does not matter to the
+bits; where its sequence begins does, so requests that have grown past a sliding window are told apart.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.kv_cache import flash_attn_with_kvcache
+from ..attention.varlen import flash_attn_varlen_func
+from ..call.offsets import SequenceOffsets
+from ..masks import Causal, Window
+from ._documents import offsets_of_arguments
+from ._layer_mask import NAME, LayerMask
+
+# What the model is given for the cache, and not for us.
+FOR_THE_CACHE = ("cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
+
+
+def keep_implementation() -> None:
+    """transformers lets continuous batching run with implementations that it knows, and would replace ours or refuse it."""
+    try:
+        from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    except ImportError:  # a version without it, or without what it needs
+        return
+    original = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)
+    if original is None or getattr(original, "keeps_dash_attn", False):  # older versions refuse implementations that they do not know
+        return
+
+    @wraps(original)
+    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            original(self, model, *args, **kwargs)
+
+    switch_to_cb_friendly_attn.keeps_dash_attn = True  # type: ignore[attr-defined]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+
+
+def attend_to_pages(
+    module: nn.Module, tensors: tuple[Tensor, ...], given: LayerMask, arguments: dict[str, Any], options: dict[str, Any]
+) -> Tensor:
+    """Attention of the requests of a batch, (1, heads, tokens, dim) -> (1, tokens, heads, dim). `arguments` are transformers'."""
+    query, key, value = tensors
+    if given.windows is None:
+        raise NotImplementedError(
+            f"dash_attn takes causal masks and windows in continuous batching; {type(module).__name__} has {given.mask}"
+        )
+    if arguments.get("block_table") is not None:
+        raise NotImplementedError("dash_attn lets the cache gather its pages in continuous batching: set max_blocks_per_request=0")
+    (window,) = given.windows
+    key, value = arguments["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
+    offsets = offsets_of_arguments(arguments)
+    assert offsets is not None, "continuous batching always gives them"
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if window is not None and offsets.max_seqlen_k >= window:
+        firsts = _first_positions(offsets, arguments.get("position_ids"), window)
+        if any(firsts):
+            return _one_by_one((q, k, v), offsets, firsts, {"window_size": (window - 1, 0), **options})[None]
+    mask = Causal() if window is None else Window(window - 1, 0)
+    ends = offsets.cu_seqlens_q, offsets.cu_seqlens_k, offsets.max_seqlen_q, offsets.max_seqlen_k
+    out: Tensor = flash_attn_varlen_func(q, k, v, *ends, mask=mask, **options)
+    return out[None]
+
+
+def _first_positions(offsets: SequenceOffsets, positions: Tensor | None, window: int) -> list[int]:
+    """Of the first key of each request. It is not 0 where the cache dropped keys: the last position tells how many there were."""
+    if positions is None:
+        raise NotImplementedError(f"dash_attn needs position_ids to tell which keys a cache with a window of {window} dropped; got none")
+    lengths_q, lengths_k = offsets.cu_seqlens_q.diff(), offsets.cu_seqlens_k.diff()
+    last = positions[0][(offsets.cu_seqlens_q[1:] - 1).clamp(min=0).long()]
+    firsts: list[int] = torch.where(lengths_q > 0, last + 1 - lengths_k, 0).tolist()
+    return firsts
+
+
+def _one_by_one(tokens: tuple[Tensor, Tensor, Tensor], offsets: SequenceOffsets, firsts: list[int], options: dict[str, Any]) -> Tensor:
+    """Packed sequences count positions from their first key, so requests that dropped keys get a call each."""
+    q, k, v = tokens
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    for first, (rows, keys) in zip(firsts, offsets.sequences(len(q), len(k)), strict=True):
+        if rows.start < rows.stop:
+            one: Tensor = flash_attn_with_kvcache(q[None, rows], k[None, keys], v[None, keys], first_position=first, **options)
+            out[rows] = one[0]
+    return out

@@ -1,0 +1,102 @@
+"""Any boolean matrix as a mask: one for all, or one per sequence or query head."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .packed_matrix import PackedMatrix
+from .rules import PARTIAL, TileMap
+from .tile_pattern import PatternPerHead, TilePattern
+
+DIMENSIONS = "(q_len, kv_len), or what broadcasts to (batch, query heads, q_len, kv_len)"
+
+
+class BooleanMask:
+    """Query i attends key j iff `matrix[..., i, j]`. The shape is (q_len, kv_len), or broadcasts to (batch, query heads, q_len, kv_len).
+
+    flash_attn_func takes it as `mask=`, and a boolean tensor as well. What is made here is planned and packed once: make it once where
+    many calls have one mask. It keeps its own bits, so a later change of the matrix has no effect. `nbytes` says how many bytes it has.
+    """
+
+    def __init__(self, matrix: Any) -> None:
+        """matrix: a boolean tensor, or an array of NumPy."""
+        array = np.asarray(matrix.detach().cpu() if hasattr(matrix, "detach") else matrix)
+        if array.dtype != np.bool_ or not 2 <= array.ndim <= 4 or 0 in array.shape:
+            raise ValueError(
+                f"a boolean mask must be boolean, not empty and of shape {DIMENSIONS}; got {array.dtype} of shape {array.shape}"
+            )
+        self._take([[PackedMatrix(one) for one in heads] for heads in _without_repeats(array)], array.shape)
+
+    @classmethod
+    def of_packed(cls, matrices: list[list[PackedMatrix]]) -> BooleanMask:
+        """Of one matrix for each sequence and query head."""
+        made = cls.__new__(cls)
+        made._take(matrices, (len(matrices), len(matrices[0]), *matrices[0][0].shape))
+        return made
+
+    def _take(self, matrices: list[list[PackedMatrix]], shape: tuple[int, ...]) -> None:
+        distinct: dict[bytes, int] = {}
+        numbers = [[distinct.setdefault(one.digest, len(distinct)) for one in heads] for heads in matrices]
+        by_digest = {one.digest: one for heads in matrices for one in heads}
+        self.shape = shape
+        self.matrices = tuple(by_digest[digest] for digest in distinct)
+        self.numbers = np.array(numbers, dtype=np.int64)  # (sequences or 1, query heads or 1): which matrix each has
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self.matrices)
+
+    @property
+    def has_partial_blocks(self) -> bool:
+        """Whether the elements say more than the pattern."""
+        return any((matrix.blocks == PARTIAL).any() for matrix in self.matrices)
+
+    @cached_property
+    def pattern(self) -> TilePattern | TileMap | PatternPerHead:
+        """Which tiles are kept, for planning."""
+        of_matrices = [TilePattern.of(matrix.blocks) for matrix in self.matrices]
+        patterns = tuple(dict.fromkeys(of_matrices))
+        if len(patterns) == 1:
+            return patterns[0]
+        places = np.array([patterns.index(pattern) for pattern in of_matrices])
+        return PatternPerHead(patterns, places[self.numbers])
+
+    def of(self, sequence: int, head: int) -> PackedMatrix:
+        """The matrix of a query head of a sequence."""
+        sequences, heads = self.numbers.shape
+        return self.matrices[int(self.numbers[sequence if sequences > 1 else 0, head if heads > 1 else 0])]
+
+    def some(self, sequences: slice, heads: slice) -> BooleanMask:
+        """Of some sequences and query heads. The matrices are shared."""
+        made = BooleanMask.__new__(BooleanMask)
+        made.matrices = self.matrices
+        made.numbers = self.numbers[
+            sequences if len(self.numbers) > 1 else slice(None), heads if self.numbers.shape[1] > 1 else slice(None)
+        ]
+        made.shape = (*made.numbers.shape, *self.shape[-2:])
+        return made
+
+    def __repr__(self) -> str:
+        return f"BooleanMask(shape={self.shape}, matrices={len(self.matrices)}, nbytes={self.nbytes})"
+
+
+def check_shape(shape: tuple[int, ...], needed: tuple[int, int, int, int], broadcast: int = 2) -> None:
+    """Raise ValueError unless there is a matrix for each query head of each sequence. broadcast: how many dimensions may be 1."""
+    sizes = (1,) * (4 - len(shape)) + tuple(shape)
+    fits = (size == wanted or (size == 1 and place < broadcast) for place, (size, wanted) in enumerate(zip(sizes, needed, strict=False)))
+    if not 2 <= len(shape) <= 4 or not all(fits):
+        raise ValueError(
+            f"a boolean mask must be {needed[2:]} (q_len, kv_len), or broadcast to {needed} (batch, query heads, q_len, kv_len);"
+            f" got shape {tuple(shape)}"
+        )
+
+
+def _without_repeats(array: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """(sequences or 1, heads or 1, q_len, kv_len): of a dimension that was expanded, its first."""
+    leading = array.reshape((1,) * (4 - array.ndim) + array.shape) if array.ndim < 4 else array
+    first = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in leading.strides[:2])
+    return leading[first]

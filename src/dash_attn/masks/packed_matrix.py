@@ -1,0 +1,72 @@
+"""One boolean matrix, packed: which of its blocks are empty, partial or full, and eight elements per byte of those that are partial."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rules import EMPTY, FULL, PARTIAL
+from .tile_pattern import BLOCK
+
+WORD = np.dtype("<u8")  # a row of a block: bit j is column j
+ALL_BITS = 2**BLOCK - 1
+
+
+class PackedMatrix:
+    """`words` are the rows of partial blocks, block by block, and behind them an empty and a full block; `places` say which of
+    these a block has."""
+
+    def __init__(self, matrix: NDArray[np.bool_]) -> None:
+        self.shape = matrix.shape
+        rows = _rows_as_words(matrix)
+        self.blocks = _blocks_of(rows, matrix.shape[1])
+        partial = self.blocks == PARTIAL
+        count = int(partial.sum())
+        self.words = np.empty((count + 2, BLOCK), dtype=WORD)
+        self.words[count], self.words[count + 1] = 0, ALL_BITS
+        self.places = np.where(self.blocks == EMPTY, count, count + 1).astype(np.int32)
+        self.places[partial] = np.arange(count)
+        padded = np.zeros((len(self.blocks) * BLOCK, rows.shape[1]), dtype=WORD)
+        padded[: len(rows)] = rows
+        self.words[:count] = padded.reshape(-1, BLOCK, rows.shape[1]).transpose(0, 2, 1)[partial]
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.places.nbytes + self.blocks.nbytes
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for equal matrices."""
+        digest = hashlib.sha256(np.array(self.shape, dtype=np.int64).tobytes())
+        digest.update(self.blocks.tobytes())
+        digest.update(self.words.tobytes())
+        return digest.digest()
+
+    def keep(self, q: slice, kv: slice) -> NDArray[np.bool_]:
+        """Which elements attend, of some rows and columns inside the lengths."""
+        first_row, first_column = q.start // BLOCK, kv.start // BLOCK
+        blocks = self.places[first_row : -(-q.stop // BLOCK), first_column : -(-kv.stop // BLOCK)]
+        words = np.ascontiguousarray(self.words[blocks].transpose(0, 2, 1)).reshape(-1, blocks.shape[1])
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        top, left = q.start - first_row * BLOCK, kv.start - first_column * BLOCK
+        kept: NDArray[np.bool_] = bits[top : top + q.stop - q.start, left : left + kv.stop - kv.start]
+        return kept
+
+
+def _rows_as_words(matrix: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """(rows, blocks): 64 columns per word, zeros beyond the last."""
+    packed = np.packbits(matrix, axis=1, bitorder="little")
+    bytes_of_rows = np.zeros((len(matrix), -(-matrix.shape[1] // BLOCK) * BLOCK // 8), dtype=np.uint8)
+    bytes_of_rows[:, : packed.shape[1]] = packed
+    return bytes_of_rows.view(WORD)
+
+
+def _blocks_of(rows: NDArray[np.uint64], columns: int) -> NDArray[np.uint8]:
+    starts = np.arange(0, len(rows), BLOCK)
+    every, some = np.bitwise_and.reduceat(rows, starts, axis=0), np.bitwise_or.reduceat(rows, starts, axis=0)
+    whole = np.full(rows.shape[1], ALL_BITS, dtype=WORD)
+    whole[-1] = ALL_BITS >> (-columns % BLOCK)
+    return np.where(some == 0, EMPTY, np.where(every == whole, FULL, PARTIAL)).astype(np.uint8)

@@ -1,0 +1,126 @@
+"""The tokens of a case through a cache, in chunks and one by one: each must have the bits of the whole forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.functions import flash_attn_func
+from ...attention.kv_cache import flash_attn_with_kvcache
+from ...masks import Causal, Full, Mask, Window
+from .bits import Results, poisoned_memory
+from .cases import Case, Inputs
+
+PAGE_SIZES = (0, 16, 48)  # 0: rows
+STEPS = (1, 1, 1, 4, 64)  # behind a prompt of half the sequence; the rest comes at once
+DETAIL = "rows, pages of 16 and of 48 slots; a prompt, single tokens and chunks; slots that are not in use were NaN"
+
+
+def can_decode(case: Case, device: str) -> bool:
+    """Whether a cache can serve the case: a token must attend all keys, or none behind it."""
+    mask = case.read_mask()
+    alone = isinstance(mask, (Full, Causal)) or (isinstance(mask, Window) and mask.right == 0)
+    return alone and (device == "cpu" or case.head_dim % 8 == 0)
+
+
+def through_caches(case: Case, inputs: Inputs, plain: Results, sinks: Tensor | None = None) -> Iterator[tuple[str, Results]]:
+    """What each kind of cache gives, in words and in bits, with the gradients of `plain`."""
+    for page_size in PAGE_SIZES:
+        with poisoned_memory(), torch.no_grad():
+            out, lse = _Decoding(case, inputs, page_size, sinks).run()
+        yield f"pages of {page_size}" if page_size else "rows", plain._replace(out=out.cpu(), lse=lse.cpu())
+
+
+def recombined_halves(case: Case, inputs: Inputs, plain: Results) -> Results:
+    """The control: attention of the last query to two halves of its keys, joined by their LSE as kernels do that split them."""
+    q, k, v, _ = (x.detach() for x in inputs)
+    mask, length = case.read_mask(), case.seqlen
+    first = max(0, length - 1 - mask.left) if isinstance(mask, Window) and mask.left >= 0 else 0
+    cut = (first + length) // 2
+    halves = [flash_attn_func(q[:, -1:], k[:, part], v[:, part], return_lse=True) for part in (slice(first, cut), slice(cut, length))]
+    lses = torch.stack([lse.double() for _, lse in halves])
+    lse = lses.logsumexp(0)
+    weights = (lses - lse).exp().transpose(2, 3)[..., None]
+    joined = weights[0] * halves[0][0].double() + weights[1] * halves[1][0].double()
+    changed = plain._replace(out=plain.out.clone(), lse=plain.lse.clone())
+    changed.out[:, -1:], changed.lse[:, :, -1:] = joined.cpu().to(plain.out.dtype), lse.cpu().to(plain.lse.dtype)
+    return changed
+
+
+@dataclass
+class _Decoding:
+    """One batch on its way through a cache. Sequences are at different lengths from the second call on."""
+
+    case: Case
+    inputs: Inputs
+    page_size: int
+    sinks: Tensor | None
+    caches: list[Tensor] = field(init=False)
+    places: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.inputs[0].device
+        count, slots = self.case.batch, self.case.seqlen + 5
+        columns, size = (-(-slots // self.page_size), self.page_size) if self.page_size else (1, slots)
+        self.caches = [torch.full((columns * count + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(self.device) for x in self._keys]
+        dealt = torch.arange(columns * count, 0, -1, dtype=torch.int32).view(columns, count).t().contiguous()
+        self.places = {"block_table": dealt} if self.page_size else {"cache_batch_idx": dealt[:, 0].contiguous()}
+        self.options = {**_mask_arguments(self.case.read_mask()), "sinks": self.sinks, "return_softmax_lse": True}
+
+    @property
+    def _keys(self) -> tuple[Tensor, Tensor]:
+        return self.inputs[1].detach(), self.inputs[2].detach()
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        q, case = self.inputs[0].detach(), self.case
+        out, lse = torch.full_like(q, torch.nan), torch.full((case.batch, case.heads, case.seqlen), torch.nan, device=self.device)
+        lse = lse.to(torch.promote_types(q.dtype, torch.float32))
+        done = [0] * case.batch
+        while left := [i for i in range(case.batch) if done[i] < case.seqlen]:
+            for chosen, count in self._turn(left, done):
+                found = self._call(chosen, [done[i] for i in chosen], count)
+                for place, i in enumerate(chosen):
+                    rows = slice(done[i], done[i] + count)
+                    out[i, rows], lse[i, :, rows] = found[0][place], found[1][place]
+                    done[i] += count
+        return out, lse
+
+    def _turn(self, left: list[int], done: list[int]) -> Iterator[tuple[list[int], int]]:
+        """Which sequences come together, with how many tokens each: prompts alone, then single tokens of all, the rest alone."""
+        prompts = [i for i in left if done[i] == 0]
+        if prompts:
+            yield from (([i], min(self.case.seqlen // 2 + 1 + 3 * i, self.case.seqlen)) for i in prompts)
+            return
+        for count in STEPS:
+            able = [i for i in left if self.case.seqlen - done[i] >= count]
+            if able:
+                yield able, count
+        yield from (([i], self.case.seqlen - done[i]) for i in left if done[i] < self.case.seqlen)
+
+    def _call(self, chosen: list[int], done: list[int], count: int) -> tuple[Tensor, Tensor]:
+        q = torch.stack([self.inputs[0][i, n : n + count] for i, n in zip(chosen, done, strict=True)]).detach()
+        kept, new = self._kept_and_new(chosen, done, count)
+        k_cache, v_cache = self.caches
+        places: dict[str, Any] = {name: values[chosen].to(self.device) for name, values in self.places.items()}
+        places["cache_seqlens"] = torch.tensor(kept, dtype=torch.int32, device=self.device)
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **places, **self.options)
+        return out, lse
+
+    def _kept_and_new(self, chosen: list[int], done: list[int], count: int) -> tuple[list[int], dict[str, Any]]:
+        """Lengths before the call, and what it appends: with a full mask all keys, before any query."""
+        if not isinstance(self.case.read_mask(), Full):
+            new = (torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self._keys)
+            return done, dict(zip("kv", new, strict=True))
+        if any(done):
+            return [self.case.seqlen] * len(chosen), {}
+        return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self._keys), strict=True))
+
+
+def _mask_arguments(mask: Mask) -> dict[str, Any]:
+    if isinstance(mask, Window):
+        return {"causal": True, "window_size": (mask.left, 0)}
+    return {"causal": isinstance(mask, Causal)}

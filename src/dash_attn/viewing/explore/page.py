@@ -1,0 +1,72 @@
+"""One page from the files in page/: with data in it, or with a form that asks the server for them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .packing import as_text, compressed
+
+FOLDER = Path(__file__).parent / "page"
+# In the order in which they use each other.
+SCRIPTS = (
+    "data",
+    "colours",
+    "bars",
+    "tasks",
+    "units",
+    "averaging",
+    "drawing",
+    "overlay",
+    "chart",
+    "details",
+    "moment",
+    "path",
+    "form",
+    "modules",
+    "ledgers",
+    "main",
+)
+MOST_PLAIN = 2**18  # characters of data; more are compressed, which makes the bytes depend on the version of zlib
+
+
+def saved_page(answer: dict[str, Any]) -> str:
+    """A page that needs no server."""
+    text = as_text(answer)
+    packing, data = ("plain", text) if len(text) <= MOST_PLAIN else ("gzip", compressed(answer))
+    return _page(data, packing, connect="'none'")
+
+
+def served_page(start: dict[str, Any]) -> str:
+    """A page that asks for its data. `start`: the form's choices and the first options."""
+    return _page(as_text(start), "form", connect="'self'")
+
+
+def _page(data: str, packing: str, connect: str) -> str:
+    style, script = _style(), _script()
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {connect}; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+    parts = {"policy": policy, "style": style, "script": script, "data": data, "packing": packing}
+    page = (FOLDER / "page.html").read_text(encoding="utf-8")
+    before, *others = page.split("{{")  # one pass: what is put in is not looked at again
+    return before + "".join(parts[name] + rest for name, _, rest in (other.partition("}}") for other in others))
+
+
+@cache
+def _style() -> str:
+    return (FOLDER / "style.css").read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    return "".join((FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+
+
+def _hash(text: str) -> str:
+    """As a Content-Security-Policy names an inline element."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

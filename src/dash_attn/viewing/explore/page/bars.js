@@ -1,0 +1,68 @@
+// Bars: what fills the lanes of a chart. Those of a lane follow each other in time, lane by lane.
+
+const PHASES = ["compute", "reduce", "add", "stall", "start-up"];
+const [COMPUTE, REDUCE, ADD, STALL, STARTUP] = [0, 1, 2, 3, 4];
+
+class Bars {
+  constructor(most, lanes) {
+    this.start = new Float64Array(most);
+    this.end = new Float64Array(most);
+    this.item = new Int32Array(most);
+    this.phase = new Uint8Array(most);
+    this.colour = new Uint16Array(most);
+    this.first = new Int32Array(lanes + 1); // of each lane
+    this.count = 0;
+    this.atOnce = 1; // of one lane
+  }
+
+  add(start, end, item, phase, colour) {
+    if (!(end > start)) return;
+    // Reduces behind computes may pass each other by a few places.
+    let at = this.count++;
+    while (at > this.laneStart && this.start[at - 1] > start) {
+      this.copy(at - 1, at);
+      at--;
+    }
+    this.start[at] = start;
+    this.end[at] = end;
+    this.item[at] = item;
+    this.phase[at] = phase;
+    this.colour[at] = colour;
+  }
+
+  copy(from, to) {
+    for (const column of [this.start, this.end, this.item, this.phase, this.colour]) column[to] = column[from];
+  }
+
+  beginLane(lane) {
+    this.first[lane] = this.laneStart = this.count;
+    this.first.fill(this.count, lane + 1);
+  }
+
+  endLanes() {
+    this.first[this.first.length - 1] = this.count;
+  }
+
+  /** The first bar of a lane that starts after a time. */
+  after(lane, time) {
+    let [low, high] = [this.first[lane], this.first[lane + 1]];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.start[middle] > time) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  /** [from, to) of a lane's bars that touch a stretch of time, and perhaps a few more in front. */
+  between(lane, from, to) {
+    return [Math.max(this.first[lane], this.after(lane, from) - this.atOnce), this.after(lane, to)];
+  }
+
+  /** The bar at a time, or -1. */
+  at(lane, time) {
+    const until = this.after(lane, time);
+    for (let bar = until - 1; bar >= Math.max(this.first[lane], until - this.atOnce); bar--) if (this.end[bar] > time) return bar;
+    return -1;
+  }
+}

@@ -1,0 +1,138 @@
+// The upper canvas of a chart: what changes often. The chosen task and its links, the critical path, the moment.
+
+const MOST_BORDERS = 400;
+
+function drawOverlay(chart) {
+  const { over: context, plot, theme, state } = chart;
+  context.setTransform(chart.ratio, 0, 0, chart.ratio, 0, 0);
+  context.clearRect(0, 0, chart.width, chart.height);
+  context.save();
+  context.beginPath();
+  context.rect(plot.left, plot.top, plot.width, plot.height);
+  context.clip();
+  if (state.showPath) drawPath(chart);
+  const shown = chart.shown();
+  if (shown !== null) drawLinks(chart, shown);
+  if (state.moment !== null) drawMoment(chart);
+  context.restore();
+  if (chart.focused) {
+    [context.strokeStyle, context.lineWidth] = [theme.bound, 2];
+    context.strokeRect(plot.left, plot.top, plot.width, plot.height);
+  }
+}
+
+/** Left, top, width and height of a phase of a task. */
+function boxOf(chart, item, phase, index = item) {
+  const [start, end] = chart.run.span(item, phase, index);
+  const tall = chart.laneHeight * LANE;
+  let [top, height] = [chart.laneTop(chart.run.laneOf(item)), tall];
+  if (chart.run.back && phase === COMPUTE) height = tall * (1 - BAND);
+  if (chart.run.back && phase !== COMPUTE) [top, height] = bandOf(chart, item, top + tall * (1 - BAND));
+  return [chart.x(start), top, Math.max(1.5, chart.x(end) - chart.x(start)), Math.max(2, height)];
+}
+
+function middleOf([left, top, width, height], side) {
+  return [left + (side === "end" ? width : 0), top + height / 2];
+}
+
+function drawLinks(chart, item) {
+  const { over: context, run, theme } = chart;
+  for (const need of run.needs(item)) {
+    if (need.item === item && need.of !== undefined) continue;
+    link(chart, boxOf(chart, need.item, need.of ?? COMPUTE), boxOf(chart, item, need.phase), need.last ? [] : [4, 3]);
+  }
+  for (const other of run.neededBy(item)) {
+    link(chart, boxOf(chart, item, other.of === COMPUTE && !run.drains ? COMPUTE : REDUCE), boxOf(chart, other.item, other.of ?? COMPUTE), [1, 3]);
+  }
+  [context.strokeStyle, context.lineWidth] = [theme.chosen, 2.2];
+  for (const phase of run.itemWord === "task" ? [COMPUTE, REDUCE] : [COMPUTE]) context.strokeRect(...boxOf(chart, item, phase));
+}
+
+function link(chart, from, to, dashes) {
+  const { over: context, theme } = chart;
+  const [a, b] = [middleOf(from, "end"), middleOf(to, "start")];
+  [context.strokeStyle, context.fillStyle, context.lineWidth] = [theme.chosen, theme.chosen, 1.3];
+  context.setLineDash(dashes);
+  context.beginPath();
+  context.moveTo(...a);
+  context.lineTo(...b);
+  context.stroke();
+  context.setLineDash([]);
+  context.beginPath();
+  context.arc(...b, 2.2, 0, 2 * Math.PI);
+  context.fill();
+}
+
+/** The events that decide the makespan: a line through them; where there is room, borders and lines between them. */
+function drawPath(chart) {
+  const { over: context, theme } = chart;
+  const [first, end] = pathInSight(chart);
+  const path = new Path2D();
+  if (end - first <= MOST_BORDERS && chart.crisp) borders(chart, first, end, path);
+  else envelope(chart, first, end, path);
+  for (const [colour, thickness] of [[theme.paper, 4.5], [theme.ink, 2]]) {
+    [context.strokeStyle, context.lineWidth] = [colour, thickness];
+    context.stroke(path);
+  }
+}
+
+/** [first, end) of the events of the path that touch what is in sight, and one more at each end. They follow each other in time. */
+function pathInSight({ run, view }) {
+  const firstWhere = (holds) => {
+    let [low, high] = [0, run.path.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (holds(middle)) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  };
+  const first = firstWhere((place) => run.pathSpans[2 * place + 1] >= view.from);
+  return [Math.max(0, first - 1), Math.min(run.path.length, firstWhere((place) => run.pathSpans[2 * place] > view.to) + 1)];
+}
+
+function borders(chart, first, end, path) {
+  const boxes = chart.run.path.slice(first, end).map(({ item, phase, index }) => boxOf(chart, item, phase, index));
+  boxes.forEach((box, place) => {
+    path.rect(...box);
+    if (!place) return;
+    path.moveTo(...middleOf(boxes[place - 1], "end"));
+    path.lineTo(...middleOf(box, "start"));
+  });
+}
+
+/** Of events that share a column of pixels, only how far up and down they go: thousands of lines in one would take long. */
+function envelope(chart, first, end, path) {
+  let [column, top, bottom, last] = [NaN, 0, 0, 0];
+  const flush = () => {
+    for (const y of [top, bottom, last]) path.lineTo(column, y);
+  };
+  for (let place = first; place < end; place++) {
+    const y = chart.laneTop(chart.run.laneOf(chart.run.path[place].item)) + (chart.laneHeight * LANE) / 2;
+    for (let edge = 2 * place; edge < 2 * place + 2; edge++) {
+      const x = Math.round(chart.x(chart.run.pathSpans[edge]));
+      if (x === column) {
+        [top, bottom, last] = [Math.min(top, y), Math.max(bottom, y), y];
+        continue;
+      }
+      if (!Number.isNaN(column)) flush();
+      path.lineTo(x, y);
+      [column, top, bottom, last] = [x, y, y, y];
+    }
+  }
+  if (!Number.isNaN(column)) flush();
+}
+
+/** Start and end of every event of a path. */
+function spansOf(run) {
+  return Float64Array.from(run.path.flatMap(({ item, phase, index }) => run.span(item, phase, index)));
+}
+
+function drawMoment(chart) {
+  const { over: context, plot, theme, state } = chart;
+  [context.strokeStyle, context.lineWidth] = [theme.chosen, 1.2];
+  context.beginPath();
+  context.moveTo(chart.x(state.moment), plot.top);
+  context.lineTo(chart.x(state.moment), plot.top + plot.height);
+  context.stroke();
+}

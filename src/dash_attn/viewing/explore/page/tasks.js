@@ -1,0 +1,234 @@
+// A run of one device: tasks on workers, simulated or measured.
+
+class TaskRun {
+  constructor(data) {
+    Object.assign(this, data);
+    this.makespan = data.makespan / data.ticks;
+    this.bound = data.lower_bound === null ? null : data.lower_bound / data.ticks;
+    this.chains = unpackedAll(data.chains);
+    this.adds = unpackedAll(data.adds);
+    this.readTimes(unpackedAll(data.tasks));
+    this.linkRanks();
+    this.orderChains();
+    this.makeBars();
+    this.readPath(unpackedAll(data.path));
+    this.laneWord = "worker";
+    this.itemWord = "task";
+  }
+
+  readTimes(tasks) {
+    const count = tasks.q_tile.length;
+    this.offsets = offsetsOf(this.chains.tasks);
+    this.chainOf = new Int32Array(count);
+    for (let chain = 0; chain < this.chains.tasks.length; chain++) this.chainOf.fill(chain, this.offsets[chain], this.offsets[chain + 1]);
+    [this.computeStart, this.computeEnd, this.reduceStart, this.reduceEnd, this.lostEnd] = Array.from({ length: 5 }, () => new Float64Array(count));
+    const of = (column, i) => column[column.length === 1 ? 0 : i];
+    for (let i = 0; i < count; i++) {
+      this.computeStart[i] = tasks.compute_start[i];
+      this.computeEnd[i] = tasks.compute_start[i] + of(tasks.compute, i);
+      this.reduceStart[i] = this.computeEnd[i] + tasks.delay[i];
+      this.reduceEnd[i] = this.reduceStart[i] + of(tasks.reduce, i);
+      this.lostEnd[i] = this.computeEnd[i] + tasks.lost[i];
+    }
+    [this.qTile, this.rank, this.head, this.items] = [tasks.q_tile, tasks.rank, tasks.head, count];
+  }
+
+  /** Who adds to a dQ tile before and after each task. */
+  linkRanks() {
+    const keyOf = (i) => (this.chains.sequence[this.chainOf[i]] * this.heads + this.head[i]) * this.q_tiles + this.qTile[i];
+    const keys = Int32Array.from({ length: this.items }, (_, i) => keyOf(i));
+    const counts = new Int32Array(keys.reduce((most, key) => Math.max(most, key), -1) + 1);
+    for (const key of keys) counts[key]++;
+    const first = offsetsOf(counts);
+    const inOrder = new Int32Array(this.items);
+    for (let i = 0; i < this.items; i++) inOrder[first[keys[i]] + this.rank[i]] = i;
+    this.rankBefore = (i) => (this.rank[i] > 0 ? inOrder[first[keys[i]] + this.rank[i] - 1] : -1);
+    this.rankAfter = (i) => (this.rank[i] + 1 < counts[keys[i]] ? inOrder[first[keys[i]] + this.rank[i] + 1] : -1);
+    this.ranksOf = (i) => counts[keys[i]];
+  }
+
+  /** The chains of each worker, as they started. */
+  orderChains() {
+    const { worker, start } = this.chains;
+    const chains = [...worker.keys()].filter((chain) => this.chains.tasks[chain] || this.adds.count);
+    chains.sort((a, b) => worker[a] - worker[b] || start[a] - start[b] || a - b);
+    this.byWorker = Array.from({ length: this.lanes }, () => []);
+    [this.chainBefore, this.chainAfter] = [new Int32Array(worker.length).fill(-1), new Int32Array(worker.length).fill(-1)];
+    chains.forEach((chain, place) => {
+      this.byWorker[worker[chain]].push(chain);
+      const before = chains[place - 1];
+      if (place && worker[before] === worker[chain]) {
+        this.chainBefore[chain] = before;
+        this.chainAfter[before] = chain;
+      }
+    });
+  }
+
+  makeBars() {
+    const most = this.items * 3 + this.chains.worker.length * (2 + 2 * this.adds.count);
+    this.bars = new Bars(most, this.lanes);
+    this.back = this.drains ? new Bars(this.items + this.chains.worker.length * this.adds.count, this.lanes) : null;
+    if (this.back) this.back.atOnce = this.drains;
+    const colour = { stall: 2 * this.q_tiles, startup: 2 * this.q_tiles + 1, add: 2 * this.q_tiles + 2 };
+    for (let lane = 0; lane < this.lanes; lane++) {
+      this.bars.beginLane(lane);
+      this.back?.beginLane(lane);
+      for (const chain of this.byWorker[lane]) this.addChain(chain, colour);
+    }
+    this.bars.endLanes();
+    this.back?.endLanes();
+  }
+
+  addChain(chain, colour) {
+    const [first, end] = [this.offsets[chain], this.offsets[chain + 1]];
+    const reduces = this.back ?? this.bars;
+    if (end > first) this.bars.add(this.chains.start[chain], this.computeStart[first], first, STARTUP, colour.startup);
+    for (let i = first; i < end; i++) {
+      this.bars.add(this.computeStart[i], this.computeEnd[i], i, COMPUTE, this.qTile[i]);
+      this.bars.add(this.computeEnd[i], this.lostEnd[i], i, STALL, colour.stall);
+      reduces.add(this.reduceStart[i], this.reduceEnd[i], i, REDUCE, this.q_tiles + this.qTile[i]);
+    }
+    if (this.adds.count) this.addSums(chain, first, end, reduces, colour);
+  }
+
+  /** Behind its tasks a chain of a part adds dK and dV to a sum; its worker waits until that is done. */
+  addSums(chain, first, end, reduces, colour) {
+    const owner = Math.max(first, end - 1);
+    let until = end > first ? Math.max(this.lostEnd[end - 1], this.back ? 0 : this.reduceEnd[end - 1]) : this.chains.start[chain];
+    for (let add = 0; add < this.adds.count; add++) {
+      const start = this.adds.start[chain * this.adds.count + add];
+      if (!this.back) this.bars.add(until, start, owner, STALL, colour.stall);
+      reduces.add(start, start + this.adds.reduce, owner, ADD, colour.add);
+      if (!this.back) until = Math.max(until, start + this.adds.reduce);
+    }
+    if (this.back) this.bars.add(until, this.chains.end[chain], owner, STALL, colour.stall);
+  }
+
+  readPath(path) {
+    this.path = Array.from(path.index, (index, place) => {
+      const phase = path.phase[place];
+      const item = phase === ADD ? Math.max(0, this.offsets[Math.floor(index / this.adds.count) + 1] - 1) : index;
+      return { item, phase, index, cause: path.causes[path.cause[place]] };
+    });
+    this.pathSpans = spansOf(this);
+  }
+
+  colours() {
+    return tileColours(this.q_tiles);
+  }
+
+  laneName(lane) {
+    return String(lane);
+  }
+
+  laneOf(item) {
+    return this.chains.worker[this.chainOf[item]];
+  }
+
+  placeOf(item) {
+    return item - this.offsets[this.chainOf[item]];
+  }
+
+  label(item) {
+    return String(this.qTile[item]);
+  }
+
+  title(item) {
+    const chain = this.chainOf[item];
+    const sequence = this.chains.sequence[chain];
+    return `${sequence ? `b${sequence}.` : ""}h${this.head[item]}.q${this.qTile[item]}.kv${this.chains.kv_tile[chain]}`;
+  }
+
+  /** [start, end] in units of time. */
+  span(item, phase, index = item) {
+    let [start, end] = [this.computeStart[item], this.computeEnd[item]];
+    if (phase === REDUCE) [start, end] = [this.reduceStart[item], this.reduceEnd[item]];
+    if (phase === ADD) start = this.adds.start[index] ?? this.reduceEnd[item];
+    if (phase === ADD) end = start + this.adds.reduce;
+    return [start / this.ticks, end / this.ticks];
+  }
+
+  facts(item) {
+    const [chain, time] = [this.chainOf[item], (phase) => this.span(item, phase).map(plain).join(" to ")];
+    const lost = (this.lostEnd[item] - this.computeEnd[item]) / this.ticks;
+    return [
+      ["worker", this.laneName(this.laneOf(item))],
+      ["rank", `${this.rank[item]} of 0 to ${this.ranksOf(item) - 1}`],
+      ["step", `${this.placeOf(item) + 1} of ${this.chains.tasks[chain]} of its chain`],
+      ["ticket", String(chain)],
+      ["compute", time(COMPUTE)],
+      ["stall", lost > 0 ? plain(lost) : "none"],
+      ["reduce", time(REDUCE)],
+    ];
+  }
+
+  /** What compute and reduce of a task wait for, with the time from which on each is no hindrance; `last`: the one that came last. */
+  needs(item) {
+    return [...markLast(this.needsOfCompute(item)), ...markLast(this.needsOfReduce(item))].map((need) => ({ ...need, at: need.at / this.ticks }));
+  }
+
+  needsOfCompute(item) {
+    const [chain, place] = [this.chainOf[item], this.placeOf(item)];
+    const reduced = (other, words) => ({ phase: COMPUTE, item: other, of: REDUCE, words, at: this.reduceEnd[other] });
+    if (place === 0) {
+      const before = this.chainBefore[chain];
+      return before < 0 || !this.chains.tasks[before] ? [] : [reduced(this.lastOf(before), "its worker, which ran")];
+    }
+    const found = [];
+    if (this.drains) found.push({ phase: COMPUTE, item: item - 1, of: COMPUTE, words: "the compute before", at: this.computeEnd[item - 1] });
+    const freed = item - 1 - this.drains;
+    if (place - 1 - this.drains >= 0) found.push(reduced(freed, this.drains ? "a free buffer, the reduce of" : "the reduce before"));
+    return found;
+  }
+
+  needsOfReduce(item) {
+    const found = [{ phase: REDUCE, item, of: COMPUTE, words: "its own compute", at: this.computeEnd[item] }];
+    const rival = this.rankBefore(item);
+    if (rival >= 0) found.push({ phase: REDUCE, item: rival, of: REDUCE, words: `rank ${this.rank[rival]}`, at: this.handedOver(rival) });
+    const [place, drains] = [this.placeOf(item), Math.max(1, this.drains)];
+    if (this.drains && place >= drains) {
+      found.push({ phase: REDUCE, item: item - drains, of: REDUCE, words: "a free drain, the reduce of", at: this.reduceEnd[item - drains] });
+    }
+    return found;
+  }
+
+  handedOver(item) {
+    return this.hand_over === null ? this.reduceEnd[item] : this.reduceStart[item] + this.hand_over;
+  }
+
+  /** The task of a chain whose reduce ended last. */
+  lastOf(chain) {
+    let last = this.offsets[chain];
+    for (let i = last; i < this.offsets[chain + 1]; i++) if (this.reduceEnd[i] >= this.reduceEnd[last]) last = i;
+    return last;
+  }
+
+  neededBy(item) {
+    const [chain, place] = [this.chainOf[item], this.placeOf(item)];
+    const [left, drains] = [this.chains.tasks[chain] - 1 - place, Math.max(1, this.drains)];
+    const found = [];
+    const rival = this.rankAfter(item);
+    if (rival >= 0) found.push({ item: rival, of: REDUCE, words: `rank ${this.rank[rival]}` });
+    if (left >= 1) found.push({ item: item + 1, of: COMPUTE, words: "the next compute" });
+    if (this.drains && left >= drains) found.push({ item: item + drains, of: REDUCE, words: "its drain, the reduce of" });
+    if (this.drains && left >= 1 + this.drains) found.push({ item: item + 1 + this.drains, of: COMPUTE, words: "its buffer, the compute of" });
+    const next = this.chainAfter[chain];
+    if (item === this.lastOf(chain) && next >= 0 && this.chains.tasks[next]) found.push({ item: this.offsets[next], of: COMPUTE, words: "its worker, the chain of" });
+    return found;
+  }
+
+  /** Why a worker stalls after a task: its reduce, or one that holds the buffer of the next compute, waits for a rank. */
+  stallOf(item) {
+    const more = this.placeOf(item) + 1 < this.chains.tasks[this.chainOf[item]];
+    const held = this.drains && more ? Math.max(item - this.drains, this.offsets[this.chainOf[item]]) : item;
+    const need = this.needs(held).find((found) => found.phase === REDUCE && found.last);
+    const buffer = held === item ? "" : `needs the buffer of ${this.title(held)}, which `;
+    return `${buffer}${need.item === held ? "reduces" : `waits for ${need.words} (${this.title(need.item)})`}`;
+  }
+}
+
+function markLast(needs) {
+  const latest = Math.max(...needs.map((need) => need.at));
+  const last = needs.findLastIndex((need) => need.at === latest);
+  return needs.map((need, place) => ({ ...need, last: place === last }));
+}

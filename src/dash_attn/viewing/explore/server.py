@@ -1,0 +1,153 @@
+"""Serves the page to this machine alone. docs/explore.md says who may ask for what."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any, TypeVar
+
+from .packing import as_text
+from .page import saved_page
+
+ADDRESS = "127.0.0.1"
+NAMES = (ADDRESS, "localhost")
+MOST_BYTES = 2**16  # of a question
+SECONDS = 30  # that somebody may take to ask it
+JSON, HTML = "application/json", "text/html; charset=utf-8"
+OWN = ("same-origin", "none")  # Sec-Fetch-Site: from this page, or typed by a person
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+Options = Mapping[str, Any]
+Made = TypeVar("Made")
+Answering = Callable[[Options], dict[str, Any]]
+
+
+class Refused(Exception):
+    """What is not answered: an HTTP status, and why."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class PageServer(ThreadingHTTPServer):
+    """`make_page` is asked for every page, `answer` for what its form asks; both may raise ValueError. None: the page has no form."""
+
+    daemon_threads = True
+
+    def __init__(self, make_page: Callable[[], str], answer: Answering | None = None, port: int = 0) -> None:
+        super().__init__((ADDRESS, port), _Handler)
+        self.make_page, self.answer = make_page, answer
+        self.one_at_a_time = Lock()  # a simulation takes a whole core, a measurement the whole machine
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.port}/"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(f"{name}:{self.port}" for name in NAMES)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    timeout = SECONDS
+    server_version, sys_version = "dash-attn", ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._reply(self._get)
+
+    def do_POST(self) -> None:
+        self._reply(self._post)
+
+    def _reply(self, make: Callable[[], tuple[str, str]]) -> None:
+        try:
+            self._check_asker()
+            kind, text = make()
+            self._send(HTTPStatus.OK, kind, text)
+        except Refused as refused:
+            self.close_connection = True  # a body may not have been read
+            self._send(refused.status, JSON, as_text({"error": str(refused)}))
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):  # nobody is there any more
+            self.close_connection = True
+        except Exception as error:  # a fault of ours: the page says so, and the terminal has the rest
+            traceback.print_exc()
+            self.close_connection = True
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, JSON, as_text({"error": f"a fault in dash-attn: {error!r}"}))
+
+    def _check_asker(self) -> None:
+        host, origin, site = (self.headers.get(name) for name in ("Host", "Origin", "Sec-Fetch-Site"))
+        if host not in self.server.hosts:
+            raise Refused(HTTPStatus.FORBIDDEN, f"this page answers to {' and '.join(self.server.hosts)}; asked as {host}")
+        if origin is not None and origin not in [f"http://{name}" for name in self.server.hosts]:
+            raise Refused(HTTPStatus.FORBIDDEN, f"this page answers itself alone; asked by {origin}")
+        if site is not None and site not in OWN:
+            raise Refused(HTTPStatus.FORBIDDEN, f"this page answers itself alone; asked {site}")
+
+    def _get(self) -> tuple[str, str]:
+        if self.path != "/":
+            raise Refused(HTTPStatus.NOT_FOUND, "there is one page here: /")
+        return HTML, self._made(self.server.make_page)
+
+    def _post(self) -> tuple[str, str]:
+        if self.path not in ("/runs", "/page") or self.server.answer is None:
+            raise Refused(HTTPStatus.NOT_FOUND, "ask /runs for data or /page for a file")
+        make, options = self.server.answer, self._options()
+        answer = self._made(lambda: make(options))
+        return (JSON, as_text(answer)) if self.path == "/runs" else (HTML, saved_page(answer))
+
+    def _options(self) -> Options:
+        if self.headers.get_content_type() != JSON:  # a form of another page cannot send this type
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send {JSON}")
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "say how long the question is")
+        if int(length) > MOST_BYTES:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a question has at most {MOST_BYTES} bytes; got {length}")
+        try:
+            options = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError):
+            raise Refused(HTTPStatus.BAD_REQUEST, "that is no JSON") from None
+        if not isinstance(options, dict):
+            raise Refused(HTTPStatus.BAD_REQUEST, "options are an object, from name to value")
+        return options
+
+    def _made(self, make: Callable[[], Made]) -> Made:
+        try:
+            with self.server.one_at_a_time:
+                return make()
+        except MemoryError:
+            raise Refused(HTTPStatus.BAD_REQUEST, "this problem does not fit in memory; use fewer or larger tiles") from None
+        except OverflowError:
+            raise Refused(HTTPStatus.BAD_REQUEST, "a number is too large for an exact simulation; choose a larger unit of time") from None
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        if "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, compresslevel=1)
+            self.send_header("Content-Encoding", "gzip")
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads it."""

@@ -1,0 +1,182 @@
+"""Runs as a page gets them: the numbers of the simulator, critical paths of runs that have no exact one, the page as one file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dash_attn import Causal, Machine, Problem, generate, simulate
+from dash_attn.scheduling.devices.sharding import Sharding
+from dash_attn.scheduling.devices.share import share
+from dash_attn.simulation.cluster import Cluster, simulate_devices
+from dash_attn.viewing.explore import runs
+from dash_attn.viewing.explore.devices import shared_run
+from dash_attn.viewing.explore.packing import EXACT, as_text, packed
+from dash_attn.viewing.explore.page import saved_page, served_page
+from dash_attn.viewing.explore.paths import path_of_devices, path_of_record
+from dash_attn.viewing.recorded import Noted, times_from
+from dash_attn.viewing.task_times import task_table, times_of
+
+KINDS = {"B": "u1", "H": "<u2", "i": "<i4", "d": "<f8"}
+PLAIN = Machine(compute=3, reduce=1)
+BACKGROUND = Machine(compute=2, reduce=0.5, overlap=2, latency=1.5, startup=4)
+
+
+def unpacked(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text[1:]), KINDS[text[0]])
+
+
+def timeline_of(machine: Machine, name: str = "ascending", **rest: int) -> Any:
+    return simulate(generate(name, Problem.from_tiles("causal", 8, 4, **{"heads": 3, **rest}), 5), machine)
+
+
+@pytest.mark.parametrize(
+    ("values", "letter"), [([], "B"), ([0, 255], "B"), ([256], "H"), ([-1, 3], "i"), ([2**31 - 1], "i"), ([2**31], "d"), ([-(2**53)], "d")]
+)
+def test_arrays_travel_in_the_smallest_type(values: list[int], letter: str) -> None:
+    text = packed(np.array(values, dtype=np.int64))
+    assert text[0] == letter
+    assert unpacked(text).tolist() == values
+
+
+def test_what_no_page_could_hold_exactly_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        packed(np.array([EXACT + 1]))
+
+
+@pytest.mark.parametrize("machine", [PLAIN, BACKGROUND])
+def test_a_simulated_run_keeps_every_tick(machine: Machine) -> None:
+    timeline = timeline_of(machine)
+    sent = runs.simulated(timeline, "ascending")
+    tasks = {name: unpacked(text).astype(np.int64) for name, text in sent["tasks"].items()}
+    run, table = timeline.execution, task_table(timeline.schedule)
+    computed = tasks["compute_start"] + tasks["compute"]
+    assert tasks["compute"].tolist() == [machine.costs.compute]
+    assert tasks["compute_start"].tolist() == run.compute_start.tolist()
+    assert (computed + tasks["delay"]).tolist() == run.reduce_start.tolist()
+    assert (tasks["q_tile"].tolist(), tasks["rank"].tolist()) == (table.q_tile.tolist(), table.rank.tolist())
+    lost = float(tasks["lost"].sum()) / machine.ticks_per_unit
+    assert lost == pytest.approx(timeline.stalled * timeline.makespan * 5)
+    assert sent["makespan"] / sent["ticks"] == timeline.makespan
+    assert dict(map(tuple, sent["figures"]))["gang"] == "1"
+
+
+def test_the_end_of_a_run_is_behind_its_sums() -> None:
+    """Chains of parts add dK and dV behind their tasks."""
+    timeline = simulate(generate("auto", Problem(Causal(), 1024, 1024, heads=2, group=16), 16), BACKGROUND)
+    sent = runs.simulated(timeline, "auto")
+    assert sent["adds"]["count"] == timeline.schedule.problem.adds > 0
+    assert sent["makespan"] / sent["ticks"] == timeline.makespan > times_of(timeline).makespan
+    assert sent["name"] == "auto: alternating"
+
+
+def test_a_large_problem_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ValueError, match=r"at most 2,000,000 tasks per schedule; got 2,000,001"):
+        runs.check_size(2_000_001)
+
+
+@pytest.mark.parametrize("machine", [PLAIN, Machine(compute=2, reduce=0.5, overlap=2)])
+def test_the_path_of_a_record_has_no_holes(machine: Machine) -> None:
+    """A simulation without latencies is a recording in which each event begins when the last of its needs has ended."""
+    timeline = timeline_of(machine)
+    spans = times_of(timeline)
+    noted = Noted(spans.worker_of_task, spans.compute_start, spans.compute_end, spans.reduce_start, spans.reduce_end)
+    times = times_from(timeline.schedule, noted, machine.overlap)
+    path = path_of_record(timeline.schedule, times)
+    starts = {"compute": times.compute_start, "reduce": times.reduce_start}
+    ends = {"compute": times.compute_end, "reduce": times.reduce_end}
+    begin = [float(starts[phase][index]) for (phase, index), _ in path]
+    end = [float(ends[phase][index]) for (phase, index), _ in path]
+    assert begin == pytest.approx([0.0, *end[:-1]])
+    assert end[-1] == timeline.makespan
+    assert path[0][1] == "start"
+    assert "rank" in {cause for _, cause in path}
+    sent = runs.recorded(timeline.schedule, times)
+    assert sent["source"] == "measured"
+    assert unpacked(sent["path"]["index"]).tolist() == [index for (_, index), _ in path]
+
+
+def test_a_late_task_is_on_the_path_of_a_record() -> None:
+    timeline = timeline_of(PLAIN, "alternating")
+    spans = times_of(timeline)
+    last = int(np.argmax(spans.reduce_end))
+    assert path_of_record(timeline.schedule, spans)[-1][0] == ("reduce", last)
+    other = (last + 7) % len(spans.reduce_end)
+    later = spans.reduce_end.copy()
+    later[other] += 1000
+    noted = Noted(spans.worker_of_task, spans.compute_start, spans.compute_end, spans.reduce_start, later)
+    assert path_of_record(timeline.schedule, times_from(timeline.schedule, noted, 0))[-1][0] == ("reduce", other)
+
+
+@pytest.mark.parametrize("execution", ["launch", "overlap"])
+def test_units_of_devices(execution: str) -> None:
+    problem = Problem(Causal(), 2048, 2048, heads=4)
+    shared = share(generate("auto", problem, 16), Sharding.zigzag(2048, 2), 2)
+    run = simulate_devices(shared, Cluster(workers=16), execution)
+    sent = shared_run(run)
+    units = {name: unpacked(text) for name, text in sent["units"].items() if isinstance(text, str)}
+    assert units["device"].tolist() == [unit.device for unit in shared.units]
+    assert units["start"] / 1000 == pytest.approx(run.start, abs=0.001)
+    assert [sent["units"]["names"][number] for number in units["name"]] == [shared.describe(unit) for unit in shared.units]
+    counts, waits = unpacked(sent["waits"]["count"]), unpacked(sent["waits"]["unit"])
+    assert counts.sum() == len(waits)
+    path = path_of_devices(run)
+    assert path[0][1] == "keys"  # gathered before anything runs
+    assert path[-1][0] == int(np.argmax(run.end))
+    starts = [float(run.start[number]) for number, _ in path]
+    assert starts == sorted(starts)
+    if execution == "launch":  # each ends before the next one starts
+        assert all(run.end[a] <= run.start[b] + 0.02 for (a, _), (b, _) in pairwise(path))
+
+
+def test_one_device_starts_at_once() -> None:
+    problem = Problem(Causal(), 1024, 1024, heads=2)
+    run = simulate_devices(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
+    assert path_of_devices(run)[0][1] == "start"
+
+
+def policy_of(page: str) -> str:
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    return policy
+
+
+def hash_of(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def test_a_saved_page_is_one_file_with_all_in_it() -> None:
+    answer = {"runs": [runs.simulated(timeline_of(PLAIN), "ascending")], "title": ["</script><b>{{data}}"]}
+    page = saved_page(answer)
+    assert page == saved_page(answer)
+    ((packing, data),) = re.findall(r'id="data" data-packing="(\w+)">(.*?)</script>', page, re.S)
+    assert packing == "plain"
+    assert json.loads(data) == answer
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', page, re.S)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.S)
+    assert f"'sha256-{hash_of(script)}'" in policy_of(page)
+    assert f"'sha256-{hash_of(style)}'" in policy_of(page)
+    assert "connect-src 'none'" in policy_of(page)
+    assert "unsafe" not in policy_of(page)
+    assert not re.findall(r"https?://", page)
+    assert page.count("{{") == 1  # of the title, which is not looked at again
+
+
+def test_large_data_are_compressed() -> None:
+    answer = {"text": "x" * 300_000}
+    ((packing, data),) = re.findall(r'id="data" data-packing="(\w+)">(.*?)</script>', saved_page(answer), re.S)
+    assert packing == "gzip"
+    assert gzip.decompress(base64.b64decode(data)).decode() == as_text(answer)
+
+
+def test_a_served_page_may_ask_its_server_alone() -> None:
+    page = served_page({"options": {}})
+    assert "connect-src 'self'" in policy_of(page)
+    assert 'data-packing="form"' in page

@@ -1,0 +1,75 @@
+"""Compiles the kernels that the package carries: tools/build_with_kernels.py runs it. Needs NVRTC and numpy, no GPU and no PyTorch.
+
+Kernels that only measure or compare (recorded task times, unordered sums) are left out; they are compiled on first use.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
+
+
+def import_without_torch() -> None:
+    """These packages import PyTorch in their __init__; what is needed of them does not."""
+    for name in ("dash_attn.backends", "dash_attn.backends.hopper"):
+        package = ModuleType(name)
+        package.__path__ = [str(ROOT / "src" / name.replace(".", "/"))]
+        sys.modules[name] = package
+
+
+if find_spec("torch") is None:
+    import_without_torch()
+
+from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version  # noqa: E402
+from dash_attn.backends.hopper.device.cubin_files import write_kernel  # noqa: E402
+from dash_attn.backends.hopper.device.packed import FOLDER, SMALLEST, packed_file  # noqa: E402
+from kernel_variants import RECORDING, VARIANTS  # noqa: E402
+
+UNORDERED = re.compile(r"attention_backward<\w+, \d+, \d+, false\b")
+PACKED = [(header, name) for header, name in VARIANTS if name not in RECORDING and not UNORDERED.match(name)]
+
+
+def exact_compiler() -> str:
+    """NVRTC itself tells two of the three numbers."""
+    told, installed = compiler_version(), metadata.version("nvidia-cuda-nvrtc")
+    if not installed.startswith(f"{told}."):
+        raise RuntimeError(f"nvidia-cuda-nvrtc {installed} is installed, but the NVRTC that was loaded says {told}")
+    return installed
+
+
+def pack(variants: Sequence[tuple[str, str]], folder: Path) -> int:
+    """Into a new folder, from the cache on disk or compiled now. Without logs, which tell times. Returns the bytes in it."""
+    if SMALLEST not in variants:
+        raise ValueError(f"{SMALLEST} must be packed: it tells whether a driver loads such kernels")
+    compiler = exact_compiler()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for header, name in variants:
+        write_kernel(packed_file(folder, header, name), replace(compile_kernel(header, name), compiler=compiler, log=""))
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def fill_cache(variants: Sequence[tuple[str, str]]) -> None:
+    """In several processes: NVRTC compiles one kernel at a time in each."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for _ in pool.map(compile_kernel, *zip(*variants, strict=True)):
+            pass
+
+
+if __name__ == "__main__":
+    fill_cache(PACKED)
+    size = pack(PACKED, FOLDER)
+    print(f"packed {len(PACKED)} kernels of NVRTC {exact_compiler()}, {size / 2**20:.1f} MiB")
