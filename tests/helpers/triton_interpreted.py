@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
@@ -21,16 +22,18 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window
+from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
 from dash_attn.backends import cpu
 from dash_attn.backends import triton as ours
 from dash_attn.backends.triton import mask_tables, setup
 from dash_attn.backends.triton.tiles import Tile, Tiles
+from dash_attn.call.modifiers import Modifiers
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 TILES = Tiles("a test", Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))  # small, so that few rows are many tiles
+LARGE = Tiles("a test", *(Tile(128, 128, 4, 1),) * 3)  # tiles of more than one block of a boolean matrix
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,30 @@ class Interpreted:
     sinks: tuple[float, ...] = ()
     dlse: bool = False
     packed: tuple[tuple[int, int], ...] = ()
+    matrices: tuple[int, int] | None = None  # of a boolean mask instead: how many, for sequences and for heads
+    partial: bool = True  # whether it has partial blocks
+    tiles: Tiles = TILES
 
     @property
     def options(self) -> AttentionOptions:
-        return AttentionOptions(self.mask, self.dims[0] ** -0.5, self.softcap)
+        return AttentionOptions(self.mask if self.boolean is None else self.boolean.pattern, self.dims[0] ** -0.5, self.softcap)
+
+    @cached_property
+    def boolean(self) -> BooleanMask | None:
+        """Blocks of each kind; rows and a strip of columns that attend nothing."""
+        if self.matrices is None:
+            return None
+        draw = np.random.default_rng(sum(self.lengths))
+        whole = draw.integers(0, 3, (*self.matrices, *(-(-length // 64) for length in self.lengths)))
+        kinds = whole.repeat(64, -2).repeat(64, -1)[..., : self.lengths[0], : self.lengths[1]]
+        matrix = (kinds == 2) | ((kinds == 1) & (draw.random(kinds.shape) < 0.3) & self.partial)
+        matrix[..., 5:9, :], matrix[..., :, 17:35] = (False, False) if self.partial else (matrix[..., 5:9, :], matrix[..., :, 17:35])
+        return BooleanMask(matrix)
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        found = self.boolean
+        return None if found is None or not found.has_partial_blocks else Modifiers(elements=found)
 
     def inputs(self, seed: int = 0) -> tuple[Tensor, ...]:
         """q, k, v, dO and the gradient of the LSE."""
@@ -70,6 +93,13 @@ class Interpreted:
         return SequenceOffsets(q, k, *(max(side) for side in zip(*self.packed, strict=True)))
 
 
+BOOLEAN = {
+    "boolean": Interpreted(matrices=(1, 1), lengths=(80, 150), dlse=True),
+    "boolean, per head": Interpreted(matrices=(2, 4), heads=(4, 2), batch=2, lengths=(70, 70), sinks=(0.3, 0.1, -0.5, 2.0)),
+    "boolean, per sequence": Interpreted(matrices=(2, 1), heads=(2, 1), batch=2, lengths=(70, 100), softcap=2.0),
+    "boolean, whole blocks per head": Interpreted(matrices=(1, 2), heads=(2, 2), lengths=(140, 130), partial=False),
+    "boolean, large tiles": Interpreted(matrices=(1, 2), heads=(2, 1), lengths=(200, 300), tiles=LARGE),
+}
 RAGGED = TileMap(np.random.default_rng(0).random((7, 5)) < 0.4, 7, 9)
 CASES: dict[str, Interpreted] = {
     "full": Interpreted(Full(), (40, 43)),
@@ -93,6 +123,7 @@ CASES: dict[str, Interpreted] = {
     "packed": Interpreted(packed=((20, 33), (0, 7), (35, 20), (5, 0))),
     "packed, full, sinks": Interpreted(Full(), packed=((20, 33), (33, 1)), sinks=(0.3,), dlse=True),
     "packed window": Interpreted(Window(7, -1), packed=((40, 33), (3, 20))),
+    **BOOLEAN,
 }
 
 
@@ -125,8 +156,9 @@ FAULTS = ("a key too many", "a tile too few")
 def results(backend: Any, case: Interpreted, inputs: tuple[Tensor, ...], offsets: SequenceOffsets | None) -> dict[str, Tensor]:
     q, k, v, dout, dlse = inputs
     sinks = torch.tensor(case.sinks) if case.sinks else None
-    out, lse = backend.forward(q, k, v, case.options, offsets, sinks)
-    gradients = backend.backward(dout, q, k, v, out, lse, case.options, offsets, sinks, dlse if case.dlse else None)
+    out, lse = backend.forward(q, k, v, case.options, offsets, sinks, case.modifiers)
+    more = sinks, dlse if case.dlse else None, case.modifiers
+    gradients = backend.backward(dout, q, k, v, out, lse, case.options, offsets, *more)
     return {name: x for name, x in zip(NAMES, (out, lse, *gradients), strict=True) if x is not None}
 
 
@@ -145,7 +177,8 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 def compare(case: Interpreted) -> dict[str, float]:
     inputs = case.inputs()
-    mine, theirs = (results(backend, case, inputs, case.offsets) for backend in (ours, cpu))
+    with patch.object(setup, "tiles_for", lambda *_: case.tiles):
+        mine, theirs = (results(backend, case, inputs, case.offsets) for backend in (ours, cpu))
     return {name: error(mine[name], theirs[name]) for name in theirs}
 
 

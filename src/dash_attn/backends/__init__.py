@@ -200,7 +200,17 @@ def cache_backend_for(name: str, device: torch.device) -> Cache:
 @cache
 def import_cache(name: str) -> Cache:
     """The module of a backend for calls with a cache."""
+    if not has_cache(name):
+        served = [other for other in DEVICE_OF if has_cache(other)]
+        raise NotImplementedError(
+            f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot attend to a cache of keys and values in this version of dash-attn;"
+            f" {' and '.join(map(repr, served))} can. Without a cache, flash_attn_func takes all keys and values in every call"
+        )
     return cast(Cache, import_module(f"{__name__}.{name}.kv_cache"))
+
+
+def has_cache(name: str) -> bool:
+    return find_spec(f"{__name__}.{name}.kv_cache") is not None
 
 
 @cache

@@ -10,9 +10,10 @@ from ...call.explanation import Explanation
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, describe_call, hash_of
-from ...masks import Documents
+from ...masks import Documents, Mask, PatternPerHead, TileMap, TilePattern
 from ...scheduling.order import ALL_GUARANTEES
 from .launch import Launch
+from .mask_tables import TABLES
 from .setup import Call, RowValues, forward_launch, gradient_launches, statistics_launch
 from .tiles import PASSES
 
@@ -31,11 +32,16 @@ def order_hash(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> st
     tiles = _call(q, k, v, options).tiles
     rows = [f"{name} {getattr(tiles, name).q_rows}x{getattr(tiles, name).kv_rows}" for name in PASSES]
     lengths = f"{q.shape[1]}x{k.shape[1]}, {q.shape[2] // k.shape[2]} heads"
-    return hash_of(NAME, ORDER, *rows, repr(options.mask), _blocks(options), lengths)
+    return hash_of(NAME, ORDER, *rows, repr(options.mask), _blocks(options.mask), lengths)
 
 
-def _blocks(options: AttentionOptions) -> str:
-    return str(getattr(options.mask, "hexadecimal", ""))
+def _blocks(mask: Mask) -> str:
+    """What the words of a mask leave out."""
+    if isinstance(mask, PatternPerHead):
+        return " ".join([str(mask.numbers), *map(_blocks, mask.patterns)])
+    if isinstance(mask, TilePattern):
+        return mask.blocks.tobytes().hex()
+    return mask.hexadecimal if isinstance(mask, TileMap) else ""
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
@@ -63,7 +69,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
 
 
 def _table_bytes(launch: Launch) -> int:
-    tables = (launch.numbers[name] for name in ("rows", "bounds", "visits", "blocks"))
+    tables = (launch.numbers[name] for name in TABLES)
     return sum(table.nbytes for table in tables if table is not None)
 
 

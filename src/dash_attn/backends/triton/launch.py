@@ -21,7 +21,7 @@ MODULES = {
     "sink_gradient": "rows",
     "check_offsets": "rows",
 }
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 SAME_ROUNDINGS = {"enable_fp_fusion": False}  # kernels say themselves where a product and a sum are rounded once
 
 

@@ -9,23 +9,32 @@ import torch
 from torch import Tensor
 
 from ...call.documents import backward_of_documents, document_ends, forward_of_documents, runs_packed
+from ...call.modifiers import Modifiers
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from ...masks import Documents
-from .mask_tables import upload
 from .setup import Call, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, readable, sink_launch, statistics_launch
+from .support import check_elements
+from .uploading import upload
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    offsets: SequenceOffsets | None = None,
+    sinks: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE, which is float32."""
+    check_elements(options.mask, modifiers)
     if offsets is None and runs_packed(options):
-        return forward_of_documents(forward, (q, k, v), options, offsets_of(q, options), sinks)
+        return forward_of_documents(forward, (q, k, v), options, offsets_of(q, options), sinks, modifiers)
     with on_device(q):
-        call = Call.of(q, k, v, options, offsets)
+        call = Call.of(q, k, v, options, offsets, modifiers)
         if offsets is not None:
             offsets_launch(call).run()
         out = call.q.new_empty((*q.shape[:-1], call.v.shape[-1]))
@@ -45,12 +54,14 @@ def backward(
     offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> Gradients:
     """dQ, dK, dV and the gradient of the sinks."""
+    check_elements(options.mask, modifiers)
     if offsets is None and runs_packed(options):
-        return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks)
+        return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks, modifiers)
     with on_device(q):
-        call = Call.of(q, k, v, options, offsets)
+        call = Call.of(q, k, v, options, offsets, modifiers)
         dout, rows = aligned(dout), RowValues.empty(call)
         statistics_launch(call, aligned(out), dout, readable(lse), None if dlse is None else readable(dlse), rows).run()
         dq, dk, dv = (x.new_empty(x.shape) for x in (call.q, call.k, call.v))

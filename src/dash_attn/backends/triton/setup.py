@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.modifiers import Modifiers
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
+from ...masks import BooleanMask
 from .launch import Launch
-from .mask_tables import MaskTables, mask_tables
+from .mask_tables import Masked, MaskTables
 from .support import architecture_of, check_call
 from .tiles import Tile, Tiles, tiles_for
 
@@ -33,11 +35,20 @@ class Call:
     v: Tensor
     options: AttentionOptions
     offsets: SequenceOffsets | None
+    elements: BooleanMask | None = None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> Call:
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        offsets: SequenceOffsets | None,
+        modifiers: Modifiers | None = None,
+    ) -> Call:
         check_call(q, v, options, offsets is not None)
-        return cls(aligned(q), aligned(k), aligned(v), options, offsets)
+        return cls(aligned(q), aligned(k), aligned(v), options, offsets, None if modifiers is None else modifiers.elements)
 
     @property
     def tiles(self) -> Tiles:
@@ -65,7 +76,7 @@ class Call:
         return (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
 
     def masked(self, tile: Tile, by_keys: bool = False) -> MaskTables:
-        return mask_tables(self.options.mask, self.lengths, tile, by_keys, self.q.device)
+        return Masked(self.options.mask, self.lengths, self.q.device, self.elements).tables(tile, by_keys)
 
     def scales(self) -> dict[str, float]:
         """What makes scores exponents of two and, with softcap, what goes into tanh (`capped` in kernels/tiles.py)."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...call.given_schedule import in_words
+from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
-from ...masks import Causal, Full, IntervalMask, Mask, TileMap, Window
+from ...masks import Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
 
 LARGEST_DIM = 256
 LEAST_CAPABILITY = (8, 0)
@@ -78,13 +79,24 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool) ->
         raise Unsupported(
             f"backend 'triton' sums dQ in a pass of its own, in one fixed order: schedule must be 'auto'; got {in_words(options.schedule)}"
         )
+    if options.dropout_p:
+        raise Unsupported(f"backend 'triton' has no dropout yet: dropout_p must be 0; got {options.dropout_p}. Backend 'cpu' has it")
+    if options.alibi:
+        raise Unsupported("backend 'triton' has no ALiBi yet: alibi_slopes must be None. Backend 'cpu' has it")
     if packed and not is_band(options.mask):
         raise Unsupported(
             f"packed sequences on backend 'triton' take a full or causal mask, or a window; got {options.mask}."
             " Documents inside one sequence (mask=Documents(lengths), flash_attn_func) take any mask."
         )
-    if not isinstance(options.mask, (IntervalMask, TileMap)):
+    if not isinstance(options.mask, (IntervalMask, TileMap, TilePattern, PatternPerHead)):
         raise Unsupported(f"backend 'triton' has no element mask for {type(options.mask).__name__}")
+
+
+def check_elements(mask: Mask, modifiers: Modifiers | None) -> None:
+    """A pattern alone does not say what attends."""
+    patterns = mask.patterns if isinstance(mask, PatternPerHead) else (mask,)
+    if any(isinstance(pattern, TilePattern) for pattern in patterns) and (modifiers is None or modifiers.elements is None):
+        raise Unsupported(f"backend 'triton' needs the elements of a boolean mask: give flash_attn_func the mask itself; got {mask}")
 
 
 def is_band(mask: Mask) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from ...attention.functions import explain, flash_attn_func
-from ...backends import ALWAYS_ORDERED, resolve
+from ...backends import ALWAYS_ORDERED, has_cache, resolve
 from ...call.explanation import Explanation
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...execution.interleaving import interleaving
@@ -75,7 +75,7 @@ class CaseTest:
         if fresh:
             yield self._judge("same bits in fresh processes", iter([(what, found, self.reference) for what, found in fresh.items()]))
         yield self._control()
-        if can_decode(self.case, self.device):
+        if can_decode(self.case, self.device) and has_cache(resolve(self.backend, torch.device(self.device))):
             yield _with_detail(self._judge(DECODE_EQUALS_TRAINING, self._decoded()), f"{DETAIL}; with and without sinks")
             yield self._control_of_decoding()
         if self.ranks:

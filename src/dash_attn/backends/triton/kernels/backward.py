@@ -4,11 +4,12 @@ import triton
 import triton.language as tl
 
 from .tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows
-from .visits import full_tile, is_kept, partial_tile, place_of, row_bounds, visits_of_keys, visits_of_queries
+from .visits import BITS, at_matrix, full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_keys, visits_of_queries
 
 NUMBERS = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head", "do_batch", "do_row", "do_head"),
     *("heads", "group", "tiles", "sequences", "q_len", "kv_len", "row_units", "left", "right", "block_q", "block_kv", "block_columns"),
+    *("matrix_batch", "matrix_head", "matrix_blocks"),
 )
 
 
@@ -16,10 +17,10 @@ NUMBERS = (
 # fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
-    q, k, v, dout, lse, delta, dk, dv, q_ends, kv_ends, rows, bounds, visits, blocks,
+    q, k, v, dout, lse, delta, dk, dv, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
-    scale, scale_log2, cap_scale,
+    matrix_batch, matrix_head, matrix_blocks, scale, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, GROUPED: tl.constexpr,
@@ -39,9 +40,13 @@ def key_gradients(
     column = start + tl.arange(0, BLOCK_KV)
     dk_sum = tl.zeros([BLOCK_KV, BLOCK_DIM], tl.float32)
     dv_sum = tl.zeros([BLOCK_KV, BLOCK_VALUE], tl.float32)
-    a, b, c, d = visits_of_keys(tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
+    matrix = kv_head * 0
+    a, b, c, d = visits_of_keys(tile, tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
     for member in tl.range(0, group if GROUPED else 1):  # a loop of one is none to the compiler, and takes no registers
         head = kv_head * group + member
+        if MASK == BITS:  # query heads of a group may differ
+            matrix = matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK)
+            a, b, c, d = visits_of_keys(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
         q_at = start_of(q, sequence, q_first, head, q_batch, q_row, q_head)
         do_at = start_of(dout, sequence, q_first, head, do_batch, do_row, do_head)
         of_rows = (sequence * (heads * group) + head).to(tl.int64) * (row_units * 8) + q_first
@@ -50,8 +55,8 @@ def key_gradients(
             row = q_start + tl.arange(0, BLOCK_Q)
             first, end = row_bounds(row, rows, q_len, MASK)
             keep = is_kept(
-                row[None, :], column[:, None], first[None, :], end[None, :], q_len, kv_len, left, right,
-                blocks, block_q, block_kv, block_columns, MASK,
+                row[None, :], column[:, None], first[None, :], end[None, :], start, q_len, kv_len, left, right,
+                blocks, at_matrix(places, matrix, matrix_blocks, MASK), block_q, block_kv, block_columns, BLOCK_KV, MASK,
             )
             dk_sum, dv_sum = add_queries(
                 dk_sum, dv_sum, keys, values, keep, q_at, do_at, lse + of_rows, delta + of_rows, q_start, q_row, do_row, q_len,
@@ -95,10 +100,10 @@ def add_queries(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
-    q, k, v, dout, lse, delta, dq, q_ends, kv_ends, rows, bounds, visits, blocks,
+    q, k, v, dout, lse, delta, dq, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
-    scale, scale_log2, cap_scale,
+    matrix_batch, matrix_head, matrix_blocks, scale, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -123,13 +128,14 @@ def query_gradients(
     row = start + tl.arange(0, BLOCK_Q)
     first, end = row_bounds(row, rows, q_len, MASK)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
-    a, b, c, d = visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
+    matrix = matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK)
+    a, b, c, d = visits_of_queries(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
     for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
         kv_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_KV
         column = kv_start + tl.arange(0, BLOCK_KV)
         keep = is_kept(
-            row[:, None], column[None, :], first[:, None], end[:, None], q_len, kv_len, left, right,
-            blocks, block_q, block_kv, block_columns, MASK,
+            row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len, left, right,
+            blocks, at_matrix(places, matrix, matrix_blocks, MASK), block_q, block_kv, block_columns, BLOCK_KV, MASK,
         )
         dq_sum = add_keys(
             dq_sum, queries, douts, lses, deltas, keep, k_at, v_at, kv_start, k_row, v_row, kv_len, scale_log2, cap_scale,

@@ -4,11 +4,12 @@ import triton
 import triton.language as tl
 
 from .tiles import LN_2, LOG2_E, capped, load_columns, load_rows, start_of, store_rows
-from .visits import full_tile, is_kept, partial_tile, place_of, row_bounds, visits_of_queries
+from .visits import at_matrix, full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_queries
 
 NUMBERS = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head"),
     *("heads", "group", "tiles", "sequences", "q_len", "kv_len", "left", "right", "block_q", "block_kv", "block_columns"),
+    *("matrix_batch", "matrix_head", "matrix_blocks"),
 )
 
 
@@ -16,9 +17,10 @@ NUMBERS = (
 # fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def attention_forward(
-    q, k, v, out, lse, sinks, q_ends, kv_ends, rows, bounds, visits, blocks,
+    q, k, v, out, lse, sinks, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    heads, group, tiles, sequences, q_len, kv_len, left, right, block_q, block_kv, block_columns, scale_log2, cap_scale,
+    heads, group, tiles, sequences, q_len, kv_len, left, right, block_q, block_kv, block_columns,
+    matrix_batch, matrix_head, matrix_blocks, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     MASK: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -43,15 +45,16 @@ def attention_forward(
         highest = tl.zeros([BLOCK_Q], tl.float32) + sink * LOG2_E
         total += tl.where(sink == float("-inf"), 0.0, 1.0)
     sums = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
-    a, b, c, d = visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
+    matrix = matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK)
+    a, b, c, d = visits_of_queries(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
     for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
         kv_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_KV
         keys = load_columns(k_at, kv_start, k_row, kv_len, HEAD_DIM, BLOCK_KV, BLOCK_DIM, True)
         scores = capped(tl.dot(queries, keys, input_precision="ieee"), cap_scale, SOFTCAP)
         column = kv_start + tl.arange(0, BLOCK_KV)
         keep = is_kept(
-            row[:, None], column[None, :], first[:, None], end[:, None], q_len, kv_len, left, right,
-            blocks, block_q, block_kv, block_columns, MASK,
+            row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len, left, right,
+            blocks, at_matrix(places, matrix, matrix_blocks, MASK), block_q, block_kv, block_columns, BLOCK_KV, MASK,
         )
         weights, fade, highest, total = soften(tl.where(keep, scores, float("-inf")), highest, total, scale_log2)
         values = load_rows(v_at, kv_start, v_row, kv_len, VALUE_DIM, BLOCK_KV, BLOCK_VALUE, True)

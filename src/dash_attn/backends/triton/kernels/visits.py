@@ -7,7 +7,8 @@ mask is a band, else places in a list of tiles.
 import triton
 import triton.language as tl
 
-BAND, ROWS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BAND, ROWS, BLOCKS, BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+BIT_BLOCK = tl.constexpr(64)  # rows and columns of a block of a boolean matrix: masks/tile_pattern.py
 
 
 @triton.jit
@@ -46,8 +47,8 @@ def sequence_of(slot, ends, sequences, TILE: tl.constexpr):
 
 
 @triton.jit
-def visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
-    """Of a Q tile: KV tiles."""
+def visits_of_queries(tile, listed, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
+    """Of a Q tile: KV tiles. listed: its row of `bounds`."""
     if MASK == BAND:
         first = tile * BLOCK_Q + kv_len - q_len
         last = tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1 + kv_len - q_len
@@ -57,12 +58,12 @@ def visits_of_queries(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.cons
         full_stop = tl.minimum(first + right + 1, kv_len)
         a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_KV)
     else:
-        a, b, c, d = load_bounds(tile, bounds)
+        a, b, c, d = load_bounds(listed, bounds)
     return a, b, c, d
 
 
 @triton.jit
-def visits_of_keys(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
+def visits_of_keys(tile, listed, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
     """Of a KV tile: Q tiles."""
     if MASK == BAND:
         first = tile * BLOCK_KV - kv_len + q_len
@@ -73,7 +74,7 @@ def visits_of_keys(tile, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constex
         full_stop = tl.minimum(first + left + 1, q_len)
         a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_Q)
     else:
-        a, b, c, d = load_bounds(tile, bounds)
+        a, b, c, d = load_bounds(listed, bounds)
     return a, b, c, d
 
 
@@ -89,8 +90,8 @@ def four_bounds(start, full_start, full_stop, stop, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_bounds(tile, bounds):
-    at = bounds + 4 * tile
+def load_bounds(listed, bounds):
+    at = bounds + 4 * listed
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
@@ -112,18 +113,53 @@ def full_tile(i, b, visits, MASK: tl.constexpr):
 
 
 @triton.jit
-def is_kept(row, column, first, end, q_len, kv_len, left, right, blocks, block_q, block_kv, block_columns, MASK: tl.constexpr):
-    """Which elements attend. Rows and columns are (n, 1) and (1, m) or the other way round; [first, end) are a row's keys."""
+def matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK: tl.constexpr):
+    """Which boolean matrix a query head has."""
+    matrix = sequence * 0
+    if MASK == BITS:
+        matrix = tl.load(matrices + sequence * matrix_batch + head * matrix_head)
+    return matrix
+
+
+@triton.jit
+def at_matrix(places, matrix, matrix_blocks, MASK: tl.constexpr):
+    """Where the blocks of a boolean matrix are told."""
+    if MASK == BITS:
+        places += matrix.to(tl.int64) * matrix_blocks
+    return places
+
+
+@triton.jit
+def is_kept(
+    row, column, first, end, kv_start, q_len, kv_len, left, right, blocks, places, block_q, block_kv, block_columns,
+    BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Which elements attend. Rows and columns are (n, 1) and (1, m) or the other way round; [first, end) are a row's keys. Columns
+    begin at kv_start. Of a boolean matrix `blocks` are words, and `places` say where the words of each block are."""
     inside = (row < q_len) & (column < kv_len)
     if MASK == BAND:
         ahead = column - row - (kv_len - q_len)
         kept = (ahead >= -left) & (ahead <= right)
     elif MASK == ROWS:
         kept = (column >= first) & (column < end)
-    else:
+    elif MASK == BLOCKS:
         place = (row // block_q).to(tl.int64) * block_columns + column // block_kv
         kept = tl.load(blocks + place, mask=inside, other=0) != 0
+    else:
+        block = kv_start // BIT_BLOCK
+        word = words_of(row, block, blocks, places, block_columns, q_len, kv_len)
+        if BLOCK_KV > BIT_BLOCK:  # a tile has one block of columns, or two
+            word = tl.where(column // BIT_BLOCK == block, word, words_of(row, block + 1, blocks, places, block_columns, q_len, kv_len))
+        kept = (word >> (column % BIT_BLOCK)) & 1 != 0
     return inside & kept
+
+
+@triton.jit
+def words_of(row, block, words, places, block_columns, q_len, kv_len):
+    """Of each row, the 64 elements of a block of columns; bit j is column j."""
+    inside = (row < q_len) & (block * BIT_BLOCK < kv_len)
+    place = tl.load(places + (row // BIT_BLOCK).to(tl.int64) * block_columns + block, mask=inside, other=0)
+    return tl.load(words + place.to(tl.int64) * BIT_BLOCK + row % BIT_BLOCK, mask=inside, other=0)
 
 
 @triton.jit
