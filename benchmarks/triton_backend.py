@@ -1,8 +1,9 @@
-"""The Triton backend on this GPU: python benchmarks/triton_backend.py --check | --time | --sweep
+"""The Triton backend on this GPU: python benchmarks/triton_backend.py --check | --time | --sweep | --warm
 
 --check: accuracy against fp64, repeats under load, invariances, hashes; small shapes first, and it stops at the first failure.
 --time:  paper shapes beside PyTorch's deterministic flash backward and FlexAttention; writes JSON.
---sweep: every pass with other tiles, to choose src/dash_attn/backends/triton/tiles.json offline; writes JSON.
+--sweep: every pass with other tiles, to choose src/dash_attn/backends/triton/tiles.json; writes JSON, and with --table the new table.
+--warm:  compiles what the others (and tests/gpu/test_gpu_triton.py) need, in processes side by side.
 """
 
 from __future__ import annotations
@@ -12,15 +13,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
@@ -30,12 +27,13 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
+from triton_sweep import SWEEP, choose_tiles, jobs_of, measure_tiles, table_with, to_compile  # noqa: E402
+from triton_warm import compile_all, launches_to_warm  # noqa: E402
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain, flash_attn_func, flash_attn_varlen_func  # noqa: E402
-from dash_attn.backends.triton import setup  # noqa: E402
+from dash_attn.backends.triton import tiles  # noqa: E402
 from dash_attn.backends.triton.support import architecture_of  # noqa: E402
-from dash_attn.backends.triton.tiles import Tile, Tiles, tiles_for  # noqa: E402
-from dash_attn.call.options import AttentionOptions  # noqa: E402
+from dash_attn.backends.triton.tiles import tiles_for  # noqa: E402
 
 BACKEND = {"backend": "triton"}
 DEVICE = torch.device("cuda", 0)
@@ -190,6 +188,34 @@ def check_sinks() -> str:
     return f"20 runs, gradients through the LSE, out off by {error:.2g}"
 
 
+def check_boolean() -> str:
+    """A matrix per sequence and query head: accuracy, and the bits of heads alone."""
+    from dense import largest_error, run_dense
+
+    case = Case(Full(), (1000, 1300), (4, 2))
+    q, k, v, dout = inputs = make(case)
+    source = torch.Generator(DEVICE).manual_seed(0)
+    mask = torch.rand(2, 4, 1000, 1300, device=DEVICE, generator=source) < torch.rand(2, 4, 1, 1, device=DEVICE, generator=source)
+    mask[..., 64:192, 128:512], mask[..., 300:420, 700:900] = True, False
+
+    def attend(tensors: tuple[Tensor, ...], kept: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        out, lse = flash_attn_func(*leaves, mask=kept, return_lse=True, **BACKEND)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    mine = attend(inputs, mask)
+    truth, plain = (run_dense(inputs, mask, dtype) for dtype in (torch.float64, case.dtype))
+    for name, ours, theirs, exact in zip(NAMES, mine, plain, truth, strict=True):
+        off, budget = largest_error(ours, exact), 1e-3 if name == "lse" else 2 * largest_error(theirs, exact) + 1e-3
+        assert off <= budget, f"{name} is off by {off:.3g}; the budget is {budget:.3g}"
+    part = attend((q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], dout[1:, :, 2:]), mask[1:, 2:])
+    out, lse, dq, dk, dv = mine
+    same(part, (out[1:, :, 2:], lse[1:, 2:], dq[1:, :, 2:], dk[1:, :, 1:], dv[1:, :, 1:]), "a KV head of a sequence alone")
+    for number in range(20):
+        same(attend(inputs, mask), mine, f"run {number}")
+    return "a matrix per sequence and query head; alone; 20 runs"
+
+
 def check_batch() -> str:
     """A sequence's bits alone, at every place of a batch, and with other heads left out."""
     case = FAMILIES["grouped"]._replace(batch=4)
@@ -281,6 +307,7 @@ def check(arguments: argparse.Namespace) -> int:
     failed = 0
     jobs: list[tuple[str, Callable[[], str]]] = [(f"accuracy {case.mask} {case[1:]}", partial(check_accuracy, case)) for case in CASES]
     jobs += [("explain", check_explain), ("batch", check_batch), ("packed", check_packed), ("sinks and LSE", check_sinks)]
+    jobs += [("boolean masks", check_boolean)]
     jobs += [("fewer SMs", check_fewer_sms)]
     jobs += [(f"repeats of {name}", partial(check_repeats, name, arguments.repeats)) for name in FAMILIES]
     for name, job in jobs:
@@ -310,7 +337,7 @@ def timed(arguments: argparse.Namespace) -> int:
     from dash_attn.tools.bench.suites import choose
     from dash_attn.tools.bench.timing import CudaStopwatch
 
-    candidates = [*ours(schedules=False, backend="triton"), *pytorch_peers(), flex()]
+    candidates = [*ours(schedules=False, backend="triton"), *(peer for peer in pytorch_peers() if peer.deterministic), flex()]
     shapes = choose("paper", arguments.seqlens, arguments.head_dims, arguments.masks)
     results: dict[str, Any] = {"environment": environment("triton"), "repeats": arguments.repeats, "rows": []}
     missed = 0
@@ -343,126 +370,35 @@ def timed(arguments: argparse.Namespace) -> int:
 
 # Tiles
 
-SWEEP: dict[int, dict[str, tuple[tuple[int, ...], ...]]] = {
-    64: {
-        "forward": (
-            (128, 128, 8, 3),
-            (128, 128, 8, 2),
-            (128, 128, 4, 3),
-            (128, 64, 4, 3),
-            (128, 64, 8, 3),
-            (64, 128, 4, 3),
-            (128, 128, 8, 3, 2),
-        ),
-        "key_gradients": ((64, 128, 8, 3), (64, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 3), (64, 128, 8, 3, 2)),
-        "query_gradients": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 3, 2)),
-    },
-    128: {
-        "forward": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 2),
-            (128, 64, 8, 4),
-            (128, 128, 8, 2),
-            (64, 64, 4, 3),
-            (128, 64, 4, 3),
-            (128, 64, 8, 3, 2),
-        ),
-        "key_gradients": (
-            (64, 128, 8, 3),
-            (64, 128, 8, 2),
-            (64, 128, 8, 3, 2),
-            (32, 128, 8, 3),
-            (64, 64, 4, 3),
-            (64, 64, 4, 2),
-            (32, 64, 4, 3),
-        ),
-        "query_gradients": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 2),
-            (128, 128, 8, 2),
-            (64, 64, 4, 3),
-            (64, 128, 4, 2),
-            (128, 32, 8, 3),
-            (128, 64, 8, 3, 2),
-        ),
-    },
-    256: {
-        "forward": ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 1)),
-        "key_gradients": ((32, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1), (64, 32, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1)),
-        "query_gradients": ((64, 32, 8, 2), (64, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 2), (128, 32, 8, 1)),
-    },
-}
-
-
-def launch_of(dim: int, name: str, tile: Tile, shape: tuple[int, int, int], mask: Mask, memory: Any) -> Any:
-    """One pass of a call with that tile; `memory` makes its tensors."""
-    batch, length, heads = shape
-    q, k, v, out, dq, dk, dv = (memory(batch, length, heads, dim) for _ in range(7))
-    lse, delta = (memory(batch, heads, length).float() for _ in range(2))  # lengths are whole units
-    tiles = Tiles("a sweep", *(tile,) * 3)
-    with patch.object(setup, "tiles_for", lambda *_: tiles):
-        call = setup.Call.of(q, k, v, AttentionOptions(mask, dim**-0.5), None)
-        if name == "forward":
-            return setup.forward_launch(call, out, lse, None)
-        keys, queries = setup.gradient_launches(call, out, setup.RowValues(lse.abs() + 20, delta), (dq, dk, dv))
-        return keys if name == "key_gradients" else queries
-
-
-def compile_one(job: tuple[int, str, tuple[int, ...]]) -> str | None:
-    """In a process of its own, into the cache on disk."""
-    dim, name, tile = job
-    try:
-        memory = partial(torch.empty, dtype=torch.bfloat16, device=DEVICE)
-        launch_of(dim, name, Tile(*tile), (1, 256, 1), Causal(), memory).machine_code()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return None
-
-
-def milliseconds(launch: Any, runs: int) -> float:
-    for _ in range(3):
-        launch.run()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(500_000)
-        start.record()
-        launch.run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
-
 
 def sweep(arguments: argparse.Namespace) -> int:
     dims = arguments.head_dims or tuple(SWEEP)
-    jobs = [(dim, name, tile) for dim in dims for name, tiles in SWEEP[dim].items() for tile in tiles]
-    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        troubles = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
-    found: list[dict[str, Any]] = []
-    for dim in dims:
-        chosen = tiles_for(architecture_of(DEVICE), torch.bfloat16, dim, dim)
-        for name, tiles in SWEEP[dim].items():
-            for length in arguments.seqlens or (1024, 4096, 16384):
-                for mask in (Causal(), Full()):
-                    times = {}
-                    for tile in tiles:
-                        if troubles[(dim, name, tile)]:
-                            continue
-                        memory = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
-                        try:
-                            launch = launch_of(dim, name, Tile(*tile), (16384 // length, length, 2048 // dim), mask, memory)
-                            times[str(Tile(*tile))] = milliseconds(launch, arguments.repeats)
-                        except Exception as error:
-                            troubles[(dim, name, tile)] = f"{type(error).__name__}: {str(error)[:200]}"
-                    best = min(times, key=lambda words: times[words], default="")
-                    found.append({"dim": dim, "pass": name, "length": length, "mask": str(mask), "ms": times, "best": best})
-                    listed = ", ".join(f"{words}: {ms:.3f}" for words, ms in sorted(times.items(), key=lambda item: item[1]))
-                    print(f"{dim} {name} {mask} {length} (now {getattr(chosen, name)}): {listed}", flush=True)
-    failures = {f"{dim} {name} {Tile(*tile)}": why for (dim, name, tile), why in troubles.items() if why}
-    arguments.output.write_text(json.dumps({"rows": found, "failures": failures}, indent=1) + "\n", encoding="utf-8")
+    jobs = jobs_of(dims)
+    troubles = compile_all([to_compile(job) for job in jobs], arguments.processes)
+    can = [job for job, trouble in zip(jobs, troubles, strict=True) if trouble is None]
+    rows, failures = measure_tiles(can, arguments.seqlens or (1024, 4096, 16384), arguments.repeats, DEVICE)
+    failures |= {f"{job.dim} {job.name} {job.key}": trouble for job, trouble in zip(jobs, troubles, strict=True) if trouble}
+    architecture, chosen = architecture_of(DEVICE), choose_tiles(rows)
+    found = {"environment": {"gpu": torch.cuda.get_device_name(DEVICE), "triton": triton.__version__}, "architecture": architecture}
+    found |= {"rows": rows, "failures": failures, "chosen": chosen}
+    arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for tile, why in failures.items():
         print(f"cannot: {tile}: {why}")
+    for dim, passes in chosen.items():
+        before = tiles_for(architecture, torch.bfloat16, int(dim), int(dim))
+        for name, tile in passes.items():
+            print(f"chosen: {architecture} head dim {dim} {name}: {tile} (now {getattr(before, name)})")
+    if arguments.table is not None:
+        arguments.table.write_text(table_with(architecture, chosen), encoding="utf-8")
+    return 0
+
+
+def warm(arguments: argparse.Namespace) -> int:
+    """Compiles side by side what tests, checks, times and sweeps will ask for one by one."""
+    launches = launches_to_warm(architecture_of(DEVICE))
+    began = time.perf_counter()
+    failed = [trouble for trouble in compile_all(launches, arguments.processes) if trouble]
+    print(f"{len(launches)} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} cannot: {failed[:5]}")
     return 0
 
 
@@ -473,20 +409,27 @@ def read_numbers(text: str) -> tuple[int, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    for name in ("check", "time", "sweep"):
+    for name in ("check", "time", "sweep", "warm"):
         what.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--repeats", type=int, help="of each run (default: 50 to check, 20 to time, 7 to sweep)")
     parser.add_argument("--seqlens", type=read_numbers, metavar="N,N")
     parser.add_argument("--head-dims", type=read_numbers, metavar="N,N")
     parser.add_argument("--masks", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME")
-    parser.add_argument("--processes", type=int, default=12, help="that compile at once for --sweep")
+    parser.add_argument("--processes", type=int, default=12, help="that compile at once")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="--sweep writes tiles.json with the best tiles there")
+    parser.add_argument("--tiles", type=Path, metavar="FILE", help="take tiles from there, not from the package")
     parser.add_argument("--output", type=Path, default=Path("triton-backend.json"), metavar="FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU; PyTorch finds none")
     if arguments.repeats is None:
         arguments.repeats = 50 if arguments.check else 20 if arguments.time else 7
-    return check(arguments) if arguments.check else timed(arguments) if arguments.time else sweep(arguments)
+    if arguments.tiles is not None:
+        tiles.TABLE = arguments.tiles
+    return next(run for name, run in RUNS.items() if getattr(arguments, name))(arguments)
+
+
+RUNS = {"check": check, "time": timed, "sweep": sweep, "warm": warm}
 
 
 if __name__ == "__main__":

@@ -113,7 +113,9 @@ def step(
     scores = capped(tl.dot(keys, queries, input_precision="ieee"), 0.0, False)
     weights = tl.exp2(tl.fma(scores, scale_log2, -of_rows[None, :]))
     if PARTIAL:
-        keep = is_kept(row[None, :], column[:, None], row[None, :], row[None, :], 0, q_len, kv_len, left, right, None, None, 1, 1, 1, 64, BAND)
+        keep = is_kept(
+            row[None, :], column[:, None], row[None, :], row[None, :], 0, q_len, kv_len, left, right, None, None, 1, 1, 1, 64, BAND,
+        )
         weights = tl.where(keep, weights, 0.0)
     douts = load_rows(do_at, start, do_row, q_len, HEAD_DIM, BLOCK_Q, BLOCK_DIM, PARTIAL)
     dv_sum = tl.dot(weights.to(douts.dtype), douts, dv_sum, input_precision="ieee")

@@ -24,10 +24,11 @@ QUICK = [
     ("9.0", "key gradients", Compiled("9.0", (128, 128), group=4)),
     ("10.0", "query gradients", Compiled("10.0", (64, 64))),
     ("12.0", "key gradients", Compiled("12.0", (64, 64), kind="packed")),
+    ("9.0", "key gradients", Compiled("9.0", (64, 64), kind="bits")),
 ]
 ALL = [
     *(Compiled(name, (dim, dim), dtype) for name in SHARED_MEMORY for dim in (64, 128, 256) for dtype in (torch.bfloat16, torch.float32)),
-    *(Compiled(name, kind=kind, softcap=20.0, group=4) for name in NVIDIA for kind in ("rows", "blocks", "packed")),
+    *(Compiled(name, kind=kind, softcap=20.0, group=4) for name in NVIDIA for kind in ("rows", "blocks", "packed", "bits")),
     *(Compiled("9.0", dims, torch.float16) for dims in ((192, 128), (24, 40), (64, 256))),
 ]
 
@@ -48,7 +49,7 @@ def check(case: Compiled, name: str) -> None:
         assert len(machine_code_hash(compiled.asm["cubin"])) == 64
 
 
-@pytest.mark.parametrize(("architecture", "name", "case"), QUICK, ids=[f"{a}-{name}" for a, name, _ in QUICK])
+@pytest.mark.parametrize(("architecture", "name", "case"), QUICK, ids=[f"{name}-{case}" for _, name, case in QUICK])
 def test_kernels_compile_within_shared_memory(architecture: str, name: str, case: Compiled) -> None:
     assert case.architecture == architecture
     check(case, name)

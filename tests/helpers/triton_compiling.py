@@ -14,12 +14,17 @@ from dash_attn.backends.triton import explaining, setup
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.masks import TilePattern
 
 KIB = 1024
 # Bytes of shared memory that a block of threads can have. docs.nvidia.com, CUDA programming guide, compute capabilities; AMD: LDS.
 SHARED_MEMORY = {
     **{"8.0": 163 * KIB, "8.6": 99 * KIB, "8.9": 99 * KIB, "9.0": 227 * KIB, "10.0": 227 * KIB, "12.0": 99 * KIB},
     "gfx942": 64 * KIB,
+}
+MASKS: dict[str, Mask] = {
+    **{"band": Causal(), "rows": Prefix(100), "blocks": TileMap(np.eye(4, dtype=bool), 128, 128)},
+    "bits": TilePattern(np.arange(64, dtype=np.uint8).reshape(8, 8) % 3),
 }
 PASSES = ("forward", "key gradients", "query gradients")
 
@@ -45,8 +50,7 @@ class Compiled:
                 ends = torch.empty(4, dtype=torch.int32, device="meta")
                 call = setup.Call.of(q[0], k[0], v[0], self._options(Causal()), SequenceOffsets(ends, ends, 512, 512))
                 return {**explaining._launches(call), "offsets": setup.offsets_launch(call)}
-            masks = {"band": Causal(), "rows": Prefix(100), "blocks": TileMap(np.eye(4, dtype=bool), 128, 128)}
-            return explaining._launches(setup.Call.of(q, k, v, self._options(masks[self.kind]), None))
+            return explaining._launches(setup.Call.of(q, k, v, self._options(MASKS[self.kind]), None))
 
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         return (2 * self.group, self.dims[0]), (2, self.dims[0]), (2, self.dims[1])
