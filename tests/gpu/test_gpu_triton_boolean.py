@@ -89,5 +89,5 @@ def test_what_it_lacks_raises_by_name() -> None:
         flash_attn_func(q, k, v, dropout_p=0.5, **TRITON)
     with pytest.raises(ValueError, match="'triton' has no ALiBi yet"):
         flash_attn_func(q, k, v, alibi_slopes=torch.ones(HEADS[0], device=DEVICE), **TRITON)
-    with pytest.raises(NotImplementedError, match="'triton' .* cannot attend to a cache"):
+    with pytest.raises(NotImplementedError, match=r"'triton' .* cannot attend to a cache"):
         flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=5, **TRITON)

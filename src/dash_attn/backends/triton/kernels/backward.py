@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows
-from .visits import BITS, at_matrix, full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_keys, visits_of_queries
+from .visits import BITS, full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_keys, visits_of_queries
 
 NUMBERS = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head", "do_batch", "do_row", "do_head"),
@@ -56,7 +56,7 @@ def key_gradients(
             first, end = row_bounds(row, rows, q_len, MASK)
             keep = is_kept(
                 row[None, :], column[:, None], first[None, :], end[None, :], start, q_len, kv_len, left, right,
-                blocks, at_matrix(places, matrix, matrix_blocks, MASK), block_q, block_kv, block_columns, BLOCK_KV, MASK,
+                blocks, places, matrix.to(tl.int64) * matrix_blocks, block_q, block_kv, block_columns, BLOCK_KV, MASK,
             )
             dk_sum, dv_sum = add_queries(
                 dk_sum, dv_sum, keys, values, keep, q_at, do_at, lse + of_rows, delta + of_rows, q_start, q_row, do_row, q_len,
@@ -135,7 +135,7 @@ def query_gradients(
         column = kv_start + tl.arange(0, BLOCK_KV)
         keep = is_kept(
             row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len, left, right,
-            blocks, at_matrix(places, matrix, matrix_blocks, MASK), block_q, block_kv, block_columns, BLOCK_KV, MASK,
+            blocks, places, matrix.to(tl.int64) * matrix_blocks, block_q, block_kv, block_columns, BLOCK_KV, MASK,
         )
         dq_sum = add_keys(
             dq_sum, queries, douts, lses, deltas, keep, k_at, v_at, kv_start, k_row, v_row, kv_len, scale_log2, cap_scale,

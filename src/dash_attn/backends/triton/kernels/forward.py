@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .tiles import LN_2, LOG2_E, capped, load_columns, load_rows, start_of, store_rows
-from .visits import at_matrix, full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_queries
+from .visits import full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_queries
 
 NUMBERS = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head"),
@@ -54,7 +54,7 @@ def attention_forward(
         column = kv_start + tl.arange(0, BLOCK_KV)
         keep = is_kept(
             row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len, left, right,
-            blocks, at_matrix(places, matrix, matrix_blocks, MASK), block_q, block_kv, block_columns, BLOCK_KV, MASK,
+            blocks, places, matrix.to(tl.int64) * matrix_blocks, block_q, block_kv, block_columns, BLOCK_KV, MASK,
         )
         weights, fade, highest, total = soften(tl.where(keep, scores, float("-inf")), highest, total, scale_log2)
         values = load_rows(v_at, kv_start, v_row, kv_len, VALUE_DIM, BLOCK_KV, BLOCK_VALUE, True)

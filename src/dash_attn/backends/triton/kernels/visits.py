@@ -122,20 +122,12 @@ def matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK: tl.cons
 
 
 @triton.jit
-def at_matrix(places, matrix, matrix_blocks, MASK: tl.constexpr):
-    """Where the blocks of a boolean matrix are told."""
-    if MASK == BITS:
-        places += matrix.to(tl.int64) * matrix_blocks
-    return places
-
-
-@triton.jit
 def is_kept(
-    row, column, first, end, kv_start, q_len, kv_len, left, right, blocks, places, block_q, block_kv, block_columns,
+    row, column, first, end, kv_start, q_len, kv_len, left, right, blocks, places, first_place, block_q, block_kv, block_columns,
     BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Which elements attend. Rows and columns are (n, 1) and (1, m) or the other way round; [first, end) are a row's keys. Columns
-    begin at kv_start. Of a boolean matrix `blocks` are words, and `places` say where the words of each block are."""
+    begin at kv_start. Of a boolean matrix `blocks` are words, and `places`, from first_place on, say where the words of each block are."""
     inside = (row < q_len) & (column < kv_len)
     if MASK == BAND:
         ahead = column - row - (kv_len - q_len)
@@ -147,9 +139,10 @@ def is_kept(
         kept = tl.load(blocks + place, mask=inside, other=0) != 0
     else:
         block = kv_start // BIT_BLOCK
-        word = words_of(row, block, blocks, places, block_columns, q_len, kv_len)
+        word = words_of(row, block, blocks, places + first_place, block_columns, q_len, kv_len)
         if BLOCK_KV > BIT_BLOCK:  # a tile has one block of columns, or two
-            word = tl.where(column // BIT_BLOCK == block, word, words_of(row, block + 1, blocks, places, block_columns, q_len, kv_len))
+            after = words_of(row, block + 1, blocks, places + first_place, block_columns, q_len, kv_len)
+            word = tl.where(column // BIT_BLOCK == block, word, after)
         kept = (word >> (column % BIT_BLOCK)) & 1 != 0
     return inside & kept
 
