@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
-from dash_attn.backends import DEVICE_OF
+from dash_attn.backends import DEVICE_OF, import_cache
 from dash_attn.backends.triton.tiles import listed
 from dash_attn.call.tensor_checks import DTYPES
 from page_parts import code, numbers_in_words, table
@@ -156,6 +156,14 @@ def packed_sequences() -> list[str]:
     return by_backend("call", questions, refusal_of_packed)
 
 
+def refusal_of_cache(backend: str, _: Question) -> str | None:
+    try:
+        import_cache(backend)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def page() -> str:
     hardware = [
         ["`cpu`", DEVICE_OF["cpu"], "any CPU"],
@@ -186,5 +194,6 @@ def page() -> str:
         *schedules(),
         *("", "## Arguments of `flash_attn_func`", "", "Decided before any backend is asked.", "", *arguments()),
         *("", "## Variable lengths: `flash_attn_varlen_func`", "", *packed_sequences()),
+        *("", "## Caches: `flash_attn_with_kvcache`", "", *by_backend("call", [Question("a cache of keys and values")], refusal_of_cache)),
     ]
     return "\n".join(lines) + "\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +17,18 @@ import pytest
 import torch
 
 import dash_attn
-from dash_attn import Causal, Documents, Full, Prefix, TileMap, Window, explain
+from dash_attn import BooleanMask, Causal, Documents, Full, Prefix, TileMap, Window, explain
 from dash_attn.backends import _backend_of_gpu, resolve
 from dash_attn.backends.triton import support
 from dash_attn.backends.triton.launch import Launch
-from dash_attn.backends.triton.mask_tables import FAR_AWAY, distances, visit_lists
+from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, visit_lists
 from dash_attn.backends.triton.setup import Call, aligned, block_of, readable, strides
-from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_triton
+from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_elements, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, listed, read_table, tiles_for
+from dash_attn.call.modifiers import Modifiers
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
-from dash_attn.masks import EMPTY, FULL, PARTIAL
+from dash_attn.masks import EMPTY, FULL, PARTIAL, PatternPerHead, TilePattern
 from needs_triton import needs_triton
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "triton_tiles.txt"
@@ -117,6 +120,7 @@ def test_too_little_shared_memory_is_named() -> None:
         assert words in str(raised.value)
 
 
+PATTERN = TilePattern(np.array([[PARTIAL, FULL], [EMPTY, PARTIAL]], dtype=np.uint8))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float64": ({"dtype": torch.float64}, "takes bfloat16, float16 and float32; got torch.float64"),
     "head dim": ({"dim": 264}, "takes head dims up to 256; got q/k 264"),
@@ -125,6 +129,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "schedule": ({"schedule": "descending"}, "schedule must be 'auto'; got descending"),
     "packed prefix": ({"mask": Prefix(3), "packed": True}, "packed sequences on backend 'triton' take"),
     "length": ({"length": 2**29}, "takes fewer than 2\\^29 queries and keys"),
+    "dropout": ({"dropout_p": 0.5}, "has no dropout yet: dropout_p must be 0; got 0.5. Backend 'cpu' has it"),
+    "ALiBi": ({"alibi": True}, "has no ALiBi yet: alibi_slopes must be None"),
+    "packed matrix": ({"mask": PATTERN, "packed": True}, "packed sequences on backend 'triton' take"),
 }
 
 
@@ -133,9 +140,27 @@ def test_what_it_cannot_do_raises_by_name(name: str) -> None:
     given, said = REFUSED[name]
     asked = {"dtype": torch.bfloat16, "dim": 64, "scale": 1.0, "mask": Causal(), "packed": False, "length": 128, **given}
     q = meta(1, asked["length"], 2, asked["dim"], dtype=asked["dtype"])
-    rest = {name: asked[name] for name in ("accumulation", "schedule") if name in asked}
+    rest = {name: asked[name] for name in ("accumulation", "schedule", "dropout_p", "alibi") if name in asked}
     with pytest.raises(Unsupported, match=said):
         check_call(q, q, AttentionOptions(asked["mask"], asked["scale"], **rest), asked["packed"])
+
+
+def test_a_pattern_without_its_elements_is_refused() -> None:
+    """Nobody may take partial blocks for empty ones."""
+    per_head = PatternPerHead((PATTERN, TileMap(np.eye(2, dtype=bool), 64, 64)), np.array([[0, 1]]))
+    for mask in (PATTERN, per_head):
+        for modifiers in (None, Modifiers()):
+            with pytest.raises(Unsupported, match="needs the elements of a boolean mask"):
+                check_elements(mask, modifiers)
+    whole = PatternPerHead(per_head.patterns[1:], np.array([[0]]))
+    check_elements(whole, None)
+    check_elements(PATTERN, Modifiers(elements=BooleanMask(np.ones((128, 128), dtype=bool))))
+
+
+def test_a_cache_is_refused_by_name() -> None:
+    q, cache = meta(1, 1, 2, 64), meta(1, 128, 2, 64)
+    with pytest.raises(NotImplementedError, match=r"backend 'triton' \(cuda tensors\) cannot attend to a cache .*; 'cpu' and 'hopper' can"):
+        dash_attn.explain_with_kvcache(q, cache, cache, cache_seqlens=3, backend="triton")
 
 
 def test_what_it_can_do_is_not_refused() -> None:
@@ -172,6 +197,10 @@ def test_the_order_hash_names_what_decides_the_order() -> None:
     others = [order(640), order(causal=False), order(window_size=(5, 0))]
     blocks = [TileMap(np.array([[True, first]]), 512, 256) for first in (True, False)]
     others += [order(causal=False, mask=mask) for mask in (*blocks, Documents((500, 12)), Documents((12, 500)))]
+    draws = np.random.default_rng(0).random((2, 4, 512, 512)) < 0.5
+    draws[0, 1, :64, 64:128], draws[0, 2, :64, 128:192] = True, True  # other patterns with as many partial blocks
+    others += [order(batch=2, causal=False, mask=BooleanMask(matrix)) for matrix in (draws[0, 0], draws[0, 1], draws[0, 2], draws)]
+    assert others[-4] == order(causal=False, mask=BooleanMask(draws[1, 0])), "one pattern has one order, whatever its elements"
     assert len({order(), *others}) == len(others) + 1
 
 
@@ -179,6 +208,26 @@ def test_documents_are_explained_as_packed_sequences() -> None:
     q = meta(2, 512, 2, 64)
     assert explain(q, q, q, mask=Documents((500, 12)), backend="triton").plan_bytes == 0
     assert explain(q, q, q, mask=Prefix(100), backend="triton").plan_bytes > 0
+
+
+def test_tables_of_a_boolean_mask_live_as_long_as_it() -> None:
+    draws = np.random.default_rng(0).random((200, 300)) < 0.5
+    mask = BooleanMask(draws)
+    masked = Masked(mask.pattern, (200, 300), torch.device("cpu"), mask)
+    tile = Tile(64, 32, 4, 1)
+    first = masked.tables(tile, by_keys=False)
+    assert masked.tables(tile, by_keys=False) is first
+    other = masked.tables(tile, by_keys=True)
+    assert other is not first
+    assert other.blocks is first.blocks, "passes share the words"
+    words = first.blocks
+    assert words is not None
+    assert words.dtype == torch.int64
+    assert not any(table is None for table in (first.bounds, first.visits, first.places, first.matrices))
+    watched = weakref.ref(words)
+    del first, other, words, masked, mask
+    gc.collect()
+    assert watched() is None
 
 
 # Tables

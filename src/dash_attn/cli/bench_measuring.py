@@ -28,6 +28,8 @@ def candidates(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, str]
 
 def _ours_and_others(arguments: argparse.Namespace) -> tuple[list[Any], list[Any], dict[str, str]]:
     if arguments.suite in DECODE_SUITES:
+        if arguments.backend not in ("auto", "hopper"):
+            raise ValueError(f"--suite {arguments.suite}: backend {arguments.backend!r} has no cache of keys and values; 'hopper' has")
         from ..tools.bench.decode import decode_candidates
 
         (own, *others), missing = decode_candidates(not arguments.no_peers)
