@@ -26,9 +26,10 @@ QUICK = (
     *("full", "causal", "causal, more keys", "causal, more queries", "whole tiles", "window", "window without a right end"),
     *("window without a left end", "prefix", "tile map", "documents", "documents, not causal", "grouped heads", "softcap", "sinks"),
     *("gradient of the LSE", "padded head dims", "float16", "packed", "packed, full, sinks", "packed window"),
+    *("boolean", "boolean, per head", "boolean, whole blocks per head", "boolean, large tiles"),
 )
 SEEDS = tuple(f"seed {number}" for number in range(150))
-FAULTS = ("a key too many", "a tile too few")
+FAULTS = ("a key too many", "a tile too few", "the matrix of another head")
 
 pytestmark = needs_triton
 
@@ -54,6 +55,11 @@ def test_results_are_those_of_the_cpu_backend(name: str) -> None:
     errors = found()[name]
     assert {"out", "lse", "dq", "dk", "dv"} <= set(errors)
     assert max(errors.values()) <= BUDGET.get(name, ROUNDINGS), errors
+
+
+@pytest.mark.exhaustive
+def test_a_matrix_per_sequence() -> None:
+    assert max(said_of(("boolean, per sequence",))["boolean, per sequence"].values()) <= ROUNDINGS
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
 from dash_attn.backends import cpu
 from dash_attn.backends import triton as ours
-from dash_attn.backends.triton import mask_tables, setup
+from dash_attn.backends.triton import boolean_tables, mask_tables, setup
 from dash_attn.backends.triton.tiles import Tile, Tiles
 from dash_attn.call.modifiers import Modifiers
 from dash_attn.call.offsets import SequenceOffsets
@@ -95,7 +95,7 @@ class Interpreted:
 
 BOOLEAN = {
     "boolean": Interpreted(matrices=(1, 1), lengths=(80, 150), dlse=True),
-    "boolean, per head": Interpreted(matrices=(2, 4), heads=(4, 2), batch=2, lengths=(70, 70), sinks=(0.3, 0.1, -0.5, 2.0)),
+    "boolean, per head": Interpreted(matrices=(2, 2), heads=(2, 1), batch=2, lengths=(70, 70), sinks=(0.3, -0.5)),
     "boolean, per sequence": Interpreted(matrices=(2, 1), heads=(2, 1), batch=2, lengths=(70, 100), softcap=2.0),
     "boolean, whole blocks per head": Interpreted(matrices=(1, 2), heads=(2, 2), lengths=(140, 130), partial=False),
     "boolean, large tiles": Interpreted(matrices=(1, 2), heads=(2, 1), lengths=(200, 300), tiles=LARGE),
@@ -139,18 +139,22 @@ def random_case(seed: int) -> Interpreted:
         packed = ()
         shape = tuple(-(-length // block) for length, block in zip(lengths, blocks, strict=True))
         masks += [Prefix(int(draw.integers(0, lengths[1] + 1))), TileMap(draw.random(shape) < 0.5, *blocks)]
+    matrices = None
+    if seed % 7 == 0:
+        packed, matrices = (), (1, int(draw.integers(1, 3)))
     if packed and not all(map(sum, zip(*packed, strict=True))):
         packed += ((3, 5),)
     group, kv_heads = int(draw.integers(1, 4)), int(draw.integers(1, 3))
     heads = group * kv_heads, kv_heads
+    matrices = None if matrices is None else (1, heads[0] if matrices[1] > 1 else 1)
     sinks = tuple(float(x) for x in draw.normal(size=heads[0])) if seed % 4 == 0 else ()
     dims = int(draw.integers(1, 40)), int(draw.integers(1, 40))
     softcap = 3.0 if seed % 5 == 0 else 0.0
     mask = masks[int(draw.integers(len(masks)))]
-    return Interpreted(mask, lengths, heads, dims, softcap=softcap, sinks=sinks, dlse=seed % 2 == 0, packed=packed)
+    return Interpreted(mask, lengths, heads, dims, softcap=softcap, sinks=sinks, dlse=seed % 2 == 0, packed=packed, matrices=matrices)
 
 
-FAULTS = ("a key too many", "a tile too few")
+FAULTS = ("a key too many", "a tile too few", "the matrix of another head")
 
 
 def results(backend: Any, case: Interpreted, inputs: tuple[Tensor, ...], offsets: SequenceOffsets | None) -> dict[str, Tensor]:
@@ -182,11 +186,20 @@ def compare(case: Interpreted) -> dict[str, float]:
     return {name: error(mine[name], theirs[name]) for name in theirs}
 
 
+def swapped(arguments: Any) -> Any:
+    """Matrices in another order."""
+    return lambda found: {**(given := arguments(found)), "matrices": given["matrices"].flip(1).contiguous()}
+
+
 def planted(fault: str) -> dict[str, float]:
     """A causal case with a fault in its tables: the control."""
     if fault == "a key too many":
         with patch.object(mask_tables, "distances", lambda mask: (mask_tables.FAR_AWAY, 1)):
             return compare(Interpreted())
+    if fault == "the matrix of another head":
+        per_head = replace(BOOLEAN["boolean, per head"], batch=1, matrices=(1, 2))
+        with patch.object(boolean_tables.Matrices, "arguments", swapped(boolean_tables.Matrices.arguments)):
+            return compare(per_head)
     whole = mask_tables.visit_lists
 
     def without_the_last(tile_map: Any) -> Any:
