@@ -81,7 +81,7 @@ def test_pytorch_operations_on_the_gpu_give_the_same(monkeypatch: pytest.MonkeyP
     tensors = [some(size, torch.float32).cuda() for size in SIZES]
     expected = sums_of(tensors)
     monkeypatch.setattr(bit_sums, "_has_kernel", lambda device: False)
-    monkeypatch.delattr(bit_sums, "_sums_by_kernel")
+    monkeypatch.setattr(bit_sums, "_sums_by_kernel", lambda tensors: pytest.fail("the kernel ran"))
     assert sums_of(tensors) == expected
 
 
