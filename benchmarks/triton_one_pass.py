@@ -31,7 +31,7 @@ from torch import Tensor  # noqa: E402
 from dash_attn import Causal, Full, Mask, Problem  # noqa: E402
 from dash_attn.backends.triton import setup, tiles  # noqa: E402
 from dash_attn.backends.triton.kernels.tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows  # noqa: E402
-from dash_attn.backends.triton.kernels.visits import is_kept  # noqa: E402
+from dash_attn.backends.triton.kernels.visits import row_bounds  # noqa: E402
 from dash_attn.backends.triton.launch import Launch  # noqa: E402
 from dash_attn.backends.triton.tiles import Tile  # noqa: E402
 from dash_attn.call.options import AttentionOptions  # noqa: E402
@@ -116,10 +116,8 @@ def step(
     scores = capped(tl.dot(keys, queries, input_precision="ieee"), 0.0, False)
     weights = tl.exp2(tl.fma(scores, scale_log2, -of_rows[None, :]))
     if PARTIAL:
-        keep = is_kept(
-            row[None, :], column[:, None], row[None, :], row[None, :], 0, q_len, kv_len, left, right, None, None, 0, 1, 1, 1, 64, BAND,
-        )
-        weights = tl.where(keep, weights, 0.0)
+        first, end = row_bounds(row, None, q_len, kv_len, left, right, BAND)
+        weights = tl.where((column[:, None] >= first[None, :]) & (column[:, None] < end[None, :]), weights, 0.0)
     douts = load_rows(do_at, start, do_row, q_len, HEAD_DIM, BLOCK_Q, BLOCK_DIM, PARTIAL)
     dv_sum = tl.dot(weights.to(douts.dtype), douts, dv_sum, input_precision="ieee")
     deltas = load_numbers(delta, start, q_len, 0.0, BLOCK_Q, PARTIAL)

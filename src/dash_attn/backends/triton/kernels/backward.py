@@ -53,9 +53,9 @@ def key_gradients(
         for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
             q_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_Q
             row = q_start + tl.arange(0, BLOCK_Q)
-            first, end = row_bounds(row, rows, q_len, MASK)
+            first, end = row_bounds(row, rows, q_len, kv_len, left, right, MASK)
             keep = is_kept(
-                row[None, :], column[:, None], first[None, :], end[None, :], start, q_len, kv_len, left, right,
+                row[None, :], column[:, None], first[None, :], end[None, :], start, q_len, kv_len,
                 blocks, places, matrix.to(tl.int64) * matrix_blocks, block_q, block_kv, block_columns, BLOCK_KV, MASK,
             )
             dk_sum, dv_sum = add_queries(
@@ -126,7 +126,7 @@ def query_gradients(
     lses = load_numbers(lse + of_rows, start, q_len, float("inf"), BLOCK_Q, True)
     deltas = load_numbers(delta + of_rows, start, q_len, 0.0, BLOCK_Q, True)
     row = start + tl.arange(0, BLOCK_Q)
-    first, end = row_bounds(row, rows, q_len, MASK)
+    first, end = row_bounds(row, rows, q_len, kv_len, left, right, MASK)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     matrix = matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK)
     a, b, c, d = visits_of_queries(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
@@ -134,7 +134,7 @@ def query_gradients(
         kv_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_KV
         column = kv_start + tl.arange(0, BLOCK_KV)
         keep = is_kept(
-            row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len, left, right,
+            row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len,
             blocks, places, matrix.to(tl.int64) * matrix_blocks, block_q, block_kv, block_columns, BLOCK_KV, MASK,
         )
         dq_sum = add_keys(

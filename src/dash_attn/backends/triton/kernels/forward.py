@@ -37,7 +37,7 @@ def attention_forward(
     v_at = start_of(v, sequence, kv_first, head // group, v_batch, v_row, v_head)
     queries = load_rows(q_at, start, q_row, q_len, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     row = start + tl.arange(0, BLOCK_Q)
-    first, end = row_bounds(row, rows, q_len, MASK)
+    first, end = row_bounds(row, rows, q_len, kv_len, left, right, MASK)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     if SINKS:
@@ -53,7 +53,7 @@ def attention_forward(
         scores = capped(tl.dot(queries, keys, input_precision="ieee"), cap_scale, SOFTCAP)
         column = kv_start + tl.arange(0, BLOCK_KV)
         keep = is_kept(
-            row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len, left, right,
+            row[:, None], column[None, :], first[:, None], end[:, None], kv_start, q_len, kv_len,
             blocks, places, matrix.to(tl.int64) * matrix_blocks, block_q, block_kv, block_columns, BLOCK_KV, MASK,
         )
         weights, fade, highest, total = soften(tl.where(keep, scores, float("-inf")), highest, total, scale_log2)

@@ -123,28 +123,26 @@ def matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK: tl.cons
 
 @triton.jit
 def is_kept(
-    row, column, first, end, kv_start, q_len, kv_len, left, right, blocks, places, first_place, block_q, block_kv, block_columns,
+    row, column, first, end, kv_start, q_len, kv_len, blocks, places, first_place, block_q, block_kv, block_columns,
     BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Which elements attend. Rows and columns are (n, 1) and (1, m) or the other way round; [first, end) are a row's keys. Columns
     begin at kv_start. Of a boolean matrix `blocks` are words, and `places`, from first_place on, say where the words of each block are."""
-    inside = (row < q_len) & (column < kv_len)
-    if MASK == BAND:
-        ahead = column - row - (kv_len - q_len)
-        kept = (ahead >= -left) & (ahead <= right)
-    elif MASK == ROWS:
-        kept = (column >= first) & (column < end)
-    elif MASK == BLOCKS:
-        place = (row // block_q).to(tl.int64) * block_columns + column // block_kv
-        kept = tl.load(blocks + place, mask=inside, other=0) != 0
+    if MASK == BAND or MASK == ROWS:
+        kept = (column >= first) & (column < end)  # whether row and column are there, too: see row_bounds
     else:
-        block = kv_start // BIT_BLOCK
-        word = words_of(row, block, blocks, places + first_place, block_columns, q_len, kv_len)
-        if BLOCK_KV > BIT_BLOCK:  # a tile has one block of columns, or two
-            after = words_of(row, block + 1, blocks, places + first_place, block_columns, q_len, kv_len)
-            word = tl.where(column // BIT_BLOCK == block, word, after)
-        kept = (word >> (column % BIT_BLOCK)) & 1 != 0
-    return inside & kept
+        inside = (row < q_len) & (column < kv_len)
+        if MASK == BLOCKS:
+            place = (row // block_q).to(tl.int64) * block_columns + column // block_kv
+            kept = tl.load(blocks + place, mask=inside, other=0) != 0
+        else:
+            block = kv_start // BIT_BLOCK
+            word = words_of(row, block, blocks, places + first_place, block_columns, q_len, kv_len)
+            if BLOCK_KV > BIT_BLOCK:  # a tile has one block of columns, or two
+                after = words_of(row, block + 1, blocks, places + first_place, block_columns, q_len, kv_len)
+                word = tl.where(column // BIT_BLOCK == block, word, after)
+            kept = inside & ((word >> (column % BIT_BLOCK)) & 1 != 0)
+    return kept
 
 
 @triton.jit
@@ -156,9 +154,14 @@ def words_of(row, block, words, places, block_columns, q_len, kv_len):
 
 
 @triton.jit
-def row_bounds(row, rows, q_len, MASK: tl.constexpr):
-    """First kept key and end of the kept keys, by row; of other kinds of mask anything."""
-    if MASK == ROWS:
+def row_bounds(row, rows, q_len, kv_len, left, right, MASK: tl.constexpr):
+    """First kept key and end of the kept keys, by row, none beyond the last key and none of rows beyond the last; of other kinds of
+    mask anything. Two numbers a row leave two comparisons an element."""
+    if MASK == BAND:
+        middle = row + (kv_len - q_len)
+        first = tl.maximum(middle - left, 0)
+        end = tl.where(row < q_len, tl.minimum(middle + right + 1, kv_len), 0)
+    elif MASK == ROWS:
         first = tl.load(rows + 2 * row, mask=row < q_len, other=0)
         end = tl.load(rows + 2 * row + 1, mask=row < q_len, other=0)
     else:
