@@ -69,7 +69,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
 
 
 def _table_bytes(launch: Launch) -> int:
-    tables = (launch.numbers[name] for name in TABLES)
+    tables = (launch.numbers.get(name) for name in TABLES)
     return sum(table.nbytes for table in tables if table is not None)
 
 
@@ -89,13 +89,8 @@ def _launches(call: Call) -> dict[str, Launch]:
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="meta")
     lse = torch.empty(call.lse_shape, dtype=torch.float32, device="meta")
     rows = RowValues.empty(call, "meta")
-    keys, queries = gradient_launches(call, out, rows, (q, k, v))
-    return {
-        "forward": forward_launch(call, out, lse, None),
-        "row statistics": statistics_launch(call, out, out, lse, None, rows),
-        "key gradients": keys,
-        "query gradients": queries,
-    }
+    backward = (statistics_launch(call, out, out, lse, None, rows), *gradient_launches(call, out, rows, (q, k, v)))
+    return {"forward": forward_launch(call, out, lse, None), **{launch.kernel.replace("_", " "): launch for launch in backward}}
 
 
 def _machine_code(q: Tensor, launches: dict[str, Launch]) -> dict[str, str]:

@@ -17,6 +17,7 @@ MODULES = {
     "attention_forward": "forward",
     "key_gradients": "backward",
     "query_gradients": "backward",
+    "gradients": "together",
     "row_statistics": "rows",
     "sink_gradient": "rows",
     "check_offsets": "rows",

@@ -13,8 +13,8 @@ from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from ...masks import BooleanMask
 from .launch import Launch
-from .mask_tables import Masked, MaskTables
-from .support import architecture_of, check_call
+from .mask_tables import TABLES, Masked, MaskTables
+from .support import architecture_of, check_call, is_band
 from .tiles import Tile, Tiles, tiles_for
 
 LOG2_E = 1.4426950408889634
@@ -75,6 +75,16 @@ class Call:
     def lse_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
 
+    @property
+    def sequences(self) -> int:
+        """That are packed."""
+        return 1 if self.offsets is None else len(self.offsets.cu_seqlens_q) - 1
+
+    def slots(self, tile: Tile, by_keys: bool) -> int:
+        """Programs of a head: its tiles, and of packed sequences one more for each."""
+        length, rows = self.lengths[by_keys], (tile.q_rows, tile.kv_rows)[by_keys]
+        return length // rows + self.sequences if self.packed else -(-length // rows)
+
     def masked(self, tile: Tile, by_keys: bool = False) -> MaskTables:
         return Masked(self.options.mask, self.lengths, self.q.device, self.elements).tables(tile, by_keys)
 
@@ -86,10 +96,7 @@ class Call:
     def launch(self, kernel: str, tile: Tile, own: dict[str, Any], by_keys: bool = False, **constants: Any) -> Launch:
         """One of the passes over tiles: what they share, and its own arguments."""
         heads, kv_heads = self.heads
-        lengths, rows = self.lengths, (tile.q_rows, tile.kv_rows)
-        sequences = 1 if self.offsets is None else len(self.offsets.cu_seqlens_q) - 1
-        tiles = lengths[by_keys] // rows[by_keys] + sequences if self.packed else -(-lengths[by_keys] // rows[by_keys])
-        mask = self.masked(tile, by_keys)
+        lengths, mask, tiles = self.lengths, self.masked(tile, by_keys), self.slots(tile, by_keys)
         numbers = {
             **{"q": self.q, "k": self.k, "v": self.v},
             **strides("q", self.q),
@@ -100,7 +107,7 @@ class Call:
             "heads": kv_heads if by_keys else heads,
             "group": heads // kv_heads,
             "tiles": tiles,
-            "sequences": sequences,
+            "sequences": self.sequences,
             "q_len": lengths[0],
             "kv_len": lengths[1],
             **self.scales(),
@@ -160,10 +167,11 @@ def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: 
     return Launch("row_statistics", call.batch * heads * -(-q_len // tile.q_rows), numbers, constants, tile)
 
 
-def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Launch, Launch]:
-    """dK and dV by KV tile, then dQ by Q tile."""
+def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Launch, ...]:
+    """dK and dV by KV tile, then dQ by Q tile; or both in one launch."""
     dq, dk, dv = gradients
     shared = {
+        "number": None,
         "dout": dout,
         "lse": rows.lse_log2,
         "delta": rows.delta,
@@ -171,13 +179,21 @@ def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tupl
         "row_units": rows.units,
         **strides("do", dout),
     }
-    tiles = call.tiles
-    return (
-        call.launch(
-            "key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=call.heads[0] > call.heads[1]
-        ),
-        call.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq}),
-    )
+    tiles, grouped = call.tiles, call.heads[0] > call.heads[1]
+    keys = call.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=grouped)
+    queries = call.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq})
+    return (together(keys, queries),) if tiles.together and is_band(call.options.mask) else (keys, queries)
+
+
+def together(keys: Launch, queries: Launch) -> Launch:
+    """One launch for two. Bands have no tables, of which each launch would have its own."""
+    left_out = ("number", "tiles", *TABLES, "block_q", "block_kv", "block_columns", "matrix_batch", "matrix_head", "matrix_blocks")
+    numbers = {name: value for name, value in {**queries.numbers, **keys.numbers}.items() if name not in left_out}
+    numbers |= {"key_tiles": keys.numbers["tiles"], "query_tiles": queries.numbers["tiles"]}
+    constants = {name: value for name, value in keys.constants.items() if name not in ("BLOCK_Q", "BLOCK_KV", "PARTIAL_STAGES", "MASK")}
+    for name, tile in (("KEYS", keys.tile), ("QUERIES", queries.tile)):
+        constants |= {f"{name}_Q": tile.q_rows, f"{name}_KV": tile.kv_rows, f"{name}_PARTIAL": tile.partial_stages}
+    return Launch("gradients", keys.programs + queries.programs, numbers, constants, keys.tile)
 
 
 def sink_launch(call: Call, rows: RowValues, sinks: Tensor, dsinks: Tensor) -> Launch:

@@ -40,6 +40,12 @@ class Tiles:
     forward: Tile
     key_gradients: Tile
     query_gradients: Tile
+    together: bool = False  # whether one launch runs both passes of the backward, which changes no bit: they have equal warps and stages
+
+    def __post_init__(self) -> None:
+        keys, queries = self.key_gradients, self.query_gradients
+        if self.together and (keys.warps, keys.stages) != (queries.warps, queries.stages):
+            raise ValueError(f"one launch has one number of warps and of stages; got {keys} and {queries}")
 
     def in_words(self) -> dict[str, str]:
         return {name.replace("_", " "): str(getattr(self, name)) for name in PASSES}
@@ -63,4 +69,4 @@ def tiles_for(architecture: str, dtype: torch.dtype, head_dim: int, value_dim: i
     entry = listed(architecture)
     dim = next(dim for dim in DIMS if dim >= max(head_dim, value_dim))
     rows = read_table()["tiles"][entry][f"{8 * dtype.itemsize} bits"][str(dim)]
-    return Tiles(entry, *(Tile(*rows[name]) for name in PASSES))
+    return Tiles(entry, *(Tile(*rows[name]) for name in PASSES), rows.get("together", False))

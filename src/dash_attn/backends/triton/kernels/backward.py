@@ -1,4 +1,7 @@
-"""The backward in two passes without any hand-over: dK and dV by KV tile, dQ by Q tile. Each sum is one program's alone."""
+"""The backward in two passes without any hand-over: dK and dV by KV tile, dQ by Q tile. Each sum is one program's alone.
+
+Each pass is a kernel, and part of the kernel that runs both in one launch (together.py), which gives it its number.
+"""
 
 import triton
 import triton.language as tl
@@ -17,7 +20,7 @@ NUMBERS = (
 # fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
-    q, k, v, dout, lse, delta, dk, dv, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
+    number, q, k, v, dout, lse, delta, dk, dv, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
     matrix_batch, matrix_head, matrix_blocks, scale, scale_log2, cap_scale,
@@ -28,11 +31,9 @@ def key_gradients(
     """dK and dV of a KV tile of one KV head: query head by query head of its group, each Q tile by Q tile. `heads` are KV heads."""
     kv_tokens = kv_len
     tile, kv_head, sequence, q_first, q_len, kv_first, kv_len = place_of(
-        q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, BLOCK_KV, True, PACKED
+        tl.program_id(0) if number is None else number, q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, BLOCK_KV, True, PACKED
     )
     start = tile * BLOCK_KV
-    if start >= kv_len:
-        return
     k_at = start_of(k, sequence, kv_first, kv_head, k_batch, k_row, k_head)
     v_at = start_of(v, sequence, kv_first, kv_head, v_batch, v_row, v_head)
     keys = load_rows(k_at, start, k_row, kv_len, HEAD_DIM, BLOCK_KV, BLOCK_DIM, True)
@@ -100,7 +101,7 @@ def add_queries(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
-    q, k, v, dout, lse, delta, dq, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
+    number, q, k, v, dout, lse, delta, dq, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
     matrix_batch, matrix_head, matrix_blocks, scale, scale_log2, cap_scale,
@@ -111,11 +112,9 @@ def query_gradients(
     """dQ of a Q tile of one query head, KV tile by KV tile. `heads` are query heads."""
     tokens = q_len
     tile, head, sequence, q_first, q_len, kv_first, kv_len = place_of(
-        q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, BLOCK_Q, False, PACKED
+        tl.program_id(0) if number is None else number, q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, BLOCK_Q, False, PACKED
     )
     start = tile * BLOCK_Q
-    if start >= q_len:
-        return
     q_at = start_of(q, sequence, q_first, head, q_batch, q_row, q_head)
     do_at = start_of(dout, sequence, q_first, head, do_batch, do_row, do_head)
     k_at = start_of(k, sequence, kv_first, head // group, k_batch, k_row, k_head)

@@ -27,11 +27,9 @@ def attention_forward(
 ):
     tokens = q_len
     tile, head, sequence, q_first, q_len, kv_first, kv_len = place_of(
-        q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, BLOCK_Q, False, PACKED
+        tl.program_id(0), q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, BLOCK_Q, False, PACKED
     )
     start = tile * BLOCK_Q
-    if start >= q_len:
-        return
     q_at = start_of(q, sequence, q_first, head, q_batch, q_row, q_head)
     k_at = start_of(k, sequence, kv_first, head // group, k_batch, k_row, k_head)
     v_at = start_of(v, sequence, kv_first, head // group, v_batch, v_row, v_head)

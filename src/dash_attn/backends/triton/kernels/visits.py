@@ -12,9 +12,11 @@ BIT_BLOCK = tl.constexpr(64)  # rows and columns of a block of a boolean matrix:
 
 
 @triton.jit
-def place_of(q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, TILE: tl.constexpr, OF_KEYS: tl.constexpr, PACKED: tl.constexpr):
-    """(tile, head, sequence, first query, queries, first key, keys) of a program. Of packed sequences the first ones are tokens."""
-    number = tl.program_id(0)
+def place_of(
+    number, q_ends, kv_ends, sequences, q_len, kv_len, tiles, heads, TILE: tl.constexpr, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """(tile, head, sequence, first query, queries, first key, keys) of a program, by its number. Of packed sequences the first ones are
+    tokens, and a tile may lie beyond its sequence: then it visits nothing, and nothing is stored."""
     slot = number % tiles
     if not OF_KEYS:
         slot = tiles - 1 - slot  # where the mask is causal, the longest rows start first
@@ -53,7 +55,7 @@ def visits_of_queries(tile, listed, bounds, q_len, kv_len, left, right, BLOCK_Q:
         first = tile * BLOCK_Q + kv_len - q_len
         last = tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1 + kv_len - q_len
         start = tl.maximum(first - left, 0)
-        stop = tl.minimum(last + right + 1, kv_len)
+        stop = tl.where(tile * BLOCK_Q < q_len, tl.minimum(last + right + 1, kv_len), 0)
         full_start = tl.maximum(last - left, 0)
         full_stop = tl.minimum(first + right + 1, kv_len)
         a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_KV)
@@ -69,7 +71,7 @@ def visits_of_keys(tile, listed, bounds, q_len, kv_len, left, right, BLOCK_Q: tl
         first = tile * BLOCK_KV - kv_len + q_len
         last = tl.minimum(tile * BLOCK_KV + BLOCK_KV, kv_len) - 1 - kv_len + q_len
         start = tl.maximum(first - right, 0)
-        stop = tl.minimum(last + left + 1, q_len)
+        stop = tl.where(tile * BLOCK_KV < kv_len, tl.minimum(last + left + 1, q_len), 0)
         full_start = tl.maximum(last - right, 0)
         full_stop = tl.minimum(first + left + 1, q_len)
         a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_Q)
