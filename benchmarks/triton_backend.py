@@ -27,13 +27,12 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
-from triton_sweep import SWEEP, choose_tiles, jobs_of, measure_tiles, table_with, to_compile  # noqa: E402
+from triton_sweep import SWEEP, choose_tiles, jobs_of, limits_of, measure_tiles, place_of, table_with, to_compile  # noqa: E402
 from triton_warm import compile_all, launches_to_warm  # noqa: E402
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain, flash_attn_func, flash_attn_varlen_func  # noqa: E402
 from dash_attn.backends.triton import tiles  # noqa: E402
 from dash_attn.backends.triton.support import architecture_of  # noqa: E402
-from dash_attn.backends.triton.tiles import tiles_for  # noqa: E402
 
 BACKEND = {"backend": "triton"}
 DEVICE = torch.device("cuda", 0)
@@ -299,7 +298,7 @@ def check_explain() -> str:
     q, k, v, _ = make(FAMILIES["causal"])
     first, second = (explain(q, k, v, causal=True, **BACKEND) for _ in range(2))
     assert first == second
-    assert set(first.kernels) == {"forward", "row statistics", "key gradients", "query gradients"}
+    assert set(first.kernels) - {"forward", "row statistics"} in ({"gradients"}, {"key gradients", "query gradients"})
     return "\n" + str(first)
 
 
@@ -372,22 +371,22 @@ def timed(arguments: argparse.Namespace) -> int:
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    dims = arguments.head_dims or tuple(SWEEP)
-    jobs = jobs_of(dims)
-    troubles = compile_all([to_compile(job) for job in jobs], arguments.processes)
-    can = [job for job, trouble in zip(jobs, troubles, strict=True) if trouble is None]
-    rows, failures = measure_tiles(can, arguments.seqlens or (1024, 4096, 16384), arguments.repeats, DEVICE)
-    failures |= {f"{job.dim} {job.name} {job.key}": trouble for job, trouble in zip(jobs, troubles, strict=True) if trouble}
-    architecture, chosen = architecture_of(DEVICE), choose_tiles(rows)
+    jobs = jobs_of(arguments.head_dims or tuple(SWEEP))
+    launches = {job: to_compile(job) for job in jobs}
+    kernels = {(launch.kernel, str(launch.constants), launch.tile): launch for of_job in launches.values() for launch in of_job}
+    longest_first = sorted(kernels.values(), key=lambda launch: launch.kernel != "gradients")
+    troubles = [trouble for trouble in compile_all(longest_first, arguments.processes) if trouble]
+    rows, failures = measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats, DEVICE)
+    limits = limits_of(json.loads(arguments.limits.read_text(encoding="utf-8"))["rows"], TARGETS) if arguments.limits else {}
+    architecture, chosen = architecture_of(DEVICE), choose_tiles(jobs, rows, limits)
     found = {"environment": {"gpu": torch.cuda.get_device_name(DEVICE), "triton": triton.__version__}, "architecture": architecture}
-    found |= {"rows": rows, "failures": failures, "chosen": chosen}
+    found |= {"rows": rows, "failures": failures, "chosen": [job._asdict() for job in chosen]}
     arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for tile, why in failures.items():
-        print(f"cannot: {tile}: {why}")
-    for dim, passes in chosen.items():
-        before = tiles_for(architecture, torch.bfloat16, int(dim), int(dim))
-        for name, tile in passes.items():
-            print(f"chosen: {architecture} head dim {dim} {name}: {tile} (now {getattr(before, name)})")
+    for why in (*troubles, *failures.values()):
+        print(f"cannot: {why}")
+    for job in chosen:
+        missed = [place for row in rows if row["ms"].get(job.key, 0.0) > limits.get(place := place_of(row), float("inf"))]
+        print(f"chosen: {architecture} head dim {job.dim} {job.name}: {job.key}; {len(missed)} missed of {len(limits)}: {missed}")
     if arguments.table is not None:
         arguments.table.write_text(table_with(architecture, chosen), encoding="utf-8")
     return 0
@@ -417,6 +416,7 @@ def main() -> int:
     parser.add_argument("--masks", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME")
     parser.add_argument("--processes", type=int, default=12, help="that compile at once")
     parser.add_argument("--table", type=Path, metavar="FILE", help="--sweep writes tiles.json with the best tiles there")
+    parser.add_argument("--limits", type=Path, metavar="FILE", help="--sweep prefers tiles that reach the targets beside the peers in FILE")
     parser.add_argument("--tiles", type=Path, metavar="FILE", help="take tiles from there, not from the package")
     parser.add_argument("--output", type=Path, default=Path("triton-backend.json"), metavar="FILE")
     arguments = parser.parse_args()

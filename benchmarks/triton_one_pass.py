@@ -50,7 +50,7 @@ NUMBERS = (
 # fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def one_pass(
-    q, k, v, dout, lse, delta, dq, dk, dv, counter, semaphores, chains, steps,
+    q, k, v, dout, minus_lse, delta, dq, dk, dv, counter, semaphores, chains, steps,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, q_tiles, q_len, kv_len, row_units, left, right, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -78,18 +78,18 @@ def one_pass(
     landed = begin * 0
     for i in tl.range(begin, full_begin, num_stages=PARTIAL_STAGES):
         dk_sum, dv_sum, landing, landed = step(
-            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, lse + of_rows, delta + of_rows, dq_at, semaphore, landing, landed,
-            q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, True,
+            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse + of_rows, delta + of_rows, dq_at, semaphore, landing,
+            landed, q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, True,
         )
     for i in tl.range(full_begin, full_end):
         dk_sum, dv_sum, landing, landed = step(
-            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, lse + of_rows, delta + of_rows, dq_at, semaphore, landing, landed,
-            q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, False,
+            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse + of_rows, delta + of_rows, dq_at, semaphore, landing,
+            landed, q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, False,
         )
     for i in tl.range(full_end, end, num_stages=PARTIAL_STAGES):
         dk_sum, dv_sum, landing, landed = step(
-            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, lse + of_rows, delta + of_rows, dq_at, semaphore, landing, landed,
-            q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, True,
+            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse + of_rows, delta + of_rows, dq_at, semaphore, landing,
+            landed, q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, True,
         )
     if ORDERED:
         release(semaphore, landing, landed, IN_ASM)
@@ -102,7 +102,7 @@ def one_pass(
 
 @triton.jit
 def step(
-    i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, lse, delta, dq_at, semaphore, landing, landed,
+    i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse, delta, dq_at, semaphore, landing, landed,
     q_row, do_row, q_len, kv_len, left, right, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
     ORDERED: tl.constexpr, IN_ASM: tl.constexpr, PARTIAL: tl.constexpr,
@@ -112,9 +112,9 @@ def step(
     start = tile * BLOCK_Q
     row = start + tl.arange(0, BLOCK_Q)
     queries = load_columns(q_at, start, q_row, q_len, HEAD_DIM, BLOCK_Q, BLOCK_DIM, PARTIAL)
-    of_rows = load_numbers(lse, start, q_len, float("inf"), BLOCK_Q, PARTIAL)
+    of_rows = load_numbers(minus_lse, start, q_len, float("-inf"), BLOCK_Q, PARTIAL)
     scores = capped(tl.dot(keys, queries, input_precision="ieee"), 0.0, False)
-    weights = tl.exp2(tl.fma(scores, scale_log2, -of_rows[None, :]))
+    weights = tl.exp2(tl.fma(scores, scale_log2, of_rows[None, :]))
     if PARTIAL:
         first, end = row_bounds(row, None, q_len, kv_len, left, right, BAND)
         weights = tl.where((column[:, None] >= first[None, :]) & (column[:, None] < end[None, :]), weights, 0.0)
@@ -248,7 +248,7 @@ class OnePass:
                 "k": k,
                 "v": v,
                 "dout": dout,
-                "lse": rows.lse_log2,
+                "minus_lse": rows.minus_lse,
                 "delta": rows.delta,
                 "row_units": rows.units,
                 "dq": self.dq_sum,
@@ -297,8 +297,8 @@ def milliseconds(run: Any, runs: int = 10) -> float:
 
 
 TILES = {
-    64: (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2)),
-    128: (Tile(64, 128, 8, 2), Tile(64, 128, 8, 1), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2)),
+    64: (Tile(64, 128, 8, 3, 2), Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2)),
+    128: (Tile(64, 128, 8, 2, 2), Tile(64, 128, 8, 2), Tile(64, 128, 8, 1), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2)),
 }
 
 

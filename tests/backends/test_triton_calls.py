@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import dash_attn
-from dash_attn import BooleanMask, Causal, Documents, Full, Prefix, TileMap, Window, explain
+from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain
 from dash_attn.backends import _backend_of_gpu, resolve
-from dash_attn.backends.triton import support
+from dash_attn.backends.triton import setup, support
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, visit_lists
-from dash_attn.backends.triton.setup import Call, aligned, block_of, readable, strides
+from dash_attn.backends.triton.setup import Call, RowValues, aligned, block_of, gradient_launches, readable, strides
 from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_elements, check_triton
-from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, listed, read_table, tiles_for
+from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, Tiles, listed, read_table, tiles_for
 from dash_attn.call.modifiers import Modifiers
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
@@ -233,15 +233,20 @@ def test_tables_of_a_boolean_mask_live_as_long_as_it() -> None:
 # Tables
 
 
+def words(entry: list[int] | bool) -> str:
+    return " ".join(map(str, entry)) if isinstance(entry, list) else str(entry)
+
+
 def test_tiles_are_those_of_the_golden_file() -> None:
     """Rows and warps decide bits. Regenerate with DASH_ATTN_UPDATE_GOLDEN=1, and say so in CHANGELOG.md under **Bits**."""
     table = read_table()["tiles"]
     lines = [
-        f"{architecture}, {width}, head dim {dim}, {name}: {' '.join(map(str, table[architecture][width][dim][name]))}"
+        f"{architecture}, {width}, head dim {dim}, {name}: {words(table[architecture][width][dim][name])}"
         for architecture in sorted(table)
         for width in sorted(table[architecture])
         for dim in sorted(table[architecture][width], key=int)
-        for name in PASSES
+        for name in (*PASSES, "together")
+        if name in table[architecture][width][dim]
     ]
     relatives = [f"{name} as {other}" for name, other in sorted(read_table()["same_as"].items())]
     others = [f"others as {read_table()['others']}", f"other AMD GPUs as {read_table()['other_amd']}"]
@@ -328,6 +333,29 @@ def test_programs_of_packed_sequences_have_room_for_every_tile() -> None:
     tile = Tile(64, 32, 4, 1)
     assert call.launch("attention_forward", tile, {}).numbers["tiles"] == 1000 // 64 + 3
     assert call.launch("key_gradients", tile, {}, by_keys=True).numbers["tiles"] == 1000 // 32 + 3
+
+
+def test_two_launches_become_one_where_the_table_says_so() -> None:
+    def kernels(mask: Mask, architecture: str = "9.0") -> list[str]:
+        with patch.object(setup, "architecture_of", return_value=architecture):
+            call = Call.of(meta(2, 512, 4, 128), meta(2, 512, 2, 128), meta(2, 512, 2, 128), AttentionOptions(mask, 0.1), None)
+            launches = gradient_launches(call, call.q, RowValues.empty(call), (call.q, call.k, call.v))
+        programs.append(sum(launch.programs for launch in launches))
+        return [launch.kernel for launch in launches]
+
+    programs: list[int] = []
+    assert kernels(Causal()) == kernels(Window(5, 3)) == ["gradients"]
+    assert kernels(Prefix(10)) == kernels(Causal(), "8.0") == ["key_gradients", "query_gradients"], "tables are of one pass"
+    assert programs[0] == programs[2] == 2 * (2 * 512 // 128 + 4 * 512 // 128)
+
+
+def test_one_launch_has_one_number_of_warps_and_stages() -> None:
+    tile = Tile(64, 64, 4, 2)
+    for other in (Tile(64, 64, 8, 2), Tile(64, 64, 4, 3)):
+        assert not Tiles("a test", tile, tile, other).together
+        with pytest.raises(ValueError, match="one number of warps and of stages; got 64 x 64, 4 warps"):
+            Tiles("a test", tile, tile, other, True)
+    assert Tiles("a test", tile, tile, Tile(32, 64, 4, 2, 2), True).together
 
 
 def test_the_table_is_sorted_as_people_read_it() -> None:

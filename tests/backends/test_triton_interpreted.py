@@ -35,7 +35,7 @@ pytestmark = needs_triton
 
 
 def found() -> dict[str, Any]:
-    return said_of((*QUICK, *FAULTS, "alone", "wrong offsets"))
+    return said_of((*QUICK, *FAULTS, "alone", "together", "wrong offsets"))
 
 
 @cache
@@ -75,6 +75,10 @@ def test_a_planted_fault_is_seen(name: str) -> None:
 
 def test_sequences_have_the_bits_they_have_alone() -> None:
     assert found()["alone"] == {"packed": True, "moved": True, "control": True}
+
+
+def test_one_launch_has_the_bits_of_two() -> None:
+    assert found()["together"] == {"grouped": True, "packed": True, "control": True}
 
 
 def test_wrong_offsets_are_named() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 
 from budget import assert_case, assert_in_budget
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, explain, flash_attn_func, flash_attn_varlen_func
+from dash_attn.backends.triton import setup
+from dash_attn.backends.triton.launch import Launch
+from dash_attn.backends.triton.tiles import Tile, Tiles
 from dense import Results, assert_same_bits, run_dense_with_sinks, run_ours, run_ours_with_sinks, same_bits
 from devices import Case, disturbed
 from families import NAMES, assert_same, family
@@ -102,6 +107,21 @@ def test_some_of_the_heads(mask: Mask) -> None:
         assert_same_bits(found, expected.of_heads(queries, keys), f"heads {first} to {end}")
 
 
+@pytest.mark.parametrize("mask", MASKS[:4], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_launch_has_the_bits_of_two(dim: int, mask: Mask) -> None:
+    inputs, tile = gpu_inputs(700, 900, (4, 2), dim, batch=2), Tile(64, 64, 4, 2, 2)
+    apart, together = (Tiles("a test", tile, tile, tile, one) for one in (False, True))
+    found = []
+    for tiles in (apart, together):
+        with patch.object(setup, "tiles_for", return_value=tiles), patch.object(Launch, "run", autospec=True, side_effect=Launch.run) as run:
+            found.append(run_ours(inputs, mask, **TRITON))
+        assert [call.args[0].kernel for call in run.call_args_list[2:]] == (
+            ["gradients"] if tiles.together else ["key_gradients", "query_gradients"]
+        )
+    assert_same_bits(*found)
+
+
 def test_strides_and_addresses() -> None:
     inputs = gpu_inputs(700, 700, (4, 2), 64, batch=2)
     expected = run_ours(inputs, Causal(), **TRITON)
@@ -120,7 +140,7 @@ def test_explain_hashes_what_runs() -> None:
     q, k, v, _ = gpu_inputs(700, 700)
     first, second = (explain(q, k, v, causal=True, **TRITON) for _ in range(2))
     assert first == second
-    assert set(first.kernels) == {"forward", "row statistics", "key gradients", "query gradients"}
+    assert set(first.kernels) - {"forward", "row statistics"} in ({"gradients"}, {"key gradients", "query gradients"})
     capped = explain(q, k, v, causal=True, softcap=3.0, **TRITON)
     assert capped.kernels["forward"] != first.kernels["forward"], "the control: another kernel has another hash"
 

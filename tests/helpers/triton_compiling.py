@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from subprocess import run
+from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +29,6 @@ MASKS: dict[str, Mask] = {
     **{"band": Causal(), "rows": Prefix(100), "blocks": TileMap(np.eye(4, dtype=bool), 128, 128)},
     "bits": TilePattern(np.arange(64, dtype=np.uint8).reshape(8, 8) % 3),
 }
-PASSES = ("forward", "key gradients", "query gradients")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ def target_of(architecture: str) -> Any:
     if architecture.startswith("gfx"):
         return GPUTarget("hip", architecture, 64)
     return GPUTarget("cuda", int(architecture.replace(".", "")), 32)
+
+
+def said_by_ptxas(compiled: Any, architecture: str) -> str:
+    """Registers, spills, and whether products wait for each other."""
+    from triton import knobs
+
+    name = "sm_" + architecture.replace(".", "") + ("a" if architecture >= "9.0" else "")
+    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "--fmad=false", "-o", os.devnull]
+    with NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        return run([*command, file.name], capture_output=True, text=True, check=True).stderr
 
 
 class PretendedDriver:

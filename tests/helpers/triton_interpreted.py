@@ -232,6 +232,23 @@ def alone() -> dict[str, bool]:
     return {"packed": all(same), "moved": all(moved), "control": differ}
 
 
+def together() -> dict[str, bool]:
+    """Whether one launch of both passes has the bits of two; and a control that has others."""
+    tile, other = Tile(16, 32, 4, 1), Interpreted(heads=(2, 1), lengths=(20, 35), softcap=3.0)
+    cases = {
+        "grouped": Interpreted(heads=(2, 1), lengths=(20, 35), softcap=2.0),
+        "packed": Interpreted(Window(10, 3), packed=((20, 33), (0, 7), (5, 0)), dlse=True),
+    }
+    found, bits = {}, {}
+    for name, case in cases.items():
+        bits[name] = []
+        for tiles in (Tiles("a test", tile, tile, replace(tile, kv_rows=16), one) for one in (False, True)):
+            with patch.object(setup, "tiles_for", lambda *_, tiles=tiles: tiles):
+                bits[name].append(results(ours, case, case.inputs(), case.offsets))
+        found[name] = all(torch.equal(one, two) for one, two in zip(*(run.values() for run in bits[name]), strict=True))
+    return {**found, "control": not torch.equal(bits["grouped"][0]["dq"], results(ours, other, other.inputs(), None)["dq"])}
+
+
 def wrong_offsets() -> dict[str, str]:
     """What is said of offsets that no sequence fits."""
     said = {}
@@ -256,7 +273,7 @@ def wrong_offsets() -> dict[str, str]:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    special = {"alone": alone, "wrong offsets": wrong_offsets}
+    special = {"alone": alone, "together": together, "wrong offsets": wrong_offsets}
     with patch.object(setup, "tiles_for", lambda *_: TILES):
         for name in names:
             if name in special:

@@ -139,7 +139,7 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, sinks: Tensor | None) -
 class RowValues:
     """What the backward knows of each row, laid out as the LSE, but with whole units for each head: kernels then read pairs at once."""
 
-    lse_log2: Tensor
+    minus_lse: Tensor  # in base 2
     delta: Tensor
 
     @classmethod
@@ -158,7 +158,7 @@ def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: 
     tile = Tile(STATISTIC_ROWS[max(64, block)], 1, 4, 1)
     q_len, heads = call.lengths[0], call.heads[0]
     numbers = {
-        **{"out": out, "dout": dout, "lse": lse, "dlse": dlse, "lse_log2": rows.lse_log2, "delta": rows.delta},
+        **{"out": out, "dout": dout, "lse": lse, "dlse": dlse, "minus_lse": rows.minus_lse, "delta": rows.delta},
         **strides("out", out),
         **strides("do", dout),
         **{"heads": heads, "q_len": q_len, "row_units": rows.units},
@@ -173,7 +173,7 @@ def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tupl
     shared = {
         "number": None,
         "dout": dout,
-        "lse": rows.lse_log2,
+        "minus_lse": rows.minus_lse,
         "delta": rows.delta,
         "scale": call.options.scale,
         "row_units": rows.units,
@@ -200,7 +200,7 @@ def sink_launch(call: Call, rows: RowValues, sinks: Tensor, dsinks: Tensor) -> L
     """Both in float32."""
     q_len, heads = call.lengths[0], call.heads[0]
     numbers = {
-        **{"lse_log2": rows.lse_log2, "delta": rows.delta, "sinks": sinks, "dsinks": dsinks},
+        **{"minus_lse": rows.minus_lse, "delta": rows.delta, "sinks": sinks, "dsinks": dsinks},
         **{"heads": heads, "q_len": q_len, "row_units": rows.units, "count": call.batch * q_len},
     }
     return Launch("sink_gradient", heads, numbers, {"BLOCK": SINK_ROWS}, Tile(SINK_ROWS, 1, 8, 1))

@@ -20,7 +20,7 @@ NUMBERS = (
 # fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
-    number, q, k, v, dout, lse, delta, dk, dv, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
+    number, q, k, v, dout, minus_lse, delta, dk, dv, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
     matrix_batch, matrix_head, matrix_blocks, scale, scale_log2, cap_scale,
@@ -60,13 +60,13 @@ def key_gradients(
                 blocks, places, matrix.to(tl.int64) * matrix_blocks, block_q, block_kv, block_columns, BLOCK_KV, MASK,
             )
             dk_sum, dv_sum = add_queries(
-                dk_sum, dv_sum, keys, values, keep, q_at, do_at, lse + of_rows, delta + of_rows, q_start, q_row, do_row, q_len,
+                dk_sum, dv_sum, keys, values, keep, q_at, do_at, minus_lse + of_rows, delta + of_rows, q_start, q_row, do_row, q_len,
                 scale_log2, cap_scale, HEAD_DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE, BLOCK_Q, SOFTCAP, True,
             )
         for i in tl.range(0, c - b):
             q_start = full_tile(i, b, visits, MASK) * BLOCK_Q
             dk_sum, dv_sum = add_queries(
-                dk_sum, dv_sum, keys, values, None, q_at, do_at, lse + of_rows, delta + of_rows, q_start, q_row, do_row, q_len,
+                dk_sum, dv_sum, keys, values, None, q_at, do_at, minus_lse + of_rows, delta + of_rows, q_start, q_row, do_row, q_len,
                 scale_log2, cap_scale, HEAD_DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE, BLOCK_Q, SOFTCAP, False,
             )
     dk_row, dv_row = heads * (HEAD_DIM // 8), heads * (VALUE_DIM // 8)
@@ -78,15 +78,15 @@ def key_gradients(
 
 @triton.jit
 def add_queries(
-    dk_sum, dv_sum, keys, values, keep, q_at, do_at, lse, delta, q_start, q_row, do_row, q_len, scale_log2, cap_scale,
+    dk_sum, dv_sum, keys, values, keep, q_at, do_at, minus_lse, delta, q_start, q_row, do_row, q_len, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr, SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
 ):
     """dK and dV with a Q tile added. Scores are transposed: keys by queries."""
     queries = load_columns(q_at, q_start, q_row, q_len, HEAD_DIM, BLOCK_Q, BLOCK_DIM, PARTIAL)
-    of_rows = load_numbers(lse, q_start, q_len, float("inf"), BLOCK_Q, PARTIAL)
+    of_rows = load_numbers(minus_lse, q_start, q_len, float("-inf"), BLOCK_Q, PARTIAL)
     scores = capped(tl.dot(keys, queries, input_precision="ieee"), cap_scale, SOFTCAP)
-    weights = tl.exp2(tl.fma(scores, scale_log2, -of_rows[None, :]))
+    weights = tl.exp2(tl.fma(scores, scale_log2, of_rows[None, :]))
     if PARTIAL:
         weights = tl.where(keep, weights, 0.0)
     douts = load_rows(do_at, q_start, do_row, q_len, VALUE_DIM, BLOCK_Q, BLOCK_VALUE, PARTIAL)
@@ -101,7 +101,7 @@ def add_queries(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
-    number, q, k, v, dout, lse, delta, dq, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
+    number, q, k, v, dout, minus_lse, delta, dq, q_ends, kv_ends, rows, bounds, visits, blocks, places, matrices,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, tiles, sequences, q_len, kv_len, row_units, left, right, block_q, block_kv, block_columns,
     matrix_batch, matrix_head, matrix_blocks, scale, scale_log2, cap_scale,
@@ -122,7 +122,7 @@ def query_gradients(
     of_rows = (sequence * heads + head).to(tl.int64) * (row_units * 8) + q_first
     queries = load_rows(q_at, start, q_row, q_len, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     douts = load_rows(do_at, start, do_row, q_len, VALUE_DIM, BLOCK_Q, BLOCK_VALUE, True)
-    lses = load_numbers(lse + of_rows, start, q_len, float("inf"), BLOCK_Q, True)
+    lses = load_numbers(minus_lse + of_rows, start, q_len, float("-inf"), BLOCK_Q, True)
     deltas = load_numbers(delta + of_rows, start, q_len, 0.0, BLOCK_Q, True)
     row = start + tl.arange(0, BLOCK_Q)
     first, end = row_bounds(row, rows, q_len, kv_len, left, right, MASK)
@@ -160,7 +160,7 @@ def add_keys(
     """dQ with a KV tile added."""
     keys = load_columns(k_at, kv_start, k_row, kv_len, HEAD_DIM, BLOCK_KV, BLOCK_DIM, PARTIAL)
     scores = capped(tl.dot(queries, keys, input_precision="ieee"), cap_scale, SOFTCAP)
-    weights = tl.exp2(tl.fma(scores, scale_log2, -lses[:, None]))
+    weights = tl.exp2(tl.fma(scores, scale_log2, lses[:, None]))
     if PARTIAL:
         weights = tl.where(keep, weights, 0.0)
     values = load_columns(v_at, kv_start, v_row, kv_len, VALUE_DIM, BLOCK_KV, BLOCK_VALUE, PARTIAL)

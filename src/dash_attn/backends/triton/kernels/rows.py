@@ -8,10 +8,10 @@ from .tiles import LOG2_E, load_rows, start_of
 
 @triton.jit(do_not_specialize=("out_batch", "out_row", "out_head", "do_batch", "do_row", "do_head", "heads", "q_len", "row_units"))
 def row_statistics(
-    out, dout, lse, dlse, lse_log2, delta, out_batch, out_row, out_head, do_batch, do_row, do_head, heads, q_len, row_units,
+    out, dout, lse, dlse, minus_lse, delta, out_batch, out_row, out_head, do_batch, do_row, do_head, heads, q_len, row_units,
     VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_Q: tl.constexpr, WITH_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """The LSE in base 2, and delta: the row sum of dO * O less the gradient of the LSE. Packed sequences are one."""
+    """The LSE in base 2, negated (what is added to scores costs nothing, what is subtracted does), and delta: the row sum of dO * O less the gradient of the LSE. Packed sequences are one."""
     number = tl.program_id(0)
     tiles = tl.cdiv(q_len, BLOCK_Q)
     start = (number % tiles) * BLOCK_Q
@@ -28,14 +28,14 @@ def row_statistics(
     nothing = lses == float("-inf")
     if WITH_DLSE:
         sums -= tl.where(nothing, 0.0, tl.load(dlse + place, mask=row < q_len, other=0.0))
-    # +inf makes the weights of rows that attend nothing exp2(-inf) = 0.
+    # -inf makes the weights of rows that attend nothing exp2(-inf) = 0.
     place = (sequence * heads + head).to(tl.int64) * (row_units * 8) + row
-    tl.store(lse_log2 + place, tl.where(nothing, float("inf"), lses * LOG2_E), mask=row < q_len)
+    tl.store(minus_lse + place, tl.where(nothing, float("-inf"), lses * -LOG2_E), mask=row < q_len)
     tl.store(delta + place, sums, mask=row < q_len)
 
 
 @triton.jit(do_not_specialize=("heads", "q_len", "row_units", "count"))
-def sink_gradient(lse_log2, delta, sinks, dsinks, heads, q_len, row_units, count, BLOCK: tl.constexpr):
+def sink_gradient(minus_lse, delta, sinks, dsinks, heads, q_len, row_units, count, BLOCK: tl.constexpr):
     """Of one query head: -sum of exp(sink - LSE) * delta over all rows of all sequences, BLOCK rows after BLOCK rows."""
     head = tl.program_id(0)
     sink = tl.load(sinks + head) * LOG2_E
@@ -43,8 +43,8 @@ def sink_gradient(lse_log2, delta, sinks, dsinks, heads, q_len, row_units, count
     for start in tl.range(0, count, BLOCK):
         row = start + tl.arange(0, BLOCK)
         place = ((row // q_len) * heads + head).to(tl.int64) * (row_units * 8) + row % q_len
-        lses = tl.load(lse_log2 + place, mask=row < count, other=float("inf"))
-        share = tl.exp2(sink - lses)
+        lses = tl.load(minus_lse + place, mask=row < count, other=float("-inf"))
+        share = tl.exp2(sink + lses)
         sums += share * tl.load(delta + place, mask=row < count, other=0.0)
     tl.store(dsinks + head, -tl.sum(sums, 0))
 

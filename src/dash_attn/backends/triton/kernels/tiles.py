@@ -18,7 +18,7 @@ def load_rows(at, first, stride, rows, DIM: tl.constexpr, SIZE: tl.constexpr, BL
     """(SIZE, BLOCK): rows from `first` on, of which there are `rows`; zeros beyond. Not CHECKED: all rows are there."""
     row = tl.arange(0, SIZE)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    place = at + first.to(tl.int64) * (stride * 8) + row * (stride * 8) + column
+    place = at + first.to(tl.int64) * (stride * 8) + (row * (stride * 8) + column)
     if CHECKED:
         tile = tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)
     elif DIM != BLOCK:
@@ -33,7 +33,7 @@ def load_columns(at, first, stride, rows, DIM: tl.constexpr, SIZE: tl.constexpr,
     """The same rows as columns: (BLOCK, SIZE)."""
     row = tl.arange(0, SIZE)[None, :]
     column = tl.arange(0, BLOCK)[:, None]
-    place = at + first.to(tl.int64) * (stride * 8) + row * (stride * 8) + column
+    place = at + first.to(tl.int64) * (stride * 8) + (row * (stride * 8) + column)
     if CHECKED:
         tile = tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)
     elif DIM != BLOCK:
@@ -54,7 +54,7 @@ def load_numbers(at, first, rows, beyond, SIZE: tl.constexpr, CHECKED: tl.conste
 def store_rows(at, first, stride, rows, values, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.arange(0, SIZE)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    place = at + first.to(tl.int64) * (stride * 8) + row * (stride * 8) + column
+    place = at + first.to(tl.int64) * (stride * 8) + (row * (stride * 8) + column)
     tl.store(place, values.to(at.dtype.element_ty), mask=(first + row < rows) & (column < DIM))
 
 

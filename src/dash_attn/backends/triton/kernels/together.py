@@ -19,7 +19,7 @@ NUMBERS = (
 # fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def gradients(
-    q, k, v, dout, lse, delta, dq, dk, dv, q_ends, kv_ends,
+    q, k, v, dout, minus_lse, delta, dq, dk, dv, q_ends, kv_ends,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, group, key_tiles, query_tiles, sequences, q_len, kv_len, row_units, left, right, scale, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
@@ -33,14 +33,14 @@ def gradients(
     slot = tl.program_id(0) % of_head
     if slot < key_tiles:
         key_gradients(
-            kv_head * key_tiles + slot, q, k, v, dout, lse, delta, dk, dv, q_ends, kv_ends, None, None, None, None, None, None,
+            kv_head * key_tiles + slot, q, k, v, dout, minus_lse, delta, dk, dv, q_ends, kv_ends, None, None, None, None, None, None,
             q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
             heads, group, key_tiles, sequences, q_len, kv_len, row_units, left, right, 1, 1, 1, 0, 0, 0, scale, scale_log2, cap_scale,
             HEAD_DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE, KEYS_Q, KEYS_KV, KEYS_PARTIAL, BAND, PACKED, SOFTCAP, GROUPED,
         )
     else:
         query_gradients(
-            kv_head * group * query_tiles + slot - key_tiles, q, k, v, dout, lse, delta, dq, q_ends, kv_ends,
+            kv_head * group * query_tiles + slot - key_tiles, q, k, v, dout, minus_lse, delta, dq, q_ends, kv_ends,
             None, None, None, None, None, None,
             q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
             heads * group, group, query_tiles, sequences, q_len, kv_len, row_units, left, right, 1, 1, 1, 0, 0, 0,
