@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "schedule": ({"schedule": "descending"}, "schedule must be 'auto'; got descending"),
     "packed prefix": ({"mask": Prefix(3), "packed": True}, "packed sequences on backend 'triton' take"),
     "length": ({"length": 2**29}, "takes fewer than 2\\^29 queries and keys"),
-    "dropout": ({"dropout_p": 0.5}, "has no dropout yet: dropout_p must be 0; got 0.5. Backend 'cpu' has it"),
+    "dropout": ({"dropout_p": 0.5}, "has no dropout yet: dropout_p must be 0; got 0.5. Backends 'cpu' and 'hopper' have it"),
     "ALiBi": ({"alibi": True}, "has no ALiBi yet: alibi_slopes must be None"),
     "packed matrix": ({"mask": PATTERN, "packed": True}, "packed sequences on backend 'triton' take"),
 }

@@ -39,6 +39,23 @@ def test_sums_do_not_wait_for_the_device() -> None:
     assert sum(len(group.owners) for group in found) >= len(tensors)
 
 
+@pytest.mark.usefixtures("waiting_is_an_error")
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    model = nn.Linear(256, 256).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with dash_attn.ledger(tmp_path) as ledger:
+        ledger.watch(model, optimizer)
+        for _ in range(3):
+            loss = model(torch.randn(16, 256, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("error")
+            ledger.step(model, optimizer, loss=loss)
+            torch.cuda.set_sync_debug_mode("default")
+            optimizer.zero_grad()
+    assert list(read_rank(tmp_path / "rank-0.ledger").steps) == [0, 1, 2]
+
+
 def test_runs_agree_with_all_of_pytorch_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

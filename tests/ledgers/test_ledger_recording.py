@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn.attention.observers import observers
-from dash_attn.ledgers import LedgerError, compare_runs, read_run
+from dash_attn.ledgers import LedgerError, collecting, compare_runs, read_run
 from dash_attn.ledgers.bit_sums import bit_sum
 from dash_attn.ledgers.comparing import _compare_rank
+from dash_attn.ledgers.host_copies import HostCopies
 from dash_attn.ledgers.reading import Segment, Step, read_rank
 from dense import same_bits
 from tiny_gpt import TinyGpt, Training
@@ -217,6 +218,49 @@ def test_packed_sequences_and_orders_that_do_not_fit_are_recorded(tmp_path: Path
     orders = [found.plans[name]["order_hash"] for _, name in found.steps[0].layout.attention]
     assert orders[0] == "planned sequence by sequence"
     assert orders[1].startswith("not explained: ")
+
+
+class Late:
+    """Copies of a GPU, which arrive when somebody waits for them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.copies, self.on_host = HostCopies(tensors), False
+
+    def wait(self) -> bytes:
+        return self.copies.wait()
+
+
+class Lost(Late):
+    def wait(self) -> bytes:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def steps_of(folder: Path) -> list[int]:
+    return list(read_rank(folder / "rank-0.ledger").steps)
+
+
+def test_a_step_is_written_when_the_next_one_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def look(_: int, __: nn.Module) -> None:
+        seen.append(steps_of(tmp_path / "late"))
+
+    Training(tmp_path / "at once").run()
+    monkeypatch.setattr(collecting, "HostCopies", Late)
+    Training(tmp_path / "late", before_step=look).run()
+    assert seen[1:] == [[], [0]]
+    assert steps_of(tmp_path / "late") == [0, 1, 2]
+    assert compare_runs(tmp_path / "at once", tmp_path / "late").agree
+
+
+def test_what_a_failed_device_had_not_told_is_lost_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int, _: nn.Module) -> None:
+        if step == 2:
+            monkeypatch.setattr(collecting, "HostCopies", Lost)
+
+    with pytest.warns(RuntimeWarning, match="lacks its last step: CUDA error"):
+        Training(tmp_path, before_step=fail).run()
+    assert steps_of(tmp_path) == [0, 1]
 
 
 def test_the_head_has_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

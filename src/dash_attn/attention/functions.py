@@ -117,7 +117,7 @@ def flash_attn_func(
 
     q is (batch, q_len, q_heads, dim), k and v are (batch, kv_len, kv_heads, dim); q_heads is a multiple of kv_heads.
     v may have another head dim, which is then that of the output.
-    The first eleven arguments are FlashAttention-2's. Dropout and ALiBi run on the CPU only: on other backends they raise.
+    The first eleven arguments are FlashAttention-2's.
 
     mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. Where the lengths differ, the last query
         is aligned with the last key. Or a boolean tensor, True where a query attends a key, on the device of q: (q_len, kv_len), or

@@ -1,4 +1,7 @@
-"""The tensors of one step become entries and sums. Sums stay on their devices until the step is over: one copy per device then."""
+"""The tensors of one step become entries and sums. Sums stay on their devices until the step is over: one copy per device then.
+
+Nothing waits for a GPU: copies are under way when a step returns, and are read when the next one is recorded.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from .bit_sums import PartSums, part_sums
 from .entries import Entry
+from .host_copies import HostCopies
 from .leaves import strided
 
 
@@ -22,6 +26,36 @@ class Collected:
 
     sums: NDArray[np.uint64]
     kept: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """What was collected, on its way to the host."""
+
+    order: tuple[int, ...]  # places of the entries, as they are wanted
+    owners: tuple[int, ...]  # of the sums
+    kept_sizes: dict[int, int]  # bytes, by place of the entry
+    sums: HostCopies
+    kept: HostCopies
+
+    @property
+    def on_host(self) -> bool:
+        """Whether everything was on the host from the beginning, so that `collected` waits for nothing."""
+        return self.sums.on_host and self.kept.on_host
+
+    def collected(self) -> Collected:
+        """Waits for the copies."""
+        totals = np.zeros(max((*self.order, *self.owners), default=-1) + 1, dtype=np.uint64)
+        np.add.at(totals, np.array(self.owners, dtype=np.intp), np.frombuffer(self.sums.wait(), dtype=np.uint64))
+        return Collected(totals[list(self.order)], self._kept_bytes())
+
+    def _kept_bytes(self) -> tuple[bytes, ...]:
+        data, start = self.kept.wait(), 0
+        found: dict[int, bytes] = {}
+        for place, size in self.kept_sizes.items():
+            found[place] = data[start : start + size]
+            start += size
+        return tuple(found.get(place, b"") for place in self.order)
 
 
 @dataclass
@@ -46,41 +80,18 @@ class Collector:
             if keep:
                 self._kept.update({first + place: _first_octets(leaf, keep) for place, (_, _, leaf) in enumerate(found)})
 
-    def collect(self, order: Sequence[int]) -> Collected:
-        """Wait for the devices and copy everything to the host. `order`: places of the entries, as they are wanted."""
-        totals = np.zeros(len(self.entries), dtype=np.uint64)
-        owners = np.array([owner for part in self._sums for owner in part.owners], dtype=np.intp)
-        joined = _to_host([part.sums for part in self._sums])
-        np.add.at(totals, owners, np.frombuffer(joined, dtype=np.uint64))
-        return Collected(totals[order], self._kept_bytes(order))
-
-    def _kept_bytes(self, order: Sequence[int]) -> tuple[bytes, ...]:
-        data, start = _to_host(list(self._kept.values())), 0
-        found: dict[int, bytes] = {}
-        for place, octets in self._kept.items():
-            found[place] = data[start : start + octets.numel()]
-            start += octets.numel()
-        return tuple(found.get(place, b"") for place in order)
+    def collect(self, order: Sequence[int]) -> UnderWay:
+        """Start to copy everything to the host. `order`: places of the entries, as they are wanted."""
+        return UnderWay(
+            tuple(order),
+            tuple(owner for part in self._sums for owner in part.owners),
+            {place: octets.numel() for place, octets in self._kept.items()},
+            HostCopies([part.sums for part in self._sums]),
+            HostCopies(list(self._kept.values())),
+        )
 
 
 def _first_octets(tensor: Tensor, count: int) -> Tensor:
     """A copy: the tensor may be changed before the step is over."""
     first = tensor.detach().reshape(-1)[:count].resolve_conj().resolve_neg().clone()
     return (torch.view_as_real(first) if first.is_complex() else first).view(-1).view(torch.uint8)
-
-
-def _to_host(tensors: list[Tensor]) -> bytes:
-    """Bytes of all, in their order; one copy per device."""
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
-    joined = {
-        device: torch.cat([tensor.view(torch.uint8) for tensor in tensors if tensor.device == device]).cpu().numpy().tobytes()
-        for device in devices
-    }
-    if len(joined) == 1:
-        return next(iter(joined.values()))
-    starts, pieces = dict.fromkeys(devices, 0), []
-    for tensor in tensors:
-        size, start = tensor.numel() * tensor.element_size(), starts[tensor.device]
-        pieces.append(joined[tensor.device][start : start + size])
-        starts[tensor.device] = start + size
-    return b"".join(pieces)

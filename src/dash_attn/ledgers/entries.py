@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ class Entry:
     def of(self, name: str, tensor: Tensor, keep: int) -> Entry:
         """With what a tensor is. `name`: of the tensor, where it is a part of another one."""
         kept = min(keep, tensor.numel()) if keep else 0
-        rest = (self.role, self.call, self.caller, self.takers)
-        return Entry(self.phase, self.module, name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), kept, *rest)
+        return _described(self, name, tensor.dtype, tensor.shape, kept)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -63,3 +63,8 @@ class Entry:
     def from_json(cls, fields: list[Any]) -> Entry:
         phase, module, tensor, dtype, shape, kept, role, call, caller, takers = fields
         return cls(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
+
+
+@lru_cache(maxsize=2**16)  # steps record the same tensors, and the host's time is the run's
+def _described(entry: Entry, name: str, dtype: torch.dtype, shape: torch.Size, kept: int) -> Entry:
+    return replace(entry, tensor=name, dtype=DTYPE_NAMES[dtype], shape=tuple(shape), kept=kept)

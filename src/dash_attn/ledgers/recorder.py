@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,13 +16,13 @@ import torch
 from torch import nn
 
 from .attention_plans import AttentionCalls
-from .collecting import Collector
+from .collecting import Collector, UnderWay
 from .entries import Entry
 from .environment import environment
 from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
 from .hooks import ModuleHooks
 from .leaves import all_leaves
-from .state import generators, gradients, optimizer_settings, optimizer_state, weights
+from .state import generators, gradients, optimizer_settings, optimizer_state, parameters_of, weights
 from .writing import LedgerFile
 
 Steps = Container[int] | bool
@@ -54,14 +56,31 @@ def ledger(
     return Ledger(file, number, detail, keep, optimizer_every, resume_from or 0)
 
 
+@dataclass(frozen=True)
+class _Unwritten:
+    """A step whose sums are on their way from a GPU."""
+
+    before: list[tuple[bytes, bytes]]
+    head: bytes
+    found: UnderWay
+
+    def records(self) -> list[tuple[bytes, bytes]]:
+        found = self.found.collected()
+        return [*self.before, (STEP, self.head + found.sums.astype(np.dtype("<u8")).tobytes() + b"".join(found.kept))]
+
+
 class Ledger:
-    """Made by `dash_attn.ledger`. Call `step` once per step, after the backward and the update, before gradients are set to zero."""
+    """Made by `dash_attn.ledger`. Call `step` once per step, after the backward and the update, before gradients are set to zero.
+
+    On a GPU the record of a step is written when the next one is recorded, or at the end, so that nobody waits for the device.
+    """
 
     def __init__(self, file: LedgerFile, rank: int, detail: Steps, keep: int, optimizer_every: int, first_step: int) -> None:
         self.next_step = first_step
         self._file, self._detail, self._keep, self._optimizer_every = file, detail, keep, optimizer_every
         self._layouts: dict[tuple[Any, ...], int] = {}
         self._plans_written: set[str] = set()
+        self._unwritten: _Unwritten | None = None
         self._collector, self._hooks = Collector(), None  # type: Collector, ModuleHooks | None
         self._attention = AttentionCalls(lambda: None if self._hooks is None else self._hooks.current_module())
         world = torch.distributed.get_world_size() if _distributed() else 1
@@ -81,7 +100,8 @@ class Ledger:
         if self.stopped:
             return
         start = Collector()
-        self._add_state(start, model, optimizer, with_optimizer=True)
+        start.add(weights(model, parameters_of(model)))
+        self._add_others(start, model, optimizer, with_optimizer=True)
         self._write(self.next_step - 1, start, (), IS_START)
         self._prepare(model)
 
@@ -101,8 +121,10 @@ class Ledger:
             raise LedgerError(f"detail of step {number}: no module of the model ran where hooks see it; record it without torch.compile")
         collector.add((Entry("batch", "", name), leaf) for name, leaf in all_leaves(batch, "batch"))
         collector.add(((Entry("loss", "", name), leaf) for name, leaf in all_leaves(loss, "loss")), keep=1)
-        collector.add(gradients(model))
-        self._add_state(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
+        parameters = parameters_of(model)
+        collector.add(gradients(parameters))
+        collector.add(weights(model, parameters))
+        self._add_others(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
         self._write(number, collector, calls, IS_DETAILED if detailed else 0)
         self.next_step = number + 1
         self._prepare(model)
@@ -111,6 +133,10 @@ class Ledger:
         """End the ledger. `reason`: why the run did not go on, if not because it was done."""
         self._remove_hooks()
         self._attention.stop()
+        try:
+            self._write_before()
+        except RuntimeError as error:  # the device failed: what it had not yet told is lost, what was written before is not
+            warnings.warn(f"the ledger lacks its last step: {str(error).splitlines()[0]}", RuntimeWarning, stacklevel=2)
         self._file.append((END, as_json({"next_step": self.next_step, "reason": reason})))
         self._file.close()
 
@@ -138,8 +164,8 @@ class Ledger:
             self._hooks.remove()
             self._hooks = None
 
-    def _add_state(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
-        collector.add(weights(model))
+    def _add_others(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
+        """What a training carries from step to step beside its weights."""
         if optimizer is not None:
             collector.add(optimizer_settings(optimizer), keep=1)
             if with_optimizer:
@@ -149,10 +175,17 @@ class Ledger:
     def _write(self, step: int, collector: Collector, calls: Iterable[tuple[str | None, str]], flags: int) -> None:
         order = _execution_order(collector.entries)
         layout, before = self._layout(tuple(collector.entries[i] for i in order), tuple(calls))
-        found = collector.collect(order)  # waits for the devices: what can be done before is done
         head = STEP_FIELDS.pack(step, time.time(), flags, layout)
-        sums = found.sums.astype(np.dtype("<u8")).tobytes()
-        self._file.append(*before, (STEP, head + sums + b"".join(found.kept)))
+        self._write_before()
+        self._unwritten = _Unwritten(before, head, collector.collect(order))
+        if self._unwritten.found.on_host:
+            self._write_before()
+
+    def _write_before(self) -> None:
+        """The step before, whose copies had a whole step to arrive."""
+        if self._unwritten is not None:
+            unwritten, self._unwritten = self._unwritten, None
+            self._file.append(*unwritten.records())
 
     def _layout(self, entries: tuple[Entry, ...], calls: tuple[tuple[str | None, str], ...]) -> tuple[int, list[tuple[bytes, bytes]]]:
         """Its number, and the records that have to be written before a step refers to it."""

@@ -41,19 +41,30 @@ def split_name(name: str) -> tuple[str, str]:
     return module, tensor
 
 
-def gradients(model: nn.Module) -> Named:
+Parameters = list[tuple[str, nn.Parameter]]
+
+
+def parameters_of(model: nn.Module) -> Parameters:
+    return list(unwrapped(model).named_parameters())
+
+
+@lru_cache(maxsize=2**16)
+def _entry(phase: str, name: str, role: str = "") -> Entry:
+    return Entry(phase, *split_name(name), role=role)
+
+
+def gradients(parameters: Parameters) -> Named:
     """From the last parameter to the first: about the order in which a backward computes them."""
-    for name, parameter in reversed(list(unwrapped(model).named_parameters())):
+    for name, parameter in reversed(parameters):
         if parameter.grad is not None:
-            yield Entry("gradient", *split_name(name)), parameter.grad
+            yield _entry("gradient", name), parameter.grad
 
 
-def weights(model: nn.Module) -> Named:
-    model = unwrapped(model)
-    for name, parameter in model.named_parameters():
-        yield Entry("weight", *split_name(name), role="parameter"), parameter
-    for name, buffer in model.named_buffers():
-        yield Entry("weight", *split_name(name), role="buffer"), buffer
+def weights(model: nn.Module, parameters: Parameters) -> Named:
+    for name, parameter in parameters:
+        yield _entry("weight", name, "parameter"), parameter
+    for name, buffer in unwrapped(model).named_buffers():
+        yield _entry("weight", name, "buffer"), buffer
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:

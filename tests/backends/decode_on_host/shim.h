@@ -22,6 +22,9 @@
 struct int2 {
   int x, y;
 };
+struct uint2 {
+  unsigned x, y;
+};
 struct int4 {
   int x, y, z, w;
 };
@@ -57,13 +60,14 @@ static inline unsigned atomicInc(unsigned* at, unsigned last) {
   *at = before >= last ? 0 : before + 1;
   return before;
 }
+template <typename T> static inline T __ldg(const T* at) { return *at; }
 [[noreturn]] void __trap();
 
 // ---- the machine
 using Condition = std::function<bool()>;
 void wait_until(Condition ready);       // the thread gives way until then
 void some_time_later(Condition action);  // done by nobody in particular
-unsigned char* at_shared(unsigned address);  // of this CTA, or of another one of the cluster
+unsigned char* at_shared(unsigned address);  // bits 24 and up name the CTA of the cluster, of its own addresses, too
 int this_cta();
 int threads_of_cta();
 struct Exchange {

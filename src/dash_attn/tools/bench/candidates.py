@@ -13,7 +13,9 @@ from torch import Tensor
 from ...attention.functions import explain, flash_attn_func
 from ...attention.varlen import flash_attn_varlen_func
 from ...backends import ALWAYS_ORDERED
+from .matrices import Matrix
 from .names import EQUAL_HEADS, OURS, UNORDERED
+from .planning import planning_ms
 from .shape import PASSES, Shape
 
 COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "alternating", "weave")
@@ -126,7 +128,7 @@ def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", back
 
         def of_rows(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
             extra: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
-            out: Tensor = flash_attn_func(q, k, v, mask=shape.attended, **rest, **extra)
+            out: Tensor = flash_attn_func(q, k, v, mask=shape.argument, **rest, **extra)
             return out
 
         def of_tokens(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
@@ -168,4 +170,7 @@ def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, b
     if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
     options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap, "backend": backend}
-    return asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.attended, sinks=tensors.sinks, predict_time=False, **options))
+    said = asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options))
+    if isinstance(shape.attended, Matrix) and accumulation == "ordered":
+        said["planning_ms"] = planning_ms(shape.attended, tensors[:4], options)
+    return said
