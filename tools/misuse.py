@@ -74,6 +74,14 @@ CHOICES = (
     ('flash_attn_func(q, k, v, deterministic=True, accumulation="unordered")', "Decide which one is meant."),
     ('flash_attn_func(q, k, v, backend="cuda")', '`"auto"` goes by the device of the tensors.'),
     ('flash_attn_func(q, k, v, backend="hopper")', "Move the tensors to the GPU; a named backend never falls back."),
+    (
+        'p = planned[..., :64].bfloat16(); explain(p, p, p, backend="triton", accumulation="unordered")',
+        "Nothing is unordered there; leave the argument out.",
+    ),
+    (
+        'p = planned[..., :64].bfloat16(); explain(p, p, p, backend="triton", schedule="spt")',
+        "Leave the argument out: dQ has a pass of its own.",
+    ),
     ('explain(planned, planned, planned, backend="hopper")', "Cast to a dtype that the backend has."),
     ('p = planned.bfloat16(); explain(p, p, p, backend="hopper")', "See [support](support.md) for the head dims."),
     ("explain(planned, planned, planned)", "Name the backend: meta tensors have no device to choose by."),

@@ -131,7 +131,7 @@ def flash_attn_func(
         own. Its mask, lengths and tile sizes must be those of the call (explain tells the tile sizes); batch, heads and workers
         may differ. In programs that are traced, give the JSON text.
     accumulation: "ordered", or "unordered" for sums in order of arrival. `deterministic=False` is still ordered.
-    backend: "auto" (by the device of the tensors), "cpu" or "hopper". An explicit one never falls back.
+    backend: "auto" (by the device of the tensors), "cpu", "hopper" or "triton". An explicit one never falls back.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
 
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`, as FlashAttention-2 does

@@ -33,7 +33,7 @@ def sm_count(index: int) -> int:
     if (properties.major, properties.minor) != (9, 0):
         raise Unsupported(
             f"backend 'hopper' needs a GPU of compute capability 9.0 (H100, H200, GH200);"
-            f" {properties.name} has {properties.major}.{properties.minor}. Other GPUs are not supported yet; CPU tensors are."
+            f" {properties.name} has {properties.major}.{properties.minor}. Other GPUs run backend 'triton', which 'auto' chooses there."
         )
     return int(properties.multi_processor_count)
 

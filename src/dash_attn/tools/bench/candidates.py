@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...attention.functions import explain, flash_attn_func
 from ...attention.varlen import flash_attn_varlen_func
+from ...backends import ALWAYS_ORDERED
 from .matrices import Matrix
 from .names import EQUAL_HEADS, OURS, UNORDERED
 from .planning import planning_ms
@@ -110,16 +111,17 @@ def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device)
     return of_rows
 
 
-def ours(schedules: bool, equal_heads: bool = False) -> list[Candidate]:
+def ours(schedules: bool, equal_heads: bool = False, backend: str = "auto") -> list[Candidate]:
     """Ordered, unordered and, if asked for, the backward with equal heads and that of every schedule we compare."""
-    made = [_ours(OURS), _ours(UNORDERED, accumulation="unordered"), *([_equal_heads()] if equal_heads else [])]
+    unordered = [] if backend in ALWAYS_ORDERED else [_ours(UNORDERED, accumulation="unordered", backend=backend)]
+    made = [_ours(OURS, backend=backend), *unordered, *([_equal_heads(backend)] if equal_heads else [])]
     if schedules:
-        made += [_ours(f"{OURS}: {name}", schedule=name) for name in COMPARED_SCHEDULES]
+        made += [_ours(f"{OURS}: {name}", schedule=name, backend=backend) for name in COMPARED_SCHEDULES]
     return made
 
 
-def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered") -> Candidate:
-    chosen = {"schedule": schedule, "accumulation": accumulation}
+def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", backend: str = "auto") -> Candidate:
+    chosen = {"schedule": schedule, "accumulation": accumulation, "backend": backend}
 
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         rest: dict[str, Any] = {**chosen, **({"softcap": shape.softcap} if shape.softcap else {})}
@@ -142,9 +144,9 @@ def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered") -> C
     return Candidate(name, prepare, accumulation == "ordered", passes, identify)
 
 
-def _equal_heads() -> Candidate:
+def _equal_heads(backend: str = "auto") -> Candidate:
     """Our backward of the same query heads, each with keys and values of its own: what sharing them is measured by."""
-    plain = _ours(OURS)
+    plain = _ours(OURS, backend=backend)
 
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         k, v = (x.repeat_interleave(shape.group, 2) for x in (tensors.k, tensors.v))
@@ -163,11 +165,11 @@ def _equal_heads() -> Candidate:
     return Candidate(EQUAL_HEADS, prepare, True, ("backward",), refuses=refuses)
 
 
-def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str) -> dict[str, Any]:
+def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, backend: str = "auto") -> dict[str, Any]:
     """What decides our bits, for the record: the explanation of a call. Empty off the GPU, and for packed sequences."""
     if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
-    options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap}
+    options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap, "backend": backend}
     said = asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options))
     if isinstance(shape.attended, Matrix) and accumulation == "ordered":
         said["planning_ms"] = planning_ms(shape.attended, tensors[:4], options)
