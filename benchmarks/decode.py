@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py --compile                  needs no GPU
     timeout 300 python benchmarks/decode.py --check 200    bits against the whole forward, small cases first, a verdict per case
-    timeout 300 python benchmarks/decode.py --check 200 --clusters 1000000
+    timeout 300 python benchmarks/decode.py --check 200 --columns 32
     timeout 300 python benchmarks/decode.py --time         GB/s beside PyTorch's SDPA with one query per sequence
 
 Exits with 1 if anything differs.
@@ -38,10 +38,11 @@ LONGEST = 100_000 if DEVICE == "cuda" else 20_000  # keys of a random case
 def compile_all() -> int:
     from dash_attn.backends.hopper.calls.kernel_names import KernelName, Variant, cluster_kernel, decode_kernel, forward_kernel
     from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
-    from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, CONSUMER_CHOICES, KERNEL_DIMS
+    from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, KERNEL_DIMS
 
-    kinds = [*((decode_kernel, dim) for dim in KERNEL_DIMS), *((cluster_kernel, dim) for dim in CLUSTER_DIMS)]
-    kernels = [named(dtype, dim, cap) for named, dim in kinds for dtype in ("bf16", "f16") for cap in (False, True)]
+    choices = [(dtype, cap) for dtype in ("bf16", "f16") for cap in (False, True)]
+    kernels = [decode_kernel(dtype, dim, cap) for dim in KERNEL_DIMS for dtype, cap in choices]
+    kernels += [cluster_kernel(dtype, dim, columns, cap) for dim, columns, _ in CLUSTERS for dtype, cap in choices]
     kernels.append(KernelName("decode/append.cuh", "append_to_cache"))
     for dtype in ("bf16", "f16"):  # what --check compares with
         for dim, choices in CONSUMER_CHOICES.items():
@@ -365,12 +366,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time", action="store_true")
     parser.add_argument(
-        "--clusters", type=int, help="units up to which a cluster serves each: 0 never, 1000000 always where it can; else as it is"
+        "--columns", type=int, help="of V per CTA of a cluster, however many units: 16, 32 or 64; 0: no clusters; else as it is"
     )
     parser.add_argument("--pages", type=int, nargs="*", default=[0, 16, 64, 256], help="page sizes to time; 0: rows")
     chosen = parser.parse_args()
-    if chosen.clusters is not None:
-        import_module("dash_attn.backends.hopper.calls.decode").MOST_CLUSTERS = chosen.clusters
+    if chosen.columns is not None:
+        clusters = tuple((dim, chosen.columns, 10**6) for dim in (64, 128) if 0 < chosen.columns < dim)
+        import_module("dash_attn.backends.hopper.calls.decode").CLUSTERS = clusters
     bad = compile_all() if chosen.compile else 0
     if chosen.check is not None:
         bad += check(chosen.check, chosen.seed)

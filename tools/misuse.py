@@ -54,10 +54,6 @@ MASKS = (
     ('flash_attn_func(q, k, v, mask="causal")', "`mask=Causal()`, or `parse_mask`."),
     ("flash_attn_func(q, k, v, mask=torch.ones(10, 12))", "`mask.bool()`, or `mask == 0` of a bias that is 0 or -inf ([masks](masks.md))."),
     ("flash_attn_func(q, k, v, mask=torch.ones(2, 10, 12).bool())", "`mask[:, None]`: one per sequence, for all heads."),
-    (
-        'p = planned.bfloat16()[..., :64]; explain(p, p, p, mask=BooleanMask(torch.ones(256, 256).tril().bool()), backend="hopper")',
-        "A mask by name: this one is `Causal()`.",
-    ),
     ("flash_attn_func(q, k, v, mask=Documents((5, 5)))", "Documents need as many queries as keys."),
     ("flash_attn_func(q, k, v, mask=Prefix(13))", "The prefix is a number of keys."),
     ("flash_attn_func(q, k, v, mask=TileMap([[True]], 64, 8))", "One entry for every block, the last one may overhang."),
@@ -78,6 +74,14 @@ CHOICES = (
     ('flash_attn_func(q, k, v, deterministic=True, accumulation="unordered")', "Decide which one is meant."),
     ('flash_attn_func(q, k, v, backend="cuda")', '`"auto"` goes by the device of the tensors.'),
     ('flash_attn_func(q, k, v, backend="hopper")', "Move the tensors to the GPU; a named backend never falls back."),
+    (
+        'p = planned[..., :64].bfloat16(); explain(p, p, p, backend="triton", accumulation="unordered")',
+        "Nothing is unordered there; leave the argument out.",
+    ),
+    (
+        'p = planned[..., :64].bfloat16(); explain(p, p, p, backend="triton", schedule="spt")',
+        "Leave the argument out: dQ has a pass of its own.",
+    ),
     ('explain(planned, planned, planned, backend="hopper")', "Cast to a dtype that the backend has."),
     ('p = planned.bfloat16(); explain(p, p, p, backend="hopper")', "See [support](support.md) for the head dims."),
     ("explain(planned, planned, planned)", "Name the backend: meta tensors have no device to choose by."),
@@ -125,8 +129,8 @@ CACHES = (
 )
 OTHERS = (
     (
-        "huggingface.attention(layer, q, q, q, None, is_causal=False, dropout=0.1)",
-        "Set the dropout of attention to 0 in the model's configuration.",
+        "huggingface.attention(layer, q, q, q, None, is_causal=False, dropout=1.0)",
+        "A probability below 1 in the model's configuration.",
     ),
     (
         "huggingface.attention(layer, q, q, q, None, is_causal=False, block_indices=ends)",

@@ -13,7 +13,7 @@ INTRODUCTION = """
 Every language model of transformers {version} with `attn_implementation="dash_attn"`, built tiny from its default configuration and
 compared with `eager` on the CPU: the logits and all gradients of one step of training, and that later tokens do not move earlier logits
 of a causal model. `python tools/model_sweep.py` makes the comparison, `make pages` this page. `make test-all` repeats the comparison and
-fails when the page is out of date; `make test` does so for the best known. Dropout is 0 here, as it must be in training with dash_attn.
+fails when the page is out of date; `make test` does so for the best known. Dropout is 0 here.
 Other kinds of models (vision, audio, encoder-decoder) are checked in the same way as they are built and in their first forward, but are
 not on this page.
 

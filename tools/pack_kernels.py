@@ -1,6 +1,7 @@
 """Compiles the kernels that the package carries: tools/build_with_kernels.py runs it. Needs NVRTC and numpy, no GPU and no PyTorch.
 
-Kernels that only measure or compare (recorded task times, unordered sums) are left out; they are compiled on first use.
+Kernels that only measure or compare (recorded task times, unordered sums) are left out, and of those with dropout or ALiBi all but the
+usual ones; they are compiled on first use.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ if find_spec("torch") is None:
 from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version  # noqa: E402
 from dash_attn.backends.hopper.device.cubin_files import write_kernel  # noqa: E402
 from dash_attn.backends.hopper.device.packed import FOLDER, SMALLEST, packed_file  # noqa: E402
-from kernel_variants import RECORDING, VARIANTS  # noqa: E402
+from kernel_variants import MODIFIED, RECORDING, VARIANTS  # noqa: E402
 
 UNORDERED = re.compile(r"attention_backward<\w+, \d+, \d+, false\b")
-PACKED = [(header, name) for header, name in VARIANTS if name not in RECORDING and not UNORDERED.match(name)]
+USUAL = re.compile(r".*, false, MaskKind::(Band|Packed), (true, false|false, true)>")  # dropout or ALiBi, without softcap
+SELDOM = {variant for variant in MODIFIED if not USUAL.match(variant[1])}
+PACKED = [variant for variant in VARIANTS if variant[1] not in RECORDING and not UNORDERED.match(variant[1]) and variant not in SELDOM]
 
 
 def exact_compiler() -> str:

@@ -1,6 +1,6 @@
 """Asks the code what it can do. The CPU backend runs each question, forward and backward, on small tensors.
 
-The Hopper backend is asked through `explain` with tensors on the meta device, which makes every check that a call
+GPU backends are asked through `explain` with tensors on the meta device, which makes every check that a call
 makes and needs no GPU.
 """
 
@@ -16,11 +16,13 @@ import torch
 from dash_attn import ScheduleError, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.backends.hopper.calls.layout import Layout
 from dash_attn.backends.hopper.support import sm_count
+from dash_attn.backends.triton import support as triton_support
+from dash_attn.backends.triton.setup import Call
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 
 LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
-BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16}
+BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16, "triton": torch.bfloat16}
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 REFUSALS = (ValueError, NotImplementedError, ScheduleError)  # other errors are mistakes of ours and are not caught
 
@@ -74,20 +76,21 @@ def refusal_of_packed(backend: str, question: Question) -> str | None:
         if backend == "cpu":
             flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
         else:
-            Layout.of((q, k, v), AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH))
+            options, offsets = AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH)
+            Layout.of((q, k, v), options, offsets) if backend == "hopper" else Call.of(q, k, v, options, offsets)
     except REFUSALS as error:
         return str(error)
     return None
 
 
-def capabilities() -> list[str]:
-    """Compute capabilities of GPUs that the Hopper backend takes."""
+def capabilities(backend: str) -> list[str]:
+    """Compute capabilities of GPUs that a backend takes."""
     taken = []
     for major, minor in CAPABILITIES:
         properties = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=1)
-        with patch("torch.cuda.get_device_properties", return_value=properties):
-            try:
-                sm_count.__wrapped__(0)  # past its cache
+        with patch("torch.cuda.get_device_properties", return_value=properties), patch.object(triton_support, "check_triton"):
+            try:  # past their caches
+                sm_count.__wrapped__(0) if backend == "hopper" else triton_support.architecture_of.__wrapped__(torch.device("cuda"))
             except REFUSALS:
                 continue
         taken.append(f"{major}.{minor}")

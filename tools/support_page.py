@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
-from dash_attn.backends import DEVICE_OF
+from dash_attn.backends import DEVICE_OF, import_cache
+from dash_attn.backends.triton.tiles import listed
 from dash_attn.call.tensor_checks import DTYPES
 from page_parts import code, numbers_in_words, table
 from questions import LENGTH, Question, capabilities, refusal, refusal_of_packed
@@ -59,6 +60,23 @@ ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("`window_size` and `causal` together", {"window_size": (64, 64), "causal": True}),
     ("`mask` and `causal` together", {"mask": Full(), "causal": True}),
 )
+# Name, capability, and where kernels were more than compiled.
+GPUS: tuple[tuple[str, str, str], ...] = (
+    ("A100, A30", "8.0", "compiled"),
+    ("A10, A40, RTX 30", "8.6", "compiled"),
+    ("L4, L40S, RTX 40", "8.9", "compiled"),
+    ("H100, H200, GH200", "9.0", "measured on an H200; `triton`, by name: compiled"),
+    ("B200, GB200", "10.0", "compiled"),
+    ("B300, GB300", "10.3", "not compiled"),
+    ("RTX 50, RTX PRO Blackwell", "12.0", "compiled"),
+    ("DGX Spark", "12.1", "not compiled"),
+    ("MI300", "gfx942", "compiled"),
+)
+GPU_NOTES = (
+    "*compiled*: tests compile every kernel for it, within its shared memory, and interpret the same source against the CPU backend.",
+    "Nobody has run it there. `dash-attn verify` tests the promises on the machine it runs on.",
+    "A GPU that the table of tiles does not list takes those of a relative, or of 8.6, which need least shared memory.",
+)
 ASKED_BY_NAME = {"q", "k", "v", "schedule", "backend"}
 
 
@@ -104,6 +122,15 @@ def _unequal_dims(backend: str) -> str:
     return "any two of them" if served == pairs else ", ".join(map(str, served)) or "none"
 
 
+def gpus() -> list[list[str]]:
+    """Which backend `auto` takes, and whose tiles the Triton backend takes."""
+    rows = []
+    for name, capability, ran in GPUS:
+        backend = "`hopper`" if capability == "9.0" else "`triton`"
+        rows.append([name, capability, backend, listed(capability), ran])
+    return rows
+
+
 def schedules() -> list[str]:
     """Planned for the CPU, not run; every backend plans with the same code."""
     masks = {name: mask for name, mask in MASKS.items() if "," not in name or "left" in name}
@@ -129,19 +156,29 @@ def packed_sequences() -> list[str]:
     return by_backend("call", questions, refusal_of_packed)
 
 
+def refusal_of_cache(backend: str, _: Question) -> str | None:
+    try:
+        import_cache(backend)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def page() -> str:
     hardware = [
         ["`cpu`", DEVICE_OF["cpu"], "any CPU"],
-        ["`hopper`", DEVICE_OF["hopper"], f"compute capability {', '.join(capabilities())}"],
+        *([code(name), DEVICE_OF[name], f"compute capability {', '.join(capabilities(name))}"] for name in ("hopper", "triton")),
     ]
     dtypes = [Question(code(str(dtype)), dtype=dtype) for dtype in DTYPES]
     lines = [
         "# What is supported",
         "",
-        "This page is written by `make pages`, which asks the code: the CPU backend runs every question forward and backward, the Hopper",
-        'backend answers through `dash_attn.explain(..., backend="hopper")`. A test fails when the page is out of date.',
+        "This page is written by `make pages`, which asks the code: the CPU backend runs every question forward and backward, the GPU",
+        'backends answer through `dash_attn.explain(..., backend="hopper")`. A test fails when the page is out of date.',
         "What is not supported raises an error that says what is. Nothing falls back.",
         *("", "## Devices", "", *table(["backend", "tensors on", "hardware"], hardware)),
+        *("", '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'),
+        *("", "## GPUs", "", *table(["GPUs", "compute capability", "backend", "tiles of", "was run"], gpus()), "", *GPU_NOTES),
         *("", "## Dtypes", "", *by_backend("dtype", dtypes)),
         *("", "## Head dims", "", *head_dims()),
         *("", "## Masks", "", *by_backend("mask", [Question(name, {"mask": mask}) for name, mask in MASKS.items()])),
@@ -150,11 +187,13 @@ def page() -> str:
             "",
             "## Schedules",
             "",
-            "The same on every backend. `raises` is a `ScheduleError` that says which masks the schedule serves.",
+            "The same on `cpu` and `hopper`. `raises` is a `ScheduleError` that says which masks the schedule serves.",
+            "`triton` takes `auto` alone: it sums dQ in a pass of its own, so there is no order between SMs to choose.",
             "",
         ),
         *schedules(),
         *("", "## Arguments of `flash_attn_func`", "", "Decided before any backend is asked.", "", *arguments()),
         *("", "## Variable lengths: `flash_attn_varlen_func`", "", *packed_sequences()),
+        *("", "## Caches: `flash_attn_with_kvcache`", "", *by_backend("call", [Question("a cache of keys and values")], refusal_of_cache)),
     ]
     return "\n".join(lines) + "\n"

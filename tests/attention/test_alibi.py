@@ -102,5 +102,10 @@ def test_parameters_may_be_slopes_where_nobody_differentiates() -> None:
 
 def test_hopper_refuses_by_name() -> None:
     x = torch.zeros(2, 256, 4, 64, device="meta", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"backend 'hopper' has no ALiBi yet: alibi_slopes must be None"):
-        explain(x, x, x, alibi_slopes=torch.ones(4, device="meta"), backend="hopper")
+    slopes: dict[str, Any] = {"alibi_slopes": torch.ones(4, device="meta"), "backend": "hopper", "predict_time": False}
+    with pytest.raises(ValueError, match="has it without softcap, dropout and ALiBi; got alibi_slopes"):
+        explain(x, x, x, accumulation="unordered", **slopes)
+    with pytest.raises(ValueError, match=r"softcap with dropout or with ALiBi, not with both; got softcap=5\.0, dropout_p=0\.1"):
+        explain(x, x, x, 0.1, softcap=5.0, **slopes)
+    explain(x, x, x, 0.1, **slopes)
+    explain(x, x, x, softcap=5.0, **slopes)

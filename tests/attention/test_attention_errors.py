@@ -74,7 +74,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedule": ["auto"]}, ValueError, r"unknown schedule \['auto'\]"),
     ({"accumulation": "atomic"}, ValueError, r"unknown accumulation 'atomic'; choose from ordered, unordered"),
     ({"accumulation": "unordered", "deterministic": True}, ValueError, r"contradicts"),
-    ({"backend": "cuda"}, ValueError, r"unknown backend 'cuda'; choose from auto, cpu, hopper"),
+    ({"backend": "cuda"}, ValueError, r"unknown backend 'cuda'; choose from auto, cpu, hopper, triton"),
     ({"backend": "hopper"}, ValueError, r"backend 'hopper' needs cuda tensors; got tensors on cpu"),
     ({"head_offset": -1}, ValueError, r"head_offset must be a whole number >= 0 and below 2\^31; got -1"),
 ]

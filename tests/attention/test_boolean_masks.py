@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from boolean_masks import SORTS, a_tree, draw, scattered
 from dash_attn import BooleanMask, Causal, Schedule, ScheduleError, TileMap, explain, flash_attn_func, flash_attn_varlen_func, generate
 from dash_attn.attention.torch_ops import VERSION
-from dash_attn.backends.hopper.support import Unsupported
+from dash_attn.call.explanation import Explanation
 from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.masks import TilePattern
+from dash_attn.masks.boolean_mask import packed_on_device
+from dash_attn.masks.packed_matrix import PackedMatrix
 from dash_attn.nn import SelfAttention
 from dense import Results, assert_same_bits, largest_error, random_inputs, run_dense, run_ours, same_bits
 from kept_pairs import dense_modified
@@ -302,18 +304,33 @@ def test_a_given_schedule_serves_one_pattern() -> None:
         run_ours(inputs, mask, schedule=schedule)
 
 
-def on_hopper(mask: Any) -> str:
+@pytest.mark.parametrize("number", range(8))
+def test_a_device_packs_as_the_host_does(number: int) -> None:
+    """What packs a tensor on a GPU, of one on the host. The control: one element more."""
+    mask = draw(number).mask.flatten(0, -3)[-1] if draw(number).mask.ndim > 2 else draw(number).mask
+    here, there = PackedMatrix(mask.numpy()), packed_on_device(mask)
+    assert (tuple(here.shape), here.digest, here.places.tolist()) == (there.shape, there.digest, there.places.tolist())
+    mask[-1, -1] ^= True
+    assert packed_on_device(mask).digest != here.digest
+
+
+def on_hopper(mask: Any) -> Explanation:
     q, k = torch.empty(2, 256, 4, 64, device="meta", dtype=torch.bfloat16), torch.empty(2, 256, 2, 64, device="meta", dtype=torch.bfloat16)
-    return explain(q, k, k, mask=mask, backend="hopper", predict_time=False).schedule
+    return explain(q, k, k, mask=mask, backend="hopper", predict_time=False)
 
 
-def test_hopper_takes_maps_of_blocks_and_refuses_the_rest() -> None:
+def test_hopper_plans_all_of_them() -> None:
+    """A GPU's results are in tests/gpu/test_gpu_boolean_masks.py, its kernels on the host in tests/backends/test_mask_bits.py."""
     blocks = torch.eye(4).bool().repeat_interleave(64, 0).repeat_interleave(64, 1)
-    assert on_hopper(blocks) == on_hopper(BooleanMask(blocks)) == on_hopper(TileMap(np.eye(4, dtype=bool), 64, 64))
-    with pytest.raises(Unsupported, match=r"'hopper' has no boolean masks with partial blocks yet: .*; got matrix:4x4 blocks, 16 partial"):
-        on_hopper(matrix(256, 256))
-    with pytest.raises(Unsupported, match=r"'hopper' has no boolean masks per sequence or head yet: give one for all"):
-        on_hopper(torch.stack([blocks, ~blocks, blocks, blocks]))
+    as_map = on_hopper(TileMap(np.eye(4, dtype=bool), 64, 64))
+    assert on_hopper(blocks) == on_hopper(BooleanMask(blocks)) == as_map
+    assert on_hopper(blocks & matrix(256, 256)).order_hash == as_map.order_hash, "the same tiles are visited"
+    triangle, causal = torch.ones(256, 256).tril().bool(), on_hopper(Causal())
+    assert on_hopper(triangle).order_hash == causal.order_hash
+    each = on_hopper(torch.stack([blocks, blocks, triangle, triangle]))
+    assert each.order_hash not in (as_map.order_hash, causal.order_hash)
+    assert each.schedule == f"{as_map.schedule} and {causal.schedule}"
+    assert each.prediction_note == "heads of several patterns run one after the other"
     with pytest.raises(ValueError, match="must not be on the meta device"):
         on_hopper(torch.ones(256, 256, dtype=torch.bool, device="meta"))
 

@@ -64,8 +64,9 @@ def test_queries_and_heads_make_units() -> None:
 
 
 def test_clusters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "MOST_CLUSTERS", 100)
-    assert hopper(2).served_by == "each by a cluster of 8 CTAs"
+    monkeypatch.setattr(decode, "CLUSTERS", ((128, 16, 15), (128, 32, 40)))
+    assert hopper(1).served_by == "each by a cluster of 8 CTAs"
+    assert hopper(2).served_by == "each by a cluster of 4 CTAs"
     assert hopper(64).served_by == "each by one CTA", "there are enough units"
     assert hopper(2, dim=256).served_by == "each by one CTA"
 

@@ -90,7 +90,7 @@ def test_why_there_is_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_meta_tensors_need_a_named_backend_and_only_explain() -> None:
-    with pytest.raises(ValueError, match=r"say which one to explain, backend='cpu' or 'hopper'"):
+    with pytest.raises(ValueError, match=r"say which one to explain, backend='cpu' or 'hopper' or 'triton'"):
         explain(*tensors(1, 128, 1, 64))
     with pytest.raises(ValueError, match="backend 'hopper' needs cuda tensors; got tensors on meta"):
         flash_attn_func(*tensors(1, 128, 1, 64), backend="hopper")

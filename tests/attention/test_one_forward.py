@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Documents, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.backends.hopper.tiles import CLUSTER_DIMS, CONSUMER_CHOICES, KERNEL_DIMS, cluster_tiles, decode_tiles, forward_tiles
+from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, KERNEL_DIMS, cluster_tiles, decode_tiles, forward_tiles
 from dense import same_bits
 
 LENGTH = 300
@@ -148,5 +148,5 @@ def test_a_key_of_weight_zero_is_not_nothing() -> None:
 def test_on_hopper_tiles_of_keys_are_a_function_of_the_head_dim(dim: int) -> None:
     """Whatever the mask, the batch and the kernel: the tiles decide where sums are cut."""
     rows = {forward_tiles(dim, consumers).kv_rows for consumers in CONSUMER_CHOICES[dim]} | {decode_tiles(dim).kv_rows}
-    rows |= {cluster_tiles(dim).kv_rows} if dim in CLUSTER_DIMS else set()
+    rows |= {cluster_tiles(dim, columns).kv_rows for of_dim, columns, _ in CLUSTERS if of_dim == dim}
     assert len(rows) == 1

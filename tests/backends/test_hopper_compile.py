@@ -100,10 +100,13 @@ SIZES = [
     *(("forward/attention.cuh", f"ForwardConfig<{d}, 2>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
     *(("decode/attention.cuh", f"DecodeConfig<{d}>::SHARED_BYTES", shapes.decode_tiles(d).shared_bytes) for d in DIMS),
     *(("decode/attention.cuh", f"DecodeConfig<{d}>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
-    *(("decode/cluster.cuh", f"ClusterConfig<{d}>::SHARED_BYTES", shapes.cluster_tiles(d).shared_bytes) for d in shapes.CLUSTER_DIMS),
-    *(("decode/cluster.cuh", f"ClusterConfig<{d}>::CTAS * {shapes.CLUSTER_COLUMNS}", d) for d in shapes.CLUSTER_DIMS),
-    ("decode/cluster.cuh", "ClusterConfig<64>::THREADS", shapes.CLUSTER_THREADS),
-    ("decode/cluster.cuh", "ClusterConfig<64>::ROWS", shapes.CLUSTER_ROWS),
+    *(
+        ("decode/cluster.cuh", f"ClusterConfig<{d}, {columns}>::SHARED_BYTES", shapes.cluster_tiles(d, columns).shared_bytes)
+        for d, columns, _ in shapes.CLUSTERS
+    ),
+    ("decode/cluster.cuh", "ClusterConfig<128, 32>::CTAS", 4),
+    ("decode/cluster.cuh", "ClusterConfig<64, 16>::THREADS", shapes.CLUSTER_THREADS),
+    ("decode/cluster.cuh", "ClusterConfig<64, 16>::ROWS", shapes.CLUSTER_ROWS),
     ("decode/attention.cuh", "DecodeConfig<64>::THREADS", shapes.DECODE_THREADS),
     ("decode/attention.cuh", "DecodeConfig<64>::ROWS", shapes.DECODE_ROWS),
 ]

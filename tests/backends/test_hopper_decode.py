@@ -85,7 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "device_index": lambda device: 0,
         "report_address": lambda: 0,
         "cuda_driver": NothingToReset,
-        "MOST_CLUSTERS": 0,
+        "CLUSTERS": (),
     }.items():
         monkeypatch.setattr(decode, name, value)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -148,18 +148,21 @@ def test_a_number_for_all_lengths_is_no_new_call(driver: Driver) -> None:
 
 
 def test_few_units_are_served_by_clusters(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of 8 rows then, and every CTA of a cluster loads 16 columns of V."""
+    """Units of 8 rows then, and every CTA of a cluster loads its columns of V: the fewer, the fewer units there are."""
     tensors = CacheTensors(half(2, 3, 32, 128), half(2, 1000, 8, 128), half(2, 1000, 8, 128))
-    monkeypatch.setattr(decode, "MOST_CLUSTERS", 32)
-    decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
-    assert driver.loaded == ["attention_decode_cluster<bf16, 128, false>"]
-    assert driver.launched == [("attention_decode_cluster", 2 * 8 * 2 * 8)], "12 rows: two units of 8 CTAs"
-    assert driver.columns == [64, 16]
-    assert only_call().params.row_tiles == 2
-    monkeypatch.setattr(decode, "MOST_CLUSTERS", 31)
-    decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
-    assert driver.launched[-1] == ("attention_decode", 16)
-    assert driver.columns[2:] == [64, 64]
+    few, many = (128, 16, 31), (128, 64, 33)
+    for columns, clusters in ((16, [(128, 16, 32), many]), (32, [few, (128, 32, 32), many]), (64, [few, (128, 32, 31), many])):
+        monkeypatch.setattr(decode, "CLUSTERS", tuple(clusters))
+        decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
+        assert driver.loaded[-1] == f"attention_decode_cluster<bf16, 128, {columns}, false>"
+        assert driver.launched[-1] == ("attention_decode_cluster", 2 * 8 * 2 * 128 // columns), "12 rows: two units"
+        assert driver.columns[-2:] == [64, columns]
+        assert [call.params.row_tiles for call in decode._calls.values.values()][-1] == 2
+    for clusters in ((few,), ((64, 16, 100),)):
+        monkeypatch.setattr(decode, "CLUSTERS", clusters)
+        decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
+        assert driver.launched[-1] == ("attention_decode", 16)
+        assert driver.columns[-2:] == [64, 64]
 
 
 def test_packed_queries(driver: Driver) -> None:

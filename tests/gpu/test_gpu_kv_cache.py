@@ -10,6 +10,7 @@ import torch
 
 from cached import CacheCase, Played, play
 from dash_attn import explain_with_kvcache, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn.backends.hopper.tiles import CLUSTERS
 from dense import same_bits
 from gpu_helpers import patched_backend, poisoned_memory, run_script
 
@@ -35,13 +36,13 @@ def test_dims_and_groups(heads: tuple[int, int], dims: tuple[int, int], dtype: t
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "columns"), [cluster[:2] for cluster in CLUSTERS])
 @pytest.mark.parametrize(("page_size", "most_padding"), [(0, 70), (16, 0), (256, 0)])
-def test_clusters_change_no_bit(page_size: int, most_padding: int, dim: int, options: dict[str, Any]) -> None:
+def test_clusters_change_no_bit(page_size: int, most_padding: int, dim: int, columns: int, options: dict[str, Any]) -> None:
     case = CacheCase(
         (3000, 300, 129, 1), (8, 2), (dim, dim), page_size=page_size, most_padding=most_padding, options=options, chunks=CHUNKS
     )
-    with patched_backend({("calls.decode", "MOST_CLUSTERS"): 10**6}), poisoned_memory():
+    with patched_backend({("calls.decode", "CLUSTERS"): ((dim, columns, 10**6),)}), poisoned_memory():
         assert play(replace(case, device="cuda", sinks=page_size == 16)) == []
 
 

@@ -42,7 +42,7 @@ def assert_case(device: str, case: Case, **options: Any) -> Results:
     return ours
 
 
-def assert_near(ours: Results, inputs: tuple[Tensor, ...], mask: Mask, scale: float | None = None, softcap: float = 0.0) -> None:
+def assert_near(ours: Results, inputs: tuple[Tensor, ...], mask: Mask | Tensor, scale: float | None = None, softcap: float = 0.0) -> None:
     """Ours against dense attention in fp64, with the budget of dense attention in the dtype of the inputs."""
     with inputs[0].device:  # the dense mask is made where the tensors are
         truth = run_dense(inputs, mask, torch.float64, scale, softcap)

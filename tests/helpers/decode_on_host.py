@@ -19,7 +19,6 @@ from torch import Tensor
 
 from compilers import needs_gxx
 from dash_attn.backends.hopper.device.compile import sources
-from dash_attn.backends.hopper.tiles import CLUSTER_COLUMNS
 
 HERE = Path(__file__).parent.parent / "backends" / "decode_on_host"
 ON_HOST = ("common/ptx.cuh", "common/cluster.cuh", "common/wgmma.cuh")
@@ -86,7 +85,7 @@ class Launch:
 
     def on(self, stream: Any) -> None:
         kernel, machine = self.kernel, self.kernel.machine
-        cluster = int(kernel.name.split(",")[1]) // CLUSTER_COLUMNS if "cluster" in kernel.name else 1
+        cluster = _ctas_of_cluster(kernel.name) if "cluster" in kernel.name else 1
         pointers, reported = (c_void_p * len(self.addresses))(*self.addresses), (c_int * 3)()
         machine.seed += 1
         ended = machine.library.run(kernel.name.encode(), self.grid, cluster, kernel.threads, pointers, machine.seed, reported)
@@ -94,6 +93,11 @@ class Launch:
             raise Stopped(*reported)
         if ended:
             raise RuntimeError(f"{kernel.name}: {ENDED[ended]}")
+
+
+def _ctas_of_cluster(kernel: str) -> int:
+    _, dim, columns, _ = kernel.split(",")
+    return int(dim) // int(columns)
 
 
 class OnHost:
@@ -105,13 +109,15 @@ class OnHost:
         return (0,)
 
 
-def build(folder: Path) -> Machine:
+def build(folder: Path, *defined: str) -> Machine:
+    """With some macros of library.cpp defined, which decide the kernels that there are."""
     for name, text in sources().items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text((HERE / name).read_text() if name in ON_HOST else text)
     for name in ("shim.h", "library.cpp"):
         shutil.copy(HERE / name, folder / name)
     options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi", "-I", str(folder)]
+    options += [f"-D{name}" for name in defined]
     subprocess.run([needs_gxx(), *options, str(folder / "library.cpp"), "-o", str(folder / "kernels.so")], check=True)
     library = ctypes.CDLL(str(folder / "kernels.so"))
     library.run.argtypes = [c_char_p, c_int, c_int, c_int, ctypes.POINTER(c_void_p), c_int, ctypes.POINTER(c_int)]
@@ -123,11 +129,19 @@ class Stream:
         """The tables are there."""
 
 
+class Event:
+    def record(self, stream: Stream) -> None:
+        """What was launched has run."""
+
+
+STREAM = Stream()
+
+
 @contextmanager
-def hopper_on_host(machine: Machine, most_clusters: int = 0) -> Iterator[tuple[Any, Any]]:
+def hopper_on_host(machine: Machine, columns: int = 0) -> Iterator[tuple[Any, Any]]:
     """The modules calls.forward and calls.decode, which take tensors on the CPU meanwhile."""
-    names = ("forward", "decode", "layout", "tables", "kernel_names")
-    forward, decode, layout, tables, kernel_names = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in names)
+    names = ("forward", "decode", "layout", "tables", "kernel_names", "mask_bits")
+    forward, decode, layout, tables, kernel_names, bits = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in names)
     kept = import_module("dash_attn.backends.hopper.device.recently_used").Kept
     everywhere = {
         "sm_count": lambda index: 1,
@@ -138,18 +152,21 @@ def hopper_on_host(machine: Machine, most_clusters: int = 0) -> Iterator[tuple[A
         "cuda_driver": OnHost,
     }
     changes: list[tuple[Any, str, Any]] = [(module, name, value) for module in (forward, decode) for name, value in everywhere.items()]
-    changes += [(module, "device_index", lambda device: 0) for module in (layout, decode)]
+    changes += [(module, "device_index", lambda device: 0) for module in (layout, decode, bits)]
     changes += [
         (kernel_names, "load_kernel", machine.load),
-        (layout, "on_device", lambda index: nullcontext()),
+        *((module, "on_device", lambda index: nullcontext()) for module in (layout, bits)),
+        (bits, "current_stream", lambda index: 0),
+        (bits, "_sent", lambda array, device: torch.from_numpy(array)),
         (forward, "_calls", layout.CallCache(forward._calls._prepare)),
         (forward, "prepare_counters", lambda device: None),
         (forward, "shared_counter", lambda device, stream: None),
         (decode, "report_address", lambda: 0),
-        (decode, "MOST_CLUSTERS", most_clusters),
+        (decode, "CLUSTERS", tuple((dim, columns, 10**6) for dim in (64, 128) if 0 < columns < dim)),
         (decode, "_calls", kept(64)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "current_stream", lambda device=None: Stream()),
+        (torch.cuda, "current_stream", lambda device=None: STREAM),
+        (torch.cuda, "Event", Event),
     ]
     cached = (tables.visits_on_device, tables.mask_on_device)
     with ExitStack() as stack:

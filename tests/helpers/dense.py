@@ -114,7 +114,7 @@ def repeated(inputs: tuple[Tensor, ...], mask: Mask, **options: object) -> Calla
 
 
 def run_dense_with_sinks(
-    inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask, dtype: torch.dtype, scale: float | None = None, softcap: float = 0.0
+    inputs: tuple[Tensor, ...], sinks: Tensor, mask: Mask | Tensor, dtype: torch.dtype, scale: float | None = None, softcap: float = 0.0
 ) -> WithSinks:
     """The definition: one more column of scores, neither scaled nor capped; the softmax sees it, the values do not."""
     q, k, v, dout = (x.detach().to(dtype) for x in inputs)
@@ -125,7 +125,8 @@ def run_dense_with_sinks(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     with q.device:  # the mask is made where the tensors are
-        scores = scores.masked_fill(~element_mask(mask, q.shape[1], k.shape[1]), -torch.inf)
+        keep = mask if isinstance(mask, Tensor) else element_mask(mask, q.shape[1], k.shape[1])
+    scores = scores.masked_fill(~keep, -torch.inf)
     column = leaves[3].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     all_scores = torch.cat([column, scores], -1)
     out = (torch.softmax(all_scores, -1)[..., 1:] @ values).transpose(1, 2)

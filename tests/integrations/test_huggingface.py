@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func  # noqa: E402
+from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func  # noqa: E402
 from dash_attn.integrations import _call_arguments, _documents, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._mask_functions import read_causal  # noqa: E402
@@ -244,9 +244,33 @@ def test_what_the_arguments_of_a_packed_call_mean(arguments: dict[str, Any], mas
     assert torch.equal(call(scaling=0.4, softcap=3.0, **arguments), torch.cat(alone, 1))
 
 
+@pytest.mark.parametrize("arguments", [{}, LENGTHS], ids=["dense", "packed"])
+def test_dropout_has_seeds_of_the_generator(arguments: dict[str, Any]) -> None:
+    q, k, v, _ = random_inputs(90, 90, (2, 1), 8)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(call(dropout=0.3, **arguments))
+    torch.manual_seed(1)
+    if arguments:
+        tokens, sizes = (x[0] for x in (q, k, v)), (THIRTY, THIRTY, 30, 30)
+        expected = flash_attn_varlen_func(*tokens, *sizes, 0.3, causal=True)[None]
+    else:
+        expected = flash_attn_func(q, k, v, 0.3, causal=True)
+    assert torch.equal(runs[0], expected)
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_a_cache_is_attended_without_dropout() -> None:
+    q, k, v, _ = random_inputs(1, 90, (2, 1), 8)
+    with pytest.raises(ValueError, match=r"no attention dropout for keys of a cache; Module asks for 0\.1\. Call model\.eval\(\)"):
+        huggingface.attention(nn.Module(), *(x.transpose(1, 2) for x in (q, k, v)), LayerMask(Causal(), (1, 90)), dropout=0.1)
+
+
 UNCLEAR = r"cannot tell documents by position_ids that repeat, or skip and go back"
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"dropout": 0.1}, ValueError, r"dash_attn does not support attention dropout; Module asks for 0.1. Set it to 0 in the configuration"),
+    ({"dropout": 1.0}, ValueError, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got 1.0"),
     ({"output_attentions": True}, ValueError, r"does not support output_attentions=True, which Module was given"),
     ({"position_bias": torch.zeros(2)}, ValueError, r"does not support position_bias \(a Tensor\)"),
     (

@@ -84,6 +84,26 @@ def test_positional_order_is_pytorchs() -> None:
     assert torch.equal(ours.transpose(1, 2), expected)
 
 
+def test_dropout_is_ours_with_seeds_of_the_generator() -> None:
+    q, k, v, _ = heads_first(50, 50)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with replace_sdpa():
+            runs.append(functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True))
+    torch.manual_seed(1)
+    expected = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.3, causal=True)
+    assert torch.equal(runs[0].transpose(1, 2), expected)
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_ranks_that_share_a_sequence_cannot_draw_seeds() -> None:
+    q, k, v, _ = heads_first(50, 50)
+    with pytest.raises(ValueError, match=r"need a dropout_seed.*: dropout_p must be 0, or call context_parallel_attention; got 0\.3"):
+        scaled_dot_product_attention(q, k, v, dropout_p=0.3, context_parallel=object())
+
+
 def test_multihead_attention_of_pytorch_uses_it() -> None:
     torch.manual_seed(0)
     layer = torch.nn.MultiheadAttention(32, 2, batch_first=True).double()
@@ -108,7 +128,7 @@ BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
     ((Q, Q, Q), {"attn_mask": torch.ones(10, 10, dtype=torch.bool), "is_causal": True}, r"either attn_mask or is_causal=True.*; got both"),
     ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10)}, r"attn_mask must be boolean.*: biases are not supported; got torch.float32"),
     ((Q, Q, Q), {"attn_mask": torch.ones(3, 1, 10, 10).bool()}, r"broadcast to \(2, 4, 10, 10\) .*; got shape \(3, 1, 10, 10\)"),
-    ((Q, Q, Q), {"dropout_p": 0.1}, r"dropout_p must be 0; got 0.1"),
+    ((Q, Q, Q), {"dropout_p": 1.0}, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got 1.0"),
     ((Q[0], Q[0], Q[0]), {}, r"query must be 4-d \(batch, heads, length, head dim\); got shape \(4, 10, 8\)"),
     ((Q, K, K), {}, r"same heads unless enable_gqa=True; got query \(2, 4, 10, 8\), key \(2, 2, 12, 8\)"),
     ((Q, K[:, :1].expand(2, 3, 12, 8), K[:, :1].expand(2, 3, 12, 8)), {"enable_gqa": True}, r"multiple of KV heads"),

@@ -16,6 +16,7 @@ from rooms import CORE, PACKAGE, ROOMS
 NUMPY_ONLY = {*CORE, "execution", "viewing"}
 PICTURES = {"matplotlib", "PIL"}  # inside functions of viewing
 ONLY_INSIDE_FUNCTIONS = {*PICTURES, "rich", "transformers", "cuda", "flash_attn", "triton", "accelerate"}
+KERNELS = "dash_attn.backends.triton.kernels"  # written in Triton; imported inside functions
 PUBLIC = {"__init__", "__main__"}  # the package itself: may import every room
 FILES = sorted(PACKAGE.rglob("*.py"))
 BLOCKED = ("torch", "matplotlib", "rich", "triton", "cuda")
@@ -124,13 +125,16 @@ def broken_rules(module: str) -> list[str]:
             other = room_of(imported)
             if other not in {room, *ROOMS[room], "__init__"}:
                 found.append(f"{module} imports {imported}, but {room} may import {', '.join(sorted(ROOMS[room])) or 'no other room'} only")
-            kinds = [name.split(".")[2] for name in (module, imported) if name.startswith("dash_attn.backends.") and name.count(".") > 1]
-            if len(set(kinds)) == 2:
+            backends = [name.split(".")[2] for name in (module, imported) if name.startswith("dash_attn.backends.")]
+            folders = {name for name in backends if (PACKAGE / "backends" / name).is_dir()}  # a file beside them is for all
+            if len(folders) == 2:
                 found.append(f"{module} imports {imported}, but backends never import each other")
         elif room in NUMPY_ONLY and top not in {"numpy", *PICTURES, *sys.stdlib_module_names}:
             found.append(f"{module} imports {imported}, but {room} needs numpy alone")
     for imported in imports_of(MODULES[module], everywhere=False):
-        if imported.split(".")[0] in ONLY_INSIDE_FUNCTIONS:
+        if imported.startswith(KERNELS) and not module.startswith(KERNELS):
+            found.append(f"{module} imports {imported} at its top; it needs Triton, so import it where it is used")
+        if imported.split(".")[0] in ONLY_INSIDE_FUNCTIONS and not (module.startswith(KERNELS) and imported.startswith("triton")):
             found.append(f"{module} imports {imported} at its top; it may be missing, so import it where it is used")
     return found
 

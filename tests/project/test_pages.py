@@ -46,10 +46,10 @@ def test_every_mask_is_on_the_page() -> None:
 
 def test_the_page_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what the backend refuses is refused on the page."""
-    assert support_page.by_backend("dtype", [Question("bf16")])[-1] == "| bf16 | yes | yes |"
+    assert support_page.by_backend("dtype", [Question("bf16")])[-1] == "| bf16 | yes | yes | yes |"
     monkeypatch.setattr(support, "DTYPES", {})
     _, _, row, _, error = support_page.by_backend("dtype", [Question("bf16")])
-    assert row == "| bf16 | yes | raises |"
+    assert row == "| bf16 | yes | raises | yes |"
     assert error.startswith("- `hopper`, bf16: `backend 'hopper' takes")
 
 

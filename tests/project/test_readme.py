@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 README, DESIGN = (ROOT / "README.md").read_text(), (ROOT / "DESIGN.md").read_text()
 INDEX, RESULTS, SIMULATOR, CALL = ((DOCS / f"{name}.md").read_text() for name in ("index", "results", "simulator", "how-a-call-runs"))
 PAGES = [ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
-REFUSED = ("dropout", "mask tensors (`attn_mask`)", "ALiBi", "double backward", "`torch.func`")
+REFUSED = ("biases other than ALiBi", "double backward", "`torch.func`")
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -44,6 +44,14 @@ def test_elements_are_read_back(seed: int) -> None:
     assert packed.words.nbytes <= 512 * (partial + 2)
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (300, 257), (5, 200)])
+def test_blocks_are_packed_without_their_elements(shape: tuple[int, int]) -> None:
+    kept = np.random.default_rng(0).random((-(-shape[0] // 64), -(-shape[1] // 64))) < 0.5
+    elements = np.kron(kept, np.ones((64, 64)))[: shape[0], : shape[1]] > 0
+    here, there = PackedMatrix.of_blocks(kept, shape), PackedMatrix(elements)
+    assert (here.digest, here.places.tolist()) == (there.digest, there.places.tolist())
+
+
 @pytest.mark.parametrize("tiles", [(64, 64), (64, 128), (128, 128), (192, 64)], ids=str)
 @pytest.mark.parametrize("seed", range(12))
 def test_tiles_of_whole_blocks_are_those_of_the_elements(seed: int, tiles: tuple[int, int]) -> None:

@@ -50,11 +50,14 @@ def test_llama_is_the_grouped_heads_of_the_known_sizes() -> None:
 
 def test_masks_has_every_kind() -> None:
     shapes = SUITES["masks"].shapes()
-    assert {s.mask.partition(":")[0] for s in shapes} == {"window", "documents", "prefix", "causal", "full"}
+    assert {s.mask.partition(":")[0] for s in shapes} == {
+        *("window", "documents", "prefix", "causal", "full"),
+        *("blocks", "elements", "tree"),
+    }
     assert {s.batch * s.seqlen for s in shapes} == {16384}
     assert [s.mask for s in shapes if s.head_dim == 256] == ["causal", "full"]
     assert sum(bool(s.lengths) for s in shapes) == sum(bool(s.softcap) for s in shapes) == sum(s.sinks for s in shapes) == 1
-    assert len({s.kind for s in shapes}) == len(shapes), "every case has a table of its own"
+    assert len({(s.kind, s.seqlen) for s in shapes}) == len(shapes), "every case has a place of its own in a table"
     assert len({str(s) for s in shapes}) == len(shapes)
 
 

@@ -278,7 +278,9 @@ def parsed(words: list[str]) -> argparse.Namespace:
 def test_a_process_gets_every_option_that_measures() -> None:
     """An option that is new must be passed on, or be named here."""
     words = "--suite ranks --seqlens 4096,8192 --head-dims 128 --masks causal --passes backward --repeats 7 --without cuDNN"
-    asked = parsed([*words.split(), "--schedules", "--no-peers", "--no-energy", "--sustained", "1.5", "--processes", "3"])
+    asked = parsed(
+        [*words.split(), "--schedules", "--no-peers", "--no-energy", "--sustained", "1.5", "--processes", "3", "--backend", "triton"]
+    )
     again = vars(parsed(bench_measuring.words_of(asked)))
     stays = {"processes", "output", "plot", "plot_pass", "plot_schedules", "source", "list", "run"}
     assert {name: again[name] for name in again if name not in stays} == {n: v for n, v in vars(asked).items() if n not in stays}
@@ -307,9 +309,9 @@ def test_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command with one small suite, a stopwatch that does not wait and no GPU."""
-    monkeypatch.setattr(bench_measuring, "require_gpu", lambda: None)
+    monkeypatch.setattr(bench_measuring, "require_gpu", lambda backend: None)
     monkeypatch.setattr(bench_measuring, "_device", lambda: CPU)
-    monkeypatch.setattr("dash_attn.tools.bench.environment.environment", lambda: {"gpu": "NVIDIA N100"})
+    monkeypatch.setattr("dash_attn.tools.bench.environment.environment", lambda backend: {"gpu": "NVIDIA N100"})
     monkeypatch.setattr("dash_attn.tools.bench.timing.CudaStopwatch", FakeStopwatch)
     monkeypatch.setitem(SUITES, "ranks", Cases((Shape("causal", 130, 1, 2, 1, 32), Shape("full", 130, 1, 1, 1, 32, q_seqlen=60))))
 

@@ -19,6 +19,7 @@ from dash_attn.tools.doctor import CHECKS, Finding, Snapshot, examine
 from dash_attn.tools.doctor.checks import is_bad
 from dash_attn.tools.doctor.show import markdown_table, print_findings
 from dash_attn.tools.doctor.snapshot import Gpu
+from dash_attn.tools.doctor.surroundings import backend_in_words
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 VARIABLES = {
@@ -71,6 +72,8 @@ PLANTED = [
     ("cuda-bindings", {"cuda_bindings": False}, "cuda-bindings"),
     ("kernel-origin", {"kernels": "4 packed, NVRTC 13.4.92; 1 compiled here, NVRTC 13.0"}, "1 compiled here"),
     ("gpu-model", {"gpu": Gpu("NVIDIA A100", (8, 0))}, "A100 has compute capability 8.0"),
+    ("gpu-too-old", {"gpu": Gpu("Tesla T4", (7, 5))}, "T4 has compute capability 7.5"),
+    ("triton-missing", {"gpu": Gpu("NVIDIA L40S", (8, 9)), "triton": False}, "8.9, and Triton is not installed"),
     ("hash-seed", variables(PYTHONHASHSEED=None), "not set"),
     ("hash-seed", variables(PYTHONHASHSEED="random"), "random"),
 ]
@@ -106,10 +109,30 @@ def test_a_sound_process_has_no_finding(snapshot: Snapshot) -> None:
         {"torch_version": "2.10.0"},  # later than 2.9, though not as text
         {**variables(NVTE_ALLOW_NONDETERMINISTIC_ALGO=None), "modules": frozenset({"torch"})},
         {**variables(NCCL_ALGO=None), "world_size": 1},
+        {"triton": False},  # a Hopper GPU does not need it
     ],
 )
 def test_what_only_looks_like_a_fault(changes: dict[str, Any]) -> None:
     assert examine(replace(SOUND, **changes)) == []
+
+
+def test_cuda_bindings_are_for_hopper_gpus_alone() -> None:
+    findings = examine(replace(SOUND, gpu=Gpu("NVIDIA L40S", (8, 9)), cuda_bindings=False))
+    assert [finding.id for finding in findings] == ["gpu-model"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        (Gpu("NVIDIA H200", (9, 0)), "backend hopper for CUDA tensors: NVIDIA H200 has compute capability 9.0"),
+        (Gpu("NVIDIA B200", (10, 0)), "backend triton for CUDA tensors: NVIDIA B200 has compute capability 10.0"),
+        (Gpu("Tesla T4", (7, 5)), "backend cpu only: Tesla T4 has compute capability 7.5"),
+        (None, "backend: CUDA is not initialised"),
+    ],
+)
+def test_the_doctor_says_which_backend_a_gpu_gets(gpu: Gpu | None, said: str) -> None:
+    assert backend_in_words(replace(SOUND, gpu=gpu)).startswith(said)
+    assert backend_in_words(Snapshot()) == "backend cpu: PyTorch finds no GPU"
 
 
 def test_errors_come_first_and_only_they_and_warnings_are_bad() -> None:
@@ -223,7 +246,9 @@ def test_the_function_returns_findings_and_shows_them(capsys: pytest.CaptureFixt
 
 def test_the_command_says_what_it_cannot_see(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
-    assert "seen only from inside it: call dash_attn.doctor(show=True)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "seen only from inside it: call dash_attn.doctor(show=True)" in said
+    assert "\nbackend " in said
 
 
 def test_the_page_lists_every_check_as_the_code_has_it() -> None:

@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import tiles as cpu_tiles
 from dash_attn.call.any_workers import AnyWorkers
+from dash_attn.call.options import BACKENDS
 from dash_attn.call.planning import plan_for
-from dash_attn.cli.devices import choose_device
+from dash_attn.cli import devices
+from dash_attn.cli.devices import choose_device, choose_served
 from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
 from dash_attn.tools.verify import guarantees, other_work
@@ -224,6 +226,24 @@ def test_a_control_that_agrees_is_inconclusive(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "unordered runs differ: inconclusive" in out
     assert out.endswith("result: inconclusive\n")
+
+
+def test_where_nothing_can_be_unordered_the_control_reverses_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on backend triton."""
+    monkeypatch.setattr(guarantees, "ALWAYS_ORDERED", ("cpu",))
+    found = statuses(CaseTest(SMALL_CASE, "cpu", 2))
+    assert found["control: another order of sums differs"].status == "pass"
+    assert "control: unordered runs differ" not in found
+    exact = CaseTest(SMALL_CASE, "cpu", 2)
+    exact.inputs = tuple(torch.zeros_like(x) for x in exact.inputs)  # type: ignore[assignment]
+    exact.reference = exact._run()
+    assert exact._control().status == "inconclusive"
+
+
+def test_the_backend_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert small_certificate(capsys, "--backend", "cpu")["cases"][0]["explain"]["backend"] == "cpu"
+    assert main(["verify", *SMALL, "--backend", "triton"]) == 2
+    assert "backend 'triton' needs cuda tensors; got tensors on cpu" in capsys.readouterr().err
 
 
 def test_settings_are_restored() -> None:
@@ -481,3 +501,39 @@ def test_a_saved_schedule_is_verified(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "it is for mask causal; the call has mask full" in capsys.readouterr().err
     assert main(["verify", *shape, "--schedule", str(tmp_path / "none.json")]) == 2
     assert "--schedule: cannot read" in capsys.readouterr().err
+
+
+def test_a_gpu_that_a_backend_serves_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(devices.BACKENDS) == set(BACKENDS), "the commands list them without importing them"
+    assert choose_served("auto") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for trouble, chosen in ((None, "cuda"), ("too old", "cpu")):
+        monkeypatch.setattr(devices, "gpu_trouble", lambda trouble=trouble: trouble)
+        assert choose_served("auto") == chosen
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"a GPU of compute capability 8.0 or later is needed"):
+        choose_served("cuda")
+
+
+@pytest.mark.parametrize(("capability", "named"), [((9, 0), None), ((8, 6), None), ((7, 5), "has 7.5")])
+def test_why_a_gpu_is_not_served(capability: tuple[int, int], named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dash_attn.backends import _backend_of_gpu
+    from dash_attn.backends.hopper.support import sm_count
+    from dash_attn.backends.triton import support
+
+    major, minor = capability
+    properties = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(support, "check_triton", lambda: None)
+    caches = (_backend_of_gpu, sm_count, support.architecture_of)
+    try:
+        for cached in caches:
+            cached.cache_clear()
+        found = devices.gpu_trouble()
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+    assert (found is None) if named is None else (found is not None and named in found)

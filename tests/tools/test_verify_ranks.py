@@ -139,7 +139,7 @@ def test_a_backend_that_cannot_share_is_refused_before_the_work(
 ) -> None:
     with pytest.raises(NotImplementedError, match=r"backend 'hopper' .* cannot share a sequence between ranks"):
         verify([SMALL_CASE], "cuda", 2, ranks=(1, 2))
-    monkeypatch.setattr(command, "choose_device", lambda wanted: "cuda")
+    monkeypatch.setattr(command, "choose_served", lambda wanted: "cuda")
     assert main(["verify", "--ranks", "2"]) == 2
     out, err = capsys.readouterr()
     assert out == ""

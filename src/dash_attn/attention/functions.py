@@ -117,7 +117,7 @@ def flash_attn_func(
 
     q is (batch, q_len, q_heads, dim), k and v are (batch, kv_len, kv_heads, dim); q_heads is a multiple of kv_heads.
     v may have another head dim, which is then that of the output.
-    The first eleven arguments are FlashAttention-2's. Dropout and ALiBi run on the CPU only: on other backends they raise.
+    The first eleven arguments are FlashAttention-2's.
 
     mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. Where the lengths differ, the last query
         is aligned with the last key. Or a boolean tensor, True where a query attends a key, on the device of q: (q_len, kv_len), or
@@ -131,7 +131,7 @@ def flash_attn_func(
         own. Its mask, lengths and tile sizes must be those of the call (explain tells the tile sizes); batch, heads and workers
         may differ. In programs that are traced, give the JSON text.
     accumulation: "ordered", or "unordered" for sums in order of arrival. `deterministic=False` is still ordered.
-    backend: "auto" (by the device of the tensors), "cpu" or "hopper". An explicit one never falls back.
+    backend: "auto" (by the device of the tensors), "cpu", "hopper" or "triton". An explicit one never falls back.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
 
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`, as FlashAttention-2 does

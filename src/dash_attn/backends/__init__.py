@@ -23,7 +23,9 @@ from ..scheduling.devices.sharding import Sharding
 from ..scheduling.devices.units import Unit
 from ..scheduling.problem import Problem
 
-DEVICE_OF = {"cpu": "cpu", "hopper": "cuda"}
+DEVICE_OF = {"cpu": "cpu", "hopper": "cuda", "triton": "cuda"}
+HOPPER = (9, 0)  # the compute capability that has kernels of its own
+ALWAYS_ORDERED = ("triton",)  # backends in which no sum could be unordered
 
 
 class Backend(Protocol):
@@ -144,13 +146,21 @@ class Cache(Protocol):
 def resolve(name: str, device: torch.device) -> str:
     """The backend for tensors on this device, or an error if the one asked for does not run there."""
     if name == "auto":
-        for backend, device_type in DEVICE_OF.items():
-            if device.type == device_type:
-                return backend
-        raise ValueError(f"no backend runs on {device}; tensors may be on {' or '.join(DEVICE_OF.values())}")
+        if device.type not in DEVICE_OF.values():
+            raise ValueError(f"no backend runs on {device}; tensors may be on {' or '.join(dict.fromkeys(DEVICE_OF.values()))}")
+        return "cpu" if device.type == "cpu" else _backend_of_gpu(device)
     if DEVICE_OF[name] != device.type:
         raise ValueError(f"backend {name!r} needs {DEVICE_OF[name]} tensors; got tensors on {device}")
     return name
+
+
+@cache
+def _backend_of_gpu(device: torch.device) -> str:
+    """A function of the GPU alone, so that all GPUs of a model have the same bits. AMD's have numbers of their own."""
+    if not torch.cuda.is_available():
+        return "hopper"  # a program is traced for a GPU that is not here; nothing runs
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == HOPPER
+    return "hopper" if is_hopper else "triton"
 
 
 def resolve_to_explain(name: str, device: torch.device) -> str:
@@ -190,7 +200,17 @@ def cache_backend_for(name: str, device: torch.device) -> Cache:
 @cache
 def import_cache(name: str) -> Cache:
     """The module of a backend for calls with a cache."""
+    if not has_cache(name):
+        served = [other for other in DEVICE_OF if has_cache(other)]
+        raise NotImplementedError(
+            f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot attend to a cache of keys and values in this version of dash-attn;"
+            f" {' and '.join(map(repr, served))} can. Without a cache, flash_attn_func takes all keys and values in every call"
+        )
     return cast(Cache, import_module(f"{__name__}.{name}.kv_cache"))
+
+
+def has_cache(name: str) -> bool:
+    return find_spec(f"{__name__}.{name}.kv_cache") is not None
 
 
 @cache

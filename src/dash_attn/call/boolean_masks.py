@@ -19,7 +19,8 @@ def take_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, BooleanMask | None]
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         return Full(), None  # nobody attends anything
     if isinstance(mask, Tensor):
-        mask = BooleanMask(_on_host(mask).expand(*mask.shape[:-2], q.shape[1], k.shape[1]))
+        _refuse_unreadable(mask)
+        mask = BooleanMask(mask.expand(*mask.shape[:-2], q.shape[1], k.shape[1]))
     return mask.pattern, mask if mask.has_partial_blocks else None
 
 
@@ -36,7 +37,7 @@ def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
     check_shape(tuple(mask.shape), needed, broadcast=4 if isinstance(mask, Tensor) else 2)
 
 
-def _on_host(mask: Tensor) -> Tensor:
+def _refuse_unreadable(mask: Tensor) -> None:
     """Planning looks at the elements: on a GPU the host waits for them, which a graph cannot hold."""
     if mask.device.type == "meta":
         raise ValueError("a mask tensor decides the plan by its values: it must not be on the meta device")
@@ -45,4 +46,3 @@ def _on_host(mask: Tensor) -> Tensor:
             "a mask tensor cannot be planned while a CUDA graph is captured, because the host looks at its values:"
             " make a BooleanMask of it before the capture"
         )
-    return mask.detach().cpu()

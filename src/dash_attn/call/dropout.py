@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 LEVELS = 2**16  # of a pair's number
 SQUARE = 16  # rows and columns that units are made of
 ROUNDS = 7
-_MULTIPLIER, _KEY_STEP = 0xD256D193, 0x9E3779B9  # Philox2x32
-_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64
+MULTIPLIER, KEY_STEP = 0xD256D193, 0x9E3779B9  # Philox2x32
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64
 _WORD, _LONG = 2**32 - 1, 2**64 - 1
 
 UInts = NDArray[np.uint64]
@@ -43,22 +43,22 @@ def threshold_of(dropout_p: float) -> int:
 
 def key_of(seed: int, head: int) -> int:
     """Of a sequence and a query head of the unsharded model. Seeds are 64 bits, signed or not."""
-    return _mix(_mix(seed & _LONG) + (head + 1) * _GAMMA)
+    return _mix(_mix(seed & _LONG) + (head + 1) * GAMMA)
 
 
 def _mix(x: int) -> int:
     x &= _LONG
-    x = (x ^ x >> 30) * _MIX_1 & _LONG
-    x = (x ^ x >> 27) * _MIX_2 & _LONG
+    x = (x ^ x >> 30) * MIX_1 & _LONG
+    x = (x ^ x >> 27) * MIX_2 & _LONG
     return x ^ x >> 31
 
 
 def philox(first: UInts, second: UInts, key: int, rounds: int = ROUNDS) -> tuple[UInts, UInts]:
     """Two words for each counter. Words are below 2^32, in numbers of 64 bits."""
     for _ in range(rounds):
-        product = first * np.uint64(_MULTIPLIER)
+        product = first * np.uint64(MULTIPLIER)
         first, second = product >> np.uint64(32) ^ np.uint64(key) ^ second, product & np.uint64(_WORD)
-        key = key + _KEY_STEP & _WORD
+        key = key + KEY_STEP & _WORD
     return first, second
 
 

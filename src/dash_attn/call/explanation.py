@@ -31,6 +31,7 @@ class Explanation:
     kernels: dict[str, str] = field(default_factory=dict)  # name -> sha256 of the machine code; empty where none was compiled
     kernel_origins: dict[str, str] = field(default_factory=dict, compare=False)  # name -> packed or compiled here, by which compiler
     parts: int = 1  # of a group of query heads; with documents, those of the longest
+    passes: dict[str, str] = field(default_factory=dict)  # tiles of each kernel, where they come from a table
 
     def __str__(self) -> str:
         groups = f", groups of query heads in {self.parts} parts" if self.parts > 1 else ""
@@ -47,6 +48,8 @@ class Explanation:
             "predicted": self._prediction(),
             "kernels": self._kernels(),
         }
+        if self.passes:
+            rows["passes"] = "; ".join(f"{name}: {tiles}" for name, tiles in self.passes.items())
         return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
 
     def _kernels(self) -> str:

@@ -25,55 +25,53 @@ Backward = Callable[..., Gradients]
 
 @dataclass(frozen=True)
 class Together:
-    """Heads of one sequence that share a problem. `options` are those of a call of their own."""
+    """Heads of neighbouring sequences that share a problem. `options` are those of a call of their own."""
 
-    sequence: int
+    rows: slice  # sequences
     heads: slice  # query heads
     kv_heads: slice
     options: AttentionOptions
     place_in_group: int | None = None  # of one query head, whose neighbours on the same KV head differ
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.sequence, self.sequence + 1)
-
     def queries(self, *tensors: Tensor) -> list[Tensor]:
-        """(1, length, heads, dim)"""
+        """(sequences, length, heads, dim)"""
         return [x[self.rows, :, self.heads] for x in tensors]
 
     def keys(self, *tensors: Tensor) -> list[Tensor]:
         return [x[self.rows, :, self.kv_heads] for x in tensors]
 
     def of_rows(self, x: Tensor | None) -> Tensor | None:
-        """Of the LSE or its gradient, (1, heads, length)."""
+        """Of the LSE or its gradient, (sequences, heads, length)."""
         return None if x is None else x[self.rows, self.heads]
 
     def modifiers(self, all_: Modifiers | None) -> Modifiers | None:
         """head_offset says which heads these are, so that first_head does not."""
-        return None if all_ is None else all_.of_sequence(self.sequence).of_heads(self.heads)._replace(first_head=all_.first_head)
+        return None if all_ is None else all_.of_sequences(self.rows).of_heads(self.heads)._replace(first_head=all_.first_head)
 
 
 def together(q: Tensor, k: Tensor, options: AttentionOptions) -> Iterator[Together]:
-    """All heads of all sequences."""
-    for sequence in range(q.shape[0]):
-        yield from _of_sequence(sequence, q.shape[2], k.shape[2], options)
+    """All heads of all sequences. Sequences that have the same patterns in all heads go together."""
+    assert isinstance(options.mask, PatternPerHead)
+    for _, run in groupby(range(q.shape[0]), key=options.mask.of_heads):
+        alike = list(run)
+        yield from _of_sequences(slice(alike[0], alike[-1] + 1), q.shape[2], k.shape[2], options)
 
 
-def _of_sequence(sequence: int, heads: int, kv_heads: int, options: AttentionOptions) -> Iterator[Together]:
+def _of_sequences(rows: slice, heads: int, kv_heads: int, options: AttentionOptions) -> Iterator[Together]:
     """Neighbours of one pattern together."""
-    mask, group = options.mask, heads // kv_heads
+    mask, group, sequence = options.mask, heads // kv_heads, rows.start
     assert isinstance(mask, PatternPerHead)
     of_groups = [{mask.of(sequence, head) for head in range(kv_head * group, (kv_head + 1) * group)} for kv_head in range(kv_heads)]
     for patterns, run in groupby(range(kv_heads), key=lambda kv_head: of_groups[kv_head]):
         alike = list(run)
         if len(patterns) == 1:
             own = replace(options, mask=next(iter(patterns)), head_offset=options.head_offset + alike[0])
-            yield Together(sequence, slice(alike[0] * group, (alike[-1] + 1) * group), slice(alike[0], alike[-1] + 1), own)
+            yield Together(rows, slice(alike[0] * group, (alike[-1] + 1) * group), slice(alike[0], alike[-1] + 1), own)
             continue
         for head in range(alike[0] * group, (alike[-1] + 1) * group):
             own = replace(options, mask=mask.of(sequence, head), head_offset=options.head_offset * group + head)
             kv_head = head // group
-            yield Together(sequence, slice(head, head + 1), slice(kv_head, kv_head + 1), own, place_in_group=head % group)
+            yield Together(rows, slice(head, head + 1), slice(kv_head, kv_head + 1), own, place_in_group=head % group)
 
 
 def forward_per_head(

@@ -26,11 +26,14 @@ class Modifiers(NamedTuple):
 
     def of_sequence(self, number: int) -> Modifiers:
         """Of one sequence, as a batch."""
-        seeds, slopes, one = self.seeds, self.slopes, slice(number, number + 1)
+        return self.of_sequences(slice(number, number + 1))
+
+    def of_sequences(self, some: slice) -> Modifiers:
+        seeds, slopes = self.seeds, self.slopes
         if slopes is not None and slopes.ndim == 2:
-            slopes = slopes[one]
-        elements = None if self.elements is None else self.elements.some(one, slice(None))
-        return self._replace(seeds=None if seeds is None else seeds[one], slopes=slopes, elements=elements)
+            slopes = slopes[some]
+        elements = None if self.elements is None else self.elements.some(some, slice(None))
+        return self._replace(seeds=None if seeds is None else seeds[some], slopes=slopes, elements=elements)
 
     def of_heads(self, heads: slice) -> Modifiers:
         """Of some query heads."""

@@ -17,7 +17,7 @@ from .tensor_checks import check_flags
 
 SCHEDULES = ("auto", *GENERATORS)
 ACCUMULATIONS = ("ordered", "unordered")
-BACKENDS = ("auto", "cpu", "hopper")
+BACKENDS = ("auto", "cpu", "hopper", "triton")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..tools.bench.suites import DECODE_SUITES, HOST_SUITE, PASSES, SUITES, Suite, choose
 from .bench_measuring import candidates, measure_anew, measure_here
+from .devices import GPU_BACKENDS
 from .files import check_different, check_picture
 
 REPEATS, SUSTAINED_SECONDS = 30, 2.0
@@ -45,6 +46,8 @@ def add_command(commands: Any) -> None:
     sustained_help = f"also run each kernel that long without a pause (default: {SUSTAINED_SECONDS:g}): TFLOP/s, W, SM clock, J per step"
     parser.add_argument("--sustained", type=float, nargs="?", const=SUSTAINED_SECONDS, metavar="SECONDS", help=sustained_help)
     parser.add_argument("--schedules", action="store_true", help="also time the backward of every schedule")
+    backend_help = "which kernels of ours (default: auto, as calls choose it)"
+    parser.add_argument("--backend", choices=GPU_BACKENDS, default="auto", help=backend_help)
     parser.add_argument("--no-peers", action="store_true", help="only our kernels")
     parser.add_argument("--without", type=_words, default=[], metavar="NAME,NAME", help="leave these kernels out (names as in --list)")
     parser.add_argument(

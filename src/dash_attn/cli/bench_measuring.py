@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tools.bench.suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, HOST_SUITE, Shape, choose
+from .devices import gpu_trouble
 from .files import check_folder
 
 
@@ -27,6 +28,8 @@ def candidates(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, str]
 
 def _ours_and_others(arguments: argparse.Namespace) -> tuple[list[Any], list[Any], dict[str, str]]:
     if arguments.suite in DECODE_SUITES:
+        if arguments.backend not in ("auto", "hopper"):
+            raise ValueError(f"--suite {arguments.suite}: backend {arguments.backend!r} has no cache of keys and values; 'hopper' has")
         from ..tools.bench.decode import decode_candidates
 
         (own, *others), missing = decode_candidates(not arguments.no_peers)
@@ -35,7 +38,7 @@ def _ours_and_others(arguments: argparse.Namespace) -> tuple[list[Any], list[Any
     from ..tools.bench.peers import peers
 
     others, missing = ([], {}) if arguments.no_peers else peers(arguments.suite in FLEX_SUITES)
-    return ours(arguments.schedules, arguments.suite in EQUAL_HEADS_SUITES), others, missing
+    return ours(arguments.schedules, arguments.suite in EQUAL_HEADS_SUITES, arguments.backend), others, missing
 
 
 def measure_here(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
@@ -43,12 +46,12 @@ def measure_here(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     check_folder("--output", arguments.output)
     host = arguments.suite == HOST_SUITE
     shapes = [] if host else choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
-    require_gpu()
+    require_gpu(arguments.backend)
     from ..tools.bench.environment import environment, short_name
     from ..tools.bench.results import FORMAT, save
 
-    where = environment()
-    kind = "" if arguments.sustained is None else "-sustained"
+    where = environment(arguments.backend)
+    kind = ("" if arguments.backend == "auto" else f"-{arguments.backend}") + ("" if arguments.sustained is None else "-sustained")
     path = arguments.output / f"{short_name(where['gpu'])}-{arguments.suite}{kind}.json"
     results: dict[str, Any] = {"format": FORMAT, "suite": arguments.suite, "repeats": arguments.repeats, "environment": where, "rows": []}
     if host:
@@ -68,7 +71,7 @@ def measure_anew(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
     check_folder("--output", arguments.output)
     choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
-    require_gpu()
+    require_gpu(arguments.backend)
     path, results = arguments.output, dict[str, Any]()
     for name, results in measured_anew(words_of(arguments), arguments.processes):
         path = arguments.output / name
@@ -82,6 +85,7 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     lists["--without"] = arguments.without
     flags = {"--schedules": arguments.schedules, "--no-peers": arguments.no_peers, "--no-energy": not arguments.energy}
     words = ["--suite", arguments.suite, "--repeats", str(arguments.repeats)]
+    words += [] if arguments.backend == "auto" else ["--backend", arguments.backend]
     words += [word for flag, values in lists.items() if values for word in (flag, ",".join(map(str, values)))]
     words += [flag for flag, given in flags.items() if given]
     return words if arguments.sustained is None else [*words, "--sustained", str(arguments.sustained)]
@@ -146,11 +150,11 @@ def _unweighed(error: Exception) -> ValueError:
     return ValueError(f"--sustained needs the GPU's energy counter and its clock (NVML): {error}")
 
 
-def require_gpu() -> None:
+def require_gpu(backend: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("bench needs a CUDA GPU of compute capability 9.0 (H100, H200); PyTorch finds none here. `--from FILE` needs none")
-    from ..backends.hopper.support import sm_count
-
-    sm_count(torch.cuda.current_device())
+        raise ValueError("bench needs a CUDA GPU of compute capability 8.0 or later; PyTorch finds none here. `--from FILE` needs none")
+    trouble = gpu_trouble(backend)
+    if trouble is not None:
+        raise ValueError(trouble)

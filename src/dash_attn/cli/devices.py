@@ -1,4 +1,4 @@
-"""Where a command measures: a Hopper GPU, or the CPU executor in threads."""
+"""Where a command works: on the CPU or on a GPU, and on which. Schedules are watched on a Hopper GPU, or in threads of the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..tools.calibrate.measured import Device
+
+
+GPU_BACKENDS = ("auto", "hopper", "triton")
+BACKENDS = (*GPU_BACKENDS, "cpu")  # as in call/options.py, which takes a second to import
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +31,7 @@ def choose(arguments: argparse.Namespace) -> Device:
 
 
 def choose_device(wanted: str) -> str:
-    """The GPU where our kernels run, unless told otherwise."""
+    """The GPU where a schedule can be watched, unless told otherwise."""
     import torch
 
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -35,3 +39,35 @@ def choose_device(wanted: str) -> str:
     if wanted != "auto":
         return wanted
     return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
+
+
+def choose_served(wanted: str) -> str:
+    """The GPU if a backend serves it, unless told otherwise."""
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here; a GPU of compute capability 8.0 or later is needed")
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() and gpu_trouble() is None else "cpu"
+
+
+def gpu_trouble(backend: str = "auto") -> str | None:
+    """Why our kernels cannot run on the current GPU; None if they can."""
+    import torch
+
+    from ..backends import resolve
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        if resolve(backend, device) == "hopper":
+            from ..backends.hopper.support import sm_count
+
+            sm_count(device.index)
+        else:
+            from ..backends.triton.support import architecture_of
+
+            architecture_of(device)
+    except ValueError as error:
+        return str(error)
+    return None

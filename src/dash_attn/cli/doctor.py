@@ -28,14 +28,16 @@ def run(arguments: argparse.Namespace) -> int:
     from ..tools.doctor import examine, print_findings, take_snapshot
     from ..tools.doctor.checks import is_bad
     from ..tools.doctor.show import to_json
+    from ..tools.doctor.surroundings import backend_in_words
 
-    findings = remarks_for_flags(examine(take_snapshot(ask_gpu=True)))
+    snapshot = take_snapshot(ask_gpu=True)
+    findings = remarks_for_flags(examine(snapshot))
     if arguments.json:
         print(to_json(findings))
         print(OWN_PROCESS, file=sys.stderr)
     else:
         print_findings(findings)
-        print(f"\n{OWN_PROCESS}")
+        print(f"{backend_in_words(snapshot)}\n\n{OWN_PROCESS}")
     return 1 if is_bad(findings) else 0
 
 

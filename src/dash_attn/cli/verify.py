@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
-from .devices import choose_device
+from .devices import BACKENDS, choose_served
 from .files import check_different, check_file
 from .progress import LONG_WORK, progress_bar
 
@@ -40,7 +40,9 @@ def add_command(commands: Any) -> None:
     _add_shape(parser.add_argument_group("shape", "any of these replaces the default matrix by one case"))
     runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
     parser.add_argument("--runs", type=int, metavar="N", help=runs_help)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU that a backend serves, else cpu")
+    backend_help = "which kernels to test (default: auto, as calls choose it)"
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=backend_help)
     ranks_help = "also share each sequence between as many ranks, which one process plays: the bits must be those of one rank"
     parser.add_argument("--ranks", metavar="N,N,...", help=f"{ranks_help}. The default cases are then longer, so that chunks of it fit")
     parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with fresh processes")
@@ -54,7 +56,7 @@ def _add_shape(group: Any) -> None:
     for name in ("seqlen", "heads", "kv-heads", "head-dim", "batch"):
         group.add_argument(f"--{name}", type=int, metavar="N")
     group.add_argument("--mask", help=f"{MASK_FORMS}; lengths in tokens")
-    group.add_argument("--dtype", help="fp64, fp32, bf16 or fp16 (GPU: bf16, fp16)")
+    group.add_argument("--dtype", help="fp64, fp32, bf16 or fp16 (GPU: bf16, fp16; fp32 with backend triton)")
     group.add_argument(
         "--schedule", metavar="NAME|FILE", help="auto, a name that `dash-attn plan` lists, or a .json file that `plan --save` wrote"
     )
@@ -72,12 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     theirs = read(arguments.against) if arguments.against else None
     if theirs is not None:
         refuse_failed(theirs, arguments.against)
-    device = choose_device(arguments.device)
+    device = choose_served(arguments.device)
     runs = RUNS[device] if arguments.runs is None else arguments.runs
     ranks = _read_ranks(arguments.ranks)
     cases = _choose_cases(arguments, device, theirs, ranks)
     with progress_bar("verifying", LONG_WORK) as progress:  # always long enough to be worth a bar
-        certificate = verify(cases, device, runs, arguments.fresh, progress, ranks)
+        certificate = verify(cases, device, runs, arguments.fresh, progress, ranks, arguments.backend)
     differing = differences(certificate, theirs) if theirs else []
     text = json.dumps(certificate, indent=2)
     if arguments.output:

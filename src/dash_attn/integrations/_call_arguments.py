@@ -41,10 +41,11 @@ def _short(name: str, value: Any) -> str:
 
 
 def refuse_dropout(dropout: float, layer: str) -> None:
+    """Where keys of a cache are attended."""
     if dropout:
         raise ValueError(
-            f"dash_attn does not support attention dropout; {layer} asks for {dropout}."
-            " Set it to 0 in the configuration (attention_dropout, attn_pdrop, attention_probs_dropout_prob), or call model.eval()"
+            f"dash_attn has no attention dropout for keys of a cache; {layer} asks for {dropout}. Call model.eval() to generate, or"
+            " set it to 0 in the configuration (attention_dropout, attn_pdrop, attention_probs_dropout_prob)"
         )
 
 

@@ -75,6 +75,7 @@ def attention(
     attention_mask: what `mask_for` returned. Without one every query attends every key, and the layer must say that it is
     not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, one logit per query head.
+    dropout: of the weights, with seeds from PyTorch's generator, one per sequence or document.
     Of a cache's keys those in use are attended (`_cached_keys.py`).
     Documents are kept apart that cu_seq_lens_q (with its companions) or the mask show. Where neither a 2-d attention_mask
     nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
@@ -83,7 +84,6 @@ def attention(
     layer = type(module).__name__
     paged = kwargs.get("cache") is not None
     refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
-    refuse_dropout(dropout, layer)
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
     if not isinstance(given, LayerMask):
         raise ValueError(
@@ -93,17 +93,19 @@ def attention(
     given.check(query.shape[2], key.shape[2])
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
+        refuse_dropout(dropout, layer)
         return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
     refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     k, v = k[:, given.first_key :], v[:, given.first_key :]
     offsets = _packed_offsets(given, len(query), kwargs)
     if offsets is None and goes_to_cache(q, k, v, given, s_aux):
+        refuse_dropout(dropout, layer)
         return attend_to_cache(q, k, v, given, options), None
     if offsets is None and given.padding is not None:
         offsets = given.padding.offsets(type(module))
     k, v = k[:, : given.keys], v[:, : given.keys]
-    options |= {"mask": given.mask, "head_offset": first_kv_head(module, key.shape[1])}
+    options |= {"mask": given.mask, "head_offset": first_kv_head(module, key.shape[1]), "dropout_p": dropout}
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
     offsets = offsets.on(q.device)  # layers of one model may be on several devices, and nobody moves our mask

@@ -18,7 +18,7 @@ from torch.overrides import get_overridable_functions
 from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
 from ..attention.schedule_argument import with_schedule_as_text
-from ..call.options import is_finite, is_zero
+from ..call.options import check_dropout, is_finite, is_zero
 from ..call.tensor_checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
 from ._torch_context_parallel import HERE, RowsOfTorch, check_block, has_placement
@@ -68,7 +68,8 @@ def scaled_dot_product_attention(
     As in PyTorch, `is_causal` aligns the first query with the first key, with `enable_gqa` there may be more query
     heads than KV heads, autocast casts the tensors, and the output of contiguous queries is contiguous. Tensors are
     4-d and are not broadcast. attn_mask is boolean and broadcasts to (batch, heads, length, length of key), as in PyTorch; a query
-    that attends nothing has output 0. On a GPU, masks with partial blocks raise (docs/masks.md). Biases and dropout raise.
+    that attends nothing has output 0 (docs/masks.md). Biases raise.
+    As in PyTorch, dropout_p drops whenever it is not 0. Seeds come from PyTorch's generator, but the pairs are ours (docs/dropout.md).
     """
     _check_options(options)
     _refuse(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
@@ -88,6 +89,8 @@ def scaled_dot_product_attention(
         k, v = k[:, :q_len], v[:, :q_len]
     mask = attn_mask if attn_mask is not None else _first_aligned(q_len, kv_len) if is_causal else Full()
     attend = flash_attn_func if options.get("context_parallel") is None else _attend_on_all_ranks
+    if not is_zero(dropout_p):
+        options["dropout_p"] = dropout_p
     out: Tensor = attend(q, k, v, softmax_scale=scale, mask=mask, **options).transpose(1, 2)
     return out.contiguous() if query.is_contiguous() else out
 
@@ -99,6 +102,11 @@ def _attend_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, context_parallel: Any,
         raise ValueError(
             f"ranks that share a sequence have as many queries as keys; got {q.shape[1]} and {k.shape[1]}: cross attention and caches"
             " need a block without context_parallel"
+        )
+    if "dropout_p" in rest:
+        raise ValueError(
+            "ranks that share a sequence must drop the same pairs, so they need a dropout_seed, for which this function has no place:"
+            f" dropout_p must be 0, or call context_parallel_attention; got {rest['dropout_p']!r}"
         )
     if accumulation != "ordered":
         raise ValueError(f"ranks that share a sequence add in order: accumulation must be 'ordered'; got {accumulation!r}")
@@ -148,8 +156,7 @@ def _check_mask(attn_mask: Any, is_causal: bool, context_parallel: Any) -> None:
 
 def _refuse(dropout_p: Any, scale: Any, **flags: Any) -> None:
     """Arguments that PyTorch takes and we do not, or that neither takes."""
-    if not is_zero(dropout_p):
-        raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
+    check_dropout(dropout_p)
     for name, flag in flags.items():
         if flag is not True and flag is not False:
             raise TypeError(f"{name} must be True or False; got {flag!r}")

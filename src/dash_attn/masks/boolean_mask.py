@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .packed_matrix import PackedMatrix
+from .packed_matrix import PackedMatrix, rows_as_words
 from .rules import PARTIAL, TileMap
-from .tile_pattern import PatternPerHead, TilePattern
+from .tile_pattern import BLOCK, PatternPerHead, TilePattern
 
 DIMENSIONS = "(q_len, kv_len), or what broadcasts to (batch, query heads, q_len, kv_len)"
 
@@ -24,12 +25,16 @@ class BooleanMask:
 
     def __init__(self, matrix: Any) -> None:
         """matrix: a boolean tensor, or an array of NumPy."""
-        array = np.asarray(matrix.detach().cpu() if hasattr(matrix, "detach") else matrix)
-        if array.dtype != np.bool_ or not 2 <= array.ndim <= 4 or 0 in array.shape:
+        array = matrix.detach() if hasattr(matrix, "detach") else np.asarray(matrix)
+        on_device = getattr(array, "is_cuda", False)
+        if not on_device:
+            array = np.asarray(array)
+        if str(array.dtype) not in ("bool", "torch.bool") or not 2 <= array.ndim <= 4 or 0 in array.shape:
             raise ValueError(
-                f"a boolean mask must be boolean, not empty and of shape {DIMENSIONS}; got {array.dtype} of shape {array.shape}"
+                f"a boolean mask must be boolean, not empty and of shape {DIMENSIONS}; got {array.dtype} of shape {tuple(array.shape)}"
             )
-        self._take([[PackedMatrix(one) for one in heads] for heads in _without_repeats(array)], array.shape)
+        pack = packed_on_device if on_device else PackedMatrix
+        self._take([[pack(one) for one in heads] for heads in _without_repeats(array)], tuple(array.shape))
 
     @classmethod
     def of_packed(cls, matrices: list[list[PackedMatrix]]) -> BooleanMask:
@@ -42,6 +47,7 @@ class BooleanMask:
         distinct: dict[bytes, int] = {}
         numbers = [[distinct.setdefault(one.digest, len(distinct)) for one in heads] for heads in matrices]
         by_digest = {one.digest: one for heads in matrices for one in heads}
+        self._some: dict[tuple[Any, ...], BooleanMask] = {}
         self.shape = shape
         self.matrices = tuple(by_digest[digest] for digest in distinct)
         self.numbers = np.array(numbers, dtype=np.int64)  # (sequences or 1, query heads or 1): which matrix each has
@@ -71,13 +77,19 @@ class BooleanMask:
         return self.matrices[int(self.numbers[sequence if sequences > 1 else 0, head if heads > 1 else 0])]
 
     def some(self, sequences: slice, heads: slice) -> BooleanMask:
-        """Of some sequences and query heads. The matrices are shared."""
+        """Of some sequences and query heads. The matrices are shared. It is kept, so that what a backend keeps of it is found again."""
+        numbers = self.numbers[sequences if len(self.numbers) > 1 else slice(None), heads if self.numbers.shape[1] > 1 else slice(None)]
+        if numbers.shape == self.numbers.shape:
+            return self
+        key = numbers.shape, numbers.tobytes()
+        if key not in self._some:
+            self._some[key] = self._with(numbers)
+        return self._some[key]
+
+    def _with(self, numbers: NDArray[np.int64]) -> BooleanMask:
         made = BooleanMask.__new__(BooleanMask)
-        made.matrices = self.matrices
-        made.numbers = self.numbers[
-            sequences if len(self.numbers) > 1 else slice(None), heads if self.numbers.shape[1] > 1 else slice(None)
-        ]
-        made.shape = (*made.numbers.shape, *self.shape[-2:])
+        made._some, made.matrices, made.numbers = {}, self.matrices, numbers
+        made.shape = (*numbers.shape, *self.shape[-2:])
         return made
 
     def __repr__(self) -> str:
@@ -95,8 +107,21 @@ def check_shape(shape: tuple[int, ...], needed: tuple[int, int, int, int], broad
         )
 
 
-def _without_repeats(array: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """(sequences or 1, heads or 1, q_len, kv_len): of a dimension that was expanded, its first."""
-    leading = array.reshape((1,) * (4 - array.ndim) + array.shape) if array.ndim < 4 else array
-    first = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in leading.strides[:2])
-    return leading[first]
+def _without_repeats(array: Any) -> Any:
+    """(sequences or 1, heads or 1, q_len, kv_len): of a dimension that was expanded, its first. An array or a tensor."""
+    leading = array[(None,) * (4 - array.ndim)]
+    strides = leading.strides if isinstance(leading, np.ndarray) else leading.stride()
+    return leading[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides[:2])]
+
+
+def packed_on_device(matrix: Any) -> PackedMatrix:
+    """Of a tensor of two dimensions. Eight elements become a byte before they come to the host."""
+    dtype = sys.modules["torch"].uint8  # whoever has a tensor has imported it; this room needs NumPy alone
+    rows, columns = matrix.shape
+    padded = matrix.new_zeros(rows, -(-columns // BLOCK) * BLOCK)
+    padded[:, :columns] = matrix
+    elements = padded.view(dtype)
+    packed = elements[:, ::8].clone()
+    for bit in range(1, 8):
+        packed |= elements[:, bit::8] << bit
+    return PackedMatrix.of_rows(rows_as_words(packed.cpu().numpy()), (rows, columns))

@@ -20,18 +20,42 @@ class PackedMatrix:
     these a block has."""
 
     def __init__(self, matrix: NDArray[np.bool_]) -> None:
-        self.shape = matrix.shape
-        rows = _rows_as_words(matrix)
-        self.blocks = _blocks_of(rows, matrix.shape[1])
-        partial = self.blocks == PARTIAL
+        self._take(rows_as_words(np.packbits(matrix, axis=1, bitorder="little")), matrix.shape)
+
+    @classmethod
+    def of_rows(cls, rows: NDArray[np.uint64], shape: tuple[int, int]) -> PackedMatrix:
+        """rows: (rows, blocks), 64 columns per word, zeros beyond the last."""
+        made = cls.__new__(cls)
+        made._take(rows, shape)
+        return made
+
+    @classmethod
+    def of_blocks(cls, kept: NDArray[np.bool_], shape: tuple[int, int]) -> PackedMatrix:
+        """Of blocks that are kept whole or not at all."""
+        made = cls.__new__(cls)
+        made.shape, made.blocks = shape, np.where(kept, FULL, EMPTY).astype(np.uint8)
+        made._place()
+        return made
+
+    def _place(self) -> NDArray[np.bool_]:
+        """Which blocks have which words; which are partial, whose words are still to be filled in."""
+        partial: NDArray[np.bool_] = self.blocks == PARTIAL
         count = int(partial.sum())
         self.words = np.empty((count + 2, BLOCK), dtype=WORD)
         self.words[count], self.words[count + 1] = 0, ALL_BITS
         self.places = np.where(self.blocks == EMPTY, count, count + 1).astype(np.int32)
         self.places[partial] = np.arange(count)
+        return partial
+
+    def _take(self, rows: NDArray[np.uint64], shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.blocks = _blocks_of(rows, shape[1])
+        partial = self._place()
+        if not partial.any():
+            return
         padded = np.zeros((len(self.blocks) * BLOCK, rows.shape[1]), dtype=WORD)
         padded[: len(rows)] = rows
-        self.words[:count] = padded.reshape(-1, BLOCK, rows.shape[1]).transpose(0, 2, 1)[partial]
+        self.words[:-2] = padded.reshape(-1, BLOCK, rows.shape[1]).transpose(0, 2, 1)[partial]
 
     @property
     def nbytes(self) -> int:
@@ -56,12 +80,14 @@ class PackedMatrix:
         return kept
 
 
-def _rows_as_words(matrix: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """(rows, blocks): 64 columns per word, zeros beyond the last."""
-    packed = np.packbits(matrix, axis=1, bitorder="little")
-    bytes_of_rows = np.zeros((len(matrix), -(-matrix.shape[1] // BLOCK) * BLOCK // 8), dtype=np.uint8)
-    bytes_of_rows[:, : packed.shape[1]] = packed
-    return bytes_of_rows.view(WORD)
+def rows_as_words(packed: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """(rows, blocks) from (rows, bytes): zeros beyond the last."""
+    size = BLOCK // 8
+    if packed.shape[1] % size == 0 and packed.flags.c_contiguous:
+        return packed.view(WORD)
+    padded = np.zeros((len(packed), -(-packed.shape[1] // size) * size), dtype=np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    return padded.view(WORD)
 
 
 def _blocks_of(rows: NDArray[np.uint64], columns: int) -> NDArray[np.uint8]:

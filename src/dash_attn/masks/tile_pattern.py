@@ -79,9 +79,13 @@ class PatternPerHead(Mask):
     def __hash__(self) -> int:
         return hash((self.patterns, self.numbers))
 
+    def of_heads(self, sequence: int) -> tuple[int, ...]:
+        """Which of the patterns each query head of a sequence has; one number: all have the same."""
+        return self.numbers[sequence if len(self.numbers) > 1 else 0]
+
     def of(self, sequence: int, head: int) -> TilePattern | TileMap:
         """The pattern of a query head of a sequence."""
-        heads = self.numbers[sequence if len(self.numbers) > 1 else 0]
+        heads = self.of_heads(sequence)
         return self.patterns[heads[head if len(heads) > 1 else 0]]
 
     def check(self, q_len: int, kv_len: int) -> None:

@@ -1,8 +1,10 @@
-// Kernels of the forward and of decode as a host library, for tests/backends/test_decode_on_host.py.
+// Kernels of the forward and of decode as a host library, for tests/backends/test_decode_on_host.py. With BOOLEAN_MASKS: those of
+// boolean masks, for test_mask_bits.py.
 #include "shim.h"
 #include "decode/append.cuh"
 #include "decode/attention.cuh"
 #include "decode/cluster.cuh"
+#include "device_planning/mask_bits.cuh"
 #include "forward/attention.cuh"
 #include <random>
 #include <string>
@@ -42,8 +44,7 @@ void wait_until(Condition ready) {
 }
 void some_time_later(Condition action) { later.push_back(action); }
 unsigned char* at_shared(unsigned address) {
-  const int rank = (int)(address >> 24) - 1;
-  Cta& cta = ctas[rank < 0 ? now->cta : rank];
+  Cta& cta = ctas.at(address >> 24);
   const unsigned offset = address & 0xffffff;
   if (offset >= cta.shared.size()) __trap();
   return cta.shared.data() + offset;
@@ -133,11 +134,36 @@ static bool run_together(int first_block, int count, int threads) {
   }
 }
 
+#ifdef BOOLEAN_MASKS
+template <int D, int CONSUMERS, MaskKind MASK = MaskKind::Bits> static void forward(void** a) {
+  attention_forward<bf16, D, CONSUMERS, false, MASK>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(TensorMap*)a[2], *(TensorMap*)a[3],
+                                                       *(ForwardParams*)a[4]);
+}
+template <int Q_ROWS, int KV_ROWS, bool FORWARD> static void pack_bits(void** a) {
+  pack_mask_bits<Q_ROWS, KV_ROWS, FORWARD>(*(MaskBitsParams*)a[0]);
+}
+static const std::map<std::string, void (*)(void**)> KERNELS = {
+    {"attention_forward<bf16, 64, 2, false, MaskKind::Bits>", forward<64, 2>},
+    {"attention_forward<bf16, 64, 3, false, MaskKind::Bits>", forward<64, 3>},
+    {"attention_forward<bf16, 128, 2, false, MaskKind::Bits>", forward<128, 2>},
+    {"attention_forward<bf16, 192, 2, false, MaskKind::Bits>", forward<192, 2>},
+    {"attention_forward<bf16, 256, 2, false, MaskKind::Bits>", forward<256, 2>},
+    {"attention_forward<bf16, 128, 2, false, MaskKind::Band>", forward<128, 2, MaskKind::Band>},
+    {"attention_forward<bf16, 128, 2, false, MaskKind::Blocks>", forward<128, 2, MaskKind::Blocks>},
+    {"pack_mask_bits<128, 128, true>", pack_bits<128, 128, true>},
+    {"pack_mask_bits<192, 128, true>", pack_bits<192, 128, true>},
+    {"pack_mask_bits<128, 112, true>", pack_bits<128, 112, true>},
+    {"pack_mask_bits<128, 80, true>", pack_bits<128, 80, true>},
+    {"pack_mask_bits<128, 128, false>", pack_bits<128, 128, false>},
+    {"pack_mask_bits<64, 128, false>", pack_bits<64, 128, false>},
+    {"pack_mask_bits<64, 64, false>", pack_bits<64, 64, false>},
+};
+#else
 template <int D, bool SOFTCAP> static void decode(void** a) {
   attention_decode<bf16, D, SOFTCAP>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(DecodeParams*)a[2]);
 }
-template <int D, bool SOFTCAP> static void in_clusters(void** a) {
-  attention_decode_cluster<bf16, D, SOFTCAP>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(DecodeParams*)a[2]);
+template <int D, int COLUMNS, bool SOFTCAP> static void in_clusters(void** a) {
+  attention_decode_cluster<bf16, D, COLUMNS, SOFTCAP>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(DecodeParams*)a[2]);
 }
 template <int D, int CONSUMERS, bool SOFTCAP> static void forward(void** a) {
   attention_forward<bf16, D, CONSUMERS, SOFTCAP, MaskKind::Band>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(TensorMap*)a[2], *(TensorMap*)a[3],
@@ -152,9 +178,13 @@ static const std::map<std::string, void (*)(void**)> KERNELS = {
     {"attention_decode<bf16, 128, false>", decode<128, false>},
     {"attention_decode<bf16, 192, false>", decode<192, false>},
     {"attention_decode<bf16, 256, false>", decode<256, false>},
-    {"attention_decode_cluster<bf16, 64, false>", in_clusters<64, false>},
-    {"attention_decode_cluster<bf16, 64, true>", in_clusters<64, true>},
-    {"attention_decode_cluster<bf16, 128, false>", in_clusters<128, false>},
+    {"attention_decode_cluster<bf16, 64, 16, false>", in_clusters<64, 16, false>},
+    {"attention_decode_cluster<bf16, 64, 16, true>", in_clusters<64, 16, true>},
+    {"attention_decode_cluster<bf16, 64, 32, false>", in_clusters<64, 32, false>},
+    {"attention_decode_cluster<bf16, 64, 32, true>", in_clusters<64, 32, true>},
+    {"attention_decode_cluster<bf16, 128, 16, false>", in_clusters<128, 16, false>},
+    {"attention_decode_cluster<bf16, 128, 32, false>", in_clusters<128, 32, false>},
+    {"attention_decode_cluster<bf16, 128, 64, false>", in_clusters<128, 64, false>},
     {"attention_forward<bf16, 64, 2, false, MaskKind::Band>", forward<64, 2, false>},
     {"attention_forward<bf16, 64, 2, true, MaskKind::Band>", forward<64, 2, true>},
     {"attention_forward<bf16, 64, 3, false, MaskKind::Band>", forward<64, 3, false>},
@@ -165,6 +195,7 @@ static const std::map<std::string, void (*)(void**)> KERNELS = {
     {"attention_forward<bf16, 256, 2, false, MaskKind::Band>", forward<256, 2, false>},
     {"append_to_cache", append},
 };
+#endif
 
 // 0: done. 1: it hangs. 2: it stopped itself; what, x and y are then in `reported`. 3: no such kernel.
 extern "C" int run(const char* name, int grid, int cluster, int threads, void** arguments, int seed, int* reported) {

@@ -22,6 +22,9 @@
 struct int2 {
   int x, y;
 };
+struct uint2 {
+  unsigned x, y;
+};
 struct int4 {
   int x, y, z, w;
 };
@@ -32,6 +35,7 @@ struct float4 {
   float x, y, z, w;
 };
 static inline int2 make_int2(int x, int y) { return {x, y}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Index {
@@ -57,13 +61,14 @@ static inline unsigned atomicInc(unsigned* at, unsigned last) {
   *at = before >= last ? 0 : before + 1;
   return before;
 }
+template <typename T> static inline T __ldg(const T* at) { return *at; }
 [[noreturn]] void __trap();
 
 // ---- the machine
 using Condition = std::function<bool()>;
 void wait_until(Condition ready);       // the thread gives way until then
 void some_time_later(Condition action);  // done by nobody in particular
-unsigned char* at_shared(unsigned address);  // of this CTA, or of another one of the cluster
+unsigned char* at_shared(unsigned address);  // bits 24 and up name the CTA of the cluster, of its own addresses, too
 int this_cta();
 int threads_of_cta();
 struct Exchange {

@@ -33,7 +33,7 @@ def sm_count(index: int) -> int:
     if (properties.major, properties.minor) != (9, 0):
         raise Unsupported(
             f"backend 'hopper' needs a GPU of compute capability 9.0 (H100, H200, GH200);"
-            f" {properties.name} has {properties.major}.{properties.minor}. Other GPUs are not supported yet; CPU tensors are."
+            f" {properties.name} has {properties.major}.{properties.minor}. Other GPUs run backend 'triton', which 'auto' chooses there."
         )
     return int(properties.multi_processor_count)
 
@@ -47,32 +47,38 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool = F
         raise Unsupported(f"backend 'hopper' takes softmax_scale > 0; got {options.scale}")
     if q.numel() // q.shape[-1] >= MOST_ROWS:
         raise Unsupported(f"backend 'hopper' takes fewer than 2^31 query rows (batch x length x heads); got {q.numel() // q.shape[-1]}")
-    if options.softcap and not options.ordered:
-        raise Unsupported("accumulation='unordered' is for comparison only: backend 'hopper' has it without softcap; got both")
-    _check_modifiers(options)
-    _check_elements(options.mask)
+    if not options.ordered and (options.softcap or is_modified(options)):
+        asked = "softcap" if options.softcap else modifiers_in_words(options)
+        raise Unsupported(
+            f"accumulation='unordered' is for comparison only: backend 'hopper' has it without softcap, dropout and ALiBi; got {asked}"
+        )
+    if options.softcap and options.dropout_p and options.alibi:
+        raise Unsupported(
+            f"backend 'hopper' has softcap with dropout or with ALiBi, not with both; got softcap={options.softcap},"
+            f" {modifiers_in_words(options)}. Backend 'cpu' has them together"
+        )
+    if isinstance(options.mask, (TilePattern, PatternPerHead)):
+        refuse_modifiers(options, "boolean masks that have partial blocks or differ between heads (backend 'cpu' has them together)")
     if packed:
         _check_packed(options)
 
 
-def _check_modifiers(options: AttentionOptions) -> None:
-    """What no kernel has yet."""
-    if options.dropout_p:
-        raise Unsupported(f"backend 'hopper' has no dropout yet: dropout_p must be 0; got {options.dropout_p}. Backend 'cpu' has it")
-    if options.alibi:
-        raise Unsupported("backend 'hopper' has no ALiBi yet: alibi_slopes must be None. Backend 'cpu' has it")
+def is_modified(options: AttentionOptions) -> bool:
+    """Whether kernels of their own run it."""
+    return bool(options.dropout_p) or options.alibi
 
 
-def _check_elements(mask: Mask) -> None:
-    """Of boolean matrices, the kernels know those that are maps of blocks, one for all."""
-    if isinstance(mask, TilePattern):
+def modifiers_in_words(options: AttentionOptions) -> str:
+    asked = [f"dropout_p={options.dropout_p}"] if options.dropout_p else []
+    return " and ".join(asked + ["alibi_slopes"] if options.alibi else asked)
+
+
+def refuse_modifiers(options: AttentionOptions, what: str) -> None:
+    """For kernels that have neither."""
+    if is_modified(options):
         raise Unsupported(
-            "backend 'hopper' has no boolean masks with partial blocks yet: each block of 64 x 64 must be all True or all False (then the"
-            f" mask is a TileMap); got {mask}. Backend 'cpu' has them, and masks by name (Causal, Window, Documents, Prefix) run here"
-        )
-    if isinstance(mask, PatternPerHead):
-        raise Unsupported(
-            f"backend 'hopper' has no boolean masks per sequence or head yet: give one for all; got {mask}. Backend 'cpu' has them"
+            f"backend 'hopper' has no dropout and no ALiBi for {what}: dropout_p must be 0 and alibi_slopes None;"
+            f" got {modifiers_in_words(options)}"
         )
 
 

@@ -89,8 +89,9 @@ def forward_tiles(dim: int, consumers: int) -> ForwardTiles:
 
 DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
 DECODE_THREADS = 160
-CLUSTER_DIMS = (64, 128)  # head dims of which a cluster can serve a unit
-CLUSTER_ROWS, CLUSTER_COLUMNS, CLUSTER_THREADS = 8, 16, 320  # rows of its units, columns of V that a CTA owns
+CLUSTER_ROWS, CLUSTER_THREADS = 8, 512
+# Which clusters serve units: head dim, columns of V that a CTA owns (so dim / columns CTAs are a cluster), up to how many units.
+CLUSTERS = ((64, 16, 30), (64, 32, 66), (128, 16, 15), (128, 32, 30), (128, 64, 66))
 
 
 def decode_tiles(dim: int) -> ForwardTiles:
@@ -100,16 +101,18 @@ def decode_tiles(dim: int) -> ForwardTiles:
     return ForwardTiles(kv_rows, (DECODE_ROWS + slots * kv_rows) * columns * 2 + 128)
 
 
-def cluster_tiles(dim: int) -> ForwardTiles:
-    """As ClusterConfig: Q, slots of K, 16 slots of V, messages and drafts of them, maxima, barriers; in units of 1024 bytes."""
-    kv_rows, ctas = forward_tiles(dim, 2).kv_rows, dim // CLUSTER_COLUMNS
-    k_slots, v_slots, lanes = (6 if dim == 64 else 3), 16, (4 if dim == 64 else 1)
+def cluster_tiles(dim: int, columns: int) -> ForwardTiles:
+    """As ClusterConfig: Q, slots of K and V, messages and drafts of them, maxima, exponentials, barriers; in units of 128 bytes."""
+    kv_rows, ctas = forward_tiles(dim, 2).kv_rows, dim // columns
+    k_slots, v_slots, rounds = 3 * 128 // dim, {16: 12, 32: 8, 64: 5}[columns], 3 if columns == 16 else 4
+    lanes = 4 if dim == 64 else 1
     message = CLUSTER_ROWS * (kv_rows * 2 + 4 + 4 + lanes * 16)
-    tiles = CLUSTER_ROWS * dim * 2 + k_slots * kv_rows * dim * 2 + v_slots * kv_rows * CLUSTER_COLUMNS * 2
-    messages = (2 * ctas + 2) * _in_units(message)
-    barriers = 8 * (2 * k_slots + 2 * v_slots + 2 + 2 * ctas + 2 + 2)
-    return ForwardTiles(kv_rows, _in_units(tiles + messages + 2 * ctas * CLUSTER_ROWS * 4 + barriers))
+    tiles = CLUSTER_ROWS * dim * 2 + k_slots * kv_rows * dim * 2 + v_slots * kv_rows * columns * 2
+    messages = rounds * (ctas + 1) * _in_units(message, 128)
+    barriers = 8 * (2 * k_slots + 2 * v_slots + 8 + rounds * ctas + 2 * rounds)
+    floats = CLUSTER_ROWS * (8 * ctas * 4 + 2 * (kv_rows + 8)) + 64
+    return ForwardTiles(kv_rows, _in_units(tiles + messages + 4 * floats + barriers, 128))
 
 
-def _in_units(size: int) -> int:
-    return -(-size // 1024) * 1024
+def _in_units(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

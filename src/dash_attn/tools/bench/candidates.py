@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ...attention.functions import explain, flash_attn_func
 from ...attention.varlen import flash_attn_varlen_func
+from ...backends import ALWAYS_ORDERED
+from .matrices import Matrix
 from .names import EQUAL_HEADS, OURS, UNORDERED
+from .planning import planning_ms
 from .shape import PASSES, Shape
 
 COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "alternating", "weave")
@@ -108,23 +111,24 @@ def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device)
     return of_rows
 
 
-def ours(schedules: bool, equal_heads: bool = False) -> list[Candidate]:
+def ours(schedules: bool, equal_heads: bool = False, backend: str = "auto") -> list[Candidate]:
     """Ordered, unordered and, if asked for, the backward with equal heads and that of every schedule we compare."""
-    made = [_ours(OURS), _ours(UNORDERED, accumulation="unordered"), *([_equal_heads()] if equal_heads else [])]
+    unordered = [] if backend in ALWAYS_ORDERED else [_ours(UNORDERED, accumulation="unordered", backend=backend)]
+    made = [_ours(OURS, backend=backend), *unordered, *([_equal_heads(backend)] if equal_heads else [])]
     if schedules:
-        made += [_ours(f"{OURS}: {name}", schedule=name) for name in COMPARED_SCHEDULES]
+        made += [_ours(f"{OURS}: {name}", schedule=name, backend=backend) for name in COMPARED_SCHEDULES]
     return made
 
 
-def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered") -> Candidate:
-    chosen = {"schedule": schedule, "accumulation": accumulation}
+def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", backend: str = "auto") -> Candidate:
+    chosen = {"schedule": schedule, "accumulation": accumulation, "backend": backend}
 
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         rest: dict[str, Any] = {**chosen, **({"softcap": shape.softcap} if shape.softcap else {})}
 
         def of_rows(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
             extra: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
-            out: Tensor = flash_attn_func(q, k, v, mask=shape.attended, **rest, **extra)
+            out: Tensor = flash_attn_func(q, k, v, mask=shape.argument, **rest, **extra)
             return out
 
         def of_tokens(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
@@ -140,9 +144,9 @@ def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered") -> C
     return Candidate(name, prepare, accumulation == "ordered", passes, identify)
 
 
-def _equal_heads() -> Candidate:
+def _equal_heads(backend: str = "auto") -> Candidate:
     """Our backward of the same query heads, each with keys and values of its own: what sharing them is measured by."""
-    plain = _ours(OURS)
+    plain = _ours(OURS, backend=backend)
 
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         k, v = (x.repeat_interleave(shape.group, 2) for x in (tensors.k, tensors.v))
@@ -161,9 +165,12 @@ def _equal_heads() -> Candidate:
     return Candidate(EQUAL_HEADS, prepare, True, ("backward",), refuses=refuses)
 
 
-def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str) -> dict[str, Any]:
+def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, backend: str = "auto") -> dict[str, Any]:
     """What decides our bits, for the record: the explanation of a call. Empty off the GPU, and for packed sequences."""
     if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
-    options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap}
-    return asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.attended, sinks=tensors.sinks, predict_time=False, **options))
+    options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap, "backend": backend}
+    said = asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options))
+    if isinstance(shape.attended, Matrix) and accumulation == "ordered":
+        said["planning_ms"] = planning_ms(shape.attended, tensors[:4], options)
+    return said

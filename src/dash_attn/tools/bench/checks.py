@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...masks import IntervalMask, Mask
 from .candidates import Runner, Tensors
+from .matrices import Matrix
 from .shape import Shape
 
 REPEATS = 3
@@ -79,7 +80,9 @@ def dense(tensors: Tensors, mask: Mask, softcap: float = 0.0) -> dict[str, Tenso
 
 def dropped_keys(mask: Mask, rows: slice, q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """Which keys these queries do not attend, compared on the device: with 32k keys the host would take seconds."""
-    assert isinstance(mask, IntervalMask)  # as every mask that can be written
+    if isinstance(mask, Matrix):
+        return ~torch.from_numpy(mask.elements(q_len, kv_len)[rows]).to(device)
+    assert isinstance(mask, IntervalMask)  # as every other mask that can be written
     first, end = (torch.from_numpy(x).to(device)[:, None] for x in mask.clipped_bounds(np.arange(rows.start, rows.stop), q_len, kv_len))
     keys = torch.arange(kv_len, device=device)
     return (keys < first) | (keys >= end)

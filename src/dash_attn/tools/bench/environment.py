@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...backends import resolve
 
 SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
-def environment() -> dict[str, Any]:
-    from ...backends.hopper.device.compile import compiler_at_hand
-    from ...backends.hopper.device.packed import packed_compiler
-
+def environment(backend: str = "auto") -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,
@@ -29,13 +27,24 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "nvrtc": compiler_at_hand(),
-        "packed_nvrtc": packed_compiler(),  # of the kernels that came with the package, which run if the driver loads them
+        **compilers(backend),
         "python": platform.python_version(),
         "dash_attn": __version__,
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def compilers(backend: str) -> dict[str, str | None]:
+    """What makes the machine code of a backend on the current GPU."""
+    if resolve(backend, torch.device("cuda", torch.cuda.current_device())) == "triton":
+        from ...backends.triton.support import triton_version
+
+        return {"triton": triton_version()}
+    from ...backends.hopper.device.compile import compiler_at_hand
+    from ...backends.hopper.device.packed import packed_compiler
+
+    return {"nvrtc": compiler_at_hand(), "packed_nvrtc": packed_compiler()}  # of the kernels that came with the package
 
 
 def short_name(gpu: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...masks import Documents, Mask, Prefix, Window
 from .candidates import Candidate, Runner, Tensors, runner
+from .matrices import Matrix
 from .shape import Shape
 
 FLEX = "FlexAttention"
@@ -29,7 +30,7 @@ def attention_of(shape: Shape, device: torch.device, attend: Callable[..., Any])
     """A function of (batch, heads, length, head dim) tensors for one shape."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-    rule = shifted(mask_rule(shape.attended, device), shape.shift)
+    rule = rule_of(shape, device)
     blocks = None if rule is None else create_block_mask(rule, None, None, shape.q_seqlen, shape.seqlen, device=device)
     cap = shape.softcap
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": shape.group > 1}
@@ -45,6 +46,13 @@ def attention_of(shape: Shape, device: torch.device, attend: Callable[..., Any])
         return (out * share[..., None]).to(q.dtype)
 
     return attention
+
+
+def rule_of(shape: Shape, device: torch.device) -> Rule | None:
+    if not isinstance(shape.attended, Matrix):
+        return shifted(mask_rule(shape.attended, device), shape.shift)
+    table = torch.from_numpy(shape.attended.elements(shape.q_seqlen, shape.seqlen)).to(device)
+    return lambda b, h, q, kv: table[q, kv]
 
 
 def shifted(rule: Rule | None, shift: int) -> Rule | None:

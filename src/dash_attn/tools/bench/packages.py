@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...masks import Prefix, Window
 from .candidates import Candidate, Runner, Tensors, packed, runner
+from .matrices import Matrix
 from .shape import PASSES, Shape
 
 # Modules with `flash_attn_func` and `flash_attn_varlen_func`, which take causal= and deterministic=.
@@ -58,8 +59,8 @@ class Package:
         function = self.function(shape)
         if function is None:
             return "has no function for packed sequences"
-        if isinstance(shape.attended, Prefix):
-            return "has no prefix mask"
+        if isinstance(shape.attended, (Prefix, Matrix)):
+            return "has no prefix mask" if isinstance(shape.attended, Prefix) else "has no boolean matrices"
         known = inspect.signature(function).parameters
         if isinstance(shape.attended, Window) and "window_size" not in known:
             return "has no windows"

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...masks import Prefix, Window
 from .candidates import Candidate, Runner, Tensors, packed, runner
 from .checks import dropped_keys
+from .matrices import Matrix
 from .names import CUDNN
 from .shape import Shape
 
@@ -35,6 +36,13 @@ def lacks(shape: Shape) -> str | None:
     return "has no softcap" if shape.softcap else "has no sinks" if shape.sinks else None
 
 
+def lacks_mask(shape: Shape) -> str | None:
+    """What FlashAttention's kernels do not know."""
+    if isinstance(shape.attended, Matrix):
+        return "has no boolean matrices"
+    return "has no prefix mask" if isinstance(shape.attended, Prefix) else None
+
+
 def _refused_by_cudnn(shape: Shape) -> str | None:
     if shape.causal and shape.shift:
         return "scaled_dot_product_attention aligns the first query with the first key"
@@ -48,7 +56,7 @@ def _refused_by_cudnn_masked(shape: Shape) -> str | None:
 def _refused_by_flash(shape: Shape) -> str | None:
     if shape.v_head_dim != shape.head_dim:
         return "takes only values as wide as keys"
-    return lacks(shape) or ("has no prefix mask" if isinstance(shape.attended, Prefix) else None)
+    return lacks(shape) or lacks_mask(shape)
 
 
 def _cudnn(shape: Shape, tensors: Tensors) -> Runner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .matrix_tables import planning_costs, tile_rates
 from .names import CUDNN, OURS
 from .relative import relative_table
 from .results import Results, kind, shape_of, unique
@@ -30,6 +31,12 @@ def print_report(results: Results) -> None:
             title = f"{direction}: {OURS} relative to each, median (lowest-highest) of {results['processes']} processes"
             print_cells(title, *relative_table(results, direction))
         _print_sustained(direction, [row for row in rows if row["pass"] == direction and "sustained" in row])
+    for title, (header, cells) in {
+        "boolean matrices: TFLOP/s of their tiles relative to those of a full mask": tile_rates(results),
+        "a new boolean mask, once: ms of the host beyond those of one that is known": planning_costs(results),
+    }.items():
+        if cells:
+            print_cells(title, header, cells)
     if results.get("host"):
         print_cells(
             "host time of a warm forward and backward", ["", "us per call", "20-80 %"], [host_cells(row) for row in results["host"]]

@@ -100,10 +100,10 @@ def shape_of(row: dict[str, Any]) -> Shape:
 
 
 def case_names(rows: list[dict[str, Any]]) -> dict[Shape, str]:
-    """A name for each shape: its kind where kinds tell all of them apart, else everything."""
+    """A name for each shape: its kind; everything, where another one is of that kind."""
     shapes = unique(shape_of(row) for row in rows)
-    distinct = len({shape.kind for shape in shapes}) == len(shapes)
-    return {shape: shape.kind if distinct else str(shape) for shape in shapes}
+    kinds = [shape.kind for shape in shapes]
+    return {shape: kind if kinds.count(kind) == 1 else str(shape) for shape, kind in zip(shapes, kinds, strict=True)}
 
 
 def is_schedule(candidate: str) -> bool:

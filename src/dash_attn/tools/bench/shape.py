@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...masks import Documents, IntervalMask, Mask, Prefix, Window, parse_mask
+from ...masks import BooleanMask, Documents, IntervalMask, Mask, Prefix, Window, parse_mask
 from ...scheduling.json_fields import as_number, as_text, as_whole, as_wholes, read_fields
+from .matrices import Matrix
 
 PASSES = ("forward", "backward")
 NUMBERS = ("seqlen", "batch", "q_heads", "kv_heads", "head_dim")  # what every shape names
@@ -91,7 +92,14 @@ class Shape:
     @cached_property
     def attended(self) -> Mask:
         """Which query of a row attends which key. Sequences laid end to end are documents of that row."""
-        return Documents(self.lengths, causal=self.mask == "causal") if self.lengths else parse_mask(self.mask)
+        if self.lengths:
+            return Documents(self.lengths, causal=self.mask == "causal")
+        return Matrix.parse(self.mask) or parse_mask(self.mask)
+
+    @property
+    def argument(self) -> Mask | BooleanMask:
+        """What our functions get as the mask of a row. A matrix is drawn and packed here, and kept."""
+        return self.attended.mask(self.q_seqlen, self.seqlen) if isinstance(self.attended, Matrix) else self.attended
 
     @property
     def causal(self) -> bool:
@@ -135,7 +143,7 @@ class Shape:
         return self.q_heads // self.kv_heads
 
     def operations(self, direction: str) -> float:
-        """Floating-point operations as papers count them: of a causal square half of the full one."""
+        """Floating-point operations as papers count them: of a causal square half of the full one; of a matrix those of its tiles."""
         by_keys, by_values = PRODUCTS[direction]
         return 2 * self.batch * self.q_heads * self._pairs() * (by_keys * self.head_dim + by_values * self.v_head_dim)
 
@@ -150,6 +158,8 @@ class Shape:
             return self.q_seqlen * self.seqlen
         if mask.is_causal:
             return self.q_seqlen * self.seqlen - self.q_seqlen**2 / 2
+        if isinstance(mask, Matrix):
+            return mask.touched(self.q_seqlen, self.seqlen)
         assert isinstance(mask, IntervalMask)  # as every mask that can be written
         first, end = mask.clipped_bounds(np.arange(self.q_seqlen), self.q_seqlen, self.seqlen)
         return float((end - first).sum())

@@ -54,6 +54,9 @@ MASK_CASES = (
     Shape("full", 8192, 2, 8, 8, 256),
     Shape("causal", 8192, 2, 16, 16, 128, softcap=30.0),
     Shape("causal", TOKENS, 1, 64, 8, 64, sinks=True),
+    # Boolean matrices, and the full mask that their tiles are compared with.
+    *(Shape(mask, length, TOKENS // length, 16, 16, 128) for mask in ("full", "blocks:128") for length in (8192, TOKENS)),
+    *(Shape(mask, 8192, 2, 16, 16, 128) for mask in ("elements", "tree")),
 )
 # What one rank of a real run has: few KV heads, wide heads, queries shorter than keys, small and packed batches.
 RANK_CASES = (

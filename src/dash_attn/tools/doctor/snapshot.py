@@ -43,6 +43,7 @@ class Snapshot:
     cuda_initialized: bool = False
     gpu: Gpu | None = None  # None: no GPU, or not asked because that would initialise CUDA
     cuda_bindings: bool = True
+    triton: bool = True
     kernels: str | None = None  # where ours come from, in words
     torch_version: str = "2.9.0"
     world_size: int = 1
@@ -68,6 +69,7 @@ def take_snapshot(ask_gpu: bool = False) -> Snapshot:
         cuda_initialized=initialized,
         gpu=_gpu() if cuda and (initialized or ask_gpu) else None,
         cuda_bindings=_has_cuda_bindings(),
+        triton=find_spec("triton") is not None,
         kernels=_kernels() if cuda else None,
         torch_version=torch.__version__,
         world_size=_world_size(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from .check import AUTOTUNE, Check
-from .snapshot import Snapshot
+from .snapshot import Gpu, Snapshot
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_ALLOWED = (":4096:8", ":16:8")
@@ -15,7 +15,7 @@ MAX_AUTOTUNE = "TORCHINDUCTOR_MAX_AUTOTUNE"
 HASH_SEED = "PYTHONHASHSEED"
 READ_ONCE = (CUBLAS, NVTE, "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", MAX_AUTOTUNE)
 LEAST_TORCH = (2, 9)
-HOPPER = (9, 0)
+HOPPER, OLDEST = (9, 0), (8, 0)  # compute capabilities: of backend hopper, and from which on backend triton runs
 
 
 def cublas_workspace(snapshot: Snapshot) -> str | None:
@@ -76,7 +76,15 @@ def torch_version(snapshot: Snapshot) -> str | None:
 
 
 def cuda_bindings(snapshot: Snapshot) -> str | None:
-    return "CUDA is there, cuda-bindings is not" if snapshot.cuda and not snapshot.cuda_bindings else None
+    other_gpu = snapshot.gpu is not None and snapshot.gpu.capability != HOPPER
+    return "CUDA is there, cuda-bindings is not" if snapshot.cuda and not snapshot.cuda_bindings and not other_gpu else None
+
+
+def no_triton(snapshot: Snapshot) -> str | None:
+    gpu = snapshot.gpu
+    if gpu is None or snapshot.triton or gpu.capability == HOPPER or gpu.capability < OLDEST:
+        return None
+    return f"{_in_words(gpu)}, and Triton is not installed"
 
 
 def kernel_origin(snapshot: Snapshot) -> str | None:
@@ -85,9 +93,27 @@ def kernel_origin(snapshot: Snapshot) -> str | None:
 
 def not_hopper(snapshot: Snapshot) -> str | None:
     gpu = snapshot.gpu
-    if gpu is None or gpu.capability == HOPPER:
-        return None
+    return None if gpu is None or gpu.capability == HOPPER or gpu.capability < OLDEST or not snapshot.triton else _in_words(gpu)
+
+
+def too_old(snapshot: Snapshot) -> str | None:
+    return None if snapshot.gpu is None or snapshot.gpu.capability >= OLDEST else _in_words(snapshot.gpu)
+
+
+def _in_words(gpu: Gpu) -> str:
     return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+
+
+def backend_in_words(snapshot: Snapshot) -> str:
+    """Which backend a call with `backend="auto"` gets here, and why."""
+    if not snapshot.cuda:
+        return "backend cpu: PyTorch finds no GPU"
+    if snapshot.gpu is None:
+        return "backend: CUDA is not initialised, so the GPU was not asked"
+    if snapshot.gpu.capability < OLDEST:
+        return f"backend cpu only: {_in_words(snapshot.gpu)}, and backend triton needs 8.0 or later"
+    chosen = "hopper" if snapshot.gpu.capability == HOPPER else "triton"
+    return f"backend {chosen} for CUDA tensors: {_in_words(snapshot.gpu)} (hopper is for 9.0, triton for the others from 8.0 on)"
 
 
 SURROUNDING_CHECKS = (
@@ -160,7 +186,7 @@ SURROUNDING_CHECKS = (
         "warning",
         "environment",
         cuda_bindings,
-        "The GPU kernels are launched through it; without it dash-attn raises on CUDA tensors.",
+        "Backend hopper launches its kernels through it; without it dash-attn raises on CUDA tensors.",
         "pip install 'dash-attn[gpu]'",
         "README.md",
     ),
@@ -178,9 +204,27 @@ SURROUNDING_CHECKS = (
         "info",
         "environment",
         not_hopper,
-        "Backend hopper runs on compute capability 9.0 only; on this GPU dash-attn raises, it does not fall back.",
-        "Use an H100, H200 or GH200, or CPU tensors",
-        "DESIGN.md, The Hopper backend",
+        "Backend hopper runs on compute capability 9.0 only, so calls get backend triton: as reproducible, but its bits are its own.",
+        "Nothing, if all GPUs of a run get the same backend; backend='triton' chooses it on a Hopper GPU, too",
+        "docs/triton.md",
+    ),
+    Check(
+        "gpu-too-old",
+        "error",
+        "environment",
+        too_old,
+        "Backend triton needs compute capability 8.0 or later; on this GPU dash-attn raises, it does not fall back.",
+        "Use an A100, an RTX 30 or a later GPU, or CPU tensors",
+        "docs/triton.md",
+    ),
+    Check(
+        "triton-missing",
+        "warning",
+        "environment",
+        no_triton,
+        "Backend triton, which this GPU needs, is compiled by it; without it dash-attn raises on CUDA tensors.",
+        "pip install 'triton>=3.4' (PyTorch's CUDA builds for Linux bring it)",
+        "docs/triton.md",
     ),
     Check(
         "hash-seed",

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...backends import resolve
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
-from ..bench.environment import commit, driver_facts
+from ..bench.environment import commit, compilers, driver_facts
 from .bits import hashes, sha256
 from .cases import INPUT_GENERATOR, SEED, Case
 from .fresh import fresh_results
@@ -34,11 +35,18 @@ Certificate = dict[str, Any]
 
 
 def verify(
-    cases: Sequence[Case], device: str, runs: int, fresh: bool = True, progress: Progress | None = None, ranks: Sequence[int] = ()
+    cases: Sequence[Case],
+    device: str,
+    runs: int,
+    fresh: bool = True,
+    progress: Progress | None = None,
+    ranks: Sequence[int] = (),
+    backend: str = "auto",
 ) -> Certificate:
     """Test every case and write down the outcome. `ranks`: numbers of ranks that shall share each sequence."""
-    check_ranks(cases, device, ranks)
-    elsewhere = fresh_results(cases, device) if fresh else {}
+    resolve(backend, torch.device(device))  # raises where the backend does not run there
+    check_ranks(cases, device, ranks, backend)
+    elsewhere = fresh_results(cases, device, backend) if fresh else {}
     total = len(cases) * comparisons(device, runs, len(elsewhere), ranks)
     done = 0
 
@@ -50,7 +58,7 @@ def verify(
 
     entries, outcomes = [], []
     for number, case in enumerate(cases):
-        test = CaseTest(case, device, runs, tick, ranks)
+        test = CaseTest(case, device, runs, tick, ranks, backend)
         found = list(test.outcomes({what: results[number] for what, results in elsewhere.items()}))
         outcomes += found
         entries.append(_entry(test, found))
@@ -62,7 +70,7 @@ def verify(
         "ranks": list(ranks),
         "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
         "device": _device(device),
-        "versions": _versions(device),
+        "versions": _versions(device, backend),
         "cases": entries,
     }
 
@@ -86,7 +94,7 @@ def _device(device: str) -> dict[str, Any]:
     return {"type": "cuda", "name": properties.name, "capability": capability, "sms": properties.multi_processor_count, "driver": driver}
 
 
-def _versions(device: str) -> dict[str, str | None]:
+def _versions(device: str, backend: str) -> dict[str, str | None]:
     found: dict[str, str | None] = {
         "dash_attn": __version__,
         "commit": commit(),
@@ -96,11 +104,7 @@ def _versions(device: str) -> dict[str, str | None]:
         "system": platform.system(),
     }
     if device == "cuda":
-        from ...backends.hopper.device.compile import compiler_at_hand
-        from ...backends.hopper.device.packed import packed_compiler
-
-        found["nvrtc"] = compiler_at_hand()  # another version may give other machine code
-        found["packed_nvrtc"] = packed_compiler()  # each case has the origins of its kernels
+        found |= compilers(backend)  # another version may give other machine code
     return found
 
 

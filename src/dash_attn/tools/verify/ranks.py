@@ -28,13 +28,13 @@ def name_of(ranks: Sequence[int]) -> str:
     return f"{CONTEXT_PARALLEL_INVARIANT} ({', '.join(map(str, ranks))} ranks)"
 
 
-def check_ranks(cases: Sequence[Case], device: str, ranks: Sequence[int]) -> None:
+def check_ranks(cases: Sequence[Case], device: str, ranks: Sequence[int], backend: str = "auto") -> None:
     """Raise unless as many ranks can share every case, in either sharding, and there is something to show."""
     if not ranks:
         return
     if min(ranks) < 1 or max(ranks) < 2:
         raise ValueError(f"ranks must be whole numbers >= 1, one of them above 1: one rank alone shares nothing; got {list(ranks)}")
-    import_devices(resolve("auto", torch.device(device)))  # raises where the backend cannot share a sequence
+    import_devices(resolve(backend, torch.device(device)))  # raises where the backend cannot share a sequence
     for case in cases:
         like = torch.empty(case.batch, 1, case.heads, case.head_dim, dtype=DTYPES[case.dtype], device=device)
         for count in ranks:

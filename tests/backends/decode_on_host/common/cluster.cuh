@@ -1,10 +1,10 @@
-// The instructions of kernels/common/cluster.cuh, on the host. Bits 24 and up of an address name a CTA of the cluster.
+// The instructions of kernels/common/cluster.cuh, on the host.
 #pragma once
 #include "common/ptx.cuh"
 
 u32 cluster_rank();
 void cluster_sync();
-DEVICE u32 in_cta(u32 shared, u32 rank) { return (shared & 0xffffff) | (rank + 1) << 24; }
+DEVICE u32 in_cta(u32 shared, u32 rank) { return (shared & 0xffffff) | rank << 24; }
 DEVICE void copy_to_cta(u32 remote, u32 shared, u32 bytes, u32 remote_barrier) {
   unsigned char *const to = at_shared(remote), *const from = at_shared(shared);
   HostBarrier& b = barrier_at(remote_barrier);

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/shared_with_python.cuh"
 
-DEVICE u32 shared_address(const void*) { return 1024; }
+DEVICE u32 shared_address(const void*) { return 1024 | (u32)this_cta() << 24; }
 
 // ---- mbarrier
 struct HostBarrier {
@@ -124,6 +124,7 @@ template <typename T> DEVICE T load_shared(u32 a) {
   return v;
 }
 DEVICE int load_shared_i32(u32 a) { return load_shared<int>(a); }
+DEVICE float2 load_shared_f32x2(u32 a) { return load_shared<float2>(a); }
 DEVICE int4 load_shared_i32x4(u32 a) { return load_shared<int4>(a); }
 DEVICE void store_shared_i32(u32 a, int v) { memcpy(at_shared(a), &v, sizeof v); }
 DEVICE void store_shared_i32x4(u32 a, int4 v) { memcpy(at_shared(a), &v, sizeof v); }
@@ -134,5 +135,16 @@ DEVICE void stmatrix(u32 a, u32 x, u32 y, u32 z, u32 w) {
   for (int i = 0; i < 4; i++) {
     const u32* addresses = exchange(a);
     store_shared_i32(addresses[8 * i + lane / 4] + lane % 4 * 4, (int)mine[i]);
+  }
+}
+DEVICE void stmatrix_transposed(u32 a, u32 x, u32 y, u32 z, u32 w) {
+  const u32 mine[4] = {x, y, z, w};
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; i++) {
+    const u32* addresses = exchange(a);
+    for (int e = 0; e < 2; e++) {
+      const unsigned short half = (unsigned short)(mine[i] >> (16 * e));
+      memcpy(at_shared(addresses[8 * i + lane % 4 * 2 + e] + lane / 4 * 2), &half, 2);
+    }
   }
 }

@@ -7,16 +7,18 @@ struct Operand {
   int row_bytes;
 
   DEVICE Operand(u64 d) {
-    start = (u32)(d & 0x3fff) << 4;
+    start = (u32)(d & 0x3fff) << 4 | (u32)this_cta() << 24;
     leading = (u32)(d >> 16 & 0x3fff) << 4;
     stride = (u32)(d >> 32 & 0x3fff) << 4;
     const int kind = (int)(d >> 62);
-    row_bytes = kind == 1 ? 128 : kind == 2 ? 64 : kind == 3 ? 32 : 0;
-    if (row_bytes == 0) __trap();
+    row_bytes = kind == 1 ? 128 : kind == 2 ? 64 : kind == 3 ? 32 : 16;  // without a swizzle, groups of 8 rows of 16 bytes
   }
-  DEVICE float at(u32 address) const { return from_bf16(load_shared<unsigned short>(swizzled(address, row_bytes))); }
+  DEVICE float at(u32 address) const { return from_bf16(load_shared<unsigned short>(row_bytes == 16 ? address : swizzled(address, row_bytes))); }
   // Rows along the depth: groups of 8 rows.
-  DEVICE float along(int row, int depth) const { return at(start + row / 8 * stride + row % 8 * row_bytes + depth * 2); }
+  DEVICE float along(int row, int depth) const {
+    const u32 panel = row_bytes == 16 ? depth / 8 * leading + depth % 8 * 2 : depth * 2;
+    return at(start + row / 8 * stride + row % 8 * row_bytes + panel);
+  }
   // Transposed: groups of 8 depths, panels of columns.
   DEVICE float across(int depth, int column) const {
     const int width = row_bytes / 2;
@@ -41,11 +43,13 @@ template <int N> DEVICE void multiply_on_host(bool accumulate, float (&d)[N], co
     }
 }
 template <typename Half, int A_TRANSPOSED, int B_TRANSPOSED, int N> DEVICE void wgmma_ss(bool accumulate, float (&d)[N], u64 a, u64 b) {
-  static_assert(!A_TRANSPOSED);
   const Operand first(a);
   float rows[2][16];
   for (int r = 0; r < 2; r++)
-    for (int k = 0; k < 16; k++) rows[r][k] = first.along(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r, k);
+    for (int k = 0; k < 16; k++) {
+      const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      rows[r][k] = A_TRANSPOSED ? first.across(k, row) : first.along(row, k);
+    }
   multiply_on_host(accumulate, d, rows, Operand(b), B_TRANSPOSED);
 }
 // A in registers: a[0] has depths 2 q and 2 q + 1 of the low row (q: lane % 4), a[1] of the high one, a[2] and a[3] those 8 further.

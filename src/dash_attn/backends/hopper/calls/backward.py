@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....scheduling.validate import TooFewWorkers
@@ -28,6 +29,8 @@ from ..tiles import helper_blocks, threads_per_row
 from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
 from .few_workers import BackwardInLegs
 from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales, masked_score, row_strides
+from .mask_bits import MaskBits, mask_bits
+from .modified import BackwardModifiers
 from .packed import PackedPlanner
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
 
@@ -43,10 +46,11 @@ def backward(
     offsets: SequenceOffsets | None = None,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
     call, tensors = _calls.find((q, k, v, dout, out), options, offsets)
-    return call.run(tensors, lse, offsets, sinks, dlse)
+    return call.run(tensors, lse, offsets, sinks, dlse, modifiers)
 
 
 class BackwardCall:
@@ -54,6 +58,7 @@ class BackwardCall:
 
     holds_tables: bool
     records = False  # by a kernel that notes when every task ran
+    bits: MaskBits | None = None  # of a boolean mask
 
     def __init__(self, setup: DenseBackwardSetup | PackedBackwardSetup, tensors: tuple[Tensor, ...]) -> None:
         self.setup, self.layout, self.device = setup, setup.layout, tensors[0].device
@@ -123,7 +128,10 @@ class BackwardCall:
         kernels = setup.kernels(self.records)
         threads_before = setup.dq_tiles * setup.tiles.q_rows * threads_per_row(self.layout.backward_dims[1])
         self.preprocess = kernels.preprocess.load(device).prepare(helper_blocks(threads_before), [addressof(self.before)])
-        arguments = [*(m.address for m in self.maps), addressof(self.main)]
+        notes = kernels.modifier_notes
+        self.modifiers = None if notes is None else BackwardModifiers(self.layout, setup.options, notes, setup.dq_tiles)
+        parameters = [self.main] if self.modifiers is None else [self.main, self.modifiers.params]
+        arguments = [*(m.address for m in self.maps), *map(addressof, parameters)]
         attention = kernels.attention.load(device)
         self.attention = attention.prepare(self.workers, arguments, cooperative=setup.cooperative, early=not setup.cooperative)
         blocks = setup.dq_tiles + setup.sum_blocks
@@ -131,7 +139,13 @@ class BackwardCall:
         self.sink_gradient = kernels.sink_gradient.load(device).prepare(self.layout.q_heads, [addressof(self.sink)])
 
     def run(
-        self, tensors: tuple[Tensor, ...], lse: Tensor, offsets: SequenceOffsets | None, sinks: Tensor | None, dlse: Tensor | None = None
+        self,
+        tensors: tuple[Tensor, ...],
+        lse: Tensor,
+        offsets: SequenceOffsets | None,
+        sinks: Tensor | None,
+        dlse: Tensor | None = None,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         raise_if_troubled()
         q, k, v, dout, out = tensors
@@ -149,12 +163,16 @@ class BackwardCall:
                     tensor_map.point_to(tensor.data_ptr())
                 self._point(at, out, dout, lse, (dq, dk, dv))
                 self.before.grad_lse = None if dlse is None else dlse.data_ptr()
+                held = None if self.bits is None else self.bits.give(self.main.mask, modifiers and modifiers.elements)
                 self._plan_on_device(offsets, at, stream)
+                lasting = []
+                if self.modifiers is not None:
+                    lasting = self.modifiers.launch(modifiers, self.before.tiles, at["modifier_notes"], stream)
                 self.preprocess.on(stream)
                 self.attention.on(stream)
                 self.postprocess.on(stream)
                 dsinks = None if sinks is None else self._sink_gradient(sinks, at, stream)
-        del memory  # stream order keeps it alive long enough
+        del memory, held, lasting  # stream order keeps it alive long enough
         return self.layout.without_padding(dq, dk, dv, dsinks)
 
     def _point(self, at: dict[str, int], out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -201,6 +219,7 @@ class DenseBackward(BackwardCall):
         self.after.sums.parts = Pair(*setup.plan.parts_of_sums)
         self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
         self.after.q_ranks = self.tables.tables["q_ranks"] if self.ordered else None
+        self.bits = mask_bits(setup.plan.problem, False, self.device)
 
 
 class PackedBackward(BackwardCall):

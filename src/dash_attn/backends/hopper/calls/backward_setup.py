@@ -19,12 +19,12 @@ from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
 from ..device.parameters import ChainRecord, GroupSplit
 from ..device.workspace import Workspace
-from ..support import check_gang, check_kinds, sm_count
+from ..support import check_gang, check_kinds, is_modified, sm_count
 from ..tiles import backward_tiles
-from .kernel_names import PACKED, BackwardKernels, Variant, backward_kernels
+from .kernel_names import MODIFIER_NOTE_BYTES, PACKED, BackwardKernels, Variant, backward_kernels
 from .layout import DenseLayout, Layout, PackedLayout
 from .packed import largest_gang, packed_sizes
-from .tables import mask_kind
+from .tables import kind_of
 
 
 class BackwardSetup:
@@ -87,11 +87,14 @@ class BackwardSetup:
             "semaphores": 4 * self.semaphores,
             "next_ticket": 8,
             "tickets": ChainRecord.bytes() * self.chains,
+            "modifier_notes": MODIFIER_NOTE_BYTES * self.dq_tiles if is_modified(self.options) else 0,
         }
 
     @property
     def variant(self) -> Variant:
-        return Variant(self.layout.dtype, self.layout.backward_dims[0], bool(self.options.softcap), self.mask_kind)
+        options = self.options
+        modifiers = bool(options.dropout_p), options.alibi
+        return Variant(self.layout.dtype, self.layout.backward_dims[0], bool(options.softcap), self.mask_kind, *modifiers)
 
     def kernels(self, record: bool = False) -> BackwardKernels:
         return backward_kernels(self.variant, self.layout.backward_dims[1], self.options.ordered, record)
@@ -102,8 +105,8 @@ class DenseBackwardSetup(BackwardSetup):
 
     def __init__(self, layout: DenseLayout, options: AttentionOptions) -> None:
         super().__init__(layout, options)
-        self.mask_kind = mask_kind(options.mask)
         self.plan, self.legs = self._planned(sm_count(layout.device))
+        self.mask_kind = kind_of(self.plan.problem)
         check_kinds(self.plan.kinds)
         self.parts, self.kinds = self.plan.problem.parts, self.plan.kinds
         self.sums = self.plan.sums if self.parts > 1 else 0
@@ -114,7 +117,7 @@ class DenseBackwardSetup(BackwardSetup):
     @property
     def any_workers(self) -> bool:
         """Whether chains can rest in memory, where SMs are too few for a gang. Unordered sums wait for nobody."""
-        return isinstance(self.options.mask, IntervalMask) or not self.options.ordered
+        return (isinstance(self.options.mask, IntervalMask) and not is_modified(self.options)) or not self.options.ordered
 
     def _planned(self, workers: int) -> tuple[Plan, SharedSchedule | None]:
         """The legs of its walks where whole chains cannot run."""

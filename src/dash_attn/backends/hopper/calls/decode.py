@@ -21,15 +21,13 @@ from ..device.recently_used import Kept
 from ..device.tensor_map import TensorMap, is_tma_ready
 from ..device.trouble import raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
-from ..support import DTYPES, Unsupported, check_call, sm_count
-from ..tiles import CLUSTER_COLUMNS, CLUSTER_DIMS, CLUSTER_ROWS, DECODE_ROWS, decode_tiles, kernel_dim
+from ..support import DTYPES, Unsupported, check_call, refuse_modifiers, sm_count
+from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
 from .kernel_names import KernelName, cluster_kernel, decode_kernel
 from .layout import MOST_CALLS, kernel_scales
 from .tables import FAR_AWAY
 
 APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
-# Units up to which a cluster serves each, because one CTA each would leave SMs idle. The bits are the same.
-MOST_CLUSTERS = 16
 
 
 def attention_with_cache(
@@ -50,6 +48,7 @@ def attention_with_cache(
 def check_cache_call(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> None:
     """What these kernels take of a cache. It is never copied: it may be most of the GPU's memory."""
     check_call(tensors.q, tensors.v_cache, options)
+    refuse_modifiers(options, "a cache")
     window_of(options.mask)
     for name, cache in (("k_cache", tensors.k_cache), ("v_cache", tensors.v_cache)):
         if cache.shape[-1] % 8:
@@ -74,13 +73,18 @@ def window_of(mask: Mask) -> tuple[int, int]:
     raise Unsupported(f"a cache takes a full or causal mask or a window; got {mask}")
 
 
+def cluster_columns(dim: int, units: int) -> int:
+    """What a CTA of a cluster owns where one CTA per unit would leave SMs idle; 0: no clusters. The bits are the same."""
+    return next((columns for of_dim, columns, most in CLUSTERS if of_dim == dim and 0 < units <= most), 0)
+
+
 @dataclass(frozen=True)
 class Work:
     """How a call is cut into units, and what serves one."""
 
     dim: int  # of the kernel
     group: int  # query heads per KV head
-    in_clusters: bool
+    columns: int  # of V that a CTA of a cluster owns; 0: no clusters
     row_tiles: int  # units of a sequence and a KV head
     units: int
 
@@ -89,21 +93,20 @@ class Work:
         """Of so many sequences, of which the longest has so many queries."""
         kv_heads, dim = tensors.k_cache.shape[2], kernel_dim(tensors.q.shape[-1], tensors.v_cache.shape[-1])
         group = tensors.q.shape[-2] // kv_heads
-        clusters = count * kv_heads * -(-longest * group // CLUSTER_ROWS)
-        in_clusters = dim in CLUSTER_DIMS and 0 < clusters <= MOST_CLUSTERS
-        row_tiles = -(-longest * group // (CLUSTER_ROWS if in_clusters else DECODE_ROWS))
-        return cls(dim, group, in_clusters, row_tiles, count * kv_heads * row_tiles)
+        columns = cluster_columns(dim, count * kv_heads * -(-longest * group // CLUSTER_ROWS))
+        row_tiles = -(-longest * group // (CLUSTER_ROWS if columns else DECODE_ROWS))
+        return cls(dim, group, columns, row_tiles, count * kv_heads * row_tiles)
 
     @property
     def ctas_of_unit(self) -> int:
-        return self.dim // CLUSTER_COLUMNS if self.in_clusters else 1
+        return self.dim // self.columns if self.columns else 1
 
     @property
     def ctas(self) -> int:
         return self.units * self.ctas_of_unit
 
     def kernel(self, dtype: str, capped: bool) -> KernelName:
-        return (cluster_kernel if self.in_clusters else decode_kernel)(dtype, self.dim, capped)
+        return cluster_kernel(dtype, self.dim, self.columns, capped) if self.columns else decode_kernel(dtype, self.dim, capped)
 
 
 class DecodeCall:
@@ -117,7 +120,7 @@ class DecodeCall:
         work = Work.of(tensors, count, longest)
         q_heads, kv_heads, dim, group = q.shape[-2], cache.shape[2], work.dim, work.group
         kv_rows, row_tiles = decode_tiles(dim).kv_rows, work.row_tiles
-        self.in_clusters, self.grid = work.in_clusters, work.ctas
+        self.grid = work.ctas
         if max(self.grid, count * places.new) >= 2**31:
             raise Unsupported(f"backend 'hopper' takes fewer than 2^31 units of {DECODE_ROWS} rows and new keys; got {self.grid}")
         self.params = DecodeParams(
@@ -135,8 +138,7 @@ class DecodeCall:
         )
         self.params.window_left, self.params.window_right = window_of(options.mask)
         self.params.cache = _cache_params(places, cache, q_heads)
-        columns = CLUSTER_COLUMNS if self.in_clusters else 64
-        self.maps = [TensorMap(cache, self.params.box_rows), TensorMap(v_cache, self.params.box_rows, columns)]
+        self.maps = [TensorMap(cache, self.params.box_rows), TensorMap(v_cache, self.params.box_rows, work.columns or 64)]
         kernel = work.kernel(DTYPES[q.dtype], bool(options.softcap)).load(self.index)
         self.launch = kernel.prepare(max(1, self.grid), [*(m.address for m in self.maps), addressof(self.params)])
         self.append = Append(tensors, places, self.params.cache, self.index) if places.new and count else None
@@ -246,7 +248,7 @@ def _key(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, 
     first = tensors.q
     padded, chosen = places.cache_leftpad is not None, places.cache_batch_idx is not None
     aligned = tensors.k_cache.data_ptr() % 16 == 0 and tensors.v_cache.data_ptr() % 16 == 0
-    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned, MOST_CLUSTERS
+    return options, shapes, longest, first.dtype, first.device, places.new, padded, chosen, aligned, CLUSTERS
 
 
 _calls: Kept[DecodeCall] = Kept(MOST_CALLS)

@@ -20,7 +20,7 @@ def explain_cache(tensors: CacheTensors, places: CachePlaces, options: Attention
         guarantees=CACHE_GUARANTEES,
         kv_rows=decode_tiles(work.dim).kv_rows,
         units=work.units,
-        served_by=f"each by a cluster of {work.ctas_of_unit} CTAs" if work.in_clusters else "each by one CTA",
+        served_by=f"each by a cluster of {work.ctas_of_unit} CTAs" if work.columns else "each by one CTA",
         new_keys=places.new,
         read_bytes=bytes_at_most(tensors, places, options),
         kernels={} if tensors.q.is_meta else _hashes(work, tensors, places, options),

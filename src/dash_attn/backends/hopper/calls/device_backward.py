@@ -31,7 +31,7 @@ from ..device.parameters import (
 from ..device.tensor_map import TensorMap, tma_ready
 from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace
-from ..support import DTYPES, check_call, check_kinds, sm_count
+from ..support import DTYPES, check_call, check_kinds, refuse_modifiers, sm_count
 from ..tiles import backward_dims, backward_tiles, helper_blocks, threads_per_row
 from .kernel_names import LegKernels, Variant, leg_kernels
 from .layout import cut, kernel_scales, masked_score, row_strides
@@ -116,6 +116,7 @@ class DeviceBackward:
         """Raise where the plan is not for these tensors, or the kernels cannot walk it."""
         problem, rows = self.plan.problem, len(self.shared.sharding.rows_of(self.number))
         check_call(q, dout, self.options)
+        refuse_modifiers(self.options, "ranks that share a sequence")
         check_kinds(self.plan.kinds)
         if not self.options.ordered:
             raise ValueError("devices that share a sequence have ordered sums; got accumulation='unordered'")

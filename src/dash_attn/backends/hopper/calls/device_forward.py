@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....call.options import AttentionOptions
 from ....scheduling.devices.sharding import Sharding
+from ..support import refuse_modifiers
 from .device_masks import check_mask, mask_of_rows
 from .forward import forward as forward_of_batch
 
@@ -18,6 +19,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of the device's queries; k and v are those of the whole sequence."""
     check_mask(options.mask)
+    refuse_modifiers(options, "ranks that share a sequence")
     outs, begin = [], 0
     for chunk in sharding.chunks_of(device):
         rows = sharding.rows_of_chunk(chunk)

@@ -15,6 +15,8 @@ from ....masks import Documents
 from ..device.recently_used import Kept
 from .backward import backward as backward_of_batch
 from .forward import forward as forward_of_batch
+from .masks_per_head import backward as backward_of_dense
+from .masks_per_head import forward as forward_of_dense
 from .tables import upload
 
 MOST_OFFSETS = 64
@@ -29,10 +31,12 @@ def forward(
     sinks: Tensor | None = None,
     modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE. Options that come with modifiers are refused (check_call)."""
-    if offsets is not None or not runs_packed(options):
-        return forward_of_batch(q, k, v, options, offsets, sinks)
-    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks)
+    """Output and LSE."""
+    if offsets is None and not runs_packed(options):
+        return forward_of_dense(q, k, v, options, sinks, modifiers)
+    if offsets is not None:
+        return forward_of_batch(q, k, v, options, offsets, sinks, modifiers)
+    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks, modifiers)
 
 
 def backward(
@@ -49,9 +53,12 @@ def backward(
     modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK, dV and the gradient of the sinks."""
-    if offsets is not None or not runs_packed(options):
-        return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse)
-    return backward_of_documents(backward_of_batch, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks)
+    tensors = dout, q, k, v, out
+    if offsets is None and not runs_packed(options):
+        return backward_of_dense(tensors, (lse, dlse), options, sinks, modifiers)
+    if offsets is not None:
+        return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse, modifiers)
+    return backward_of_documents(backward_of_batch, tensors, (lse, dlse), options, offsets_of(q, options), sinks, modifiers)
 
 
 def offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:

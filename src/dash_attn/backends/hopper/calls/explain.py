@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ....call.documents import laid_end_to_end, of_a_document, runs_packed
 from ....call.explanation import Explanation
+from ....call.mask_per_head import Together, together
 from ....call.options import AttentionOptions
-from ....call.planning import explanation_of, explanation_of_several, plan_in_words, predict
-from ....masks import Documents
+from ....call.planning import describe_call, explanation_of, explanation_of_several, hash_of, plan_in_words, predict
+from ....masks import Documents, PatternPerHead
 from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
@@ -31,6 +32,8 @@ def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     if runs_packed(options):
         return "planned document by document"
+    if isinstance(options.mask, PatternPerHead):
+        return "planned head by head"
     return plan_in_words(backward_plan(q, k, v, options))
 
 
@@ -38,6 +41,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_
     """Tensors on the meta device need no GPU; nothing is compiled for them, so there are no hashes of kernels."""
     if runs_packed(options):
         return _explain_documents(q, k, v, options)
+    if isinstance(options.mask, PatternPerHead):
+        return _explain_heads(q, k, v, options)
     ahead, behind = dense_forward_setup(q, k, v, options), dense_setup(q, k, v, options)
     if behind.legs is not None:
         return _explain_legs(q, k, v, ahead, behind)
@@ -54,6 +59,40 @@ def _explain_legs(q: Tensor, k: Tensor, v: Tensor, ahead: ForwardSetup, behind: 
     fields = {**_fields(q, ahead, behind, in_legs), "prediction_note": note}
     described = explanation_of(behind.plan, "hopper", (q, k, v), options, **fields)
     return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=in_legs.tables_bytes)
+
+
+def _explain_heads(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
+    """Heads of one pattern run together, the others apart. Sizes are those of the largest workspace."""
+    found = [_explain_together(one, q, k, v) for one in together(q, k, options)]
+    largest, kernels = max(found, key=lambda one: one.workspace_bytes or 0), _kernels_of_all(found)
+    return replace(
+        largest,
+        call=describe_call(q, k, v, options),
+        schedule=" and ".join(dict.fromkeys(one.schedule for one in found)),
+        guarantees=tuple(name for name in largest.guarantees if all(name in one.guarantees for one in found)),
+        order_hash=hash_of(*(one.order_hash for one in found)),
+        gang=max(one.gang for one in found),
+        plan_bytes=sum(one.plan_bytes for one in found),
+        kernels={name: digest for name, (digest, _) in kernels.items()},
+        kernel_origins={name: origin for name, (_, origin) in kernels.items()},
+        prediction_note="heads of several patterns run one after the other",
+    )
+
+
+def _explain_together(one: Together, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
+    (queries,), (keys, values) = one.queries(q), one.keys(k, v)
+    return explain(queries, keys, values, one.options, predict_time=False)
+
+
+def _kernels_of_all(found: list[Explanation]) -> dict[str, tuple[str, str]]:
+    """Hashes and origins. Patterns with and without partial tiles run other kernels of one name: the second gets a number."""
+    kernels: dict[str, tuple[str, str]] = {}
+    for one in found:
+        for name, digest in one.kernels.items():
+            both = digest, one.kernel_origins[name]
+            if both not in kernels.values():
+                kernels[f"{name} 2" if name in kernels else name] = both
+    return kernels
 
 
 def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
@@ -85,7 +124,8 @@ def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegS
 
 def _kernels(behind: BackwardSetup) -> dict[str, KernelName]:
     kernels = behind.kernels()
-    return {"preprocess": kernels.preprocess, "backward": kernels.attention, "postprocess": kernels.postprocess}
+    first = {} if kernels.modifier_notes is None else {"modifiers": kernels.modifier_notes}
+    return {**first, "preprocess": kernels.preprocess, "backward": kernels.attention, "postprocess": kernels.postprocess}
 
 
 def _kernels_of_legs(in_legs: LegSetup) -> dict[str, KernelName]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ....call.any_workers import walk_in_legs
+from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.sums import sum_in_order
 from ....scheduling.devices.peaks import most_states
@@ -48,7 +49,13 @@ class BackwardInLegs:
         self.setup, self.device = setup, device
 
     def run(
-        self, tensors: tuple[Tensor, ...], lse: Tensor, offsets: SequenceOffsets | None, sinks: Tensor | None, dlse: Tensor | None = None
+        self,
+        tensors: tuple[Tensor, ...],
+        lse: Tensor,
+        offsets: SequenceOffsets | None,
+        sinks: Tensor | None,
+        dlse: Tensor | None = None,
+        modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q, k, v, dout, out = tensors
         assert self.setup.legs is not None

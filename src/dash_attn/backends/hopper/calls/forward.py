@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..device.driver import check, cuda_driver, current_stream, on_device
@@ -21,6 +22,8 @@ from ..support import sm_count
 from .backward_setup import dense_setup
 from .forward_setup import CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
 from .layout import CallCache, DenseLayout, PackedLayout, cut, empty_contiguous, kernel_scales
+from .mask_bits import MaskBits, mask_bits
+from .modified import ForwardModifiers
 from .packed import PackedTiler
 from .tables import mask_on_device, visits_on_device
 
@@ -29,11 +32,17 @@ LAST_ROUNDS = 4  # Q tiles of the last heads per SM: enough to end together, the
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    offsets: SequenceOffsets | None = None,
+    sinks: Tensor | None = None,
+    modifiers: Modifiers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     call, tensors = _calls.find((q, k, v), options, offsets)
-    return call.run(tensors, offsets, sinks)
+    return call.run(tensors, offsets, sinks, modifiers)
 
 
 class ForwardCall:
@@ -41,6 +50,7 @@ class ForwardCall:
 
     holds_tables: bool
     some_attend_nothing = False  # rows that no CTA writes
+    bits: MaskBits | None = None  # of a boolean mask
 
     def __init__(self, setup: DenseForwardSetup | PackedForwardSetup, tensors: tuple[Tensor, ...], workspace: Workspace) -> None:
         q, k, v = tensors
@@ -61,13 +71,15 @@ class ForwardCall:
         out = q.new_empty(self.out_shape)
         boxes = ((q, CONSUMER_ROWS), (k, setup.kv_rows), (v, setup.kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
+        self.modifiers = ForwardModifiers.of(layout, options)
         self._kernel = setup.kernel().load(layout.device)
         self.lock = threading.Lock()
 
     def _prepare_launch(self, tickets: int) -> int:
         """With a CTA for each ticket, if there are as many SMs. Returns the number of CTAs."""
         grid = max(1, min(sm_count(self.layout.device), tickets))
-        self.launch = self._kernel.prepare(grid, [*(m.address for m in self.maps), addressof(self.params)])
+        parameters = [self.params] if self.modifiers is None else [self.params, self.modifiers.params]
+        self.launch = self._kernel.prepare(grid, [*(m.address for m in self.maps), *map(addressof, parameters)])
         return grid
 
     def _heads_side_by_side(self, k: Tensor, v: Tensor, places: int) -> tuple[int, int]:
@@ -77,7 +89,9 @@ class ForwardCall:
         heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
 
-    def run(self, tensors: tuple[Tensor, ...], offsets: SequenceOffsets | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, tensors: tuple[Tensor, ...], offsets: SequenceOffsets | None, sinks: Tensor | None, modifiers: Modifiers | None = None
+    ) -> tuple[Tensor, Tensor]:
         raise_if_troubled()
         q, k, v = tensors
         index = self.layout.device
@@ -96,9 +110,11 @@ class ForwardCall:
                 params = self.params
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
                 params.next_ticket = at["next_ticket"]
+                held = None if self.bits is None else self.bits.give(params.mask, modifiers and modifiers.elements)
+                lasting = [] if self.modifiers is None else self.modifiers.point_to(modifiers)
                 self._plan_on_device(offsets, at, stream)
                 self.launch.on(stream)
-        del memory  # stream order keeps it alive long enough
+        del memory, held, lasting  # stream order keeps it alive long enough
         return cut(out, self.layout.v_dim), lse
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
@@ -122,6 +138,7 @@ class DenseForward(ForwardCall):
         self.visits = visits_on_device(setup.problem, self.device)
         places = self.params.places = self.visits.places  # Q tiles of a head that visit anything
         self.params.visits = self.visits.params
+        self.bits = mask_bits(setup.problem, True, self.device)
         self.some_attend_nothing = places < setup.problem.q_tiles
         # Where all Q tiles take the same time, taking one head after the other also ends together.
         even = bool(setup.problem.kept.all())

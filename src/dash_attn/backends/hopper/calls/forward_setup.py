@@ -10,7 +10,7 @@ from ....scheduling.problem import Problem
 from ..tiles import CONSUMER_CHOICES, forward_tiles
 from .kernel_names import PACKED, KernelName, Variant, forward_kernel
 from .layout import DenseLayout, Layout, PackedLayout
-from .tables import mask_kind
+from .tables import kind_of
 
 CONSUMER_ROWS = 64  # queries of a consumer warpgroup
 LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
@@ -24,13 +24,17 @@ class ForwardSetup:
         self.q_rows, self.kv_rows = CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows
 
     def kernel(self) -> KernelName:
-        return forward_kernel(Variant(self.layout.dtype, self.layout.dim, bool(self.options.softcap), self.mask_kind), self.consumers)
+        options = self.options
+        modifiers = bool(options.dropout_p), options.alibi
+        return forward_kernel(
+            Variant(self.layout.dtype, self.layout.dim, bool(options.softcap), self.mask_kind, *modifiers), self.consumers
+        )
 
 
 class DenseForwardSetup(ForwardSetup):
     def __init__(self, layout: DenseLayout, options: AttentionOptions) -> None:
         self.problem = forward_problem(layout, options)
-        super().__init__(layout, options, self.problem.tile_q // CONSUMER_ROWS, mask_kind(options.mask))
+        super().__init__(layout, options, self.problem.tile_q // CONSUMER_ROWS, kind_of(self.problem))
 
 
 class PackedForwardSetup(ForwardSetup):

@@ -17,6 +17,8 @@ from ..tiles import (
     threads_per_row,
 )
 
+MODIFIER_NOTE_BYTES = 16  # on dropout and ALiBi, of a tile
+MODIFIER_BYTES = 2 * MODIFIER_NOTE_BYTES  # in shared memory
 PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
 
 
@@ -39,6 +41,16 @@ class Variant:
     dim: int
     softcap: bool
     mask_kind: str
+    dropout: bool = False
+    alibi: bool = False
+
+    @property
+    def modified(self) -> bool:
+        return self.dropout or self.alibi
+
+    @property
+    def modifiers(self) -> str:
+        return f"{flag(self.dropout)}, {flag(self.alibi)}"
 
     @property
     def packed(self) -> str:
@@ -46,8 +58,12 @@ class Variant:
 
 
 def forward_kernel(variant: Variant, consumers: int) -> KernelName:
-    name = f"attention_forward<{variant.dtype}, {variant.dim}, {consumers}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}>"
-    return KernelName("forward/attention.cuh", name, 128 * (consumers + 1), forward_tiles(variant.dim, consumers).shared_bytes)
+    choices = f"{variant.dtype}, {variant.dim}, {consumers}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}"
+    threads, shared_bytes = 128 * (consumers + 1), forward_tiles(variant.dim, consumers).shared_bytes
+    if variant.modified:
+        name = f"attention_forward_modified<{choices}, {variant.modifiers}>"
+        return KernelName("forward/modified.cuh", name, threads, shared_bytes + MODIFIER_BYTES)
+    return KernelName("forward/attention.cuh", f"attention_forward<{choices}>", threads, shared_bytes)
 
 
 def decode_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
@@ -55,9 +71,9 @@ def decode_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
     return KernelName("decode/attention.cuh", name, DECODE_THREADS, decode_tiles(dim).shared_bytes)
 
 
-def cluster_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
-    name = f"attention_decode_cluster<{dtype}, {dim}, {flag(softcap)}>"
-    return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim).shared_bytes)
+def cluster_kernel(dtype: str, dim: int, columns: int, softcap: bool) -> KernelName:
+    name = f"attention_decode_cluster<{dtype}, {dim}, {columns}, {flag(softcap)}>"
+    return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim, columns).shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,7 @@ class BackwardKernels:
     attention: KernelName
     postprocess: KernelName
     sink_gradient: KernelName
+    modifier_notes: KernelName | None = None  # first, where there is dropout or ALiBi
 
 
 def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool = False) -> BackwardKernels:
@@ -73,13 +90,20 @@ def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool =
     dtype, packed, tiles = variant.dtype, variant.packed, backward_tiles(variant.dim, v_dim)
     dims = f"{variant.dim}, {v_dim}"
     flags = f"{flag(ordered)}, {flag(variant.softcap)}"
-    attention = f"attention_backward<{dtype}, {dims}, {flags}, MaskKind::{variant.mask_kind}{', true' if record else ''}>"
     preprocess = f"backward_preprocess<{dtype}, {threads_per_row(v_dim)}, {tiles.q_rows}, {packed}>"
+    if variant.modified:
+        assert ordered, "support.py refuses others"
+        name = f"attention_backward_modified<{dtype}, {dims}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}, {variant.modifiers}>"
+        attention = KernelName("backward/modified.cuh", name, THREADS, tiles.shared_bytes + MODIFIER_BYTES)
+    else:
+        name = f"attention_backward<{dtype}, {dims}, {flags}, MaskKind::{variant.mask_kind}{', true' if record else ''}>"
+        attention = KernelName("backward/attention.cuh", name, THREADS, tiles.shared_bytes)
     return BackwardKernels(
         KernelName("backward/preprocess.cuh", preprocess),
-        KernelName("backward/attention.cuh", attention, THREADS, tiles.shared_bytes),
+        attention,
         KernelName("backward/postprocess.cuh", f"backward_postprocess<{dtype}, {dims}, {packed}>"),
         KernelName("backward/sink_gradient.cuh", f"sink_gradient<{tiles.q_rows}, {packed}>"),
+        KernelName("backward/modifier_notes.cuh", f"modifier_notes<{packed}>") if variant.modified else None,
     )
 
 

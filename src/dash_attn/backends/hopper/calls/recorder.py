@@ -19,6 +19,7 @@ from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
 from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
+from ..support import refuse_modifiers
 from .backward import DenseBackward
 from .backward_setup import DenseBackwardSetup
 from .layout import CallCache, DenseLayout, PackedLayout
@@ -61,6 +62,7 @@ def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 def check_recordable(q: Tensor, k: Tensor, options: AttentionOptions) -> None:
     """What runs must be what the schedule says."""
+    refuse_modifiers(options, "recordings")
     if runs_packed(options):
         raise ValueError(
             "documents run as packed sequences, which are planned on the device and not recorded; name a schedule to record it"

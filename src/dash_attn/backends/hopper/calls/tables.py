@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....masks import Causal, Full, IntervalMask, Mask, TileMap, Window
+from ....masks import Causal, Full, IntervalMask, Mask, TileMap, TilePattern, Window
+from ....masks.tile_pattern import BLOCK
 from ....scheduling.forward_visits import visit_tables
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
@@ -112,18 +113,32 @@ class VisitsOnDevice:
 
 
 def mask_kind(mask: Mask) -> str:
-    """How a kernel masks the elements of partial tiles: by a band, by row bounds or by blocks."""
+    """How a kernel masks the elements of partial tiles: by a band, by row bounds, by blocks or by bits of their own."""
     if isinstance(mask, (Full, Causal, Window)):
         return "Band"
     if isinstance(mask, IntervalMask):
         return "Rows"
     if isinstance(mask, TileMap):
         return "Blocks"
+    if isinstance(mask, TilePattern):
+        return "Bits"
     raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
 
 
+def masks_by_bits(problem: Problem) -> bool:
+    """Boolean matrices with partial blocks; and without, where tiles are no multiples of blocks: look-ups of blocks would take longer."""
+    mask = problem.mask
+    is_matrix = isinstance(mask, TileMap) and (mask.block_q, mask.block_kv) == (BLOCK, BLOCK)
+    return isinstance(mask, TilePattern) or (is_matrix and bool(problem.partial.any()))
+
+
+def kind_of(problem: Problem) -> str:
+    """As mask_kind, of dense tensors."""
+    return "Bits" if masks_by_bits(problem) else mask_kind(problem.mask)
+
+
 class MaskOnDevice:
-    """What a kernel needs to mask the elements of partial tiles."""
+    """What a kernel needs to mask the elements of partial tiles. Bits come with a call (mask_bits.py)."""
 
     def __init__(self, mask: Mask, q_len: int, kv_len: int, device: torch.device) -> None:
         self.kind = mask_kind(mask)

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .machine_code import machine_code_hash
+from ...machine_code import machine_code_hash
 
 MAGIC = b"dash-attn-cubin-2\n"
 

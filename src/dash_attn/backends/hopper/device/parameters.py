@@ -60,9 +60,22 @@ class MaskParams(Structure):
         ("int", "q_len, kv_len", "of every sequence, in a batch of equal lengths"),
         ("int", "band_right", "Band: key - query <= band_top, which is band_right and the offset that aligns the last query and key ..."),
         ("u32", "band_width", "... and band_top - (key - query) <= band_width"),
-        ("const int2*", "rows", "Rows: first kept key and end of the kept keys of each query"),
-        ("const unsigned char*", "blocks", "Blocks: one byte per block of block_q x block_kv"),
-        ("int", "block_q, block_kv, block_columns", ""),
+        ("const int2*", "rows", "Rows: first kept key and end of the kept keys of each query. Bits: see BitTables (common/mask.cuh)"),
+        ("const unsigned char*", "blocks", "Blocks: one byte per block of block_q x block_kv. Bits: those of partial tiles"),
+        ("int", "block_q, block_kv, block_columns", "Bits: where numbers per head begin (0: there are none), query heads, tiles in a row"),
+    )
+
+
+@shared_with_kernels
+class MaskBitsParams(Structure):
+    """A boolean matrix (masks/packed_matrix.py), and the partial tiles of which bits are wanted."""
+
+    _members_ = (
+        ("const u64*", "words", "[block][64] rows"),
+        ("const int*", "places", "[block of queries][block of keys] which of them it is"),
+        ("const int2*", "tiles", "[count] Q tile, KV tile"),
+        ("u32*", "bits", "[count][thread][words of a thread]"),
+        ("int", "count, q_len, kv_len, block_columns", ""),
     )
 
 
@@ -415,6 +428,32 @@ class ForwardParams(Structure):
         ("VisitTables", "visits", ""),
         ("const Sequence*", "sequences", "packed only"),
         ("const PackedTile*", "tiles", "packed only"),
+    )
+
+
+@shared_with_kernels
+class ModifierParams(Structure):
+    """Of dropout and ALiBi (common/modifiers.cuh), beside the parameters of a pass."""
+
+    _members_ = (
+        ("const u64*", "seeds", "[sequences]; null: no dropout"),
+        ("const float*", "slopes", "[sequences or 1][q_heads]; null: no ALiBi"),
+        ("i64", "first_head", "the query head, in the unsharded model, of the call's first one"),
+        ("const int4*", "notes", "backward only: [dQ tile] as ModifierNotesParams has them"),
+        ("int", "slope_stride", "from the slopes of a sequence to those of the next"),
+        ("float", "slope_factor", "from slopes to what scores (forward) or exponents (backward) are counted in"),
+        ("u32", "threshold", "of numbers that keep a pair, in the high half"),
+        ("float", "rescale", "of weights that are kept"),
+    )
+
+
+@shared_with_kernels
+class ModifierNotesParams(Structure):
+    _members_ = (
+        ("ModifierParams", "modifiers", ""),
+        ("TilePlaces", "tiles", ""),
+        ("int", "kv_len", "of every sequence, in a batch of equal lengths"),
+        ("int4*", "notes", "[dQ tile] the generator's key, low and high word; slope; keys of the sequence"),
     )
 
 

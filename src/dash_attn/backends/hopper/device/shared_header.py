@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from ....call import dropout
 from ....scheduling.generators._walks import HAND_OVER
 from ....scheduling.generators.alternating import MANY_MEMBERS, ONE_CAUSAL_CLASS, ONE_CLASS
 from ....scheduling.generators.auto import FEW_KV_TILES
@@ -18,7 +19,7 @@ from . import parameters
 from .parameters import RAGGED, STRUCTURES, Structure
 
 NAME = "common/shared_with_python.cuh"
-MASK_KINDS = ("Band", "Rows", "Blocks", "Packed")
+MASK_KINDS = ("Band", "Rows", "Blocks", "Packed", "Bits")
 TROUBLES = {
     "Hang": "HANG",
     "BadLengths": "BAD_LENGTHS",
@@ -38,6 +39,7 @@ def shared_header() -> str:
         "// Written by backends/hopper/device/shared_header.py: what Python and the kernels share.",
         '#pragma once\n#include "common/types.cuh"',
         _constants(),
+        _generator(),
         _enumerations(),
         _tiles(),
         "\n".join(f"struct {name};" for name in STRUCTURES),
@@ -66,6 +68,16 @@ def _constants() -> str:
         "RAGGED": RAGGED,
     }
     return "\n".join(f"constexpr int {name} = {value};" for name, value in found.items())
+
+
+def _generator() -> str:
+    """Of dropout."""
+    words = {"PHILOX_MULTIPLIER": dropout.MULTIPLIER, "PHILOX_KEY_STEP": dropout.KEY_STEP}
+    longs = {"MIX_GAMMA": dropout.GAMMA, "MIX_1": dropout.MIX_1, "MIX_2": dropout.MIX_2}
+    lines = [f"constexpr int PHILOX_ROUNDS = {dropout.ROUNDS};"]
+    lines += [f"constexpr u32 {name} = {value:#x}u;" for name, value in words.items()]
+    lines += [f"constexpr u64 {name} = {value:#x}ull;" for name, value in longs.items()]
+    return "\n".join(lines)
 
 
 def _enumerations() -> str:

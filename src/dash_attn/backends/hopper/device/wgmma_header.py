@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-WIDTHS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+WIDTHS = (8, 16, 32, 64, 80, 96, 112, 128, 192, 256)
 DTYPES = ("bf16", "f16")
 
 

@@ -114,7 +114,7 @@ template <typename C> DEVICE constexpr int state_quad(int wg, int first) {
 struct StepNote {
   int rows;  // what a consumer wants, in one word
   int q_head, dq_tile, rank;
-  static DEVICE int pack_rows(int q_row, int partial) { return 2 * q_row + partial; }
+  static DEVICE int pack_rows(int q_row, int partial) { return 2 * q_row + partial; }  // MaskKind::Bits: see BitTables instead
   DEVICE int q_row() const { return rows >> 1; }
   DEVICE bool partial() const { return rows & 1; }
 };
@@ -265,6 +265,11 @@ template <typename C> struct Notes {
   DEVICE int q_shift(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_shift)); }
   DEVICE int q_plane(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, q_plane)); }
   DEVICE int keys(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, keys)); }
+  // Where notes have the number of a tile's bits instead of its first row (MaskKind::Bits).
+  DEVICE int q_tile(const Pipeline& pipe, const StepNote& note, int head_tiles) const {
+    const int member = note.q_head - word(pipe, OFFSET_OF(ChainRecord, q_head));
+    return note.dq_tile - word(pipe, OFFSET_OF(ChainRecord, first_dq_tile)) - member * head_tiles;
+  }
   DEVICE int first_sum(const Pipeline& pipe) const { return word(pipe, OFFSET_OF(ChainRecord, first_sum)); }
   template <MaskKind MASK> DEVICE int mask_from(const Pipeline& pipe) const {
     return word(pipe, is_band(MASK) ? OFFSET_OF(ChainRecord, band_top) : OFFSET_OF(ChainRecord, kv_row));

@@ -4,17 +4,23 @@
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
+#include "backward/modified_elements.cuh"
 #include "common/wgmma.cuh"
 
-template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> struct Consumer {
+template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false, bool DROPOUT = false, bool ALIBI = false> struct Consumer {
   using C = BackwardConfig<D>;
+  using Bits = OwnBits<MASK, C::SCORE_REGISTERS, 2 * WARPGROUP>;
+  static constexpr bool EARLY_BITS = MASK == MaskKind::Bits && !SOFTCAP;  // while S is computed, likewise
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2, GROUPS = SCORES / 4;
-  static constexpr bool READS_NOTE_EARLY = Q_ROWS == 64 || is_band(MASK);  // while S is computed; costs a register
+  static constexpr bool READS_NOTE_EARLY = (Q_ROWS == 64 || is_band(MASK) || EARLY_BITS) && !DROPOUT;  // while S is computed; a register
   // Groups of LSE and delta loaded while the product before them still runs; more would spill.
-  static constexpr int EARLY_LSE = Q_ROWS == 64 ? (SOFTCAP ? 4 : GROUPS) : SOFTCAP ? 1 : is_band(MASK) ? 6 : 2;
-  static constexpr int EARLY_DELTA = Q_ROWS == 64 && !SOFTCAP ? 4 : 1;
+  static constexpr bool FEWER = SOFTCAP || DROPOUT;
+  static constexpr bool DP_LATE = DROPOUT && Q_ROWS == 128;  // behind the element-wise work of S, which needs the registers
+  static constexpr int EARLY_LSE = Q_ROWS == 64 ? (FEWER ? (MASK == MaskKind::Bits ? 2 : 4) : GROUPS) : FEWER ? 1 : is_band(MASK) ? 6 : 2;
+  static constexpr int EARLY_DELTA = Q_ROWS == 64 && !FEWER ? 4 : 1;
 
   const BackwardParams& p;
+  const ModifierParams* m;  // of dropout and ALiBi
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
@@ -23,9 +29,10 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
   float s[SCORES], dp[SCORES], dq[C::DQ_REGISTERS];
   u32 probability[PAIRS], ds[PAIRS];
 
-  DEVICE Consumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
-      : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
-        lane(lane_of_warp) {}
+  DEVICE Consumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp,
+                  const ModifierParams* modifiers = nullptr)
+      : p(params), m(modifiers), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
+        warp(warp_of_block & 3), lane(lane_of_warp) {}
 
   // Of legs (backward/legs.cuh), dK and dV begin as states and end as such: there are no maps.
   DEVICE void run(const TensorMap* dk_map, const TensorMap* dv_map, const LegParams* legs = nullptr) {
@@ -45,7 +52,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
         kv_loads++;
       }
       if (!LEGS && p.sums == nullptr) {
-        store_tile(dv, 1.f, dv_map, notes.chain(pipe));
+        store_tile(dv, DROPOUT ? m->rescale : 1.f, dv_map, notes.chain(pipe));
         store_tile(dk, p.scale, dk_map, notes.chain(pipe));
       } else {
         put_sum<0>(steps, pipe);
@@ -95,6 +102,8 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
     bars.q_full(STAGE).wait(phase);
     int rows;
     if constexpr (READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
+    Bits bits;
+    if constexpr (EARLY_BITS) bits = bits_of(rows);
     float2 lse[EARLY_LSE];
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE, STAGE, g);
@@ -106,19 +115,33 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
     } else {
       bars.v_full().wait(kv_phase);
     }
-    bars.do_full(STAGE).wait(phase);
-    multiply_dp<STAGE>();
-    wgmma_wait<1>();  // S
+    if constexpr (DP_LATE) {
+      wgmma_wait<0>();
+    } else {
+      bars.do_full(STAGE).wait(phase);
+      multiply_dp<STAGE>();
+      wgmma_wait<1>();  // S
+    }
     pin(s);
     if constexpr (!READS_NOTE_EARLY) rows = load_shared_i32(notes.step_at(pipe.steps + j));
     if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
-    mask_partial(rows, pipe);
-    exponentiate<STAGE>(lse);
+    if constexpr (MASK == MaskKind::Bits)
+      (EARLY_BITS ? bits : bits_of(rows)).apply(s, p.masked_score);
+    else
+      mask_partial(rows, pipe);
+    if constexpr (DROPOUT || ALIBI)
+      exponentiate_modified<STAGE>(rows, pipe, lse);
+    else
+      exponentiate<STAGE>(lse);
+    if constexpr (DP_LATE) {
+      bars.do_full(STAGE).wait(phase);
+      multiply_dp<STAGE>();
+    }
     multiply_dv<STAGE>();
     float2 delta[EARLY_DELTA];
 #pragma unroll
     for (int g = 0; g < EARLY_DELTA; g++) delta[g] = row_pair(C::DELTA, STAGE, g);
-    wgmma_wait<1>();  // dP
+    wgmma_wait<DP_LATE ? 0 : 1>();  // dP
     pin(dp);
     differentiate<STAGE>(delta);
     if constexpr (FIRST) await_stored();
@@ -211,6 +234,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
     return load_shared_f32x2(shared + rows + stage * C::ROW_BYTES + (lane & 3) * 8 + g * 32);
   }
 
+  DEVICE Bits bits_of(int note) { return {p.mask, note, opaque(wg * WARPGROUP + warp * WARP + lane)}; }
   DEVICE void mask_partial(int rows, const Pipeline& pipe) {
     const StepNote note{rows};
     if (!note.partial()) return;
@@ -227,11 +251,32 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
       exponentiate_group<Half, SOFTCAP>(s + 4 * g, lse, p.scale_log2, probability + 2 * g);
     }
   }
+  template <int STAGE> DEVICE void exponentiate_modified(int rows, const Pipeline& pipe, const float2 (&early)[EARLY_LSE]) {
+    const int4 note = load_shared_i32x4(shared + C::SHARED_BYTES + STAGE * MODIFIER_NOTE_BYTES);
+    const int more = more_keys<MASK>(notes, pipe, p.mask);
+    // Opaque, else all that follows from them would be kept in registers. With distances, that spills less.
+    const int own = ALIBI ? lane : opaque(lane), key = wg * 64 + (ALIBI ? warp : opaque(warp)) * 16 + (own >> 2);
+    const ElementModifiers<DROPOUT, ALIBI> change(note, *m, StepNote{rows}.q_row(), key, own, notes.keys(pipe), more);
+#pragma unroll
+    for (int k = 0; k < GROUPS / 2; k++) {
+      float2 lse[2];
+#pragma unroll
+      for (int g = 0; g < 2; g++)
+        lse[g] = 2 * k + g < EARLY_LSE ? early[2 * k + g < EARLY_LSE ? 2 * k + g : 0] : row_pair(C::LSE, STAGE, 2 * k + g);
+      float x[8];
+      exponentiate_sixteen<SOFTCAP>(change, k, s + 8 * k, lse, p.scale_log2, x);
+#pragma unroll
+      for (int i = 0; i < 4; i++) probability[4 * k + i] = pack_kept<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+    }
+  }
   template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       const float2 delta = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, STAGE, g);
-      differentiate_group<Half>(s + 4 * g, dp + 4 * g, delta, ds + 2 * g);
+      if constexpr (DROPOUT)
+        differentiate_dropped<Half>(s + 4 * g, dp + 4 * g, delta, m->rescale, ds + 2 * g);
+      else
+        differentiate_group<Half>(s + 4 * g, dp + 4 * g, delta, ds + 2 * g);
     }
   }
 
@@ -260,7 +305,12 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool LEGS = false> 
     for (int i = 0; i < C::SUM_REGISTERS / 4; i++) {
       const int first = PIECE * C::SUM_REGISTERS + 4 * i;
       const float* r = first < D / 2 ? dv + first : dk + first - D / 2;
-      store_shared_f32x4(at + i * (WARPGROUP * 16), r[0], r[1], r[2], r[3]);
+      if constexpr (DROPOUT) {
+        const float factor = first < D / 2 ? m->rescale : 1.f;
+        store_shared_f32x4(at + i * (WARPGROUP * 16), r[0] * factor, r[1] * factor, r[2] * factor, r[3] * factor);
+      } else {
+        store_shared_f32x4(at + i * (WARPGROUP * 16), r[0], r[1], r[2], r[3]);
+      }
     }
     publish(bars.dq_full(stage));
   }

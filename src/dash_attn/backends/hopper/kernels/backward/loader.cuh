@@ -1,15 +1,16 @@
 // One thread: loads the tiles of each step by TMA, two stages ahead of the consumers.
 #pragma once
 #include "backward/config.cuh"
+#include "common/modifiers.cuh"
 
-template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
+template <int D, int DV, MaskKind MASK, bool LEGS = false, bool MODIFIED = false> struct Loader {
   using C = BackwardConfig<D, DV>;
   const BackwardParams& p;
   const TensorMap *q_map, *k_map, *v_map, *do_map;
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
-  const LegParams* legs = nullptr;
+  const typename Choice<MODIFIED, ModifierParams, LegParams>::type* more = nullptr;  // of dropout and ALiBi, or of legs
 
   DEVICE void run() {
     Pipeline pipe;
@@ -39,7 +40,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
 
   template <int PANELS> DEVICE void load_kv(int at, const TensorMap* map, Barrier full, const Pipeline& pipe) {
     ChainNote chain = notes.chain(pipe);
-    if constexpr (LEGS) chain.kv_head -= legs->first_kv_head;
+    if constexpr (LEGS) chain.kv_head -= more->first_kv_head;
     full.arrive_expect(PANELS * C::KV_PANEL);
     for (int i = 0; i < PANELS; i++)
       tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head, chain.kv_row,
@@ -49,6 +50,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
     const u32 s = j & 1, number = pipe.steps + j;
     bars.note_full(number).wait((number / NOTES) & 1);
+    if constexpr (MODIFIED) load_modifiers(s, phase, load_shared_i32(notes.step_at(number) + OFFSET_OF(StepNote, dq_tile)));
     const StepNote note = notes.step(number);
     load_rows<C::PANELS>({C::Q, C::LSE, q_map, p.lse, bars.q_full(0), bars.q_empty(0)}, s, phase, note, pipe);
     if (j == 0) load_kv<C::V_PANELS>(C::V, v_map, bars.v_full(), pipe);  // behind the first Q: S needs no V
@@ -59,6 +61,13 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
       load_rows<C::V_PANELS>(grad_out, 0, number & 1, note, pipe);
   }
 
+  // They go with Q.
+  DEVICE void load_modifiers(u32 s, u32 phase, int dq_tile) {
+    bars.q_empty(s).wait(phase ^ 1);
+    bars.q_full(s).expect(MODIFIER_NOTE_BYTES);
+    bulk_load(shared + C::SHARED_BYTES + s * MODIFIER_NOTE_BYTES, more->notes + dq_tile, MODIFIER_NOTE_BYTES, bars.q_full(s).address);
+  }
+
   // A tile of Q or dO and the row statistics that go with it. Barriers are those of the first stage.
   struct Rows {
     int at, statistics_at;
@@ -66,10 +75,14 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Loader {
     const float* statistics;
     Barrier full, empty;
   };
+  DEVICE int q_row(const StepNote& note, const Pipeline& pipe) {
+    if constexpr (MASK != MaskKind::Bits) return note.q_row();
+    return notes.q_tile(pipe, note, p.head_tiles) * C::Q_ROWS;
+  }
   // By value: by reference the compiler reads parameters at other places. What the load needs is read before the wait: after it,
   // every cycle delays the tile.
   template <int PANELS> DEVICE void load_rows(const Rows rows, u32 s, u32 phase, const StepNote& note, const Pipeline& pipe) {
-    const int plane = notes.q_plane(pipe), row = note.q_row() + (PACKED ? notes.q_shift(pipe) : 0);
+    const int plane = notes.q_plane(pipe), row = q_row(note, pipe) + (PACKED ? notes.q_shift(pipe) : 0);
     rows.empty[s].wait(phase ^ 1);
     rows.full[s].arrive_expect(PANELS * C::Q_PANEL + C::ROW_BYTES);
     for (int i = 0; i < PANELS; i++)

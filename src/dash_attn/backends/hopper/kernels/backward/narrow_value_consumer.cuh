@@ -4,20 +4,26 @@
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
+#include "backward/modified_elements.cuh"
 #include "common/wgmma.cuh"
 
-template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS = false> struct NarrowValueConsumer {
+template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS = false, bool DROPOUT = false, bool ALIBI = false>
+struct NarrowValueConsumer {
   using C = BackwardConfig<D, DV>;
   static constexpr int Q_ROWS = C::Q_ROWS, KV_ROWS = C::KV_ROWS, SCORES = C::SCORE_REGISTERS, PAIRS = SCORES / 2;
+  using Bits = OwnBits<MASK, SCORES, 2 * WARPGROUP>;
+  static constexpr bool EARLY_BITS = MASK == MaskKind::Bits && !SOFTCAP;  // loaded while S is computed; costs a register
   static constexpr int DEPTH = Q_ROWS / 16;  // of dV and dK, in matrix products
   // Groups of LSE and delta loaded while the product before them still runs. With softcap, fewer of delta would spill.
   static constexpr int EARLY_LSE = 4, EARLY_DELTA = SOFTCAP ? 8 : 2;
-  // dS is made from P in float16, which rounds eight times finer than bfloat16; with softcap, from P times the slope of the cap.
-  static constexpr bool HAS_WEIGHTS = SOFTCAP || Half::is_bf16;
+  // dS is made from P in float16, which rounds eight times finer than bfloat16; with softcap, from P times the slope of the cap;
+  // with dropout, from P that may be negative.
+  static constexpr bool HAS_WEIGHTS = SOFTCAP || DROPOUT || Half::is_bf16;
   // P is lifted by a power of two, so that small ones are no denormals of float16 either. Whoever takes it drops it again, exactly.
   static constexpr float LIFT = 12.f, DROP = C::DV_FACTOR;
 
   const BackwardParams& p;
+  const ModifierParams* m;  // of dropout and ALiBi
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
@@ -26,8 +32,9 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
   int left;    // steps of the chain still to come
   float dk[D / 2], dv[DV / 2], s[SCORES];
 
-  DEVICE NarrowValueConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
-      : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
+  DEVICE NarrowValueConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp,
+                             const ModifierParams* modifiers = nullptr)
+      : p(params), m(modifiers), notes{shared_base}, bars{shared_base}, shared(shared_base), wg(warp_of_block / 4 - 1),
         thread(warp_of_block % 4 * WARP + lane_of_warp) {}
 
   // Of legs (backward/legs.cuh), dK and dV begin as states and end as such: there are no maps.
@@ -47,7 +54,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
         at.bits ^= Progress::KV;
       }
       if (!LEGS && p.sums == nullptr) {
-        store_tile<0, DV>(dv, DROP, dv_map, notes.chain(at.chain()));
+        store_tile<0, DV>(dv, DROPOUT ? DROP * m->rescale : DROP, dv_map, notes.chain(at.chain()));
         store_tile<0, 128>(dk, p.scale, dk_map, notes.chain(at.chain()));
         store_tile<128, D>(dk, p.scale, dk_map, notes.chain(at.chain()));
       } else {
@@ -112,18 +119,26 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
     bars.q_full(STAGE).wait(at.template phase<STAGE>());
     multiply_s<STAGE>();
     const int rows = load_shared_i32(notes.step_at(at.number()));
+    Bits bits;
+    if constexpr (EARLY_BITS) bits = bits_of(rows);
     float2 lse[EARLY_LSE];
 #pragma unroll
     for (int g = 0; g < EARLY_LSE; g++) lse[g] = row_pair(C::LSE + STAGE * C::ROW_BYTES, g);
     wgmma_wait<0>();  // S
     pin(s);
     if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
-    mask_partial(rows, at);
+    if constexpr (MASK == MaskKind::Bits)
+      (EARLY_BITS ? bits : bits_of(rows)).apply(s, p.masked_score);
+    else
+      mask_partial(rows, at);
     u32 probability[PAIRS], weights[PAIRS];
     bars.do_full(0).wait(at.number() & 1);
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {  // dV += P^T dO: sixteen queries as soon as their P is there
-      exponentiate<STAGE>(k, lse, probability, weights);
+      if constexpr (DROPOUT || ALIBI)
+        exponentiate_modified<STAGE>(k, rows, at, lse, probability, weights);
+      else
+        exponentiate<STAGE>(k, lse, probability, weights);
       multiply_rows(dv, probability, C::DO, k);
     }
     wgmma_commit();
@@ -210,6 +225,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
   // ---- element-wise work
   DEVICE float2 row_pair(int rows, int g) { return load_shared_f32x2(shared + rows + (thread & 3) * 8 + g * 32); }
 
+  DEVICE Bits bits_of(int note) { return {p.mask, note, wg * WARPGROUP + opaque(thread)}; }
   DEVICE void mask_partial(int rows, const Progress& at) {
     const StepNote note{rows};
     if (!note.partial()) return;
@@ -238,16 +254,43 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
       }
     }
   }
+  template <int STAGE> DEVICE void exponentiate_modified(int k, int rows, const Progress& at, const float2 (&early)[EARLY_LSE],
+                                                         u32 (&probability)[PAIRS], u32 (&weights)[PAIRS]) {
+    const int4 note = load_shared_i32x4(shared + C::SHARED_BYTES + STAGE * MODIFIER_NOTE_BYTES);
+    const int more = more_keys<MASK>(notes, at.chain(), p.mask);
+    const u32 own = opaque(thread), lane = own % WARP, warp = own / WARP;
+    const int key = wg * 64 + warp * 16 + (lane >> 2);
+    const ElementModifiers<DROPOUT, ALIBI> change(note, *m, StepNote{rows}.q_row(), key, lane, notes.keys(at.chain()), more);
+    float2 lift[2];
+#pragma unroll
+    for (int g = 2 * k; g < 2 * k + 2; g++) {
+      const float2 lse = g < EARLY_LSE ? early[g < EARLY_LSE ? g : 0] : row_pair(C::LSE + STAGE * C::ROW_BYTES, g);
+      lift[g - 2 * k] = make_float2(lse.x - LIFT, lse.y - LIFT);
+    }
+    float x[8];
+    exponentiate_sixteen<SOFTCAP>(change, k, s + 8 * k, lift, p.scale_log2, x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      probability[4 * k + i] = pack_kept<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+      if constexpr (HAS_WEIGHTS) weights[4 * k + i] = pack<f16>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    }
+  }
   // dS = P (dP - delta), likewise.
   DEVICE void differentiate(int k, const float2 (&early)[EARLY_DELTA], const u32 (&weights)[PAIRS], const float (&dp)[SCORES],
                             u32 (&ds)[PAIRS]) {
 #pragma unroll
     for (int g = 2 * k; g < 2 * k + 2; g++) {
       const float2 delta = g < EARLY_DELTA ? early[g < EARLY_DELTA ? g : 0] : row_pair(C::DELTA, g);
-      const float2 dropped = make_float2(-DROP * delta.x, -DROP * delta.y);
+      const float2 dropped = make_float2(-DROP * delta.x, -DROP * delta.y);  // not by dropout: the lift of P
 #pragma unroll
       for (int i = 2 * g; i < 2 * g + 2; i++) {
         const float2 weight = unpack<f16>(weights[i]);
+        if constexpr (DROPOUT) {
+          const float rescale = DROP * m->rescale;
+          ds[i] = pack<Half>(weight.x * dropped_difference(weight.x, dp[2 * i], rescale, -dropped.x),
+                             weight.y * dropped_difference(weight.y, dp[2 * i + 1], rescale, -dropped.y));
+          continue;
+        }
         ds[i] = pack<Half>(weight.x * fmaf(dp[2 * i], DROP, dropped.x), weight.y * fmaf(dp[2 * i + 1], DROP, dropped.y));
       }
     }
@@ -287,7 +330,7 @@ template <typename Half, int D, int DV, bool SOFTCAP, MaskKind MASK, bool LEGS =
     for (int i = 0; i < C::SUM_REGISTERS / 4; i++) {
       const int first = PIECE * C::SUM_REGISTERS + 4 * i;
       const float* r = first < DV / 2 ? dv + first : dk + first - DV / 2;
-      const float factor = !LEGS && first < DV / 2 ? DROP : 1.f;  // of a state, the ending drops it
+      const float factor = !LEGS && first < DV / 2 ? (DROPOUT ? DROP * m->rescale : DROP) : 1.f;  // of a state, the ending drops it
       store_shared_f32x4(at + i * (WARPGROUP * 16), r[0] * factor, r[1] * factor, r[2] * factor, r[3] * factor);
     }
     publish(bars.dq_full(stage));

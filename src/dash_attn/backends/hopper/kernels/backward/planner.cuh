@@ -48,6 +48,8 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
   };
   // Where the members of a chain's record are in its note.
   enum : u32 {
+    KV_ROW = OFFSET_OF(ChainRecord, kv_row),
+    Q_PLANE = OFFSET_OF(ChainRecord, q_plane),
     Q_HEAD = OFFSET_OF(ChainRecord, q_head),
     MEMBERS = OFFSET_OF(ChainRecord, members),
     FIRST_SUM = OFFSET_OF(ChainRecord, first_sum),
@@ -87,11 +89,18 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
       bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
       const int member = load_shared_i32(chain + WALK) & 1 ? load_shared_i32(chain + MEMBERS) - 1 - m : m;
       store_shared_i32x4(notes.step_at(number),
-                         make_int4(StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial), load_shared_i32(chain + Q_HEAD) + member,
+                         make_int4(rows_of(chain, step, member), load_shared_i32(chain + Q_HEAD) + member,
                                    load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
       bars.note_full(number).arrive();
     }
     return counts;
+  }
+
+  DEVICE int rows_of(u32 chain, const Step& step, int member) {
+    if constexpr (MASK != MaskKind::Bits) return StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial);
+    if (!step.partial) return 0;
+    return BitTables::note(BitTables{p.mask}.number(load_shared_i32(chain + KV_ROW) / C::KV_ROWS, step.q_tile,
+                                                    load_shared_i32(chain + Q_PLANE), load_shared_i32(chain + Q_HEAD) + member));
   }
 
   // dK and dV go to the sums of their KV tile as contributions to dQ go to dQ: in pieces, each in its turn.

@@ -6,24 +6,30 @@
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
+#include "backward/modified_elements.cuh"
 #include "common/wgmma.cuh"
 
-template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool LEGS = false> struct WideConsumer {
+template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool LEGS = false, bool DROPOUT = false, bool ALIBI = false>
+struct WideConsumer {
   using C = BackwardConfig<D>;
   static constexpr int WG = VALUES ? 0 : 1, SCORES = 32, SUM = D / 2, OWN = 32, INNER = C::INNER / 2;  // registers
   static constexpr int OUT = VALUES ? C::P : C::DS;
   static constexpr bool DQ_LATE = VALUES && SOFTCAP && D == 256;  // behind the element-wise work, which needs the registers
+  using Bits = OwnBits<MASK, SCORES, WARPGROUP>;
 
   const BackwardParams& p;
+  const ModifierParams* m;  // of dropout and ALiBi
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
   int warp, lane;  // warp inside the warpgroup
   Pipeline pipe;
   float sum[SUM], scores[SCORES];  // dV and S, or dK and dP
+  Bits bits;                       // of the scores that come next
 
-  DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp)
-      : p(params), notes{shared_base}, bars{shared_base}, shared(shared_base), warp(warp_of_block & 3), lane(lane_of_warp) {}
+  DEVICE WideConsumer(const BackwardParams& params, u32 shared_base, int warp_of_block, int lane_of_warp,
+                      const ModifierParams* modifiers = nullptr)
+      : p(params), m(modifiers), notes{shared_base}, bars{shared_base}, shared(shared_base), warp(warp_of_block & 3), lane(lane_of_warp) {}
 
   // Of legs (backward/legs.cuh), the sum begins as a state and ends as such: there is no map.
   DEVICE void run(const TensorMap* map, const LegParams* legs = nullptr) {
@@ -149,6 +155,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
       bars.q_full(stage(j)).wait(phase(j));
     else
       await_grad_out(j);
+    if constexpr (VALUES && MASK == MaskKind::Bits) bits = bits_of(j);
     const u32 a = opaque(shared >> 4), b = a + (VALUES ? stage(j) : do_stage(j)) * (C::Q_BYTES / DESCRIPTOR_UNIT);
     constexpr int KEYS = VALUES ? C::K : C::V, QUERIES = VALUES ? C::Q : C::DO;
     wgmma_fence();
@@ -190,13 +197,36 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
   // P, packed, and in fp32 for the other warpgroup.
   DEVICE void exponentiate(int j, u32 (&packed)[SCORES / 2]) {
     if constexpr (SOFTCAP) cap_scores(scores, p.cap_scale);
-    mask_partial(load_shared_i32(notes.step_at(pipe.steps + j)));
+    if constexpr (MASK == MaskKind::Bits)
+      bits.apply(scores, p.masked_score);
+    else
+      mask_partial(load_shared_i32(notes.step_at(pipe.steps + j)));
+    if constexpr (DROPOUT || ALIBI) {
+      exponentiate_modified(j, packed);
+    } else {
 #pragma unroll
-    for (int g = 0; g < SCORES / 4; g++)
-      exponentiate_group<Half, SOFTCAP>(scores + 4 * g, row_pair(C::LSE, stage(j), g), p.scale_log2, packed + 2 * g);
+      for (int g = 0; g < SCORES / 4; g++)
+        exponentiate_group<Half, SOFTCAP>(scores + 4 * g, row_pair(C::LSE, stage(j), g), p.scale_log2, packed + 2 * g);
+    }
     await_p_read(pipe.steps + j);
     put_fragments(scores, C::P);
     arrive(bars.p_full());
+  }
+  DEVICE Bits bits_of(int j) { return {p.mask, load_shared_i32(notes.step_at(pipe.steps + j)), opaque(warp * WARP + lane)}; }
+  DEVICE void exponentiate_modified(int j, u32 (&packed)[SCORES / 2]) {
+    const int4 note = load_shared_i32x4(shared + C::SHARED_BYTES + stage(j) * MODIFIER_NOTE_BYTES);
+    const int more = more_keys<MASK>(notes, pipe, p.mask);
+    const int q_row = StepNote{load_shared_i32(notes.step_at(pipe.steps + j))}.q_row();
+    const int own = opaque(lane), key = opaque(warp) * 16 + (own >> 2);  // else all that follows from them would be kept in registers
+    const ElementModifiers<DROPOUT, ALIBI> change(note, *m, q_row, key, own, notes.keys(pipe), more);
+#pragma unroll
+    for (int k = 0; k < SCORES / 8; k++) {
+      const float2 lse[2] = {row_pair(C::LSE, stage(j), 2 * k), row_pair(C::LSE, stage(j), 2 * k + 1)};
+      float x[8];
+      exponentiate_sixteen<SOFTCAP>(change, k, scores + 8 * k, lse, p.scale_log2, x);
+#pragma unroll
+      for (int i = 0; i < 4; i++) packed[4 * k + i] = pack_kept<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+    }
   }
   DEVICE void mask_partial(int rows) {
     const StepNote note{rows};
@@ -208,13 +238,24 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
   }
   // dS = P (dP - delta), packed, and to shared memory as [query][key]. delta goes with dO, which may be overwritten from here on.
   DEVICE void differentiate(int j, u32 (&packed)[SCORES / 2]) {
+    if constexpr (DROPOUT) {  // P tells what is dropped
+      bars.p_full().wait((pipe.steps + j) & 1);
 #pragma unroll
-    for (int g = 0; g < SCORES / 4; g++) subtract_delta(scores + 4 * g, row_pair(C::DELTA, do_stage(j), g));
-    arrive(bars.do_empty(do_stage(j)));
-    bars.p_full().wait((pipe.steps + j) & 1);
+      for (int g = 0; g < SCORES / 4; g++) {
+        const float4 v = load_shared_f32x4(my_float4(C::P) + g * (WARPGROUP * 16));
+        const float weights[4] = {v.x, v.y, v.z, v.w};
+        differentiate_dropped<Half>(weights, scores + 4 * g, row_pair(C::DELTA, do_stage(j), g), m->rescale, packed + 2 * g);
+      }
+      arrive(bars.do_empty(do_stage(j)));
+    } else {
 #pragma unroll
-    for (int g = 0; g < SCORES / 4; g++)
-      multiply_by_p<Half>(scores + 4 * g, load_shared_f32x4(my_float4(C::P) + g * (WARPGROUP * 16)), packed + 2 * g);
+      for (int g = 0; g < SCORES / 4; g++) subtract_delta(scores + 4 * g, row_pair(C::DELTA, do_stage(j), g));
+      arrive(bars.do_empty(do_stage(j)));
+      bars.p_full().wait((pipe.steps + j) & 1);
+#pragma unroll
+      for (int g = 0; g < SCORES / 4; g++)
+        multiply_by_p<Half>(scores + 4 * g, load_shared_f32x4(my_float4(C::P) + g * (WARPGROUP * 16)), packed + 2 * g);
+    }
     arrive(bars.p_empty());
     bars.ds_empty(stage(j)).wait(phase(j) ^ 1);
     put_ds(j, packed);
@@ -257,7 +298,11 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
       const float* r = sum + FIRST + 4 * i;
-      store_shared_f32x4(my_float4(C::DQ + WG * C::OWN_BYTES) + i * (WARPGROUP * 16), r[0], r[1], r[2], r[3]);
+      const u32 at = my_float4(C::DQ + WG * C::OWN_BYTES) + i * (WARPGROUP * 16);
+      if constexpr (DROPOUT && VALUES)
+        store_shared_f32x4(at, r[0] * m->rescale, r[1] * m->rescale, r[2] * m->rescale, r[3] * m->rescale);
+      else
+        store_shared_f32x4(at, r[0], r[1], r[2], r[3]);
     }
     publish(bars.dq_full(stage(j), WG));
   }
@@ -292,7 +337,7 @@ template <typename Half, int D, bool SOFTCAP, MaskKind MASK, bool VALUES, bool L
     bulk_commit();
   }
   DEVICE void put_panel(const float* columns, u32 at) {
-    const float factor = VALUES ? 1.f : p.scale;
+    const float factor = !VALUES ? p.scale : DROPOUT ? m->rescale : 1.f;
 #pragma unroll
     for (int g = 0; g < 4; g++) {
       u32 r[4];

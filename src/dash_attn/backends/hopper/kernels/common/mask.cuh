@@ -25,6 +25,50 @@ template <MaskKind KIND> struct KeyMask {
   }
 };
 
+// MaskKind::Bits is any boolean matrix. A partial tile has bits of its own, in the order in which the threads of a warpgroup hold its
+// scores (device_planning/mask_bits.cuh), and a number: that of its bits. Here members of MaskParams have another meaning, because
+// another member would move those behind it, and the machine code of all kernels with them.
+struct BitTables {
+  const MaskParams& mask;
+  DEVICE const int* numbers() const { return (const int*)mask.rows; }  // [row of tiles][tile], then [sequence][query head]
+  // ... of the tile; where heads have matrices of their own, as many further on as the tiles of the matrices before have.
+  DEVICE int number(int row, int tile, int sequence, int q_head) const {
+    const int in_matrix = __ldg(numbers() + row * mask.block_columns + tile), per_head = mask.block_q;
+    return per_head == 0 ? in_matrix : in_matrix + __ldg(numbers() + per_head + sequence * mask.block_kv + q_head);
+  }
+  // What a note says of a tile, in one word: 0 if all elements attend.
+  static DEVICE int note(int number) { return 2 * number + 1; }
+};
+
+// The bits of this thread's scores. Loaded long before the scores come. `thread`: of all consumers that share a tile, `THREADS` of them.
+template <MaskKind KIND, int SCORES, int THREADS> struct OwnBits {
+  DEVICE OwnBits() {}
+  DEVICE OwnBits(const MaskParams&, int, u32) {}
+};
+template <int SCORES, int THREADS> struct OwnBits<MaskKind::Bits, SCORES, THREADS> {
+  static constexpr int WORDS = SCORES > 32 ? 2 : 1;
+  u32 low = ~0u, high = ~0u;
+
+  DEVICE OwnBits() {}
+  DEVICE OwnBits(const MaskParams& mask, int note, u32 thread) {
+    if (!(note & 1)) return;
+    const i64 at = (i64)(note >> 1) * THREADS + thread;
+    if constexpr (WORDS == 2) {
+      const uint2 both = __ldg((const uint2*)mask.blocks + at);
+      low = both.x, high = both.y;
+    } else {
+      low = __ldg((const u32*)mask.blocks + at);
+    }
+  }
+  DEVICE bool keep_all() const { return WORDS == 2 ? (low & high) == ~0u : low == ~0u; }
+  DEVICE void apply(float (&s)[SCORES], float masked) const {
+    if (keep_all()) return;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (!((i < 32 ? low : high) >> (i % 32) & 1)) s[i] = masked;
+  }
+};
+
 // Sets the scores that do not attend. Register 4 g + e of a score tile is key row + 8 (e / 2), query column 8 g + e % 2 of `query`.
 template <MaskKind KIND, int SCORES> DEVICE void mask_scores(float (&s)[SCORES], const MaskParams& mask, const KeyMask<KIND>& low,
                                                              const KeyMask<KIND>& high, int query, float masked) {

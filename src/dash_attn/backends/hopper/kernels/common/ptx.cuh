@@ -11,6 +11,9 @@ DEVICE void mbarrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta
 DEVICE void mbarrier_arrive_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+DEVICE void mbarrier_expect(u32 bar, u32 bytes) {  // more bytes in this phase
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
 DEVICE void mbarrier_wait(u32 bar, u32 phase) {
   asm volatile(
       "{\n.reg .pred done;\nWAIT:\n"
@@ -27,6 +30,7 @@ struct Barrier {
   DEVICE void wait(u32 phase) const { mbarrier_wait(address, phase); }
   DEVICE void arrive() const { mbarrier_arrive(address); }
   DEVICE void arrive_expect(u32 bytes) const { mbarrier_arrive_expect(address, bytes); }
+  DEVICE void expect(u32 bytes) const { mbarrier_expect(address, bytes); }
 };
 
 // ---- bulk copies (TMA)
@@ -175,6 +179,15 @@ template <typename Half> DEVICE u32 pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// The same, with 0 instead of negative numbers.
+template <typename Half> DEVICE u32 pack_positive(float low, float high) {
+  u32 r;
+  if constexpr (Half::is_bf16)
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 template <typename Half> DEVICE float2 unpack(u32 pair) {

@@ -4,11 +4,11 @@
 #include "decode/cluster_outputs.cuh"
 #include "decode/cluster_scores.cuh"
 
-template <typename Half, int D, bool SOFTCAP> __global__ void __cluster_dims__(ClusterConfig<D>::CTAS, 1, 1)
-    __launch_bounds__(ClusterConfig<D>::THREADS, 1)
+template <typename Half, int D, int COLUMNS, bool SOFTCAP> __global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1)
+    __launch_bounds__(ClusterConfig<D, COLUMNS>::THREADS, 1)
         attention_decode_cluster(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                                  const __grid_constant__ DecodeParams p) {
-  using C = ClusterConfig<D>;
+  using C = ClusterConfig<D, COLUMNS>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
@@ -24,13 +24,17 @@ template <typename Half, int D, bool SOFTCAP> __global__ void __cluster_dims__(C
   }
   cluster_sync();  // nobody sends to barriers that are not there yet
   if (warp < 4)
-    ClusterScores<Half, D, SOFTCAP>(p, unit, shared, rank, warp, lane).run();
+    ClusterScores<Half, C, SOFTCAP, 0>(p, unit, shared, rank, warp, lane).run();
   else if (warp < 8)
-    ClusterOutputs<Half, D>(p, unit, shared, rank, warp - 4, lane).run();
-  else if (warp < 9)
-    ClusterLoader<D>{p, &k_map, &v_map, unit, slots, shared, rank, lane}.run();
+    ClusterOutputs<Half, C>(p, unit, shared, rank, warp - 4, lane).run();
+  else if (warp < C::FIRST_LOADER)
+    ClusterScores<Half, C, SOFTCAP, 1>(p, unit, shared, rank, warp - 8, lane).run();
+  else if (warp == C::FIRST_LOADER)
+    ClusterKeys<C>{p, &k_map, unit, slots, shared, rank, lane}.run();
+  else if (warp == C::FIRST_LOADER + 1)
+    ClusterSums<C>{unit, {shared}, lane}.run();
   else
-    ClusterReceipts<D>{unit, {shared}, lane}.run();
+    ClusterValues<C>{p, &v_map, unit, slots, shared, rank, warp - C::FIRST_LOADER - 2, lane}.run();
   __syncwarp();
   cluster_sync();  // nobody leaves while others still read from it or write to it
 }

@@ -1,103 +1,144 @@
-// The warpgroup that owns 16 columns of the output: it goes through the messages of all tiles, in order.
+// The warpgroup that owns some columns of the output: it goes through the messages of all tiles, in order. While the product of a tile is
+// under way, it waits for the message and V of the next.
 #pragma once
 #include "common/wgmma.cuh"
 #include "decode/cluster_config.cuh"
 
-template <typename Half, int D> struct ClusterOutputs {
-  using C = ClusterConfig<D>;
-  static constexpr int OWN_THREADS = 2;  // a barrier of the warpgroup
+DEVICE float load_float(u32 shared) { return __int_as_float(load_shared_i32(shared)); }
+
+template <typename Half, typename C> struct ClusterOutputs {
   const DecodeParams& p;
   const Unit& unit;
   u32 shared, base;
   int rank, warp, lane;
   Mail<C> mail;
-  float out[C::OUTPUTS];
+  float out[4];  // rows 2 (lane % 4) and the next, of columns 16 warp + lane / 4 and 8 further
 
   DEVICE ClusterOutputs(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int rank_of_cta, int warp_of_group,
                         int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(shared_base >> 4), rank(rank_of_cta), warp(warp_of_group),
+      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), rank(rank_of_cta), warp(warp_of_group),
         lane(lane_of_warp), mail{shared_base} {}
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     Ring<typename C::VRing> ring{shared};
+    Ring<typename C::MessageRing> messages{shared};
+    Turn<C::ROUNDS> turn;
 #pragma unroll
-    for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
-    float highest = MINUS_INFINITY, sum = 0.f;
+    for (int i = 0; i < 4; i++) out[i] = 0.f;
+    u32 slot_before = 0;
+    int tiles = 0;  // of this round that were read
 #pragma unroll 1
     for (int visit = 0; visit < rounds.visits; visit++) {
-      const u32 message = mail.message(visit), start = rounds.first_key(visit);
-      mbarrier_wait(mail.message_full(visit), visit / C::MESSAGES & 1);
-      if (warp == 0 && lane == 0) mail.expect_message(rounds, visit + C::MESSAGES);
-      const float rescale = load(message + C::RESCALE + (lane >> 2) * 4);
-      highest = load(message + C::HIGHEST + (lane >> 2) * 4);
-      float part[C::LANES];
-#pragma unroll
-      for (int i = 0; i < C::LANES; i++) part[i] = load(message + C::PARTS + (i * C::ROWS * 4 + lane) * 4);
-      sum = add_to_sum(sum, rescale, part);
-#pragma unroll
-      for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale;
+      const u32 message = messages.address();
+      messages.full().wait(messages.phase);
+      const float2 rescale = load_shared_f32x2(message + C::RESCALE + (lane & 3) * 8);
       ring.full().wait(ring.phase);
-      if ((int)start < unit.low || (int)start + C::KV_ROWS > unit.high) clear_values(ring.address(), start);
-      multiply(message, ring.slot);
-      wgmma_wait<0>();
+      const int start = rounds.first_key(visit);
+      if (start < unit.low || start + C::KV_ROWS > unit.high) clear_values(ring.address(), start);
+      wgmma_wait<0>();  // the tile before
       pin(out);
-      __syncwarp();
-      if (lane == 0) {
-        ring.empty().arrive();
-        if (visit % C::CTAS == C::CTAS - 1 || visit == rounds.visits - 1) mail.round_read(visit / C::CTAS).arrive();
-      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[i] *= i & 1 ? rescale.y : rescale.x;
+      multiply(message, ring.slot);
+      if (visit > 0) release(slot_before, tiles, turn);
+      slot_before = ring.slot;
       ring.next();
+      messages.next();
     }
-    finish(highest, sum);
+    wgmma_wait<0>();
+    pin(out);
+    __syncwarp();
+    if (lane == 0 && rounds.visits > 0) mail.round_read(turn.slot).arrive();
+    finish();
   }
 
  private:
-  static DEVICE float load(u32 address) { return __int_as_float(load_shared_i32(address)); }
   // As in DecodeConsumer: a weight of 0 does not make a NaN 0.
   DEVICE void clear_values(u32 values, int start) {
     const int first = unit.low - start, end = unit.high - start;
 #pragma unroll 1
-    for (int i = warp * WARP + lane; i < C::KV_ROWS * 2; i += WARPGROUP)
-      if (i / 2 < first || i / 2 >= end) store_shared_i32x4(values + i * 16, make_int4(0, 0, 0, 0));
+    for (int i = warp * WARP + lane; i < C::V_BYTES / 16; i += WARPGROUP)
+      if (i / (C::V_ROW / 16) < first || i / (C::V_ROW / 16) >= end) store_shared_i32x4(values + i * 16, make_int4(0, 0, 0, 0));
     fence_async_shared();
-    named_barrier_sync<OWN_THREADS>(WARPGROUP);
+    named_barrier_sync<CLEARED>(WARPGROUP);
   }
-  DEVICE void multiply(u32 message, u32 slot) {  // O += P V
-    const u32 a = opaque(message >> 4), b = opaque(base) + slot * (C::V_BYTES / DESCRIPTOR_UNIT);
+  DEVICE void multiply(u32 message, u32 slot) {  // O^T += V^T P^T
+    const u32 a = opaque(base) + slot * (C::V_BYTES / DESCRIPTOR_UNIT), b = opaque(matrix_address(message));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_ss<Half, 0, 1>(true, out, descriptor_of(ALL_GROUPS_ALIKE, a + descriptor_low((k / 4) * C::GROUP + (k % 4) * SIXTEEN_COLUMNS)),
-                           descriptor_of(NARROW_ROWS, b + descriptor_low(C::V + k * 16 * C::V_ROW)));
+      wgmma_ss<Half, 1, 0>(true, out, descriptor_of(NARROW_ROWS<C::COLUMNS>, a + descriptor_low(C::V + k * 16 * C::V_ROW, 0)),
+                           descriptor_of(NOT_SWIZZLED, b + descriptor_low(k * 2 * C::P_GROUP, C::P_GROUP)));
     wgmma_commit();
   }
-  DEVICE void finish(float highest, float sum) {
-    if (warp != 0) return;  // its rows are the same
-    const RowPlace row(p, unit, unit.first_row + (lane >> 2));
-    const RowEnd end(p, row, highest, sum);
-    if (!row.exists) return;
-    if (rank == 0 && (lane & 3) == 0) p.lse[row.lse_at(p, unit)] = end.lse;
+  // A tile was read: its V, and with the last of a round also the messages.
+  DEVICE void release(u32 slot, int& tiles, Turn<C::ROUNDS>& turn) {
+    __syncwarp();
+    if (lane == 0) Barrier{shared + C::VRing::EMPTY}[slot].arrive();
+    if (++tiles < C::CTAS) return;
+    if (lane == 0) mail.round_read(turn.slot).arrive();
+    turn.next();
+    tiles = 0;
+  }
+  // The lane 4 further has the same rows of the next column: each of the two stores one row of both columns.
+  DEVICE void finish() {
+    named_barrier_sync<SUMMED>(WARPGROUP + WARP);
+    if (warp * 16 >= C::COLUMNS) return;  // its columns are those of another warp
+    const RowPlace of_sum(p, unit, unit.first_row + (lane >> 2));
+    const RowEnd end(p, of_sum, load_float(shared + C::SUMS + lane * 4), load_float(shared + C::SUMS + (WARP + lane) * 4));
+    if (of_sum.exists && rank == 0 && warp == 0 && (lane & 3) == 0) p.lse[of_sum.lse_at(p, unit)] = end.lse;
+    const int second = (lane >> 2) & 1, mine = 2 * (lane & 3) + second;
+    const float factor = __int_as_float(__shfl_sync(0xffffffffu, __float_as_int(end.factor), 4 * mine));
+    const RowPlace row(p, unit, unit.first_row + mine);
 #pragma unroll
-    for (int g = 0; g < 2; g++)
-      store_pair<Half>(p, unit, row, rank * C::COLUMNS + 8 * g + 2 * (lane & 3), out[4 * g] * end.factor, out[4 * g + 1] * end.factor);
+    for (int i = 0; i < 4; i += 2) {
+      const float theirs = __shfl_xor_sync(0xffffffffu, second ? out[i] : out[i + 1], 4);
+      const float x = second ? theirs : out[i], y = second ? out[i + 1] : theirs;
+      const int column = rank * C::COLUMNS + 16 * warp + 4 * i + (lane >> 2) - second;
+      if (row.exists) store_pair<Half>(p, unit, row, column, x * factor, y * factor);
+    }
   }
 };
 
-// One warp: tells the senders of a round that this CTA has read it. An arrive in another CTA waits for all memory operations before it,
-// which would hold up the warpgroup of the outputs.
-template <int D> struct ClusterReceipts {
-  using C = ClusterConfig<D>;
+// One warp: the row sums, which nobody waits for, and what holds up others: it prepares barriers for the next messages and tells the
+// senders of a round that this CTA has read it. (An arrive in another CTA waits for all memory operations before it.)
+template <typename C> struct ClusterSums {
   const Unit& unit;
   Mail<C> mail;
   int lane;
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
+    Ring<typename C::MessageRing> messages{mail.shared};
+    Turn<C::ROUNDS> turn;
+    float highest = MINUS_INFINITY, sum = 0.f;  // of row lane / 4
+    int visit = 0;
 #pragma unroll 1
     for (int round = 0; rounds.tiles_of(round) > 0; round++) {
-      mail.round_read(round).wait((round >> 1) & 1);
-      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(round), lane));
+#pragma unroll 1
+      for (int i = 0; i < rounds.tiles_of(round); i++, visit++) {
+        messages.full().wait(messages.phase);
+        if (lane == 0 && visit + C::MESSAGES < rounds.visits) messages.full().arrive_expect(C::MESSAGE_BYTES);
+        read(messages.address(), highest, sum);
+        messages.next();
+      }
+      mail.round_read(turn.slot).wait(turn.phase);
+      __syncwarp();
+      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(turn.slot), lane));
+      turn.next();
     }
+    store_shared_i32(mail.shared + C::SUMS + lane * 4, __float_as_int(highest));
+    store_shared_i32(mail.shared + C::SUMS + (WARP + lane) * 4, __float_as_int(sum));
+    named_barrier_arrive<SUMMED>(WARPGROUP + WARP);
+  }
+
+ private:
+  DEVICE void read(u32 message, float& highest, float& sum) {
+    highest = load_float(message + C::HIGHEST + (lane >> 2) * 4);
+    float part[C::LANES];
+#pragma unroll
+    for (int i = 0; i < C::LANES; i++) part[i] = load_float(message + C::PARTS + (i * C::ROWS * 4 + lane) * 4);
+    sum = add_to_sum(sum, load_float(message + C::RESCALE + (lane >> 2) * 4), part);
   }
 };

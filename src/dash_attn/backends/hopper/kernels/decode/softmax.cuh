@@ -17,17 +17,22 @@ template <int SCORES> DEVICE float tile_max(float (&s)[SCORES], int r) {
   return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
 }
 
-// Scores become weights, `part` their sums over this thread's columns. Returns what output and sum so far must be multiplied by.
+DEVICE float shift_of(float largest, float scale_log2) { return largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, scale_log2); }
+DEVICE float weight_of(float score, float scale_log2, float shift) { return exp2_approx(fmaf(score, scale_log2, -shift)); }
+// What output and sum so far must be multiplied by.
+DEVICE float rescale_of(float before, float scale_log2, float shift) { return exp2_approx(__fmul_rn(before, scale_log2) - shift); }
+
+// Scores become weights, `part` their sums over this thread's columns. Returns the rescale factor.
 template <int SCORES, int LANES>
 DEVICE float weigh(float (&s)[SCORES], int r, float before, float largest, float scale_log2, float (&part)[LANES]) {
-  const float shift = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, scale_log2);
+  const float shift = shift_of(largest, scale_log2);
 #pragma unroll
   for (int i = 0; i < SCORES / 2; i++) {
     float& x = row_score(s, r, i);
-    x = exp2_approx(fmaf(x, scale_log2, -shift));
+    x = weight_of(x, scale_log2, shift);
     part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
   }
-  return exp2_approx(__fmul_rn(before, scale_log2) - shift);
+  return rescale_of(before, scale_log2, shift);
 }
 
 template <int LANES> DEVICE float add_to_sum(float sum, float rescale, const float (&part)[LANES]) {

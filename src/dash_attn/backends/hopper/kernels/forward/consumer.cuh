@@ -2,6 +2,7 @@
 // work for another (most take turns); inside a warpgroup, P V of one KV tile runs under the softmax of the next.
 #pragma once
 #include "forward/config.cuh"
+#include "forward/element_modifiers.cuh"
 #include "common/wgmma.cuh"
 
 // The keys a query attends inside partial tiles.
@@ -30,14 +31,18 @@ template <MaskKind KIND> DEVICE bool is_kept(const MaskParams& mask, int query, 
   return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
 }
 
-template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> struct ForwardConsumer {
+template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK, bool DROPOUT = false, bool ALIBI = false>
+struct ForwardConsumer {
   using C = ForwardConfig<D, CONSUMERS>;
+  using Bits = OwnBits<MASK, C::SCORES, CONSUMERS * WARPGROUP>;
   static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the sum of a row
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
   // With two buffers for weights, a softmax waits for no output. With one, weights would overwrite those that it still reads.
-  static constexpr int BUFFERS = D > 64 && D <= 128 ? 2 : 1;  // beyond, registers are short; at 64 it does not pay
+  // Beyond 128, and with dropout, registers are short; at 64 it does not pay.
+  static constexpr int BUFFERS = D > 64 && D <= 128 && !DROPOUT ? 2 : 1;
   const ForwardParams& p;
+  const ModifierParams* m;  // of dropout and ALiBi
   u32 shared, base;
   ForwardBarrierHandles bars;
   int wg, warp, lane;
@@ -45,9 +50,10 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   u32 weights[BUFFERS][C::SCORES / 2];  // P in 16 bits
   float row_max[2], row_sum[2];  // rows lane / 4 and lane / 4 + 8 of the warp; the sum over this thread's columns only
 
-  DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, ForwardBarrierHandles barriers, int warp_of_block, int lane_of_warp)
-      : p(params), shared(shared_base), base(shared_base >> 4), bars(barriers), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
-        lane(lane_of_warp) {}
+  DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, ForwardBarrierHandles barriers, int warp_of_block, int lane_of_warp,
+                         const ModifierParams* modifiers = nullptr)
+      : p(params), m(modifiers), shared(shared_base), base(shared_base >> 4), bars(barriers), wg(warp_of_block / 4 - 1),
+        warp(warp_of_block & 3), lane(lane_of_warp) {}
 
   DEVICE void run(const TensorMap* out_map) {
     u32 loads = 0;
@@ -64,7 +70,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       const u32 q_stage = C::Q_STAGES == 2 ? slot : 0;
       bars.q_full(q_stage).wait(C::Q_STAGES == 2 ? phase : tiles & 1);
       if (tile.visits > 0)
-        visit(tile, q_stage, loads);
+        visit(tile, q_stage, loads, slot);
       else if (!C::OUT_OVER_Q)
         arrive(bars.q_empty(q_stage));
       loads += tile.visits;
@@ -104,22 +110,25 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   struct Rows {
     int query;
     QueryMask<MASK> low, high;
+    u32 slot;  // of the tile's notes
   };
 
-  DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load) {
+  DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load, u32 slot) {
     const int query = query_of(tile);
-    const Rows rows{query, {p.mask, query, tile.q_len, tile.kv_len}, {p.mask, query + 8, tile.q_len, tile.kv_len}};
+    const Rows rows{query, {p.mask, query, tile.q_len, tile.kv_len}, {p.mask, query + 8, tile.q_len, tile.kv_len}, slot};
     const u32 first = load, last = load + tile.visits - 1;
     float rescale[2], shift[2];
     await_k(load);
     const VisitNote note = note_of(load & 1);
+    const Bits bits = bits_of(note);
     await_turn();
     multiply_s(q_stage, load & 1);
     pass_turn();
     wgmma_wait<0>();
-    take_scores(rows, note, load & 1);
+    take_scores(rows, note, bits, load & 1);
     find_maxima(rescale, shift);
     exponentiate(rescale, shift);
+    if constexpr (DROPOUT) modifiers_of(rows, note.kv_tile()).drop(s, m->threshold);  // behind the sum, which has all weights
     pack_weights<0>();
     rescale[0] = rescale[1] = 1.f;  // there is no output yet
     if (BUFFERS == 1 && load < last) await_k(load + 1);
@@ -153,6 +162,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     float shift[2];
     if constexpr (BUFFERS == 2) await_k(load + 1);
     const VisitNote note = note_of(next);
+    const Bits bits = bits_of(note);
     if constexpr (BUFFERS == 2) take_output(next, is_under_way);
     await_turn();
     multiply_s(q_stage, next);
@@ -161,7 +171,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
     multiply_out<B>(now);
     if constexpr (BUFFERS == 1) pass_turn();
     wgmma_wait<1>();  // S
-    take_scores(rows, note, next);
+    take_scores(rows, note, bits, next);
     find_maxima(rescale, shift);
     if constexpr (BUFFERS == 2) pass_turn();  // late, so that warpgroups do not compete for the units of exp2
     if constexpr (BUFFERS == 1) {
@@ -170,6 +180,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
       rescale_output(rescale);
     }
     exponentiate(rescale, shift);
+    if constexpr (DROPOUT) modifiers_of(rows, note.kv_tile()).drop(s, m->threshold);  // behind the sum, which has all weights
     pack_weights<(B + 1) % BUFFERS>();
   }
   DEVICE void await_k(u32 load) { bars.k_full(load & 1).wait((load >> 1) & 1); }
@@ -186,16 +197,22 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
 #pragma unroll
     for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
   }
-  DEVICE void take_scores(const Rows& rows, VisitNote note, u32 stage) {
+  DEVICE void take_scores(const Rows& rows, VisitNote note, const Bits& bits, u32 stage) {
     pin(s);
     arrive(bars.k_empty(stage));
     if constexpr (SOFTCAP) cap_scores();
-    if (note.partial()) mask_scores(rows, note.kv_tile());
+    if constexpr (ALIBI) modifiers_of(rows, note.kv_tile()).take_off_distances(s);
+    if constexpr (MASK == MaskKind::Bits)
+      bits.apply(s, MINUS_INFINITY);
+    else if (note.partial())
+      mask_scores(rows, note.kv_tile());
   }
   template <int B> DEVICE void pack_weights() {
 #pragma unroll
     for (int i = 0; i < C::SCORES / 2; i++) weights[B][i] = pack<Half>(s[2 * i], s[2 * i + 1]);
   }
+
+  DEVICE Bits bits_of(VisitNote note) { return {p.mask, note.word, (u32)(wg * WARPGROUP + warp * WARP + lane)}; }
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
 
@@ -238,6 +255,9 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
   DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies by it
 #pragma unroll
     for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
+  }
+  DEVICE ForwardModifiers modifiers_of(const Rows& rows, int kv_tile) {
+    return {load_shared_i32x4(shared + C::SHARED_BYTES + rows.slot * MODIFIER_NOTE_BYTES), rows.query, kv_tile * C::KV_ROWS, lane};
   }
   // What is one operation and what two is written out, here and everywhere: left to the compiler, the variants of a kernel would differ
   // in the last bit. `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
@@ -293,6 +313,7 @@ template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK> stru
         }
       }
       factor[r] = sum == 0.f ? 0.f : shrink / sum;  // a query that attends nothing has output 0 and LSE -inf; NaN stays NaN
+      if constexpr (DROPOUT) factor[r] *= m->rescale;
       float lse = sum == 0.f ? MINUS_INFINITY : (top + __log2f(sum)) * LN_2;
       if (p.sinks != nullptr && row_max[r] == MINUS_INFINITY && row_sum[r] == 0.f) lse = p.sinks[tile.q_head];  // just the sink, unrounded
       const int at = query + 8 * r;

@@ -1,19 +1,22 @@
 // One thread: takes Q tiles by ticket and loads Q, K and V by TMA.
 #pragma once
 #include "forward/config.cuh"
+#include "common/modifiers.cuh"
 
-template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
+template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader {
   using C = ForwardConfig<D, CONSUMERS>;
   static constexpr bool PACKED = MASK == MaskKind::Packed;
   const ForwardParams& p;
   const TensorMap *q_map, *k_map, *v_map;
   u32 shared;
   ForwardBarrierHandles bars;
+  const ModifierParams* m = nullptr;  // of dropout and ALiBi
 
   DEVICE void run() {
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
     for (u32 tiles = 0;; tiles++) {
+      if constexpr (MODIFIED) announce_modifiers(next, tiles);
       const TileNote tile = describe(next);
       announce(tile, tiles);
       if (tile.visits < 0) return;
@@ -73,6 +76,17 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     store_shared_i32x4(at + 16, make_int4(tile.q_plane, tile.q_len, tile.kv_len, tile.lse_at));
     bars.tile_full(slot).arrive();
   }
+  // Before the tile itself, of which registers would have to be kept meanwhile.
+  DEVICE void announce_modifiers(int2 ticket, u32 tiles) {
+    if (ticket.x < 0) return;
+    const int sequence = PACKED ? p.tiles[ticket.y].sequence : ticket.x / p.q_heads, head = PACKED ? ticket.x : ticket.x % p.q_heads;
+    const int more_keys = PACKED ? p.sequences[sequence].kv_len - p.sequences[sequence].q_len : p.mask.kv_len - p.mask.q_len;
+    const u64 key = m->seeds == nullptr ? 0 : dropout_key(*m, sequence, head);
+    const int slope = __float_as_int(slope_of(*m, sequence, head));
+    bars.tile_empty(tiles & 1).wait(((tiles >> 1) & 1) ^ 1);
+    store_shared_i32x4(shared + C::SHARED_BYTES + (tiles & 1) * MODIFIER_NOTE_BYTES,
+                       make_int4((int)(u32)key, (int)(u32)(key >> 32), slope, more_keys));
+  }
 
   DEVICE void load_q(u32 number, const TileNote& tile) {
     const u32 s = C::Q_STAGES == 2 ? number & 1 : 0, phase = (C::Q_STAGES == 2 ? number >> 1 : number) & 1;
@@ -98,8 +112,14 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
         const u32 load = loads + j, stage = load & 1;
         visits.next();
         row = visits.kv_tile * C::KV_ROWS + kv_shift;
-        await_empty(bars.k_empty(stage), load);
-        store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
+        if constexpr (MASK == MaskKind::Bits) {
+          const VisitNote note = note_of_bits(visits.kv_tile, visits.partial, tile);  // a look-up, not behind the wait
+          await_empty(bars.k_empty(stage), load);
+          store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, note.word);
+        } else {
+          await_empty(bars.k_empty(stage), load);
+          store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
+        }
         load_kv(C::K + stage * C::KV_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
       }
       if (j > 0) {
@@ -112,6 +132,9 @@ template <int D, int CONSUMERS, MaskKind MASK> struct ForwardLoader {
     if (tile.visits == 0) next = take_ticket();
     loads += tile.visits;
     return next;
+  }
+  DEVICE VisitNote note_of_bits(int kv_tile, bool partial, const TileNote& tile) {
+    return {partial ? BitTables::note(BitTables{p.mask}.number(tile.query / C::Q_ROWS, kv_tile, tile.q_plane, tile.q_head)) : 0};
   }
   DEVICE void await_empty(Barrier empty, u32 number) { empty.wait(((number >> 1) & 1) ^ 1); }
   DEVICE void load_kv(u32 at, const TensorMap* map, Barrier full, int kv_head, int row, int plane) {

@@ -1,0 +1,11 @@
+"""Attention on any GPU that Triton compiles for (compute capability 8.0 and later): kernels in kernels/, tiles in tiles.json.
+
+Each sum belongs to one program, which adds in a fixed order: nothing is handed over, so no number of SMs can change a bit.
+"""
+
+from __future__ import annotations
+
+from .explaining import explain, order_in_words
+from .passes import backward, forward
+
+__all__ = ["backward", "explain", "forward", "order_in_words"]

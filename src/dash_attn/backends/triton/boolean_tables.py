@@ -1,0 +1,100 @@
+"""Boolean matrices as kernels read them: lists of tiles for each, blocks of 64 x 64, and 64 elements per word of the partial ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, PatternPerHead, TileMap, TilePattern
+from ...masks.tile_pattern import BLOCK
+from .uploading import upload
+
+Boolean = TilePattern | PatternPerHead
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """Of a call. Words of all matrices stand behind each other; `places` count in blocks of 64 words."""
+
+    patterns: tuple[TilePattern | TileMap, ...]  # one per matrix
+    words: Tensor
+    places: Tensor  # (matrices, blocks)
+    numbers: Tensor  # (sequences or 1, query heads or 1): which matrix each has
+
+    def arguments(self) -> dict[str, Any]:
+        sequences, heads = self.numbers.shape
+        return {
+            **{"blocks": self.words, "places": self.places, "matrices": self.numbers},
+            "block_columns": self.patterns[0].blocks.shape[1],
+            "matrix_batch": heads if sequences > 1 else 0,
+            "matrix_head": 1 if heads > 1 else 0,
+            "matrix_blocks": self.places.shape[1],
+        }
+
+
+_OF_MASKS: WeakKeyDictionary[BooleanMask, dict[Any, Any]] = WeakKeyDictionary()  # tables live as long as their mask
+
+
+def kept_with(elements: BooleanMask | None, key: Any, make: Callable[[], Any]) -> Any:
+    """What was made of a mask before, for this key."""
+    if elements is None:
+        return make()
+    found = _OF_MASKS.setdefault(elements, {})
+    if key not in found:
+        found[key] = make()
+    return found[key]
+
+
+def matrices_of(mask: Boolean, elements: BooleanMask | None, device: torch.device) -> Matrices:
+    """Without elements: of a mask that has no partial blocks, or that is only explained."""
+    if elements is None:
+        return _of_pattern(mask, device)
+    found: Matrices = kept_with(elements, device, lambda: _of_elements(elements, device))
+    return found
+
+
+def _of_elements(elements: BooleanMask, device: torch.device) -> Matrices:
+    patterns = tuple(TilePattern.of(matrix.blocks) for matrix in elements.matrices)
+    tables = [(matrix.words, matrix.places) for matrix in elements.matrices]
+    return _uploaded(patterns, tables, elements.numbers, device)
+
+
+@lru_cache(maxsize=64)
+def _of_pattern(mask: Boolean, device: torch.device) -> Matrices:
+    patterns = mask.patterns if isinstance(mask, PatternPerHead) else (mask,)
+    numbers = np.array(mask.numbers if isinstance(mask, PatternPerHead) else [[0]])
+    return _uploaded(patterns, [_tables_of(blocks_of(pattern)) for pattern in patterns], numbers, device)
+
+
+def blocks_of(pattern: TilePattern | TileMap) -> NDArray[np.uint8]:
+    return pattern.blocks if isinstance(pattern, TilePattern) else np.where(pattern.blocks, FULL, EMPTY).astype(np.uint8)
+
+
+def _tables_of(blocks: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Words and places as PackedMatrix has them, with no element in the partial blocks."""
+    count = int((blocks == PARTIAL).sum())
+    words = np.zeros((count + 2, BLOCK), dtype=np.uint64)
+    words[count + 1] = 2**BLOCK - 1
+    places = np.where(blocks == FULL, count + 1, count)
+    places[blocks == PARTIAL] = np.arange(count)
+    return words, places
+
+
+def _uploaded(
+    patterns: tuple[TilePattern | TileMap, ...],
+    tables: Sequence[tuple[NDArray[Any], NDArray[Any]]],
+    numbers: NDArray[Any],
+    device: torch.device,
+) -> Matrices:
+    words = np.concatenate([words for words, _ in tables]).view(np.int64)
+    begins = np.cumsum([0, *(len(words) for words, _ in tables[:-1])])
+    places = np.stack([(begin + places).ravel() for begin, (_, places) in zip(begins, tables, strict=True)])
+    return Matrices(patterns, *(upload(table, device) for table in (words, places.astype(np.int32), numbers.astype(np.int32))))

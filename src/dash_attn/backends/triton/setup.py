@@ -1,0 +1,246 @@
+"""The launches of a call. Shapes and options decide them, so `explain` and tests can ask without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.modifiers import Modifiers
+from ...call.offsets import SequenceOffsets
+from ...call.options import AttentionOptions
+from ...masks import BooleanMask
+from .launch import Launch
+from .mask_tables import TABLES, Masked, MaskTables
+from .support import architecture_of, check_call, is_band
+from .tiles import Tile, Tiles, tiles_for
+
+LOG2_E = 1.4426950408889634
+UNIT = 8  # numbers: strides are multiples of it, and so are the head dims that kernels see
+SMALLEST_BLOCK = 16  # columns of a product
+STATISTIC_ROWS = {64: 64, 128: 32, 256: 16}  # of a tile of the row statistics, by columns
+SINK_ROWS = 4096
+OFFSETS = 1024  # that are checked at once
+SMALL = Tile(1, 1, 4, 1)  # of kernels that have no tiles: their warps
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tensors as kernels can read them (`aligned`), and what is asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: AttentionOptions
+    offsets: SequenceOffsets | None
+    elements: BooleanMask | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        offsets: SequenceOffsets | None,
+        modifiers: Modifiers | None = None,
+    ) -> Call:
+        check_call(q, v, options, offsets is not None)
+        return cls(aligned(q), aligned(k), aligned(v), options, offsets, None if modifiers is None else modifiers.elements)
+
+    @property
+    def tiles(self) -> Tiles:
+        return tiles_for(architecture_of(self.q.device), self.q.dtype, self.q.shape[-1], self.v.shape[-1])
+
+    @property
+    def packed(self) -> bool:
+        return self.offsets is not None
+
+    @property
+    def batch(self) -> int:
+        return 1 if self.packed else self.q.shape[0]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of packed sequences: all tokens."""
+        return self.q.shape[-3], self.k.shape[-3]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.q.shape[-2], self.k.shape[-2]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
+
+    @property
+    def sequences(self) -> int:
+        """That are packed."""
+        return 1 if self.offsets is None else len(self.offsets.cu_seqlens_q) - 1
+
+    def slots(self, tile: Tile, by_keys: bool) -> int:
+        """Programs of a head: its tiles, and of packed sequences one more for each."""
+        length, rows = self.lengths[by_keys], (tile.q_rows, tile.kv_rows)[by_keys]
+        return length // rows + self.sequences if self.packed else -(-length // rows)
+
+    def masked(self, tile: Tile, by_keys: bool = False) -> MaskTables:
+        return Masked(self.options.mask, self.lengths, self.q.device, self.elements).tables(tile, by_keys)
+
+    def scales(self) -> dict[str, float]:
+        """What makes scores exponents of two and, with softcap, what goes into tanh (`capped` in kernels/tiles.py)."""
+        cap = self.options.softcap
+        return {"scale_log2": (cap or self.options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * self.options.scale / cap if cap else 0.0}
+
+    def launch(self, kernel: str, tile: Tile, own: dict[str, Any], by_keys: bool = False, **constants: Any) -> Launch:
+        """One of the passes over tiles: what they share, and its own arguments."""
+        heads, kv_heads = self.heads
+        lengths, mask, tiles = self.lengths, self.masked(tile, by_keys), self.slots(tile, by_keys)
+        numbers = {
+            **{"q": self.q, "k": self.k, "v": self.v},
+            **strides("q", self.q),
+            **strides("k", self.k),
+            **strides("v", self.v),
+            "q_ends": None if self.offsets is None else readable(self.offsets.cu_seqlens_q),
+            "kv_ends": None if self.offsets is None else readable(self.offsets.cu_seqlens_k),
+            "heads": kv_heads if by_keys else heads,
+            "group": heads // kv_heads,
+            "tiles": tiles,
+            "sequences": self.sequences,
+            "q_len": lengths[0],
+            "kv_len": lengths[1],
+            **self.scales(),
+            **mask.arguments(),
+            **own,
+        }
+        fixed = {
+            "HEAD_DIM": self.q.shape[-1],
+            "VALUE_DIM": self.v.shape[-1],
+            "BLOCK_DIM": block_of(self.q.shape[-1]),
+            "BLOCK_VALUE": block_of(self.v.shape[-1]),
+            "BLOCK_Q": tile.q_rows,
+            "BLOCK_KV": tile.kv_rows,
+            "PARTIAL_STAGES": tile.partial_stages,
+            "MASK": mask.kind,
+            "PACKED": self.packed,
+            "SOFTCAP": bool(self.options.softcap),
+            **constants,
+        }
+        return Launch(kernel, self.batch * numbers["heads"] * tiles, numbers, fixed, tile)
+
+
+def forward_launch(call: Call, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Launch:
+    """sinks: in float32."""
+    return call.launch("attention_forward", call.tiles.forward, {"out": out, "lse": lse, "sinks": sinks}, SINKS=sinks is not None)
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """What the backward knows of each row, laid out as the LSE, but with whole units for each head: kernels then read pairs at once."""
+
+    minus_lse: Tensor  # in base 2
+    delta: Tensor
+
+    @classmethod
+    def empty(cls, call: Call, device: torch.device | str | None = None) -> RowValues:
+        *heads, rows = call.lse_shape
+        shape = (*heads, -(-rows // UNIT) * UNIT)
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=call.q.device if device is None else device) for _ in range(2)))
+
+    @property
+    def units(self) -> int:
+        return self.delta.shape[-1] // UNIT
+
+
+def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: RowValues) -> Launch:
+    block = block_of(call.v.shape[-1])
+    tile = Tile(STATISTIC_ROWS[max(64, block)], 1, 4, 1)
+    q_len, heads = call.lengths[0], call.heads[0]
+    numbers = {
+        **{"out": out, "dout": dout, "lse": lse, "dlse": dlse, "minus_lse": rows.minus_lse, "delta": rows.delta},
+        **strides("out", out),
+        **strides("do", dout),
+        **{"heads": heads, "q_len": q_len, "row_units": rows.units},
+    }
+    constants = {"VALUE_DIM": call.v.shape[-1], "BLOCK_VALUE": block, "BLOCK_Q": tile.q_rows, "WITH_DLSE": dlse is not None}
+    return Launch("row_statistics", call.batch * heads * -(-q_len // tile.q_rows), numbers, constants, tile)
+
+
+def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Launch, ...]:
+    """dK and dV by KV tile, then dQ by Q tile; or both in one launch."""
+    dq, dk, dv = gradients
+    shared = {
+        "number": None,
+        "dout": dout,
+        "minus_lse": rows.minus_lse,
+        "delta": rows.delta,
+        "scale": call.options.scale,
+        "row_units": rows.units,
+        **strides("do", dout),
+    }
+    tiles, grouped = call.tiles, call.heads[0] > call.heads[1]
+    keys = call.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=grouped)
+    queries = call.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq})
+    return (together(keys, queries),) if tiles.together and is_band(call.options.mask) else (keys, queries)
+
+
+def together(keys: Launch, queries: Launch) -> Launch:
+    """One launch for two. Bands have no tables, of which each launch would have its own."""
+    left_out = ("number", "tiles", *TABLES, "block_q", "block_kv", "block_columns", "matrix_batch", "matrix_head", "matrix_blocks")
+    numbers = {name: value for name, value in {**queries.numbers, **keys.numbers}.items() if name not in left_out}
+    numbers |= {"key_tiles": keys.numbers["tiles"], "query_tiles": queries.numbers["tiles"]}
+    constants = {name: value for name, value in keys.constants.items() if name not in ("BLOCK_Q", "BLOCK_KV", "PARTIAL_STAGES", "MASK")}
+    for name, tile in (("KEYS", keys.tile), ("QUERIES", queries.tile)):
+        constants |= {f"{name}_Q": tile.q_rows, f"{name}_KV": tile.kv_rows, f"{name}_PARTIAL": tile.partial_stages}
+    return Launch("gradients", keys.programs + queries.programs, numbers, constants, keys.tile)
+
+
+def sink_launch(call: Call, rows: RowValues, sinks: Tensor, dsinks: Tensor) -> Launch:
+    """Both in float32."""
+    q_len, heads = call.lengths[0], call.heads[0]
+    numbers = {
+        **{"minus_lse": rows.minus_lse, "delta": rows.delta, "sinks": sinks, "dsinks": dsinks},
+        **{"heads": heads, "q_len": q_len, "row_units": rows.units, "count": call.batch * q_len},
+    }
+    return Launch("sink_gradient", heads, numbers, {"BLOCK": SINK_ROWS}, Tile(SINK_ROWS, 1, 8, 1))
+
+
+def offsets_launch(call: Call) -> Launch:
+    assert call.offsets is not None
+    q_len, kv_len = call.lengths
+    numbers = {
+        **{"q_ends": readable(call.offsets.cu_seqlens_q), "kv_ends": readable(call.offsets.cu_seqlens_k)},
+        "entries": len(call.offsets.cu_seqlens_q),
+        **{"q_tokens": q_len, "kv_tokens": kv_len},
+        **{"q_longest": int(call.offsets.max_seqlen_q), "kv_longest": int(call.offsets.max_seqlen_k)},
+    }
+    return Launch("check_offsets", 1, numbers, {"BLOCK": OFFSETS}, SMALL)
+
+
+def block_of(dim: int) -> int:
+    """Columns of a tile: a power of two."""
+    return max(SMALLEST_BLOCK, 1 << (dim - 1).bit_length())
+
+
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """Of batch, row and head, in units; packed tokens are one batch."""
+    of_batch = [0] if x.ndim == 3 else []
+    found = [*of_batch, *(0 if size == 1 else stride // UNIT for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))]
+    return dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), found, strict=True))
+
+
+def readable(x: Tensor) -> Tensor:
+    """Numbers in a row that begin at a multiple of 16 bytes: an address must not choose another variant of a kernel."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy whose rows begin at multiples of 16 bytes and have whole units: the same kernel then reads all."""
+    if x.shape[-1] % UNIT:
+        return torch.nn.functional.pad(x, (0, -x.shape[-1] % UNIT))
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
+        strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+        if all(stride % UNIT == 0 and 0 <= stride < 2**40 for stride in strides) and x.stride(-3) < 2**23:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,88 @@
+"""The Triton kernels in Triton's interpreter, forward and backward, against the CPU backend. No GPU is needed.
+
+One process runs all cases, because the interpreter is turned on before Triton defines a kernel (tests/helpers/triton_interpreted.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from needs_triton import needs_triton
+
+HELPER = Path(__file__).parents[1] / "helpers" / "triton_interpreted.py"
+# float32 sums of a few dozen numbers, relative to the largest; float16 rounds each result and each weight.
+BUDGET = {"float16": 2e-3}
+ROUNDINGS = 2e-6
+ANY_CALL = 2e-5  # gradients that cancel
+QUICK = (
+    *("full", "causal", "causal, more keys", "causal, more queries", "whole tiles", "window", "window without a right end"),
+    *("window without a left end", "prefix", "tile map", "documents", "documents, not causal", "grouped heads", "softcap", "sinks"),
+    *("gradient of the LSE", "padded head dims", "float16", "packed", "packed, full, sinks", "packed window"),
+    *("boolean", "boolean, per head", "boolean, whole blocks per head", "boolean, large tiles"),
+)
+SEEDS = tuple(f"seed {number}" for number in range(150))
+FAULTS = ("a key too many", "a tile too few", "the matrix of another head")
+
+pytestmark = needs_triton
+
+
+def found() -> dict[str, Any]:
+    return said_of((*QUICK, *FAULTS, "alone", "together", "wrong offsets"))
+
+
+@cache
+def said_of(names: tuple[str, ...]) -> dict[str, Any]:
+    """What the process says of every case."""
+    command = [sys.executable, str(HELPER), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        said |= json.loads(line)
+    return said
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_results_are_those_of_the_cpu_backend(name: str) -> None:
+    errors = found()[name]
+    assert {"out", "lse", "dq", "dk", "dv"} <= set(errors)
+    assert max(errors.values()) <= BUDGET.get(name, ROUNDINGS), errors
+
+
+@pytest.mark.exhaustive
+def test_a_matrix_per_sequence() -> None:
+    assert max(said_of(("boolean, per sequence",))["boolean, per sequence"].values()) <= ROUNDINGS
+
+
+@pytest.mark.exhaustive
+def test_any_call_has_the_results_of_the_cpu_backend() -> None:
+    wrong = {name: errors for name, errors in said_of(SEEDS).items() if max(errors.values()) > ANY_CALL}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name: str) -> None:
+    assert max(found()[name].values()) > 100 * ROUNDINGS
+
+
+def test_sequences_have_the_bits_they_have_alone() -> None:
+    assert found()["alone"] == {"packed": True, "moved": True, "control": True}
+
+
+def test_one_launch_has_the_bits_of_two() -> None:
+    assert found()["together"] == {"grouped": True, "packed": True, "control": True}
+
+
+def test_wrong_offsets_are_named() -> None:
+    said = found()["wrong offsets"]
+    words = {"start": "must start at 0", "end": "must end at the number of tokens", "decrease": "must not decrease", "longer": "max_seqlen"}
+    for name, expected in words.items():
+        assert expected in said[name], (name, said[name])
