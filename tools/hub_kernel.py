@@ -23,9 +23,9 @@ NAME = "dash-flash-attn"  # transformers knows by the word flash what a kernel's
 VERSION = 1  # transformers loads version 1 of a repository that it does not know
 ROOMS = ("masks", "scheduling", "simulation", "execution", "viewing", "call", "backends", "attention", "distributed", "integrations")
 LEFT_OUT = {"integrations/megatron.py", "integrations/torchtitan.py", "integrations/trainer.py"}  # for programs that install the package
-KINDS = (".py", ".cuh", ".cubin")
-MAY_IMPORT = {"numpy", "torch", *sys.stdlib_module_names}
-BACKENDS: dict[str, dict[str, Any]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["9.0a"]}}
+KINDS = (".py", ".cuh", ".cubin", ".json")
+MAY_IMPORT = {"numpy", "torch", "triton", *sys.stdlib_module_names}  # PyTorch's GPU builds bring Triton
+BACKENDS: dict[str, dict[str, Any]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "9.0", "10.0", "12.0"]}}
 OUR_NAMES = re.compile(r"\bops\.dash_attn\b|dash_attn::|[\"']dash_attn\.[\w.]+[\"']")
 
 INIT = '''"""dash-attn {version}: attention whose gradients have the same bits in every run."""
@@ -102,7 +102,7 @@ def check_source(path: str, text: str) -> None:
         for module in _absolute_imports(node):
             root = module.partition(".")[0]
             if root == "dash_attn" or (id(node) in always and root not in MAY_IMPORT):
-                raise ValueError(f"{path} imports {module}; a kernel imports itself by relative names, and else torch and numpy only")
+                raise ValueError(f"{path} imports {module}; a kernel imports itself by relative names, and torch, triton and numpy")
 
 
 def _absolute_imports(node: ast.AST) -> list[str]:
