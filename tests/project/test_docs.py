@@ -132,14 +132,14 @@ def test_after_gives_what_before_gave(before: str, after: str, monkeypatch: pyte
 def recipes() -> list[Any]:
     """Blocks that stand alone: all that are titled, but neither before nor after."""
     found = re.findall(r'^```python title="([^"]+)"\n(.*?)^```', MIGRATION, re.S | re.M)
-    slow = {"TRL", "Megatron-Core"}  # seconds of imports, for calls that tests/integrations has too
+    slow = {"TRL", "Megatron-Core", "torchtitan"}  # seconds of imports, for calls that tests/integrations has too
     alone = [(title, code) for title, code in found if title not in ("before", "after")]
     return [pytest.param(code, id=title, marks=pytest.mark.exhaustive if title in slow else ()) for title, code in alone]
 
 
 @pytest.mark.parametrize("code", recipes())
 def test_recipes_run(code: str) -> None:
-    for package in ("transformers", "trl", "megatron.core"):
+    for package in ("transformers", "trl", "megatron.core", "torchtitan"):
         if f"from {package}" in code:
             pytest.importorskip(package)
     if "torch.compile" in code and not shutil.which("g++"):
@@ -150,8 +150,8 @@ def test_recipes_run(code: str) -> None:
 
 def test_every_section_has_an_example() -> None:
     assert len(pairs()) == 5
-    assert len(recipes()) == 6
-    assert MIGRATION.count("\n## ") == 8
+    assert len(recipes()) == 7
+    assert MIGRATION.count("\n## ") == 9
     assert all('python title="' in section for section in MIGRATION.split("\n## ")[1:])
 
 

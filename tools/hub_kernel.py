@@ -1,0 +1,152 @@
+"""Writes dash-attn as a Python-only kernel of the Hugging Face Hub: `python tools/hub_kernel.py FOLDER` (docs/hub.md).
+
+A variant is a folder build/torch-cpu or build/torch-cuda that `kernels` imports under a name of its own, so that two versions can be
+loaded at once. Every import in it is therefore relative, and its operators are named by that variant.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "dash_attn"
+NAME = "dash-flash-attn"  # transformers knows by the word flash what a kernel's masks can say
+VERSION = 1  # transformers loads version 1 of a repository that it does not know
+ROOMS = ("masks", "scheduling", "simulation", "execution", "viewing", "call", "backends", "attention", "distributed", "integrations")
+LEFT_OUT = {"integrations/megatron.py", "integrations/torchtitan.py", "integrations/trainer.py"}  # for programs that install the package
+KINDS = (".py", ".cuh", ".cubin", ".json")
+MAY_IMPORT = {"numpy", "torch", "triton", *sys.stdlib_module_names}  # PyTorch's GPU builds bring Triton
+BACKENDS: dict[str, dict[str, Any]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "9.0", "10.0", "12.0"]}}
+OUR_NAMES = re.compile(r"\bops\.dash_attn\b|dash_attn::|[\"']dash_attn\.[\w.]+[\"']")
+
+INIT = '''"""dash-attn {version}: attention whose gradients have the same bits in every run."""
+
+from .attention.functions import explain
+from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from .integrations.hub import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
+
+__version__ = "{version}"
+__all__ = [
+    "BooleanMask",
+    "Causal",
+    "Documents",
+    "Full",
+    "Mask",
+    "Prefix",
+    "TileMap",
+    "Window",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "register",
+]
+
+
+def register() -> None:
+    """Models of transformers then take attn_implementation="dash_attn", with the masks that they ask for."""
+    from .integrations import huggingface
+
+    huggingface.register()
+'''
+CARD = """---
+library_name: kernels
+license: apache-2.0
+---
+
+dash-attn {version} as a Python-only kernel: attention whose gradients have the same bits in every training run.
+"""
+
+
+def write_kernel(folder: Path) -> None:
+    """A repository of the Hub in a new folder. Raises if anything in it could not be imported there."""
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} must be a new or empty folder")
+    files = dict(_files())
+    version = _version()
+    files["__init__.py"] = INIT.format(version=version).encode()
+    for backend, described in BACKENDS.items():
+        variant = folder / "build" / f"torch-{backend}"
+        name = f"_dash_attn_{backend}_{_hash_of(files)[:12]}"
+        written = {path: _renamed(content, name) if path.endswith(".py") else content for path, content in files.items()}
+        for path, content in written.items():
+            if path.endswith(".py"):
+                check_source(path, content.decode())
+            (variant / path).parent.mkdir(parents=True, exist_ok=True)
+            (variant / path).write_bytes(content)
+        (variant / "metadata.json").write_text(json.dumps(_metadata(name, described, written), indent=2) + "\n")
+    shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
+    (folder / "README.md").write_text(CARD.format(version=version))
+
+
+def check_source(path: str, text: str) -> None:
+    """Raise for what works only in a package that is installed as dash_attn, or needs others."""
+    left = OUR_NAMES.search(text)
+    if left:
+        raise ValueError(f"{path} names the installed package: {left.group()}")
+    tree = ast.parse(text)
+    always = {id(statement) for statement in tree.body}  # what stands in a function is imported where it is needed
+    for node in ast.walk(tree):
+        for module in _absolute_imports(node):
+            root = module.partition(".")[0]
+            if root == "dash_attn" or (id(node) in always and root not in MAY_IMPORT):
+                raise ValueError(f"{path} imports {module}; a kernel imports itself by relative names, and torch, triton and numpy")
+
+
+def _absolute_imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module else []
+
+
+def _files() -> Iterator[tuple[str, bytes]]:
+    for room in ROOMS:
+        for file in sorted((PACKAGE / room).rglob("*")):
+            path = file.relative_to(PACKAGE).as_posix()
+            if file.suffix in KINDS and path not in LEFT_OUT:
+                yield path, file.read_bytes()
+
+
+def _renamed(content: bytes, name: str) -> bytes:
+    """Operators are global, and the installed package may be there too."""
+    return content.replace(b"dash_attn::", f"{name}::".encode()).replace(b"torch.ops.dash_attn.", f"torch.ops.{name}.".encode())
+
+
+def _metadata(name: str, backend: dict[str, Any], files: dict[str, bytes]) -> dict[str, Any]:
+    digests = {path: base64.b64encode(hashlib.sha256(content).digest()).decode() for path, content in sorted(files.items())}
+    return {
+        "name": NAME,
+        "id": name,
+        "version": VERSION,
+        "license": "Apache-2.0",
+        "python-depends": [],  # numpy cannot be named here: `kernels` has a list of those that can
+        "backend": backend,
+        "digest": {"algorithm": "sha256", "files": digests},
+    }
+
+
+def _hash_of(files: dict[str, bytes]) -> str:
+    sums = "".join(f"{path} {hashlib.sha256(content).hexdigest()}\n" for path, content in sorted(files.items()))
+    return hashlib.sha256(sums.encode()).hexdigest()
+
+
+def _version() -> str:
+    found = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
+    assert found is not None, "the package's __init__.py tells its version"
+    return found.group(1)
+
+
+if __name__ == "__main__":
+    write_kernel(Path(sys.argv[1]))
