@@ -39,7 +39,8 @@ FORWARD = [
     for softcap in FLAGS
     for mask in MASKS
 ]
-# Softcap, then dropout and ALiBi: what support.py allows.
+# Softcap, then dropout and ALiBi, and masks: what support.py allows.
+MODIFIED_MASKS = [mask for mask in MASKS if mask != "Bits"]
 MODIFIERS = [
     (softcap, both) for softcap in FLAGS for both in ("true, false", "false, true", "true, true") if "false" in (softcap, *both.split(", "))
 ]
@@ -48,7 +49,7 @@ MODIFIED = [
         ("backward/modified.cuh", f"attention_backward_modified<{dtype}, {dim}, {v_dim}, {softcap}, MaskKind::{mask}, {modifiers}>")
         for dtype in DTYPES
         for dim, v_dim in BACKWARD_DIMS
-        for mask in MASKS
+        for mask in MODIFIED_MASKS
         for softcap, modifiers in MODIFIERS
     ),
     *(
@@ -56,7 +57,7 @@ MODIFIED = [
         for dtype in DTYPES
         for dim in DIMS
         for consumers in CONSUMER_CHOICES[dim]
-        for mask in MASKS
+        for mask in MODIFIED_MASKS
         for softcap, modifiers in MODIFIERS
     ),
 ]

@@ -4,8 +4,8 @@
 #include "decode/cluster_outputs.cuh"
 #include "decode/cluster_scores.cuh"
 
-template <typename Half, int D, int COLUMNS, bool SOFTCAP>
-__global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1) __launch_bounds__(ClusterConfig<D, COLUMNS>::THREADS, 1)
+template <typename Half, int D, int COLUMNS, bool SOFTCAP> __global__ void __cluster_dims__(ClusterConfig<D, COLUMNS>::CTAS, 1, 1)
+    __launch_bounds__(ClusterConfig<D, COLUMNS>::THREADS, 1)
         attention_decode_cluster(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                                  const __grid_constant__ DecodeParams p) {
   using C = ClusterConfig<D, COLUMNS>;

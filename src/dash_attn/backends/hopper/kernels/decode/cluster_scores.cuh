@@ -82,9 +82,10 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     for (int k = 0; k < D / 16; k++)
 #pragma unroll
       for (int half = 0; half < HALVES; half++)
-        wgmma_ss<Half, 0, 0>(k > 0, s[half],
-                             descriptor(a + descriptor_low(C::K + (k / 4) * C::KV_PANEL + half * 64 * PANEL_ROW + (k % 4) * SIXTEEN_COLUMNS)),
-                             descriptor(b + descriptor_low(C::Q + (k / 4) * C::GROUP + (k % 4) * SIXTEEN_COLUMNS)));
+        wgmma_ss<Half, 0, 0>(
+            k > 0, s[half],
+            descriptor(a + descriptor_low(C::K + (k / 4) * C::KV_PANEL + half * 64 * PANEL_ROW + (k % 4) * SIXTEEN_COLUMNS)),
+            descriptor(b + descriptor_low(C::Q + (k / 4) * C::GROUP + (k % 4) * SIXTEEN_COLUMNS)));
     wgmma_commit();
   }
   DEVICE void cap_scores() {
