@@ -65,7 +65,7 @@ GPUS: tuple[tuple[str, str, str], ...] = (
     ("A100, A30", "8.0", "compiled"),
     ("A10, A40, RTX 30", "8.6", "compiled"),
     ("L4, L40S, RTX 40", "8.9", "compiled"),
-    ("H100, H200, GH200", "9.0", "measured on an H200; `triton`, by name: compiled"),
+    ("H100, H200, GH200", "9.0", "measured on an H200, and so is `triton`, by name"),
     ("B200, GB200", "10.0", "compiled"),
     ("B300, GB300", "10.3", "not compiled"),
     ("RTX 50, RTX PRO Blackwell", "12.0", "compiled"),

@@ -25,7 +25,7 @@ ANY_CALL = 2e-5  # gradients that cancel
 QUICK = (
     *("full", "causal", "causal, more keys", "causal, more queries", "whole tiles", "window", "window without a right end"),
     *("window without a left end", "prefix", "tile map", "documents", "documents, not causal", "grouped heads", "softcap", "sinks"),
-    *("gradient of the LSE", "padded head dims", "float16", "packed", "packed, full, sinks", "packed window"),
+    *("gradient of the LSE", "padded head dims", "float16", "packed", "packed, full, sinks", "packed window", "padded rows"),
     *("boolean", "boolean, per head", "boolean, whole blocks per head", "boolean, large tiles"),
 )
 SEEDS = tuple(f"seed {number}" for number in range(150))
@@ -84,5 +84,6 @@ def test_one_launch_has_the_bits_of_two() -> None:
 def test_wrong_offsets_are_named() -> None:
     said = found()["wrong offsets"]
     words = {"start": "must start at 0", "end": "must end at the number of tokens", "decrease": "must not decrease", "longer": "max_seqlen"}
+    words |= {"mask": "attention_mask that keeps one stretch of each row"}
     for name, expected in words.items():
         assert expected in said[name], (name, said[name])

@@ -114,7 +114,8 @@ def test_one_launch_has_the_bits_of_two(dim: int, mask: Mask) -> None:
     apart, together = (Tiles("a test", tile, tile, tile, one) for one in (False, True))
     found = []
     for tiles in (apart, together):
-        with patch.object(setup, "tiles_for", return_value=tiles), patch.object(Launch, "run", autospec=True, side_effect=Launch.run) as run:
+        seen = patch.object(Launch, "run", autospec=True, side_effect=Launch.run)
+        with patch.object(setup, "tiles_for", return_value=tiles), seen as run:
             found.append(run_ours(inputs, mask, **TRITON))
         assert [call.args[0].kernel for call in run.call_args_list[2:]] == (
             ["gradients"] if tiles.together else ["key_gradients", "query_gradients"]

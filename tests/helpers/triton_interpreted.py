@@ -28,8 +28,9 @@ from dash_attn.backends import triton as ours
 from dash_attn.backends.triton import boolean_tables, mask_tables, setup
 from dash_attn.backends.triton.tiles import Tile, Tiles
 from dash_attn.call.modifiers import Modifiers
-from dash_attn.call.offsets import SequenceOffsets
+from dash_attn.call.offsets import NO_OFFSETS, SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.integrations._padding import Padding
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 TILES = Tiles("a test", Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))  # small, so that few rows are many tiles
@@ -100,6 +101,15 @@ BOOLEAN = {
     "boolean, whole blocks per head": Interpreted(matrices=(1, 2), heads=(2, 2), lengths=(140, 130), partial=False),
     "boolean, large tiles": Interpreted(matrices=(1, 2), heads=(2, 1), lengths=(200, 300), tiles=LARGE),
 }
+
+
+def padded(lengths: tuple[int, ...], length: int) -> tuple[tuple[int, int], ...]:
+    """Rows padded on the left, as an integration gives them to a backend: packed, with sequences that have no queries or no keys."""
+    kept = torch.arange(length) >= length - torch.tensor(lengths)[:, None]
+    offsets = Padding(kept, length, Causal()).offsets(torch.nn.Module)
+    return tuple(zip(*(ends.diff().tolist() for ends in (offsets.cu_seqlens_q, offsets.cu_seqlens_k)), strict=True))
+
+
 RAGGED = TileMap(np.random.default_rng(0).random((7, 5)) < 0.4, 7, 9)
 CASES: dict[str, Interpreted] = {
     "full": Interpreted(Full(), (40, 43)),
@@ -122,6 +132,7 @@ CASES: dict[str, Interpreted] = {
     "float16": Interpreted(dtype=torch.float16, dims=(32, 16)),
     "packed": Interpreted(packed=((20, 33), (0, 7), (35, 20), (5, 0))),
     "packed, full, sinks": Interpreted(Full(), packed=((20, 33), (33, 1)), sinks=(0.3,), dlse=True),
+    "padded rows": Interpreted(packed=padded((10, 17, 0), 17)),
     "packed window": Interpreted(Window(7, -1), packed=((40, 33), (3, 20))),
     **BOOLEAN,
 }
@@ -258,6 +269,7 @@ def wrong_offsets() -> dict[str, str]:
         "end": ([0, 20, 30, 59], 40),
         "decrease": ([0, 40, 30, 60], 40),
         "longer": ([0, 20, 55, 60], 30),
+        "mask": ([NO_OFFSETS] * 4, 40),
     }
     for name, (ends, longest) in wrong.items():
         q, k, v, *_ = case.inputs()

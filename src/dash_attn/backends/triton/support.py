@@ -80,7 +80,9 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool) ->
             f"backend 'triton' sums dQ in a pass of its own, in one fixed order: schedule must be 'auto'; got {in_words(options.schedule)}"
         )
     if options.dropout_p:
-        raise Unsupported(f"backend 'triton' has no dropout yet: dropout_p must be 0; got {options.dropout_p}. Backends 'cpu' and 'hopper' have it")
+        raise Unsupported(
+            f"backend 'triton' has no dropout yet: dropout_p must be 0; got {options.dropout_p}. Backends 'cpu' and 'hopper' have it"
+        )
     if options.alibi:
         raise Unsupported("backend 'triton' has no ALiBi yet: alibi_slopes must be None. Backends 'cpu' and 'hopper' have it")
     if packed and not is_band(options.mask):

@@ -69,4 +69,4 @@ def tiles_for(architecture: str, dtype: torch.dtype, head_dim: int, value_dim: i
     entry = listed(architecture)
     dim = next(dim for dim in DIMS if dim >= max(head_dim, value_dim))
     rows = read_table()["tiles"][entry][f"{8 * dtype.itemsize} bits"][str(dim)]
-    return Tiles(entry, *(Tile(*rows[name]) for name in PASSES), rows.get("together", False))
+    return Tiles(entry, **{name: Tile(*rows[name]) for name in PASSES}, together=rows.get("together", False))

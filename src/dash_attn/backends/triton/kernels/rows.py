@@ -5,13 +5,16 @@ import triton.language as tl
 
 from .tiles import LOG2_E, load_rows, start_of
 
+NO_OFFSETS = tl.constexpr(-2)  # as in call/offsets.py
+
 
 @triton.jit(do_not_specialize=("out_batch", "out_row", "out_head", "do_batch", "do_row", "do_head", "heads", "q_len", "row_units"))
 def row_statistics(
     out, dout, lse, dlse, minus_lse, delta, out_batch, out_row, out_head, do_batch, do_row, do_head, heads, q_len, row_units,
     VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_Q: tl.constexpr, WITH_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """The LSE in base 2, negated (what is added to scores costs nothing, what is subtracted does), and delta: the row sum of dO * O less the gradient of the LSE. Packed sequences are one."""
+    """The LSE in base 2, negated, because what is added to scores costs nothing and what is subtracted does; and delta: the row sum of
+    dO * O less the gradient of the LSE. Packed sequences are one."""
     number = tl.program_id(0)
     tiles = tl.cdiv(q_len, BLOCK_Q)
     start = (number % tiles) * BLOCK_Q
@@ -58,6 +61,7 @@ def check_offsets(q_ends, kv_ends, entries, q_tokens, kv_tokens, q_longest, kv_l
 
 @triton.jit
 def check_ends(ends, entries, tokens, longest, BLOCK: tl.constexpr):
+    tl.device_assert(tl.load(ends) != NO_OFFSETS, "dash-attn needs an attention_mask that keeps one stretch of each row, without holes")
     tl.device_assert(tl.load(ends) == 0, "dash-attn: cu_seqlens must start at 0")
     tl.device_assert(tl.load(ends + entries - 1) == tokens, "dash-attn: cu_seqlens must end at the number of tokens")
     for start in tl.range(0, entries - 1, BLOCK):

@@ -130,7 +130,7 @@ def is_kept(
 ):  # fmt: skip
     """Which elements attend. Rows and columns are (n, 1) and (1, m) or the other way round; [first, end) are a row's keys. Columns
     begin at kv_start. Of a boolean matrix `blocks` are words, and `places`, from first_place on, say where the words of each block are."""
-    if MASK == BAND or MASK == ROWS:
+    if MASK <= ROWS:  # a band, too
         kept = (column >= first) & (column < end)  # whether row and column are there, too: see row_bounds
     else:
         inside = (row < q_len) & (column < kv_len)
