@@ -336,8 +336,9 @@ def test_programs_of_packed_sequences_have_room_for_every_tile() -> None:
 
 
 def test_two_launches_become_one_where_the_table_says_so() -> None:
-    def kernels(mask: Mask, architecture: str = "9.0") -> list[str]:
-        with patch.object(setup, "architecture_of", return_value=architecture):
+    def kernels(mask: Mask, together: bool = True) -> list[str]:
+        tiles = Tiles("a test", Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 64, 4, 2), together)
+        with patch.object(setup, "tiles_for", return_value=tiles):
             call = Call.of(meta(2, 512, 4, 128), meta(2, 512, 2, 128), meta(2, 512, 2, 128), AttentionOptions(mask, 0.1), None)
             launches = gradient_launches(call, call.q, RowValues.empty(call), (call.q, call.k, call.v))
         programs.append(sum(launch.programs for launch in launches))
@@ -345,7 +346,7 @@ def test_two_launches_become_one_where_the_table_says_so() -> None:
 
     programs: list[int] = []
     assert kernels(Causal()) == kernels(Window(5, 3)) == ["gradients"]
-    assert kernels(Prefix(10)) == kernels(Causal(), "8.0") == ["key_gradients", "query_gradients"], "tables are of one pass"
+    assert kernels(Prefix(10)) == kernels(Causal(), together=False) == ["key_gradients", "query_gradients"], "tables are of one pass"
     assert programs[0] == programs[2] == 2 * (2 * 512 // 128 + 4 * 512 // 128)
 
 
