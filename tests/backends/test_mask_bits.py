@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from boolean_masks import SORTS, draw
 from dash_attn import BooleanMask, Causal, TileMap
 from dash_attn.backends.hopper.calls import masks_per_head
+from dash_attn.backends.hopper.calls.explain import _kernels_of_all
 from dash_attn.backends.hopper.calls.mask_bits import BitLayout, MaskBits, PartialTiles
 from dash_attn.backends.hopper.device.parameters import MaskParams
 from dash_attn.backends.hopper.tiles import BACKWARD_DIMS, CONSUMER_CHOICES, KERNEL_DIMS, backward_tiles, forward_tiles
@@ -161,3 +164,13 @@ def test_too_many_partial_tiles_raise(machine: Machine, monkeypatch: pytest.Monk
     monkeypatch.setattr(import_module("dash_attn.backends.hopper.calls.mask_bits"), "MOST_NUMBERS", 3)
     with pytest.raises(ValueError, match=r"takes boolean masks of at most 2\^30 partial tiles; got 4 matrices of 2"):
         attend(torch.rand(2, 2, 70, 140) < 0.5, (70, 140), 64)
+
+
+def test_kernels_of_patterns_that_differ_are_told_apart() -> None:
+    """Patterns with and without partial tiles run other kernels of one name."""
+
+    def said(**digests: str) -> Any:
+        return SimpleNamespace(kernels=digests, kernel_origins=dict.fromkeys(digests, "compiled"))
+
+    found = _kernels_of_all([said(forward="a", backward="b"), said(forward="c", backward="b"), said(forward="a", backward="d")])
+    assert {name: digest for name, (digest, _) in found.items()} == {"forward": "a", "backward": "b", "forward 2": "c", "backward 2": "d"}

@@ -248,7 +248,7 @@ def test_what_explain_says() -> None:
     assert set(said.kernels) == {"forward", "preprocess", "backward", "postprocess"}
     assert said == explain(q, k, v, mask=BooleanMask(holes()))
     several = explain(q, k, v, mask=torch.stack([elements().to(DEVICE), holes(0), elements().to(DEVICE), holes(1)]))
-    assert {"forward", "forward 2"} <= set(several.kernels)
+    assert several.kernels == said.kernels  # all have partial tiles
 
 
 def test_a_mask_elsewhere_raises() -> None:
