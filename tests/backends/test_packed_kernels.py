@@ -166,7 +166,7 @@ def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.M
     load(*OTHER), load(*UNPACKED)
     assert take_snapshot().kernels == f"1 {HERE}; 1 {NEW}"
     monkeypatch.setattr(compiling, "compiler_version", lambda: "13.0")
-    found = certificate._versions("cuda")
+    found = certificate._versions("cuda", "hopper")
     assert (found["nvrtc"], found["packed_nvrtc"]) == ("13.0", "13.4.92")
     monkeypatch.setattr(packed, "FOLDER", Path("/nowhere"))
     driver.origins.clear()
