@@ -162,6 +162,7 @@ def test_ranks_see_which_of_the_two_runs(cuda: LoadingDriver, monkeypatch: pytes
 
 def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert take_snapshot().kernels == f"none loaded yet; {NEW}"
     load(*OTHER), load(*UNPACKED)
     assert take_snapshot().kernels == f"1 {HERE}; 1 {NEW}"
