@@ -162,11 +162,12 @@ def test_ranks_see_which_of_the_two_runs(cuda: LoadingDriver, monkeypatch: pytes
 
 def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert take_snapshot().kernels == f"none loaded yet; {NEW}"
     load(*OTHER), load(*UNPACKED)
     assert take_snapshot().kernels == f"1 {HERE}; 1 {NEW}"
     monkeypatch.setattr(compiling, "compiler_version", lambda: "13.0")
-    found = certificate._versions("cuda")
+    found = certificate._versions("cuda", "hopper")
     assert (found["nvrtc"], found["packed_nvrtc"]) == ("13.0", "13.4.92")
     monkeypatch.setattr(packed, "FOLDER", Path("/nowhere"))
     driver.origins.clear()
