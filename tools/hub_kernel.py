@@ -1,4 +1,4 @@
-"""Writes dash-attn as a Python-only kernel of the Hugging Face Hub: `python tools/hub_kernel.py FOLDER` (docs/hub.md).
+"""Writes dash-attn as a Python-only kernel of the Hugging Face Hub: `python tools/hub_kernel.py FOLDER` (docs/migration.md).
 
 A variant is a folder build/torch-cpu or build/torch-cuda that `kernels` imports under a name of its own, so that two versions can be
 loaded at once. Every import in it is therefore relative, and its operators are named by that variant.

@@ -174,7 +174,7 @@ def page() -> str:
         "# What is supported",
         "",
         "This page is written by `make pages`, which asks the code: the CPU backend runs every question forward and backward, the GPU",
-        'backends answer through `dash_attn.explain(..., backend="hopper")`. A test fails when the page is out of date.',
+        "backends answer through `dash_attn.explain(..., backend=...)`. A test fails when the page is out of date.",
         "What is not supported raises an error that says what is. Nothing falls back.",
         *("", "## Devices", "", *table(["backend", "tensors on", "hardware"], hardware)),
         *("", '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, flex_attention, noop_mask, or_masks
 
-from dash_attn import BooleanMask, Causal, Documents, Window, explain
+from dash_attn import BooleanMask, Causal, Documents, Window, explain, flash_attn_func
 from dash_attn.masks import from_block_mask
 from dense import assert_same_bits, largest_error, random_inputs, run_dense, run_ours
 
@@ -124,6 +124,31 @@ def test_what_is_no_block_mask_raises() -> None:
         with pytest.raises(TypeError, match=r"from_block_mask needs FlexAttention's BlockMask; got .*, which has no mask_mod"):
             from_block_mask(wrong)
     block_mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    q = random_inputs(300, 300)[0]
+    with pytest.raises(TypeError, match=r"BooleanMask, as dash_attn\.masks\.from_block_mask makes of a BlockMask"):
+        flash_attn_func(q, q, q, mask=block_mask)  # type: ignore[arg-type]
     block_mask.mask_mod = lambda b, h, q, kv: (q >= kv).float()
     with pytest.raises(TypeError, match=r"mask_mod must answer True or False; got torch.float32"):
         from_block_mask(block_mask)
+
+
+def test_rows_that_were_sliced_off_raise() -> None:
+    """PyTorch's slice keeps the lengths of the whole. The control: a slice of sequences, and one with lengths of its own."""
+    whole = create_block_mask(causal, 2, None, 256, 256, device="cpu")
+    second = whole[:, :, 1:]
+    second.mask_mod = lambda b, h, q, kv: q + 128 >= kv
+    with pytest.raises(ValueError, match=r"needs all 2 blocks of the BlockMask's 256 queries; got 1\. If it was sliced along queries"):
+        from_block_mask(second)
+    one = whole[1:]
+    one.mask_mod = causal
+    assert from_block_mask(one).shape == (1, 1, 256, 256)
+    rows = BlockMask.from_kv_blocks(
+        second.kv_num_blocks,
+        second.kv_indices,
+        second.full_kv_num_blocks,
+        second.full_kv_indices,
+        mask_mod=second.mask_mod,
+        seq_lengths=(128, 256),
+    )
+    inputs = random_inputs(128, 256, (2, 2), 16, torch.float64, batch=2)
+    assert max(map(largest_error, run_ours(inputs, from_block_mask(rows)), run_ours(inputs, Causal()))) < 1e-12

@@ -244,6 +244,20 @@ def test_recomputation_drops_the_same_pairs(reentrant: bool) -> None:
     assert all(map(same_bits, gradients(True), gradients(False)))
 
 
+def test_recomputation_that_would_drop_others_raises() -> None:
+    """It would mix the output of one draw with the pairs of another. The control: seeds that are given."""
+    q, k, v, dout = random_inputs(70, 70, (2, 2), 8)
+    leaf = q.requires_grad_()
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    out = checkpoint(flash_attn_func, leaf, k, v, P, **options)
+    with pytest.raises(RuntimeError, match=r"drawn other seeds for dropout .*: leave preserve_rng_state=True, or give dropout_seed; got"):
+        out.backward(dout)
+    seeds = torch.arange(len(q))
+    given = checkpoint(flash_attn_func, leaf, k, v, P, dropout_seed=seeds, **options)
+    plain = flash_attn_func(leaf, k, v, P, dropout_seed=seeds)
+    assert same_bits(*(torch.autograd.grad(one, leaf, dout)[0] for one in (given, plain)))
+
+
 def _accumulated(out: Tensor, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
     for leaf in leaves:
         leaf.grad = None

@@ -104,3 +104,14 @@ def test_ranks_that_share_a_sequence_take_none() -> None:
     x = torch.zeros(1, 1, 10, 8)
     with pytest.raises(ValueError, match="ranks that share a sequence take no attn_mask"):
         scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(10, 10, dtype=torch.bool), context_parallel=object())
+
+
+def test_plain_calls_beside_those_of_pytorchs_context_parallel_take_it() -> None:
+    """An encoder's, for example. Outside PyTorch's block no sequence is shared."""
+    inputs = [x.transpose(1, 2) for x in random_inputs(150, 200, (2, 2), 8)]
+    mask = torch.rand(150, 200) < 0.5
+    with replace_sdpa():
+        alone = run(inputs, mask)
+    with replace_sdpa(context_parallel="torch"):
+        beside = run(inputs, mask)
+    assert all(map(same_bits, alone, beside))

@@ -66,6 +66,18 @@ def _if_any(modifiers: Modifiers | None) -> tuple[Modifiers, ...]:
     return () if modifiers is None else (modifiers,)
 
 
+def _as_recomputed(modifiers: Modifiers | None, seeds: Tensor | None, slopes: Tensor | None) -> Modifiers | None:
+    """With activation checkpointing the saved output is that of a second forward, so seeds and slopes must be those of it, too."""
+    if modifiers is None:
+        return None
+    if seeds is not None and modifiers.seeds is not None and seeds.is_cpu and not torch.equal(seeds, modifiers.seeds):
+        raise RuntimeError(
+            "activation checkpointing has drawn other seeds for dropout than the forward had: leave preserve_rng_state=True, or give"
+            f" dropout_seed; got seeds {seeds.tolist()}, in the forward {modifiers.seeds.tolist()}"
+        )
+    return modifiers._replace(seeds=seeds, slopes=slopes)
+
+
 class FirstGradientsOnly(torch.autograd.Function):
     """Passes the gradients through; they depend on the other arguments, but nobody may differentiate them again."""
 
@@ -102,12 +114,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
+        q, k, v, sinks, out, lse, _, _, *given = ctx.saved_tensors
         if dout is None:
             if dlse is None:
                 return (None,) * 7
             dout = torch.zeros_like(out)  # only the LSE was used
-        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.offsets, sinks, dlse, ctx.modifiers)
+        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.offsets, sinks, dlse, _as_recomputed(ctx.modifiers, *given))
         if not torch.is_grad_enabled():
             gradients = attention_backward(*arguments)
         else:  # create_graph=True

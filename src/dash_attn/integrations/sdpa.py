@@ -73,13 +73,14 @@ def scaled_dot_product_attention(
     """
     _check_options(options)
     _refuse(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+    placed = has_placement(query) or has_placement(key) or has_placement(value)
+    if options.get("context_parallel") == HERE and not placed:  # outside PyTorch's block
+        options = {name: value for name, value in options.items() if name not in OF_GROUPS}
     _check_mask(attn_mask, is_causal, options.get("context_parallel"))
-    if has_placement(query) or has_placement(key) or has_placement(value):
+    if placed:
         rows = RowsOfTorch.of(options.get("context_parallel"), query=query, key=key, value=value)
         of_rank = {**options, **rows.options}
         return rows.placed(scaled_dot_product_attention(*rows.tensors, None, dropout_p, is_causal, scale, enable_gqa, **of_rank))
-    if options.get("context_parallel") == HERE:  # outside PyTorch's block
-        options = {name: value for name, value in options.items() if name not in OF_GROUPS}
     _check_layout(query=query, key=key, value=value)
     q, k, v = under_autocast(query, key, value)
     _check_tensors(q, k, v, enable_gqa)

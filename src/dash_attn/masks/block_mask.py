@@ -21,8 +21,20 @@ def from_block_mask(block_mask: Any) -> BooleanMask:
     missing = [name for name in ("mask_mod", "kv_num_blocks", "kv_indices", "seq_lengths", "BLOCK_SIZE") if not hasattr(block_mask, name)]
     if missing:
         raise TypeError(f"from_block_mask needs FlexAttention's BlockMask; got {type(block_mask).__name__}, which has no {missing[0]}")
+    _check_rows(block_mask)
     sequences, heads = block_mask.kv_num_blocks.shape[:2]
     return BooleanMask.of_packed([[PackedMatrix(_matrix(block_mask, b, h)) for h in range(heads)] for b in range(sequences)])
+
+
+def _check_rows(block_mask: Any) -> None:
+    """A BlockMask that is sliced along queries keeps its lengths, so rows that it does not list would attend nothing."""
+    q_len, rows = block_mask.seq_lengths[0], block_mask.kv_num_blocks.shape[-1]
+    needed = -(-q_len // block_mask.BLOCK_SIZE[0])
+    if rows != needed:
+        raise ValueError(
+            f"from_block_mask needs all {needed} blocks of the BlockMask's {q_len} queries; got {rows}. If it was sliced along queries,"
+            " make one for these queries with create_block_mask, or with BlockMask.from_kv_blocks and seq_lengths"
+        )
 
 
 def _matrix(block_mask: Any, sequence: int, head: int) -> NDArray[np.bool_]:

@@ -261,9 +261,10 @@ def whole_tiles(length: int, tile: int) -> NDArray[np.bool_]:
 
 def check_mask(mask: Any) -> None:
     if not isinstance(mask, Mask):  # shown short: it may be a large tensor
+        convert = ", as dash_attn.masks.from_block_mask makes of a BlockMask" if hasattr(mask, "mask_mod") else ""
         raise TypeError(
             f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {reprlib.repr(mask)}."
-            " flash_attn_func also takes a boolean tensor or a BooleanMask"
+            f" flash_attn_func also takes a boolean tensor or a BooleanMask{convert}"
         )
 
 
