@@ -87,7 +87,7 @@ def _check_packed(options: AttentionOptions) -> None:
     if not is_plain_band(options.mask):
         raise Unsupported(
             f"packed sequences on backend 'hopper' take a full or causal mask, or a window with a right limit; got {options.mask}."
-            " Documents inside one sequence (mask=Documents(lengths), flash_attn_func) take any mask."
+            " A sequence at a time, by flash_attn_func, takes any mask."
         )
     if options.schedule != "auto":
         raise Unsupported(

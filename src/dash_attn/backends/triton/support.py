@@ -88,7 +88,7 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool) ->
     if packed and not is_band(options.mask):
         raise Unsupported(
             f"packed sequences on backend 'triton' take a full or causal mask, or a window; got {options.mask}."
-            " Documents inside one sequence (mask=Documents(lengths), flash_attn_func) take any mask."
+            " A sequence at a time, by flash_attn_func, takes any mask."
         )
     if not isinstance(options.mask, (IntervalMask, TileMap, TilePattern, PatternPerHead)):
         raise Unsupported(f"backend 'triton' has no element mask for {type(options.mask).__name__}")
