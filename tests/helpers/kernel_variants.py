@@ -134,8 +134,9 @@ def thinned(names: list[str], start: list[str]) -> list[str]:
 
 
 def is_usual(name: str) -> bool:
-    """Ordered and without softcap."""
-    return (", true, false, Mask" if name.startswith("attention_backward<") else ", false, Mask") in name
+    """Ordered, without softcap, and of a band mask, or of a boolean one."""
+    plain = ", true, false, Mask" if name.startswith("attention_backward<") else ", false, Mask"
+    return plain in name and ("Band" in name or "Bits" in name)
 
 
 def is_decode_twin(name: str) -> bool:

@@ -68,6 +68,7 @@ def test_two_runs_end_with_the_same_weights(script: Path, runs: list[dict[str, O
         assert weights != runs[1]["control"][1]
 
 
+@pytest.mark.exhaustive
 def test_any_number_of_processes_ends_with_the_same_weights() -> None:
     """And with the same tensors of attention. The controls, ordinary sums over processes, differ."""
     done = subprocess.run([sys.executable, str(FOLDER / "long_context.py")], capture_output=True, text=True, timeout=240, check=False)

@@ -89,6 +89,7 @@ def test_a_call_without_error_is_noticed() -> None:
     assert errors_page.outcome("flash_attn_func(q, k, v)") is None
 
 
+@pytest.mark.exhaustive
 def test_the_tutorial_runs_and_its_page_is_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = tutorial_page.page(tmp_path)

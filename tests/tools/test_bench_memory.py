@@ -24,6 +24,7 @@ def memory() -> Any:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.exhaustive
 def test_workspaces_of_a_tree(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(memory.report, "__defaults__", ([(2, 1), (4, 1)], 256))
     memory.main(["--json", str(tmp_path / "m.json")])

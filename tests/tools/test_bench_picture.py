@@ -271,5 +271,5 @@ def test_the_documents_tell_the_committed_errors() -> None:
     title = picture_errors._title(found)
     numbers = re.search(r"off by ([\d.]+ %) in the median of (\d+) runs, ([\d.]+ %) rms", title)
     assert numbers is not None
-    design = (root / "DESIGN.md").read_text()
-    assert f"{numbers[1]} in the median of {numbers[2]} runs ({numbers[3]} rms" in design
+    page = (root / "docs/simulator.md").read_text()
+    assert f"{numbers[1]} in the median of {numbers[2]} runs ({numbers[3]} rms" in page
