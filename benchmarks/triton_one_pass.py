@@ -16,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +26,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
+from triton_sweep import milliseconds  # noqa: E402
 
 from dash_attn import Causal, Full, Mask, Problem  # noqa: E402
 from dash_attn.backends.triton import setup, tiles  # noqa: E402
@@ -281,21 +281,7 @@ class OnePass:
         finish[(-(-count // 4096),)](self.dq_sum, self.dq, self.scale, length, heads, count, DIM=dim, BLOCK=4096)
 
 
-def milliseconds(run: Any, runs: int = 10) -> float:
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
-
-
+RUNS = 10  # timed, of each
 TILES = {
     64: (Tile(64, 128, 8, 3, 2), Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2)),
     128: (Tile(64, 128, 8, 2, 2), Tile(64, 128, 8, 2), Tile(64, 128, 8, 1), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2)),
@@ -314,13 +300,13 @@ def compare(dim: int, length: int, mask: Mask) -> dict[str, Any]:
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     passes: tuple[Launch, ...] = setup.gradient_launches(call, dout, rows, (dq, dk, dv))
     found: dict[str, Any] = {"dim": dim, "length": length, "mask": str(mask)}
-    found["two passes"] = milliseconds(lambda: [launch.run() for launch in passes])
+    found["two passes"] = milliseconds(passes, RUNS)
     for tile in TILES[dim]:
         for schedule, ordered in (*((name, True) for name in SCHEDULES), (SCHEDULES[0], False)):
             name = f"{schedule if ordered else 'unordered'}, {tile}"
             try:
                 one = OnePass((q, k, v, dout), rows, mask, tile, schedule, ordered)
-                found[name] = milliseconds(one.run)
+                found[name] = milliseconds((one,), RUNS)
                 first = one.dq.clone()
                 off = max((a.float() - b.float()).norm() / b.float().norm() for a, b in ((one.dq, dq), (one.dk, dk), (one.dv, dv))).item()
                 assert off < 0.02, f"off by {off:.3g}"

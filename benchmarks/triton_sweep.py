@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import partial
 from math import log
 from statistics import median
@@ -107,7 +108,9 @@ def to_compile(job: Job) -> tuple[Launch, ...]:
     return launches_of(job, (1, 256, 1), Causal(), partial(torch.empty, dtype=BF16, device="meta"))
 
 
-def milliseconds(launches: tuple[Launch, ...], runs: int) -> float:
+def milliseconds(launches: Iterable[Any], runs: int) -> float:
+    """The median of `runs`. Launches are run one after the other; each has a method for it."""
+
     def run() -> None:
         for launch in launches:
             launch.run()
