@@ -1,4 +1,4 @@
-"""examples/train.py at a real size on one GPU: python benchmarks/training.py [--small] [--steps N] [--only NAME ...] [--json FILE]
+"""examples/train.py at a real size on one GPU: python benchmarks/training.py [--steps N] [--size N] [--only NAME ...] [--json FILE]
 
 Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is installed), with all of PyTorch deterministic and with
 nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,
@@ -197,12 +197,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--size", type=int, help="sequences per micro-batch: with more, a slow host bounds less")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.steps < WARM_UP + 2:
         parser.error(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP} are not timed; got {arguments.steps}")
     settings = {**(SMALL if arguments.small else REAL), "steps": arguments.steps}
+    if arguments.size is not None:
+        settings["size"] = arguments.size
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for place, name in enumerate(arguments.only):
