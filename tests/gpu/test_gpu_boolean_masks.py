@@ -195,6 +195,13 @@ def test_a_mask_may_change_in_every_call() -> None:
         assert_same_bits(one, expected[i // 2], f"mask {i // 2}")
 
 
+@pytest.mark.parametrize("keys", [KV_LEN, 1280])  # whole blocks may be copied byte by byte
+def test_any_byte_but_zero_attends(keys: int) -> None:
+    mask = holes()[:, :keys].contiguous()
+    twos = (mask.to(torch.uint8) * 2).view(torch.bool)
+    assert BooleanMask(twos).matrices[0].digest == BooleanMask(mask).matrices[0].digest == BooleanMask(mask.cpu()).matrices[0].digest
+
+
 def test_other_streams() -> None:
     tensors, mask = inputs(), holes()
     expected = run_ours(tensors, mask)
