@@ -17,6 +17,7 @@ from dense import Results, assert_same_bits, run_dense_with_sinks, run_ours, run
 from devices import Case, disturbed
 from families import NAMES, assert_same, family
 from gpu_helpers import REPEATS, assert_accurate, gpu_inputs, poisoned_memory, ragged_map
+from graphs import capture
 from grid import dim_cases, length_cases, softcap_cases
 from packed_batches import places
 
@@ -150,9 +151,7 @@ def test_a_graph_replays_the_same_bits() -> None:
     inputs = gpu_inputs(700, 700, (4, 2), 64)
     q, k, v, _ = inputs
     expected = flash_attn_func(q, k, v, causal=True, **TRITON)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attn_func(q, k, v, causal=True, **TRITON)
+    graph, out = capture(lambda: flash_attn_func(q, k, v, causal=True, **TRITON), warm_ups=0)
     out.zero_()
     graph.replay()
     assert same_bits(out, expected)
