@@ -19,6 +19,7 @@ import torch
 import dash_attn
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain
 from dash_attn.backends import _backend_of_gpu, resolve
+from dash_attn.backends.hopper.support import sm_count
 from dash_attn.backends.triton import setup, support
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, visit_lists
@@ -69,6 +70,14 @@ def test_an_amd_gpu_is_no_hopper() -> None:
         patch("torch.version.hip", "7.0"),
     ):
         assert _backend_of_gpu.__wrapped__(CUDA) == "triton"
+
+
+def test_an_amd_gpu_is_refused_by_the_other_backend() -> None:
+    said = r"needs an NVIDIA GPU of compute capability 9.0 .* GPU has 9.0"
+    with gpu(9, 0, multi_processor_count=104), patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        assert sm_count.__wrapped__(0) == 104, "the control"
+        with patch("torch.version.hip", "7.0"), pytest.raises(ValueError, match=said):
+            sm_count.__wrapped__(0)
 
 
 def test_cpu_tensors_are_refused() -> None:
