@@ -8,7 +8,6 @@ padded. What we have no mask for raises, as does a model whose attention does no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -109,8 +108,7 @@ def attention(
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
     offsets = offsets.on(q.device)  # layers of one model may be on several devices, and nobody moves our mask
-    options |= {field.name: getattr(offsets, field.name) for field in fields(offsets)}
-    out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
+    out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **offsets.named(), **options)
     return out.unflatten(0, q.shape[:2]), None
 
 
