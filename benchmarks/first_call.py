@@ -43,7 +43,7 @@ bits = hashlib.sha256(b"".join(x.detach().cpu().view(torch.uint8).numpy().tobyte
 told = dash_attn.explain(q, k, v, causal=True)
 from dash_attn.tools.verify.certificate import _versions
 found = [finding.found for finding in dash_attn.doctor() if finding.id == "kernel-origin"]
-print(json.dumps([seconds, bits, told.kernels, told.kernel_origins, found, _versions("cuda")]))
+print(json.dumps([seconds, bits, told.kernels, told.kernel_origins, found, _versions("cuda", "hopper")]))
 """
 
 

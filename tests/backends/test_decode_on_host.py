@@ -43,6 +43,7 @@ class Case:
     sinks: bool = False
     appended: bool = True
     dropped: int = 0  # keys that the cache has no more, of each sequence
+    negative: bool = False  # all scores
     seed: int = 0
 
 
@@ -55,6 +56,8 @@ class Problem:
         (q_heads, kv_heads), (dim, v_dim) = case.heads, case.dims
         shapes = (q_heads, dim), (kv_heads, dim), (kv_heads, v_dim)
         self.whole = [[torch.randn(1, n, *shape).bfloat16() for shape in shapes] for n in case.lengths]
+        if case.negative:
+            self.whole = [[q.abs(), -k.abs(), v] for q, k, v in self.whole]
         self.sinks = torch.randn(q_heads) if case.sinks else None
         self.options = AttentionOptions(case.mask, dim**-0.5, case.softcap)
         self.padding = [self.random.randint(0, case.most_padding) for _ in case.lengths]
@@ -114,6 +117,7 @@ CASES = {
     "softcap": Case((140, 7), softcap=2.0, appended=False),
     "dropped keys": Case((300, 270), 2, most_padding=20, mask=Window(40, 0), dropped=150),
     "many rows": Case((90,), 40, heads=(3, 1)),
+    "negative scores": Case((300,), 40, negative=True),
 }
 
 

@@ -84,6 +84,17 @@ def test_queries_that_attend_nothing(dim: int) -> None:
     assert (ours.dq[:, blind + 1 :] != 0).any(), "the control: the others have gradients"
 
 
+@pytest.mark.parametrize("mask", [*BOTH, Window(60, 20)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_negative_scores(dim: int, mask: Mask) -> None:
+    """Maxima are found by the bits of scores where not all of them are negative."""
+    inputs = gpu_inputs(700, 700, dim=dim)
+    q = inputs.q.abs()
+    q[:, ::3] = inputs.q[:, ::3]
+    q[:, 7::50] = 0
+    assert_accurate(inputs._replace(q=q, k=-inputs.k.abs()), mask)
+
+
 def test_keys_that_nobody_attends() -> None:
     ours = assert_accurate(gpu_inputs(100, 1000), Window(10, 0))
     assert (ours.dk[:, :880] == 0).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cached import CacheCase, Played, play
-from dash_attn import explain_with_kvcache, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn import explain_with_kvcache, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.backends.hopper.tiles import CLUSTERS
 from dense import same_bits
 from gpu_helpers import patched_backend, poisoned_memory, run_script
@@ -45,6 +45,19 @@ def test_clusters_change_no_bit(page_size: int, most_padding: int, dim: int, col
     )
     with patched_backend({("calls.decode", "CLUSTERS"): ((dim, columns, 10**6),)}), poisoned_memory():
         assert play(replace(case, device="cuda", sinks=page_size == 16)) == []
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_negative_scores_have_the_bits_of_the_whole_forward(dim: int) -> None:
+    """The forward finds maxima by the bits of scores, or else by their values; the kernels of caches by their values."""
+    q, k, v = (torch.randn(1, 700, 4, dim, device="cuda").bfloat16() for _ in range(3))
+    q, k = q.abs(), -k.abs()
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    for i in (0, 130, 699):
+        length = torch.tensor([i + 1], dtype=torch.int32, device="cuda")
+        got, its_lse = flash_attn_with_kvcache(q[:, i : i + 1], k, v, cache_seqlens=length, causal=True, return_softmax_lse=True)
+        assert same_bits(got, out[:, i : i + 1]), i
+        assert same_bits(its_lse, lse[..., i : i + 1]), i
 
 
 def test_packed_queries_and_pages() -> None:

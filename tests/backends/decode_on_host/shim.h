@@ -105,6 +105,9 @@ static inline int __all_sync(unsigned mask, bool value) { return __ballot_sync(m
 static inline float __shfl_xor_sync(unsigned, float x, int mask) {
   return std::bit_cast<float>(exchange(std::bit_cast<unsigned>(x))[(threadIdx.x % 32) ^ mask]);
 }
+static inline int __shfl_xor_sync(unsigned, int x, int mask) { return (int)exchange((unsigned)x)[(threadIdx.x % 32) ^ mask]; }
+static inline int __vimax3_s32(int x, int y, int z) { return std::max(x, std::max(y, z)); }
+static inline int __vimin3_s32(int x, int y, int z) { return std::min(x, std::min(y, z)); }
 static inline int __shfl_sync(unsigned, int x, int lane) { return (int)exchange((unsigned)x)[lane]; }
 static inline void meet(int id, int threads, bool stays) {
   Meeting& meeting = named_meeting(id);

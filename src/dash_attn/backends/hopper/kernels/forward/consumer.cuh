@@ -91,12 +91,12 @@ struct ForwardConsumer {
     if (wg == 1) named_barrier_sync<TURN + 1>(2 * WARPGROUP);
     if (wg == 2) named_barrier_sync<TURN + 2>(2 * WARPGROUP);
   }
-  DEVICE void pass_turn() {
+  DEVICE void pass_turn(bool now = true) {
     if constexpr (!TAKE_TURNS) return;
     const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;
-    if (next == 0) named_barrier_arrive<TURN>(2 * WARPGROUP);
-    if (next == 1) named_barrier_arrive<TURN + 1>(2 * WARPGROUP);
-    if (next == 2) named_barrier_arrive<TURN + 2>(2 * WARPGROUP);
+    if (now && next == 0) named_barrier_arrive<TURN>(2 * WARPGROUP);
+    if (now && next == 1) named_barrier_arrive<TURN + 1>(2 * WARPGROUP);
+    if (now && next == 2) named_barrier_arrive<TURN + 2>(2 * WARPGROUP);
   }
   // Read anew where it is needed: registers are scarcer than shared-memory loads.
   DEVICE TileNote note_of_tile(u32 slot) {
@@ -172,8 +172,7 @@ struct ForwardConsumer {
     if constexpr (BUFFERS == 1) pass_turn();
     wgmma_wait<1>();  // S
     take_scores(rows, note, bits, next);
-    find_maxima(rescale, shift);
-    if constexpr (BUFFERS == 2) pass_turn();  // late, so that warpgroups do not compete for the units of exp2
+    find_maxima<BUFFERS == 2>(rescale, shift);  // passes the turn: late, so that warpgroups do not compete for the units of exp2
     if constexpr (BUFFERS == 1) {
       if (load + 1 < last) await_k(load + 2);
       take_output(now, true);
@@ -261,21 +260,66 @@ struct ForwardConsumer {
   }
   // What is one operation and what two is written out, here and everywhere: left to the compiler, the variants of a kernel would differ
   // in the last bit. `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
-  DEVICE void find_maxima(float (&rescale)[2], float (&shift)[2]) {
+  template <bool PASS = false> DEVICE void find_maxima(float (&rescale)[2], float (&shift)[2]) {
+    float largest[2];
+    if constexpr (D <= 128) {
+      find_by_bits<PASS>(largest);
+    } else {
+      largest[0] = largest_score(0);
+      largest[1] = largest_score(1);
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float most[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) most[i] = row_score(r, i);
-#pragma unroll
-      for (int i = 4; i < C::SCORES / 2; i++) most[i % 4] = fmaxf(most[i % 4], row_score(r, i));
-      float largest = fmaxf(row_max[r], fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      shift[r] = largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, p.scale_log2);  // a row may have met no key yet
+      shift[r] = largest[r] == MINUS_INFINITY ? 0.f : __fmul_rn(largest[r], p.scale_log2);  // a row may have met no key yet
       rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift[r]);  // just 1 if the maximum stays: extra visits change nothing
-      row_max[r] = largest;
+      row_max[r] = largest[r];
     }
+  }
+  // Of a row so far, with this tile.
+  DEVICE float largest_score(int r) {
+    float most[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) most[i] = row_score(r, i);
+#pragma unroll
+    for (int i = 4; i < C::SCORES / 2; i++) most[i % 4] = fmaxf(most[i % 4], row_score(r, i));
+    float largest = fmaxf(row_max[r], fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+  }
+  // The same by integers, of which the machine compares three at once. Floats have the order of their bits; negative ones the opposite one.
+  template <bool PASS> DEVICE void find_by_bits(float (&largest)[2]) {
+    int most[2] = {of_thread<true>(0), of_thread<true>(1)};
+    // ptxas moves an arrive freely, but not in front of what decides whether there is one. No arithmetic makes a NaN like this.
+    if constexpr (PASS) pass_turn(most[0] != 0x7fa5a5a5);
+#pragma unroll
+    for (int r = 0; r < 2; r++) most[r] = of_row<true>(most[r]);
+    if (__any_sync(0xffffffffu, (most[0] | most[1]) < 0)) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int least = of_row<false>(of_thread<false>(r));
+        if (most[r] < 0) most[r] = least;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) largest[r] = __int_as_float(most[r]);
+  }
+  template <bool MAX> DEVICE int of_thread(int r) {
+    const int before = __float_as_int(row_max[r]);
+    int most[2] = {before, before};
+#pragma unroll
+    for (int i = 0; i < C::SCORES / 2; i += 2) {
+      const int x = __float_as_int(row_score(r, i)), y = __float_as_int(row_score(r, i + 1));
+      most[i / 2 % 2] = MAX ? __vimax3_s32(most[i / 2 % 2], x, y) : __vimin3_s32(most[i / 2 % 2], x, y);
+    }
+    return MAX ? max(most[0], most[1]) : min(most[0], most[1]);
+  }
+  template <bool MAX> DEVICE int of_row(int most) {
+#pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2) {
+      const int other = __shfl_xor_sync(0xffffffffu, most, apart);
+      most = MAX ? max(most, other) : min(most, other);
+    }
+    return most;
   }
   // S becomes exp2((S - max) scale).
   DEVICE void exponentiate(const float (&rescale)[2], const float (&shift)[2]) {
