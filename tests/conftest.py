@@ -10,9 +10,11 @@ import pytest
 def has_hopper() -> bool:
     try:
         import torch
+
+        from dash_attn.backends.gpus import is_hopper
     except ImportError:
         return False
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.cuda.is_available() and is_hopper()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

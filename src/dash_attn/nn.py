@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from .attention.autocast import under_autocast
 from .attention.functions import flash_attn_func
-from .attention.schedule_argument import options_in_words, with_schedule_as_text
+from .attention.kept_options import kept_options, options_in_words
 from .masks import is_whole
 
 MORE_RESULTS = ("return_lse", "return_attn_probs")  # arguments of flash_attn_func that the output projection has no use for
+OPTIONS = ("softmax_scale", "deterministic", "mask", "sinks", "schedule", "accumulation", "backend", "head_offset")
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -20,7 +21,7 @@ class SelfAttention(nn.Module):
     """Maps (batch, length, embed_dim) to the same shape; gradients of the attention are bitwise reproducible.
 
     num_kv_heads: fewer KV heads than query heads (grouped-query attention); None for as many.
-    window_size, softcap and the keyword options (schedule, accumulation, backend, head_offset) are those of flash_attn_func.
+    window_size, softcap and the keyword options (schedule, accumulation, backend, head_offset and more) are those of flash_attn_func.
     dropout_p: of the attention weights, in training mode only; with seeds of PyTorch's generator, unless `forward` is given others.
     alibi_slopes: (num_heads,) numbers, kept as a buffer.
     """
@@ -43,7 +44,7 @@ class SelfAttention(nn.Module):
         _check_sizes(embed_dim, num_heads, num_kv_heads)
         _check_options(options)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.options = {"causal": causal, "window_size": window_size, "softcap": softcap, **with_schedule_as_text(options)}
+        self.options = kept_options({"causal": causal, "window_size": window_size, "softcap": softcap, **options}, dropout_p)
         self.dropout_p = dropout_p
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", None if alibi_slopes is None else _slopes(alibi_slopes, num_heads))
@@ -89,6 +90,9 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in MORE_RESULTS:
         if name in options:
             raise TypeError(f"SelfAttention returns its output alone: it does not take {name}; got {name}={options[name]!r}")
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise TypeError(f"SelfAttention got an unexpected keyword argument {unknown[0]!r}; besides its own it takes {', '.join(OPTIONS)}")
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from boolean_masks import SORTS, a_tree, draw, scattered
@@ -312,6 +313,29 @@ def test_a_device_packs_as_the_host_does(number: int) -> None:
     assert (tuple(here.shape), here.digest, here.places.tolist()) == (there.shape, there.digest, there.places.tolist())
     mask[-1, -1] ^= True
     assert packed_on_device(mask).digest != here.digest
+
+
+class _RawCopies(TorchDispatchMode):
+    """A GPU copies what is contiguous byte by byte; the host makes 0 or 1 of every boolean on the way."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default and args[0].dtype == args[1].dtype == torch.bool:
+            args[0].view(torch.uint8).copy_(args[1].view(torch.uint8))
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def test_any_byte_but_zero_attends() -> None:
+    """Of bytes that are viewed as boolean: on the host, and by what packs on a GPU. The control: one byte that becomes 0."""
+    octets = torch.randint(0, 256, (70, 130), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    octets[:, ::3] = 0
+    plain, viewed = (octets != 0).numpy(), octets.view(torch.bool)
+    assert BooleanMask(viewed).matrices[0].digest == PackedMatrix(plain).digest
+    with _RawCopies():
+        assert packed_on_device(viewed).digest == PackedMatrix(plain).digest
+        assert packed_on_device(viewed.T).digest == PackedMatrix(plain.T).digest, "the tensor need not be contiguous"
+        octets[0, 1] = 0
+        assert packed_on_device(viewed).digest != PackedMatrix(plain).digest
 
 
 def on_hopper(mask: Any) -> Explanation:

@@ -310,7 +310,7 @@ def test_modules_drop_in_training_only() -> None:
     assert same_bits(layer(x, dropout_seed=SEEDS), layer(x, dropout_seed=SEEDS))
     assert same_bits(layer.eval()(x, dropout_seed=SEEDS), plain(x))
     with pytest.raises(ValueError, match="dropout_p must be 0, or from"):
-        SelfAttention(32, 4, dropout_p=1.0)(x)
+        SelfAttention(32, 4, dropout_p=1.0)
 
 
 def test_no_dropout_has_the_bits_that_it_had() -> None:

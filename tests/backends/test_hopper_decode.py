@@ -19,7 +19,7 @@ from dash_attn.masks import Prefix
 
 decode = import_module("dash_attn.backends.hopper.calls.decode")
 kernel_names = import_module("dash_attn.backends.hopper.calls.kernel_names")
-recently_used = import_module("dash_attn.backends.hopper.device.recently_used")
+recently_used = import_module("dash_attn.backends.recently_used")
 trouble = import_module("dash_attn.backends.hopper.device.trouble")
 parameters = import_module("dash_attn.backends.hopper.device.parameters")
 OPTIONS = AttentionOptions(Causal(), 0.125)

@@ -40,7 +40,7 @@ calls, ahead, masks, kernel_names, leg_tables, uploaded, tables = (
 devices = import_module("dash_attn.backends.hopper.devices")
 setups, few_workers = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in ("backward_setup", "few_workers"))
 workspaces = import_module("dash_attn.backends.hopper.device.workspace")
-recently_used = import_module("dash_attn.backends.hopper.device.recently_used")
+recently_used = import_module("dash_attn.backends.recently_used")
 
 
 class Stream:

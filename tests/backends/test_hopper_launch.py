@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, Window, generate
+from dash_attn.backends import document_offsets
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.order import WORKER_INVARIANT, Order
@@ -188,21 +190,21 @@ def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
     assert names[3:5] == ["packed_layout", "packed_plan"]
-    offsets = documents.offsets_of(q, options)
+    offsets = document_offsets.offsets_of(q, options, tables.upload)
     assert offsets.cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
     assert offsets.max_seqlen_q == 256, "room for 199 and for other lengths"
 
 
 def test_only_the_last_document_lengths_are_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(documents, "_kept", layout.Kept(documents.MOST_OFFSETS))
-    device = torch.device("cpu")
-    first = documents.recent_offsets((1, 2), 1, device)
-    assert documents.recent_offsets((1, 2), 1, device) is first
-    for length in range(documents.MOST_OFFSETS):
-        documents.recent_offsets((length + 2,), 1, device)
-    assert documents.recent_offsets((1, 2), 1, device) is not first
-    assert len(documents._kept.values) == documents.MOST_OFFSETS
+    monkeypatch.setattr(document_offsets, "_kept", layout.Kept(document_offsets.MOST_OFFSETS))
+    recent = partial(document_offsets.recent_offsets, batch=1, device=torch.device("cpu"), upload=tables.upload)
+    first = recent((1, 2))
+    assert recent((1, 2)) is first
+    for length in range(document_offsets.MOST_OFFSETS):
+        recent((length + 2,))
+    assert recent((1, 2)) is not first
+    assert len(document_offsets._kept.values) == document_offsets.MOST_OFFSETS
 
 
 def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driver) -> None:

@@ -19,12 +19,15 @@ import torch
 import dash_attn
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain
 from dash_attn.backends import _backend_of_gpu, resolve
-from dash_attn.backends.triton import setup, support
+from dash_attn.backends.hopper.support import sm_count
+from dash_attn.backends.recently_used import Kept
+from dash_attn.backends.triton import setup, support, uploading
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, visit_lists
 from dash_attn.backends.triton.setup import Call, RowValues, aligned, block_of, gradient_launches, readable, strides
 from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_elements, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, Tiles, listed, read_table, tiles_for
+from dash_attn.backends.triton.uploading import kept_on
 from dash_attn.call.modifiers import Modifiers
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
@@ -69,6 +72,14 @@ def test_an_amd_gpu_is_no_hopper() -> None:
         patch("torch.version.hip", "7.0"),
     ):
         assert _backend_of_gpu.__wrapped__(CUDA) == "triton"
+
+
+def test_an_amd_gpu_is_refused_by_the_other_backend() -> None:
+    said = r"needs an NVIDIA GPU of compute capability 9.0 .* GPU has 9.0"
+    with gpu(9, 0, multi_processor_count=104), patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        assert sm_count.__wrapped__(0) == 104, "the control"
+        with patch("torch.version.hip", "7.0"), pytest.raises(ValueError, match=said):
+            sm_count.__wrapped__(0)
 
 
 def test_cpu_tensors_are_refused() -> None:
@@ -273,6 +284,23 @@ def test_the_table_is_complete() -> None:
 
 def test_a_gpu_that_is_not_listed_takes_the_tiles_of_another() -> None:
     assert [listed(name) for name in ("8.9", "12.1", "8.7", "99.0", "gfx90a")] == ["8.9", "12.0", "8.6", "8.6", "gfx942"]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_captured_graph_keeps_its_tables(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come after them: the graph has their addresses. The control: those of a call that is over go."""
+    kept: Kept[Any] = Kept(3)
+    monkeypatch.setattr(uploading, "_kept", kept)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kept_on(CUDA, "first", lambda: np.zeros(5))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    of_graph = weakref.ref(kept_on(CUDA, "first", lambda: np.zeros(0)))
+    assert of_graph().shape == (5,), "found, not made again"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for number in range(3):
+        kept_on(CUDA, number, lambda: np.zeros(5))
+    gc.collect()
+    assert (of_graph() is not None) == captured
 
 
 def test_visit_lists_have_every_kept_tile_once() -> None:

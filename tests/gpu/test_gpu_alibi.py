@@ -12,6 +12,7 @@ from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func
 from dash_attn.backends.hopper.support import Unsupported
 from dense import Results, assert_same_bits, largest_error, run_ours, same_bits
 from gpu_helpers import DEVICE, REPEATS, gpu_inputs, poisoned_memory, ragged_map
+from graphs import capture
 from inputs import make_inputs
 from modified_runs import assert_modified, expected_pairs
 from packed_batches import make_parts, run_packed
@@ -103,14 +104,7 @@ def test_repeats_have_the_same_bits() -> None:
 
 def test_a_graph_reads_new_slopes() -> None:
     inputs, slopes = gpu_inputs(400, 400, dim=64, batch=2), BY_HEAD.to(DEVICE)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        biased(inputs, Causal(), slopes)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = biased(inputs, Causal(), slopes)
+    graph, found = capture(lambda: biased(inputs, Causal(), slopes))
     for new in (BY_HEAD, BY_HEAD * 2):
         slopes.copy_(new)
         graph.replay()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dash_attn.integrations.sdpa import replace_sdpa
 from dash_attn.masks import PatternPerHead, TilePattern
 from dense import Results, assert_same_bits, largest_error, run_dense, run_dense_with_sinks, run_ours, run_ours_with_sinks
 from gpu_helpers import DEVICE, REPEATS, gpu_inputs
+from graphs import capture
 from inputs import make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -195,6 +197,13 @@ def test_a_mask_may_change_in_every_call() -> None:
         assert_same_bits(one, expected[i // 2], f"mask {i // 2}")
 
 
+@pytest.mark.parametrize("keys", [KV_LEN, 1280])  # whole blocks may be copied byte by byte
+def test_any_byte_but_zero_attends(keys: int) -> None:
+    mask = holes()[:, :keys].contiguous()
+    twos = (mask.to(torch.uint8) * 2).view(torch.bool)
+    assert BooleanMask(twos).matrices[0].digest == BooleanMask(mask).matrices[0].digest == BooleanMask(mask.cpu()).matrices[0].digest
+
+
 def test_other_streams() -> None:
     tensors, mask = inputs(), holes()
     expected = run_ours(tensors, mask)
@@ -260,10 +269,7 @@ def test_a_mask_elsewhere_raises() -> None:
 def test_a_graph_takes_a_mask_that_was_made_before(mask: Any) -> None:
     tensors, made = inputs(), BooleanMask(mask())
     expected = run_ours(tensors, made)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run_ours(tensors, made)
+    graph, captured = capture(lambda: run_ours(tensors, made), warm_ups=0)
     graph.replay()
     torch.cuda.synchronize()
     assert_same_bits(captured, expected)
@@ -275,12 +281,13 @@ def test_a_graph_takes_no_other() -> None:
     whole, new = elements().to(DEVICE), BooleanMask(holes(77))
     flash_attn_func(*tensors, mask=several)
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="make a BooleanMask of it before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        flash_attn_func(*tensors, mask=whole)
-    with pytest.raises(RuntimeError, match="differ between sequences or heads cannot"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        flash_attn_func(*tensors, mask=several)
-    with pytest.raises(RuntimeError, match="the first call with a new"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        flash_attn_func(*tensors, mask=new)
+    for mask, message in (
+        (whole, "make a BooleanMask of it before the capture"),
+        (several, "differ between sequences or heads cannot"),
+        (new, "the first call with a new"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            capture(partial(flash_attn_func, *tensors, mask=mask), warm_ups=0)
 
 
 def test_head_dims_in_between() -> None:

@@ -12,6 +12,7 @@ from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_va
 from dash_attn.backends.hopper.support import Unsupported
 from dense import Results, assert_same_bits, largest_error, run_ours, same_bits
 from gpu_helpers import DEVICE, REPEATS, gpu_inputs, poisoned_memory, ragged_map
+from graphs import capture
 from inputs import make_inputs
 from modified_runs import assert_modified, expected_pairs, pairs_of_the_backward, pairs_of_the_forward
 from packed_batches import make_parts, run_packed
@@ -139,14 +140,7 @@ def test_nothing_is_read_on_the_host() -> None:
 
 def test_a_graph_reads_new_seeds() -> None:
     inputs, seeds = gpu_inputs(400, 400, dim=64, batch=2), SEEDS.to(DEVICE)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        dropped(inputs, Causal(), seeds)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = dropped(inputs, Causal(), seeds)
+    graph, found = capture(lambda: dropped(inputs, Causal(), seeds))
     for new in (SEEDS, SEEDS + 5):
         seeds.copy_(new)
         graph.replay()

@@ -7,6 +7,7 @@ import torch
 
 from devices import require
 from families import NAMES, assert_same, family
+from graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -20,14 +21,7 @@ def test_cuda_graph(name: str) -> None:
     if name == "varlen":
         require("cuda", "varlen in graphs")
     static = chosen.inputs("cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        chosen.run(static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chosen.run(static)
+    graph, captured = capture(lambda: chosen.run(static))
     for replay in range(REPLAYS):
         fresh = chosen.inputs("cuda", seed=replay)
         for old, new in zip(static, fresh, strict=True):

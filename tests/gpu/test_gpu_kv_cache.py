@@ -13,6 +13,7 @@ from dash_attn import explain_with_kvcache, flash_attn_func, flash_attn_varlen_f
 from dash_attn.backends.hopper.tiles import CLUSTERS
 from dense import same_bits
 from gpu_helpers import patched_backend, poisoned_memory, run_script
+from graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -87,15 +88,16 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
     def step() -> torch.Tensor:
         return flash_attn_with_kvcache(q, *played.caches, k, v, cache_seqlens=lengths, block_table=played.table, causal=True)
 
+    def step_and_count() -> torch.Tensor:
+        out = step()
+        lengths.add_(1)
+        return out
+
     before = [cache.clone() for cache in played.caches]
     step()  # prepares the call
     for cache, old in zip(played.caches, before, strict=True):
         cache.copy_(old)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-        lengths.add_(1)
+    graph, out = capture(step_and_count, warm_ups=0)
     for number in range(16):
         for which, memory in enumerate((q, k, v)):
             memory.copy_(torch.cat([t[which][:, d + number : d + number + 1] for t, d in zip(played.tensors, done, strict=True)]))

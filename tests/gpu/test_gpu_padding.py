@@ -11,6 +11,7 @@ from torch import Tensor
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func
 from dense import largest_error
 from gpu_helpers import DEVICE, poisoned_memory, run_script
+from graphs import capture
 from padded_rows import SelfAttention, attend, padding_mask
 
 pytestmark = pytest.mark.gpu
@@ -73,14 +74,7 @@ def test_nothing_is_read_on_the_host() -> None:
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_a_cuda_graph_takes_other_lengths(mask: Mask) -> None:
     static, kept = inputs(), padding_mask("left", LENGTHS, LENGTH, DEVICE)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(static, mask, kept)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(static, mask, kept)
+    graph, captured = capture(lambda: step(static, mask, kept))
     for where, lengths in (("left", LENGTHS), ("right", (5, 1000, 64, 1100, 128)), ("both", (1100,) * 5)):
         kept.copy_(padding_mask(where, lengths, LENGTH, DEVICE))
         for old, new in zip(static, inputs(seed=len(where)), strict=True):

@@ -14,6 +14,7 @@ from dash_attn.attention.autograd import attention_backward, attention_forward
 from dash_attn.call.options import AttentionOptions
 from dense import Results, assert_same_bits, run_ours
 from gpu_helpers import full_size, gpu_inputs, hopper, poisoned_memory
+from graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -25,15 +26,7 @@ LONG_SLEEP = 1_000_000_000  # cycles: about half a second
 @pytest.mark.parametrize("mask", BOTH, ids=str)
 def test_cuda_graph(mask: Mask) -> None:
     static = gpu_inputs(LENGTH, LENGTH)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run_ours(static, mask)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run_ours(static, mask)
+    graph, captured = capture(lambda: run_ours(static, mask), warm_ups=3)
     for replay in range(10):
         fresh = gpu_inputs(LENGTH, LENGTH, seed=replay)
         for old, new in zip(static, fresh, strict=True):
@@ -49,12 +42,8 @@ def test_graphs_run_beside_each_other(mask: Mask) -> None:
     """Two graphs and eager calls of one prepared call, on three streams at once: nothing a kernel counts with is shared."""
     inputs = full_size(1024)
     expected = run_ours(inputs, mask)
-    graphs, captured, sides = [], [], [torch.cuda.Stream() for _ in range(2)]
-    for _ in sides:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured.append(run_ours(inputs, mask))
-        graphs.append(graph)
+    sides = [torch.cuda.Stream() for _ in range(2)]
+    graphs, captured = zip(*(capture(lambda: run_ours(inputs, mask), warm_ups=0) for _ in sides), strict=True)
     for turn in range(10):
         for result in (x for results in captured for x in results):
             result.fill_(torch.nan)
@@ -81,9 +70,8 @@ def test_ticket_counters_are_left_at_zero() -> None:
 
 def test_a_shape_that_was_never_run_cannot_be_captured() -> None:
     inputs = gpu_inputs(977, 977)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="run it once before the graph"), torch.cuda.graph(graph):
-        run_ours(inputs, Causal())
+    with pytest.raises(RuntimeError, match="run it once before the graph"):
+        capture(lambda: run_ours(inputs, Causal()), warm_ups=0)
     torch.cuda.synchronize()
     run_ours(inputs, Causal())
 

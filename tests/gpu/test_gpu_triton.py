@@ -13,10 +13,12 @@ from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, explain, fl
 from dash_attn.backends.triton import setup
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.tiles import Tile, Tiles
+from dash_attn.backends.triton.uploading import MOST_TABLES
 from dense import Results, assert_same_bits, run_dense_with_sinks, run_ours, run_ours_with_sinks, same_bits
 from devices import Case, disturbed
 from families import NAMES, assert_same, family
 from gpu_helpers import REPEATS, assert_accurate, gpu_inputs, poisoned_memory, ragged_map
+from graphs import capture
 from grid import dim_cases, length_cases, softcap_cases
 from packed_batches import places
 
@@ -150,12 +152,25 @@ def test_a_graph_replays_the_same_bits() -> None:
     inputs = gpu_inputs(700, 700, (4, 2), 64)
     q, k, v, _ = inputs
     expected = flash_attn_func(q, k, v, causal=True, **TRITON)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attn_func(q, k, v, causal=True, **TRITON)
+    graph, out = capture(lambda: flash_attn_func(q, k, v, causal=True, **TRITON), warm_ups=0)
     out.zero_()
     graph.replay()
     assert same_bits(out, expected)
+
+
+@pytest.mark.parametrize("mask", [Documents((300, 400)), Prefix(250)], ids=str)
+def test_a_graph_keeps_its_tables(mask: Mask) -> None:
+    """Other masks and lengths come and go, and what they leave is written over."""
+    q, k, v, _ = gpu_inputs(700, 700, (4, 2), 64)
+    expected = flash_attn_func(q, k, v, mask=mask, **TRITON)
+    graph, out = capture(lambda: flash_attn_func(q, k, v, mask=mask, **TRITON), warm_ups=0)
+    for length in range(1, 2 + MOST_TABLES):
+        flash_attn_func(q, k, v, mask=Documents((length, 700 - length)) if isinstance(mask, Documents) else Prefix(length), **TRITON)
+    torch.cuda.synchronize()
+    rubbish = [torch.full((size,), 2**31 - 1, dtype=torch.int32, device="cuda") for size in (4, 128, 1500) for _ in range(500)]
+    out.zero_()
+    graph.replay()
+    assert same_bits(out, expected), len(rubbish)
 
 
 @pytest.mark.parametrize("causal", [True, False])

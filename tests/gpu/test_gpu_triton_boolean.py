@@ -13,6 +13,7 @@ from dash_attn import BooleanMask, flash_attn_func, flash_attn_with_kvcache
 from dense import Results, assert_same_bits, run_dense, run_ours
 from devices import disturbed
 from gpu_helpers import DEVICE, REPEATS, gpu_inputs
+from graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -74,10 +75,7 @@ def test_heads_and_sequences_have_the_bits_they_have_alone() -> None:
 def test_a_graph_takes_a_mask_that_was_made_before() -> None:
     tensors, made = inputs(), BooleanMask(matrix())
     expected = run_ours(tensors, made, **TRITON)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run_ours(tensors, made, **TRITON)
+    graph, captured = capture(lambda: run_ours(tensors, made, **TRITON), warm_ups=0)
     graph.replay()
     torch.cuda.synchronize()
     assert_same_bits(captured, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Full, Mask, Window
-from dash_attn.nn import SelfAttention
+from dash_attn import BooleanMask, Causal, Full, Mask, Window, flash_attn_func
+from dash_attn.nn import MORE_RESULTS, OPTIONS, SelfAttention
 from dense import dense, largest_error
 
 CASES: list[tuple[dict[str, Any], Mask]] = [
@@ -101,6 +102,36 @@ def test_inputs_that_do_not_fit(shape: tuple[int, ...]) -> None:
 def test_options_that_change_what_is_returned(name: str) -> None:
     with pytest.raises(TypeError, match=f"does not take {name}; got {name}=True"):
         layer_of(**{name: True})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"window_size": (1, 2, 3)}, "window_size must be"),
+    ({"softcap": -1.0}, "softcap must be a finite number"),
+    ({"softmax_scale": 0}, "softmax_scale must be a finite number"),
+    ({"schedule": "fastest"}, "unknown schedule 'fastest'"),
+    ({"accumulation": "any"}, "unknown accumulation 'any'"),
+    ({"accumulation": "unordered", "deterministic": True}, "deterministic=True contradicts"),
+    ({"backend": "tpu"}, "unknown backend 'tpu'"),
+    ({"head_offset": -1}, "head_offset must be a whole number"),
+    ({"mask": Causal()}, "give either mask or causal"),
+    ({"mask": BooleanMask(torch.ones(4, 4).bool())}, "give either mask or causal"),
+]
+
+
+@pytest.mark.parametrize(("choices", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_options_that_no_call_could_have(choices: dict[str, Any], message: str) -> None:
+    """Said where they are given, not at the first call. The control: the defaults."""
+    with pytest.raises(ValueError, match=message):
+        layer_of(**choices)
+    arguments = inspect.signature(flash_attn_func).parameters
+    layer_of(**{name: arguments[name].default for name in choices})
+
+
+def test_options_are_those_of_the_function() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'shedule'; .* schedule, accumulation"):
+        layer_of(shedule="weave")
+    own = {*inspect.signature(SelfAttention).parameters, *inspect.signature(SelfAttention.forward).parameters, "q", "k", "v"}
+    assert {*OPTIONS, *MORE_RESULTS} == set(inspect.signature(flash_attn_func).parameters) - own
 
 
 BAD = [

@@ -153,6 +153,13 @@ def test_unknown_options_raise(name: str) -> None:
     assert functional.scaled_dot_product_attention is PYTORCH
 
 
+@pytest.mark.parametrize(("name", "message"), [("schedule", "unknown schedule 'no'"), ("backend", "unknown backend 'no'")])
+def test_values_that_no_call_could_have_raise_at_the_door(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message), replace_sdpa(**{name: "no"}):
+        pytest.fail("inside the block")
+    assert functional.scaled_dot_product_attention is PYTORCH
+
+
 def test_what_multihead_attention_does_not_bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/migration.md says so."""
     calls: list[int] = []

@@ -126,6 +126,7 @@ def test_cuda_bindings_are_for_hopper_gpus_alone() -> None:
     [
         (Gpu("NVIDIA H200", (9, 0)), "backend hopper for CUDA tensors: NVIDIA H200 has compute capability 9.0"),
         (Gpu("NVIDIA B200", (10, 0)), "backend triton for CUDA tensors: NVIDIA B200 has compute capability 10.0"),
+        (Gpu("AMD Instinct MI210", (9, 0), amd=True), "backend triton for CUDA tensors: AMD Instinct MI210 is an AMD GPU"),
         (Gpu("Tesla T4", (7, 5)), "backend cpu only: Tesla T4 has compute capability 7.5"),
         (None, "backend: CUDA is not initialised"),
     ],

@@ -470,10 +470,13 @@ def test_the_worst_status_counts() -> None:
 
 def test_device_is_the_cpu_unless_there_is_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert choose_device("auto") == "cpu"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert (choose_device("auto"), choose_device("cpu")) == ("cuda", "cpu")
+    with monkeypatch.context() as amd:
+        amd.setattr(torch.version, "hip", "7.0")
+        assert choose_device("auto") == "cpu", "an AMD GPU of the same number is another"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == "cpu"
     with pytest.raises(ValueError, match="no GPU"):

@@ -22,9 +22,9 @@ from ..call.options import AttentionOptions
 from ..scheduling.devices.sharding import Sharding
 from ..scheduling.devices.units import Unit
 from ..scheduling.problem import Problem
+from .gpus import is_hopper
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda", "triton": "cuda"}
-HOPPER = (9, 0)  # the compute capability that has kernels of its own
 ALWAYS_ORDERED = ("triton",)  # backends in which no sum could be unordered
 
 
@@ -156,11 +156,10 @@ def resolve(name: str, device: torch.device) -> str:
 
 @cache
 def _backend_of_gpu(device: torch.device) -> str:
-    """A function of the GPU alone, so that all GPUs of a model have the same bits. AMD's have numbers of their own."""
+    """A function of the GPU alone, so that all GPUs of a model have the same bits."""
     if not torch.cuda.is_available():
         return "hopper"  # a program is traced for a GPU that is not here; nothing runs
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == HOPPER
-    return "hopper" if is_hopper else "triton"
+    return "hopper" if is_hopper(device) else "triton"
 
 
 def resolve_to_explain(name: str, device: torch.device) -> str:

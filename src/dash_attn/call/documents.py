@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from .modifiers import Modifiers
 from .offsets import SequenceOffsets
 from .options import AttentionOptions
 
+Upload = Callable[[NDArray[Any], torch.device], Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -36,6 +38,15 @@ def of_a_document(options: AttentionOptions) -> AttentionOptions:
 def document_ends(lengths: tuple[int, ...], batch: int) -> NDArray[np.int32]:
     """Where the documents of all sequences begin and end, laid end to end."""
     return np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
+
+
+def offsets_of_documents(lengths: tuple[int, ...], batch: int, device: torch.device, upload: Upload | None = None) -> SequenceOffsets:
+    """Of all sequences. upload: to a GPU, where something may have to be seen to."""
+    on_host = document_ends(lengths, batch)
+    ends = torch.from_numpy(on_host).to(device) if upload is None else upload(on_host, device)
+    # Room for a longer document changes no bit, but other lengths then find the same prepared call.
+    longest = min(sum(lengths), 1 << (max(lengths) - 1).bit_length())
+    return SequenceOffsets(ends, ends, longest, longest)
 
 
 def laid_end_to_end(x: Tensor) -> Tensor:

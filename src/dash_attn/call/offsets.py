@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,10 @@ class SequenceOffsets:
         if self.cu_seqlens_q.device == device:
             return self
         return SequenceOffsets(self.cu_seqlens_q.to(device), self.cu_seqlens_k.to(device), self.max_seqlen_q, self.max_seqlen_k)
+
+    def named(self) -> dict[str, Any]:
+        """As arguments of flash_attn_varlen_func."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def sequences(self, q_tokens: int, kv_tokens: int) -> list[tuple[slice, slice]]:
         """The query and key tokens of each sequence. Reads and checks the values, so for tensors on the CPU only."""

@@ -113,12 +113,6 @@ def check_dropout(dropout_p: Any) -> None:
         raise ValueError(f"dropout_p must be 0, or from 1/{LEVELS} to 1 - 1/{LEVELS}; got {dropout_p!r}")
 
 
-def refuse_dropout(dropout_p: Any) -> None:
-    """For callers that have no place for a seed."""
-    if not is_zero(dropout_p):
-        raise ValueError(f"dropout is not supported: dropout_p must be 0; got {dropout_p!r}")
-
-
 def check_determinism(deterministic: bool, accumulation: str) -> None:
     """FlashAttention's argument, which says nothing here: unless it contradicts ours."""
     check_flags(deterministic=deterministic)

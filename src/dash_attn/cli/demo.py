@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..scheduling.problem import Problem
 from ..simulation.simulate import Machine
 from .arguments import read_schedules
+from .devices import choose_device
 from .files import check_folder, check_picture
 from .plan import auto_order_name, plan_header, print_refused, simulate_all
 from .table import print_table
@@ -51,7 +52,7 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
     """Whether the ordered runs agree."""
     from . import training
 
-    device = _choose_device(wanted)
+    device = choose_device(wanted)
     print("1. THE SAME TRAINING RUN, TWICE\n")
     size = f"A transformer of {training.LAYERS} layers and {training.weight_count():,} weights"
     print(f"{size} learns from {training.LENGTH}-token sequences: same seed, same data, same code.")
@@ -122,30 +123,6 @@ def _how_arrival_varies(device: str) -> str:
 
         return f"This {torch.cuda.get_device_name()} decides that anew every time."
     return "A GPU decides that anew every time; here, on the CPU, each run draws it from a seed of its own."
-
-
-def _choose_device(wanted: str) -> str:
-    """The GPU if there is one that our kernels serve, unless told otherwise."""
-    import torch
-
-    if wanted != "auto":
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch finds no GPU here")
-        return wanted
-    return "cuda" if torch.cuda.is_available() and _has_hopper_backend() else "cpu"
-
-
-def _has_hopper_backend() -> bool:
-    import torch
-
-    from ..backends import import_backend
-
-    if torch.cuda.get_device_capability()[0] != 9:
-        return False
-    try:
-        return hasattr(import_backend("hopper"), "backward")
-    except (ImportError, RuntimeError, ValueError, NotImplementedError):
-        return False
 
 
 def _show_schedules(output: Path) -> None:

@@ -31,14 +31,16 @@ def choose(arguments: argparse.Namespace) -> Device:
 
 
 def choose_device(wanted: str) -> str:
-    """The GPU where a schedule can be watched, unless told otherwise."""
+    """A Hopper GPU, where schedules and unordered sums run as they do on the CPU; unless told otherwise."""
     import torch
 
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here; a GPU of compute capability 9.0 (H100, H200, GH200) is needed")
     if wanted != "auto":
         return wanted
-    return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
+    from ..backends.gpus import is_hopper
+
+    return "cuda" if torch.cuda.is_available() and is_hopper() else "cpu"
 
 
 def choose_served(wanted: str) -> str:

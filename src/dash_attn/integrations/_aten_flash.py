@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.autograd import attention_backward, attention_forward
 from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, Choices, options_for, refuse_dropout
+from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
 
 
@@ -146,7 +146,11 @@ OPERATORS = {
 def _options(
     query: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, window: tuple[int | None, int | None]
 ) -> AttentionOptions:
-    refuse_dropout(dropout_p)
+    if not is_zero(dropout_p):
+        raise ValueError(
+            "dash_attn has no dropout in PyTorch's flash attention, whose operators have no place for our seeds (flash_attn_func has):"
+            f" dropout_p must be 0; got {dropout_p!r}"
+        )
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(f"PyTorch's flash attention has one head dim; got {query.shape[-1]} and {value.shape[-1]}")
     left, right = (-1 if width is None else width for width in window)

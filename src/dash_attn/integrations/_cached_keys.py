@@ -28,7 +28,8 @@ def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tens
             f"dash_attn has no backward for a cache that dropped keys, here those before position {given.first_position}:"
             " call the model under torch.no_grad(), or train on the whole sequence with use_cache=False"
         )
-    return dropped or (not trains and _has_few_queries(q, given))  # of padded rows: one, or none of its queries is padding
+    # Padded rows get there with one query, or with none that is padding: places_in_cache refuses others.
+    return dropped or (not trains and _has_few_queries(q, given))
 
 
 def _has_few_queries(q: Tensor, given: LayerMask) -> bool:

@@ -40,8 +40,7 @@ def _short(name: str, value: Any) -> str:
     return f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"{name} (a {type(value).__name__})"
 
 
-def refuse_dropout(dropout: float, layer: str) -> None:
-    """Where keys of a cache are attended."""
+def refuse_dropout_with_cache(dropout: float, layer: str) -> None:
     if dropout:
         raise ValueError(
             f"dash_attn has no attention dropout for keys of a cache; {layer} asks for {dropout}. Call model.eval() to generate, or"

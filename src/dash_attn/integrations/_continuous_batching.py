@@ -63,8 +63,7 @@ def attend_to_pages(
         if any(firsts):
             return _one_by_one((q, k, v), offsets, firsts, {"window_size": (window - 1, 0), **options})[None]
     mask = Causal() if window is None else Window(window - 1, 0)
-    ends = offsets.cu_seqlens_q, offsets.cu_seqlens_k, offsets.max_seqlen_q, offsets.max_seqlen_k
-    out: Tensor = flash_attn_varlen_func(q, k, v, *ends, mask=mask, **options)
+    out: Tensor = flash_attn_varlen_func(q, k, v, **offsets.named(), mask=mask, **options)
     return out[None]
 
 

@@ -8,7 +8,6 @@ padded. What we have no mask for raises, as does a model whose attention does no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
 from ._cached_keys import attend_to_cache, goes_to_cache
-from ._call_arguments import refuse_contradiction, refuse_dropout, refuse_unknown
+from ._call_arguments import refuse_contradiction, refuse_dropout_with_cache, refuse_unknown
 from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implementation
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
@@ -93,14 +92,14 @@ def attention(
     given.check(query.shape[2], key.shape[2])
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
-        refuse_dropout(dropout, layer)
+        refuse_dropout_with_cache(dropout, layer)
         return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
     refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     k, v = k[:, given.first_key :], v[:, given.first_key :]
     offsets = _packed_offsets(given, len(query), kwargs)
     if offsets is None and goes_to_cache(q, k, v, given, s_aux):
-        refuse_dropout(dropout, layer)
+        refuse_dropout_with_cache(dropout, layer)
         return attend_to_cache(q, k, v, given, options), None
     if offsets is None and given.padding is not None:
         offsets = given.padding.offsets(type(module))
@@ -109,8 +108,7 @@ def attention(
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
     offsets = offsets.on(q.device)  # layers of one model may be on several devices, and nobody moves our mask
-    options |= {field.name: getattr(offsets, field.name) for field in fields(offsets)}
-    out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
+    out = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **offsets.named(), **options)
     return out.unflatten(0, q.shape[:2]), None
 
 

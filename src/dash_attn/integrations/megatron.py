@@ -78,8 +78,7 @@ class DashCoreAttention(nn.Module):
             "head_offset": self.head_offset,
         }
         if offsets is not None:
-            named = {field.name: getattr(offsets, field.name) for field in fields(offsets)}
-            packed: Tensor = flash_attn_varlen_func(query, key, value, **named, **options)
+            packed: Tensor = flash_attn_varlen_func(query, key, value, **offsets.named(), **options)
             return packed.flatten(1)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         out: Tensor = flash_attn_func(q, k, v, **options)

@@ -17,7 +17,7 @@ from torch.overrides import get_overridable_functions
 
 from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
-from ..attention.schedule_argument import with_schedule_as_text
+from ..attention.kept_options import kept_options
 from ..call.options import check_dropout, is_finite, is_zero
 from ..call.tensor_checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
@@ -43,9 +43,10 @@ def replace_sdpa(**options: Any) -> Iterator[None]:
     """
     _check_options(options)
     check_block(options.get("context_parallel"), options.get("sharding", "zigzag"))
+    replacement = _with(kept_options(options))
     get_overridable_functions()  # PyTorch makes this list once: made inside the block, it would have our function in it for good
     before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _with(with_schedule_as_text(options))
+    functional.scaled_dot_product_attention = replacement
     try:
         yield
     finally:

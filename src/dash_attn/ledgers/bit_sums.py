@@ -84,7 +84,7 @@ def bit_sum(tensor: Tensor) -> int:
 
 @lru_cache(maxsize=64)
 def _has_kernel(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda":
         return False
     from ..backends.hopper.calls.bit_sums import has_kernel
 

@@ -116,11 +116,11 @@ def _without_repeats(array: Any) -> Any:
 
 def packed_on_device(matrix: Any) -> PackedMatrix:
     """Of a tensor of two dimensions. Eight elements become a byte before they come to the host."""
-    dtype = sys.modules["torch"].uint8  # whoever has a tensor has imported it; this room needs NumPy alone
+    torch = sys.modules["torch"]  # whoever has a tensor has imported it; this room needs NumPy alone
     rows, columns = matrix.shape
     padded = matrix.new_zeros(rows, -(-columns // BLOCK) * BLOCK)
-    padded[:, :columns] = matrix
-    elements = padded.view(dtype)
+    torch.ne(matrix.view(torch.uint8), 0, out=padded[:, :columns])  # a tensor viewed as boolean may have other bytes than 0 and 1
+    elements = padded.view(torch.uint8)
     packed = elements[:, ::8].clone()
     for bit in range(1, 8):
         packed |= elements[:, bit::8] << bit

@@ -34,23 +34,14 @@ class PackedMatrix:
         """Of blocks that are kept whole or not at all."""
         made = cls.__new__(cls)
         made.shape, made.blocks = shape, np.where(kept, FULL, EMPTY).astype(np.uint8)
-        made._place()
+        made.words, made.places = words_and_places(made.blocks)
         return made
-
-    def _place(self) -> NDArray[np.bool_]:
-        """Which blocks have which words; which are partial, whose words are still to be filled in."""
-        partial: NDArray[np.bool_] = self.blocks == PARTIAL
-        count = int(partial.sum())
-        self.words = np.empty((count + 2, BLOCK), dtype=WORD)
-        self.words[count], self.words[count + 1] = 0, ALL_BITS
-        self.places = np.where(self.blocks == EMPTY, count, count + 1).astype(np.int32)
-        self.places[partial] = np.arange(count)
-        return partial
 
     def _take(self, rows: NDArray[np.uint64], shape: tuple[int, int]) -> None:
         self.shape = shape
         self.blocks = _blocks_of(rows, shape[1])
-        partial = self._place()
+        self.words, self.places = words_and_places(self.blocks)
+        partial = self.blocks == PARTIAL
         if not partial.any():
             return
         padded = np.zeros((len(self.blocks) * BLOCK, rows.shape[1]), dtype=WORD)
@@ -78,6 +69,17 @@ class PackedMatrix:
         top, left = q.start - first_row * BLOCK, kv.start - first_column * BLOCK
         kept: NDArray[np.bool_] = bits[top : top + q.stop - q.start, left : left + kv.stop - kv.start]
         return kept
+
+
+def words_and_places(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """Of a pattern of blocks; no element of those that are partial is kept."""
+    partial = blocks == PARTIAL
+    count = int(partial.sum())
+    words = np.zeros((count + 2, BLOCK), dtype=WORD)
+    words[count + 1] = ALL_BITS
+    places = np.where(blocks == EMPTY, count, count + 1).astype(np.int32)
+    places[partial] = np.arange(count)
+    return words, places
 
 
 def rows_as_words(packed: NDArray[np.uint8]) -> NDArray[np.uint64]:

@@ -149,6 +149,7 @@ static const std::map<std::string, void (*)(void**)> KERNELS = {
     {"attention_forward<bf16, 192, 2, false, MaskKind::Bits>", forward<192, 2>},
     {"attention_forward<bf16, 256, 2, false, MaskKind::Bits>", forward<256, 2>},
     {"attention_forward<bf16, 128, 2, false, MaskKind::Band>", forward<128, 2, MaskKind::Band>},
+    {"attention_forward<bf16, 64, 2, false, MaskKind::Blocks>", forward<64, 2, MaskKind::Blocks>},
     {"attention_forward<bf16, 128, 2, false, MaskKind::Blocks>", forward<128, 2, MaskKind::Blocks>},
     {"pack_mask_bits<128, 128, true>", pack_bits<128, 128, true>},
     {"pack_mask_bits<192, 128, true>", pack_bits<192, 128, true>},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call.any_workers import plan_on_any
-from ...call.documents import backward_of_documents, document_ends, forward_of_documents, of_a_document, runs_packed
+from ...call.documents import backward_of_documents, forward_of_documents, of_a_document, offsets_of_documents, runs_packed
 from ...call.empty import backward_of_nothing, forward_of_nothing, no_pairs, sink_gradient_of_nothing
 from ...call.explanation import Explanation
 from ...call.mask_per_head import backward_per_head, forward_per_head, together
@@ -92,9 +92,7 @@ def backward(
 
 def _offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:
     assert isinstance(options.mask, Documents)
-    lengths = options.mask.lengths
-    ends = torch.from_numpy(document_ends(lengths, len(q)))
-    return SequenceOffsets(ends, ends, max(lengths), max(lengths))
+    return offsets_of_documents(options.mask.lengths, len(q), q.device)
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:

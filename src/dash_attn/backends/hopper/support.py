@@ -11,6 +11,7 @@ from ...call.given_schedule import in_words
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...masks import Causal, Full, Mask, PatternPerHead, TilePattern, Window
+from ..gpus import is_hopper
 from .device.driver import ANY_DEVICE
 from .tiles import KERNEL_DIMS
 
@@ -30,9 +31,9 @@ def sm_count(index: int) -> int:
     if index == ANY_DEVICE:
         return DEFAULT_WORKERS
     properties = torch.cuda.get_device_properties(index)
-    if (properties.major, properties.minor) != (9, 0):
+    if not is_hopper(index):
         raise Unsupported(
-            f"backend 'hopper' needs a GPU of compute capability 9.0 (H100, H200, GH200);"
+            "backend 'hopper' needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200);"
             f" {properties.name} has {properties.major}.{properties.minor}. Other GPUs run backend 'triton', which 'auto' chooses there."
         )
     return int(properties.multi_processor_count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, PatternPerHead, TileMap, TilePattern
-from ...masks.tile_pattern import BLOCK
-from .uploading import upload
+from ...masks import EMPTY, FULL, BooleanMask, PatternPerHead, TileMap, TilePattern
+from ...masks.packed_matrix import words_and_places
+from .uploading import Tables, kept_on, upload
 
 Boolean = TilePattern | PatternPerHead
 
@@ -43,11 +42,9 @@ class Matrices:
 _OF_MASKS: WeakKeyDictionary[BooleanMask, dict[Any, Any]] = WeakKeyDictionary()  # tables live as long as their mask
 
 
-def kept_with(elements: BooleanMask | None, key: Any, make: Callable[[], Any]) -> Any:
+def kept_with(elements: BooleanMask, key: Any, make: Callable[[], Tables]) -> Tables:
     """What was made of a mask before, for this key."""
-    if elements is None:
-        return make()
-    found = _OF_MASKS.setdefault(elements, {})
+    found: dict[Any, Tables] = _OF_MASKS.setdefault(elements, {})
     if key not in found:
         found[key] = make()
     return found[key]
@@ -56,9 +53,8 @@ def kept_with(elements: BooleanMask | None, key: Any, make: Callable[[], Any]) -
 def matrices_of(mask: Boolean, elements: BooleanMask | None, device: torch.device) -> Matrices:
     """Without elements: of a mask that has no partial blocks, or that is only explained."""
     if elements is None:
-        return _of_pattern(mask, device)
-    found: Matrices = kept_with(elements, device, lambda: _of_elements(elements, device))
-    return found
+        return kept_on(device, mask, lambda: _of_pattern(mask, device))
+    return kept_with(elements, device, lambda: _of_elements(elements, device))
 
 
 def _of_elements(elements: BooleanMask, device: torch.device) -> Matrices:
@@ -67,25 +63,14 @@ def _of_elements(elements: BooleanMask, device: torch.device) -> Matrices:
     return _uploaded(patterns, tables, elements.numbers, device)
 
 
-@lru_cache(maxsize=64)
 def _of_pattern(mask: Boolean, device: torch.device) -> Matrices:
     patterns = mask.patterns if isinstance(mask, PatternPerHead) else (mask,)
     numbers = np.array(mask.numbers if isinstance(mask, PatternPerHead) else [[0]])
-    return _uploaded(patterns, [_tables_of(blocks_of(pattern)) for pattern in patterns], numbers, device)
+    return _uploaded(patterns, [words_and_places(blocks_of(pattern)) for pattern in patterns], numbers, device)
 
 
 def blocks_of(pattern: TilePattern | TileMap) -> NDArray[np.uint8]:
     return pattern.blocks if isinstance(pattern, TilePattern) else np.where(pattern.blocks, FULL, EMPTY).astype(np.uint8)
-
-
-def _tables_of(blocks: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Words and places as PackedMatrix has them, with no element in the partial blocks."""
-    count = int((blocks == PARTIAL).sum())
-    words = np.zeros((count + 2, BLOCK), dtype=np.uint64)
-    words[count + 1] = 2**BLOCK - 1
-    places = np.where(blocks == FULL, count + 1, count)
-    places[blocks == PARTIAL] = np.arange(count)
-    return words, places
 
 
 def _uploaded(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call.documents import laid_end_to_end, of_a_document, runs_packed
+from ...call.documents import laid_end_to_end, of_a_document, offsets_of_documents, runs_packed
 from ...call.explanation import Explanation
-from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, describe_call, hash_of
 from ...masks import Documents, Mask, PatternPerHead, TileMap, TilePattern
@@ -77,10 +76,9 @@ def _call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if not runs_packed(options):
         return Call.of(q, k, v, options, None)
     assert isinstance(options.mask, Documents)
-    ends = torch.empty(q.shape[0] * len(options.mask.lengths) + 1, dtype=torch.int32, device="meta")
-    longest = max(options.mask.lengths)
+    offsets = offsets_of_documents(options.mask.lengths, q.shape[0], torch.device("meta"))
     flat_q, flat_k, flat_v = map(laid_end_to_end, (q, k, v))
-    return Call.of(flat_q, flat_k, flat_v, of_a_document(options), SequenceOffsets(ends, ends, longest, longest))
+    return Call.of(flat_q, flat_k, flat_v, of_a_document(options), offsets)
 
 
 def _launches(call: Call) -> dict[str, Launch]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, Causal, Full, IntervalMa
 from .boolean_tables import Boolean, kept_with, matrices_of
 from .support import is_band
 from .tiles import Tile
-from .uploading import upload
+from .uploading import kept_on, upload
 
 BAND, ROWS, BLOCKS, BITS = 0, 1, 2, 3  # as in kernels/visits.py
 FAR_AWAY = 2**29  # farther than any two tokens are apart
@@ -73,10 +72,8 @@ class Masked:
     def _found(self, tile: Tile, by_keys: bool) -> MaskTables:
         shape = self.lengths, (tile.q_rows, tile.kv_rows), by_keys, self.device
         if self.elements is None:
-            made: MaskTables = (_kept if self.device.type == "cuda" else _make)(self.mask, *shape)
-            return made
-        kept: MaskTables = kept_with(self.elements, shape, lambda: _make(self.mask, *shape, self.elements))
-        return kept
+            return kept_on(self.device, (self.mask, *shape), lambda: _make(self.mask, *shape))
+        return kept_with(self.elements, shape, lambda: _make(self.mask, *shape, self.elements))
 
 
 def distances(mask: Full | Causal | Window) -> tuple[int, int]:
@@ -105,9 +102,6 @@ def _make(
     assert isinstance(mask, IntervalMask)
     rows = np.stack(mask.clipped_bounds(np.arange(lengths[0]), *lengths), axis=1)
     return MaskTables(ROWS, rows=upload(rows.astype(np.int32), device), **lists)
-
-
-_kept = lru_cache(maxsize=64)(_make)
 
 
 def _of_matrices(mask: Boolean, shape: tuple[Any, ...], device: torch.device, elements: BooleanMask | None) -> MaskTables:

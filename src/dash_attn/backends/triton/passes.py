@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ...call.documents import backward_of_documents, document_ends, forward_of_documents, runs_packed
+from ...call.documents import backward_of_documents, forward_of_documents, runs_packed
 from ...call.modifiers import Modifiers
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
-from ...masks import Documents
+from ..document_offsets import offsets_of
 from .setup import Call, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, readable, sink_launch, statistics_launch
 from .support import check_elements
 from .uploading import upload
@@ -32,7 +31,7 @@ def forward(
     """Output and LSE, which is float32."""
     check_elements(options.mask, modifiers)
     if offsets is None and runs_packed(options):
-        return forward_of_documents(forward, (q, k, v), options, offsets_of(q, options), sinks, modifiers)
+        return forward_of_documents(forward, (q, k, v), options, offsets_of(q, options, upload), sinks, modifiers)
     with on_device(q):
         call = Call.of(q, k, v, options, offsets, modifiers)
         if offsets is not None:
@@ -59,7 +58,7 @@ def backward(
     """dQ, dK, dV and the gradient of the sinks."""
     check_elements(options.mask, modifiers)
     if offsets is None and runs_packed(options):
-        return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks, modifiers)
+        return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options, upload), sinks, modifiers)
     with on_device(q):
         call = Call.of(q, k, v, options, offsets, modifiers)
         dout, rows = aligned(dout), RowValues.empty(call)
@@ -90,18 +89,3 @@ def cut(tensor: Tensor, dim: int) -> Tensor:
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
-def offsets_of(q: Tensor, options: AttentionOptions) -> SequenceOffsets:
-    """Where the documents of all sequences begin and end. New lengths are uploaded to a GPU, for which the host waits."""
-    assert isinstance(options.mask, Documents)
-    lengths = options.mask.lengths
-    ends = _ends_on(lengths, q.shape[0], q.device)
-    if q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        ends.record_stream(torch.cuda.current_stream(q.device))
-    return SequenceOffsets(ends, ends, max(lengths), max(lengths))
-
-
-@lru_cache(maxsize=64)
-def _ends_on(lengths: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
-    return upload(document_ends(lengths, batch), device)

@@ -240,7 +240,7 @@ def aligned(x: Tensor) -> Tensor:
     if x.shape[-1] % UNIT:
         return torch.nn.functional.pad(x, (0, -x.shape[-1] % UNIT))
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
-        strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-        if all(stride % UNIT == 0 and 0 <= stride < 2**40 for stride in strides) and x.stride(-3) < 2**23:
+        used = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+        if all(stride % UNIT == 0 and 0 <= stride < 2**40 for stride in used) and x.stride(-3) < 2**23:
             return x
     return x.clone(memory_format=torch.contiguous_format)

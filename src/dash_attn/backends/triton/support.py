@@ -13,9 +13,9 @@ from ...call.given_schedule import in_words
 from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...masks import Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
+from ..gpus import OLDEST
 
 LARGEST_DIM = 256
-LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 4)
 LONGEST = 2**29  # of a sequence: positions are told apart with 32 bits
 MOST_PROGRAMS = 2**31  # of a launch
@@ -36,10 +36,10 @@ def architecture_of(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return str(properties.gcnArchName).partition(":")[0]
-    if (properties.major, properties.minor) < LEAST_CAPABILITY:
+    if (properties.major, properties.minor) < OLDEST:
         raise Unsupported(
-            f"backend 'triton' needs a GPU of compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or later (A100, RTX 30 and"
-            f" later); {properties.name} has {properties.major}.{properties.minor}. CPU tensors run on any machine (backend 'cpu')"
+            f"backend 'triton' needs a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or later (A100, RTX 30 and later);"
+            f" {properties.name} has {properties.major}.{properties.minor}. CPU tensors run on any machine (backend 'cpu')"
         )
     return f"{properties.major}.{properties.minor}"
 

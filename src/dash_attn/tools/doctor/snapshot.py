@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ...backends.gpus import HOPPER
+
 START_ENVIRONMENT = Path("/proc/self/environ")  # Linux keeps what a process was started with
 
 
@@ -21,6 +23,11 @@ START_ENVIRONMENT = Path("/proc/self/environ")  # Linux keeps what a process was
 class Gpu:
     name: str
     capability: tuple[int, int]
+    amd: bool = False
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.capability == HOPPER and not self.amd
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def _started_with() -> dict[str, str] | None:
 
 
 def _gpu() -> Gpu:
-    return Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    return Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.version.hip is not None)
 
 
 def _has_cuda_bindings() -> bool:

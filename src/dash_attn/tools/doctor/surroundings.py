@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ...backends.gpus import OLDEST
 from .check import AUTOTUNE, Check
 from .snapshot import Gpu, Snapshot
 
@@ -15,7 +16,6 @@ MAX_AUTOTUNE = "TORCHINDUCTOR_MAX_AUTOTUNE"
 HASH_SEED = "PYTHONHASHSEED"
 READ_ONCE = (CUBLAS, NVTE, "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", MAX_AUTOTUNE)
 LEAST_TORCH = (2, 9)
-HOPPER, OLDEST = (9, 0), (8, 0)  # compute capabilities: of backend hopper, and from which on backend triton runs
 
 
 def cublas_workspace(snapshot: Snapshot) -> str | None:
@@ -76,13 +76,13 @@ def torch_version(snapshot: Snapshot) -> str | None:
 
 
 def cuda_bindings(snapshot: Snapshot) -> str | None:
-    other_gpu = snapshot.gpu is not None and snapshot.gpu.capability != HOPPER
+    other_gpu = snapshot.gpu is not None and not snapshot.gpu.is_hopper
     return "CUDA is there, cuda-bindings is not" if snapshot.cuda and not snapshot.cuda_bindings and not other_gpu else None
 
 
 def no_triton(snapshot: Snapshot) -> str | None:
     gpu = snapshot.gpu
-    if gpu is None or snapshot.triton or gpu.capability == HOPPER or gpu.capability < OLDEST:
+    if gpu is None or snapshot.triton or gpu.is_hopper or gpu.capability < OLDEST:
         return None
     return f"{_in_words(gpu)}, and Triton is not installed"
 
@@ -93,7 +93,7 @@ def kernel_origin(snapshot: Snapshot) -> str | None:
 
 def not_hopper(snapshot: Snapshot) -> str | None:
     gpu = snapshot.gpu
-    return None if gpu is None or gpu.capability == HOPPER or gpu.capability < OLDEST or not snapshot.triton else _in_words(gpu)
+    return None if gpu is None or gpu.is_hopper or gpu.capability < OLDEST or not snapshot.triton else _in_words(gpu)
 
 
 def too_old(snapshot: Snapshot) -> str | None:
@@ -101,7 +101,7 @@ def too_old(snapshot: Snapshot) -> str | None:
 
 
 def _in_words(gpu: Gpu) -> str:
-    return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+    return f"{gpu.name} is an AMD GPU" if gpu.amd else f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
 
 
 def backend_in_words(snapshot: Snapshot) -> str:
@@ -112,7 +112,7 @@ def backend_in_words(snapshot: Snapshot) -> str:
         return "backend: CUDA is not initialised, so the GPU was not asked"
     if snapshot.gpu.capability < OLDEST:
         return f"backend cpu only: {_in_words(snapshot.gpu)}, and backend triton needs 8.0 or later"
-    chosen = "hopper" if snapshot.gpu.capability == HOPPER else "triton"
+    chosen = "hopper" if snapshot.gpu.is_hopper else "triton"
     return f"backend {chosen} for CUDA tensors: {_in_words(snapshot.gpu)} (hopper is for 9.0, triton for the others from 8.0 on)"
 
 

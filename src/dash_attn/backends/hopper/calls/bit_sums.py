@@ -11,19 +11,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ...gpus import is_hopper
 from ..device.bit_sums_header import CHUNK_BYTES, CTAS_PER_SM, MOST_TENSORS, THREADS, BitSumsParams
 from ..device.driver import current_stream, on_device
 from ..support import sm_count
 from .kernel_names import KernelName
 
 KERNEL = KernelName("ledger/bit_sums.cuh", "bit_sums", THREADS)
-CAPABILITY = (9, 0)  # kernels are compiled for it alone
 
 
 @cache
 def has_kernel(index: int) -> bool:
     """Whether a device runs the kernel. It is loaded, and compiled where it did not come with the package."""
-    if torch.cuda.get_device_capability(index) != CAPABILITY:
+    if not is_hopper(index):
         return False
     try:
         KERNEL.load(index)

@@ -15,9 +15,9 @@ from ....call.kv_cache import CachePlaces, CacheTensors
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Causal, Full, Mask, Window
+from ...recently_used import Kept
 from ..device.driver import check, cuda_driver, current_stream, device_index, on_device, refuse_capture
 from ..device.parameters import AppendParams, CacheParams, DecodeParams, Strides
-from ..device.recently_used import Kept
 from ..device.tensor_map import TensorMap, is_tma_ready
 from ..device.trouble import raise_if_troubled, register_call, report_address
 from ..device.workspace import Workspace

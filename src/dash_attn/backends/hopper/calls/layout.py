@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
+from ...recently_used import Kept
 from ..device.driver import device_index, on_device, refuse_capture
 from ..device.parameters import Strides
-from ..device.recently_used import Kept
 from ..device.tensor_map import tma_ready
 from ..support import DTYPES, check_call
 from ..tiles import backward_dims, kernel_dim

@@ -7,8 +7,8 @@ import torch
 
 from ....scheduling.devices.units import Head, SharedSchedule, Unit
 from ....scheduling.plan import Plan
+from ...recently_used import Kept
 from ..device.parameters import ChainRecord, EndingRecord
-from ..device.recently_used import Kept
 from ..tiles import backward_tiles
 from .device_masks import MaskOfDevice
 from .leg_tables import LegTables

@@ -15,7 +15,7 @@ NUMBERS = (
 )
 
 
-# An argument a line would be pages.
+# One argument per line would take pages.
 # fmt: off
 @triton.jit(do_not_specialize=NUMBERS)
 def gradients(

@@ -158,7 +158,7 @@ def words_of(row, block, words, places, block_columns, q_len, kv_len):
 @triton.jit
 def row_bounds(row, rows, q_len, kv_len, left, right, MASK: tl.constexpr):
     """First kept key and end of the kept keys, by row, none beyond the last key and none of rows beyond the last; of other kinds of
-    mask anything. Two numbers a row leave two comparisons an element."""
+    mask anything. Two numbers per row leave two comparisons per element."""
     if MASK == BAND:
         middle = row + (kv_len - q_len)
         first = tl.maximum(middle - left, 0)

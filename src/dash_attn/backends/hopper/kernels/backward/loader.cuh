@@ -10,7 +10,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false, bool MODIFIED = false
   Notes<C> notes;
   Barriers<C> bars;
   u32 shared;
-  const typename Choice<MODIFIED, ModifierParams, LegParams>::type* more = nullptr;  // of dropout and ALiBi, or of legs
+  const typename Choice<LEGS, LegParams, ModifierParams>::type* more = nullptr;  // of legs, or of dropout and ALiBi
 
   DEVICE void run() {
     Pipeline pipe;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,6 +28,14 @@ class Kept(Generic[Value]):
                 self.values.move_to_end(key)
                 if torch.cuda.is_current_stream_capturing():
                     self.in_graphs.append(value)
+        return value
+
+    def find(self, key: Any, make: Callable[[], Value]) -> Value:
+        """The value of a key; it is made where there is none."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
         return value
 
     def put(self, key: Any, value: Value) -> list[Value]:

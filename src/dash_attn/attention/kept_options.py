@@ -1,0 +1,36 @@
+"""Options that are kept for later calls: checked when they are given, and with a schedule as text, which traced programs also take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..call.given_schedule import in_words, text_of
+from ..call.options import Choices, check_determinism, check_dropout, options_for
+from ..masks import BooleanMask, Full
+
+
+def kept_options(options: dict[str, Any], dropout_p: float = 0.0) -> dict[str, Any]:
+    """Keyword arguments of flash_attn_func, in which a Schedule is its JSON text. What it would refuse whatever the tensors are raises.
+
+    dropout_p is on its own: a model may be called without, and with options that go with none.
+    """
+    kept = {**options, "schedule": text_of(options["schedule"])} if "schedule" in options else options
+    check_dropout(dropout_p)
+    check_determinism(kept.get("deterministic", False), kept.get("accumulation", "ordered"))
+    choices = {name: value for name, value in kept.items() if name in Choices._fields}
+    if isinstance(choices.get("mask"), (Tensor, BooleanMask)):
+        choices["mask"] = Full()  # a matrix is looked at with the tensors that it is for
+    options_for(Choices(**choices), head_dim=1)
+    return kept
+
+
+def options_in_words(options: dict[str, Any]) -> str:
+    """name=value, name=value; a schedule that was given by its name."""
+    shown = {**options, "schedule": _name(options["schedule"])} if "schedule" in options else options
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _name(schedule: Any) -> Any:
+    return in_words(schedule) if isinstance(schedule, str) else schedule

@@ -1,0 +1,13 @@
+"""Which GPUs have which kernels."""
+
+from __future__ import annotations
+
+import torch
+
+HOPPER = (9, 0)  # the compute capability that the kernels of backend 'hopper' are compiled for, alone
+OLDEST = (8, 0)  # the first that backend 'triton' runs on
+
+
+def is_hopper(device: torch.device | int | None = None) -> bool:
+    """The current device, where none is given. PyTorch counts AMD's GPUs in the same numbers, and an MI200 is 9.0 there, too."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == HOPPER
