@@ -213,7 +213,22 @@ GENERAL_MASKS: dict[str, Mask] = {
 @pytest.mark.parametrize("mask", GENERAL_MASKS.values(), ids=GENERAL_MASKS)
 def test_weave_stays_close_to_the_bound(mask: Mask, tiles: tuple[int, int]) -> None:
     schedule = generate("weave", Problem(mask, TOKENS, TOKENS, *tiles, heads=16), 132)
-    assert 0 <= simulate(schedule, PAPER).gap < 0.15
+    assert 0 <= simulate(schedule, PAPER).gap < (0.17 if is_dense(mask) else 0.15)
+
+
+def is_dense(mask: Mask) -> bool:
+    return isinstance(mask, TileMap) and bool(mask.blocks.mean() > 0.4)
+
+
+@pytest.mark.parametrize("length", [8192, 16384])
+def test_weave_has_few_dense_heads_in_flight(length: int) -> None:
+    """So that their tiles stay in the cache, which the model knows nothing of; sparse heads go in smaller blocks."""
+    usual = {}
+    for density in (0.2, 0.5):
+        kept = np.random.default_rng(0).random((length // 128, length // 128)) < density
+        tickets = generate("weave", Problem(TileMap(kept, 128, 128), length, length, heads=16), 132).tickets
+        usual[density] = np.median([len(np.unique(tickets[i : i + 132, 1])) for i in range(0, len(tickets) - 132, 8)])
+    assert usual[0.5] <= 4 < usual[0.2]
 
 
 def columns(seed: int, full: int, density: float) -> TileMap:

@@ -175,10 +175,12 @@ class Schedule:
         workers: int,
         segments: tuple[int, ...] | None = None,
         in_rounds: bool = False,
+        more_lanes: int = 0,
     ) -> Schedule:
         """Place an order on `workers`, gangs never torn.
 
         in_rounds: a turn of each kind is a round, so that the next segment of its heads finds their tiles in the cache.
+        more_lanes: of one kind, up to that many heads go side by side if the workers take them in two fillings.
         """
         workers = whole_number("workers", workers)
         starts = tuple(map(frozen_ints, starts))
@@ -188,7 +190,7 @@ class Schedule:
         if gang > 1:
             lanes = 1  # the chains of a gang start together, so that few of them hold a worker and wait for the rest
         elif len(starts) == 1:
-            lanes = max(1, workers // max(segments))
+            lanes = max(1, workers // max(segments), min(more_lanes, 2 * workers // max(segments)))
         else:
             lanes, segments = _in_turns(problem, workers, len(starts), segments)
         in_round = lanes if in_rounds and len(segments) > 1 else 0

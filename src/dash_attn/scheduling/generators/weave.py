@@ -6,7 +6,8 @@ earlier starts: no gang, any number of workers.
 
 Where chains differ in length, or would meet too often, they are cut into blocks, longest chains first, so that the
 last chains to start are short and workers end together. All heads start a block before any starts the next, so that
-blocks of one head rarely meet (with fewer than about eight heads in flight they do, and wait).
+blocks of one head rarely meet (with fewer than about eight heads in flight they do, and wait). Long chains of even length
+read most tiles of their head, and a cache holds those of few heads: their blocks are large, so that few heads are in flight.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ BLOCK, BLOCKS = 32, 4  # most chains of a block, least blocks of a head: more ba
 DISTANCES = (HAND_OVER, 1)  # steps between chains on a Q tile: enough for a hand-over, or what the mask has room for
 EVEN = 0.7  # mean over longest chain length from which one block balances well enough
 WASTE = 0.05  # nominal waiting per task that one block may have
+DENSE, DENSE_BLOCK = 0.4, 64  # mean chain length over Q tiles from which blocks are large, and their most chains
+CACHED = 4  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile
 
 
 def weave(problem: Problem, workers: int) -> Schedule:
@@ -39,17 +42,29 @@ def weave(problem: Problem, workers: int) -> Schedule:
     block_of = np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])[place]
     first_step = block_of * int(problem.chain_lengths.max())
     kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), first_step)
-    return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, tuple(map(len, blocks)))
+    sizes = tuple(map(len, blocks))
+    heads = CACHED * problem.tile_kv // (problem.q_tiles * problem.most_members) if _is_dense(problem) else 0
+    return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, sizes, more_lanes=heads)
 
 
 def _choose_blocks(problem: Problem) -> list[NDArray[np.int64]]:
     """KV tiles in start order, cut into blocks: a function of the mask and the tiles alone."""
-    lengths = problem.chain_lengths
     ascending = shortest_first(problem)
-    if lengths.mean() >= EVEN * lengths.max() and any(_walks(problem, ascending, d)[1] <= WASTE for d in DISTANCES):
+    if _is_even(problem) and any(_walks(problem, ascending, d)[1] <= WASTE for d in DISTANCES):
         return [ascending]
     count = min(problem.kv_tiles, max(BLOCKS, -(-problem.kv_tiles // BLOCK)))
+    if _is_dense(problem):
+        count = -(-problem.kv_tiles // DENSE_BLOCK)
     return [block[::-1] for block in np.array_split(ascending[::-1], count)]
+
+
+def _is_even(problem: Problem) -> bool:
+    return bool(problem.chain_lengths.mean() >= EVEN * problem.chain_lengths.max())
+
+
+def _is_dense(problem: Problem) -> bool:
+    is_large = min(problem.q_tiles, problem.kv_tiles) > BLOCK
+    return is_large and _is_even(problem) and bool(problem.chain_lengths.mean() >= DENSE * problem.q_tiles)
 
 
 def _walks(problem: Problem, block: NDArray[np.int64], distance: int) -> tuple[list[NDArray[np.int64]], float]:
