@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from dash_attn import Documents, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, KERNEL_DIMS, cluster_tiles, decode_tiles, forward_tiles
+from dash_attn.backends.hopper.tiles import (
+    CLUSTERS,
+    CONSUMER_CHOICES,
+    KERNEL_DIMS,
+    cluster_tiles,
+    decode_tiles,
+    forward_dims,
+    forward_tiles,
+    kernel_dim,
+)
 from dense import same_bits
 
 LENGTH = 300
@@ -149,4 +158,6 @@ def test_on_hopper_tiles_of_keys_are_a_function_of_the_head_dim(dim: int) -> Non
     """Whatever the mask, the batch and the kernel: the tiles decide where sums are cut."""
     rows = {forward_tiles(dim, consumers).kv_rows for consumers in CONSUMER_CHOICES[dim]} | {decode_tiles(dim).kv_rows}
     rows |= {cluster_tiles(dim, columns).kv_rows for of_dim, columns, _ in CLUSTERS if of_dim == dim}
+    served = [(q, v) for q in range(1, 257) for v in range(1, 257) if kernel_dim(q, v) == dim]
+    rows |= {forward_tiles(forward_dims(q, v)[0], 2).kv_rows for q, v in served}
     assert len(rows) == 1

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Mask, Window, flash_attn_func
+from dash_attn.backends.hopper.calls import forward_setup
 from dash_attn.backends.hopper.device import parameters
+from dash_attn.backends.hopper.tiles import kernel_dim
 from dash_attn.call.kv_cache import CachePlaces, CacheTensors
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
@@ -127,9 +129,19 @@ def test_bits_are_those_of_the_forward_kernel(machine: Machine, kind: str, name:
     assert_bits(machine, CASES[name], CLUSTERS[kind])
 
 
-@pytest.mark.parametrize("dims", [(96, 96), (128, 128), (128, 72), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(72, 80), (96, 96), (128, 128), (128, 72), (192, 128), (160, 192), (256, 256)], ids=str)
 def test_dims(machine: Machine, dims: tuple[int, int]) -> None:
     assert_bits(machine, Case((140, 30), dims=dims, page_size=16), 0)
+
+
+@pytest.mark.parametrize("dims", [(80, 72), (192, 128), (136, 40)], ids=str)
+def test_a_narrow_forward_has_the_bits_of_a_wide_one(machine: Machine, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, results = Problem(Case((300, 40), dims=dims)), []
+    for _ in range(2):
+        with hopper_on_host(machine, 0) as (forward, _):
+            results.append(problem.expected(forward))
+        monkeypatch.setattr(forward_setup, "forward_dims", lambda *dims: (kernel_dim(*dims),) * 2)
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("columns", [16, 32, 64])

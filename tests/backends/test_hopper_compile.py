@@ -93,11 +93,11 @@ SIZES = [
     ),
     ("backward/attention.cuh", "sizeof(ChainRecord)", 64),
     *(
-        ("forward/attention.cuh", f"ForwardConfig<{d}, {c}>::SHARED_BYTES", shapes.forward_tiles(d, c).shared_bytes)
-        for d in DIMS
-        for c in CONSUMER_CHOICES[d]
+        ("forward/attention.cuh", f"ForwardConfig<{d}, {c}, {v}>::SHARED_BYTES", shapes.forward_tiles(d, c, v).shared_bytes)
+        for d, v in shapes.FORWARD_DIMS
+        for c in CONSUMER_CHOICES[shapes.kernel_dim(d)]
     ),
-    *(("forward/attention.cuh", f"ForwardConfig<{d}, 2>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
+    *(("forward/attention.cuh", f"ForwardConfig<{d}, 2>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d, _ in shapes.FORWARD_DIMS),
     *(("decode/attention.cuh", f"DecodeConfig<{d}>::SHARED_BYTES", shapes.decode_tiles(d).shared_bytes) for d in DIMS),
     *(("decode/attention.cuh", f"DecodeConfig<{d}>::KV_ROWS", shapes.forward_tiles(d, 2).kv_rows) for d in DIMS),
     *(

@@ -32,10 +32,10 @@ LEGS = [  # of devices that share a sequence, with the masks that device_masks.p
     for mask in ("Band", "Rows")
 ]
 FORWARD = [
-    f"attention_forward<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}>"
+    f"attention_forward<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}{'' if dim == v_dim else f', {v_dim}'}>"
     for dtype in DTYPES
-    for dim in DIMS
-    for consumers in CONSUMER_CHOICES[dim]
+    for dim, v_dim in shapes.FORWARD_DIMS
+    for consumers in CONSUMER_CHOICES[shapes.kernel_dim(dim)]
     for softcap in FLAGS
     for mask in MASKS
 ]

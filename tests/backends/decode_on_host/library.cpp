@@ -166,9 +166,9 @@ template <int D, bool SOFTCAP> static void decode(void** a) {
 template <int D, int COLUMNS, bool SOFTCAP> static void in_clusters(void** a) {
   attention_decode_cluster<bf16, D, COLUMNS, SOFTCAP>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(DecodeParams*)a[2]);
 }
-template <int D, int CONSUMERS, bool SOFTCAP> static void forward(void** a) {
-  attention_forward<bf16, D, CONSUMERS, SOFTCAP, MaskKind::Band>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(TensorMap*)a[2], *(TensorMap*)a[3],
-                                                                 *(ForwardParams*)a[4]);
+template <int D, int CONSUMERS, bool SOFTCAP, int V_DIM = D> static void forward(void** a) {
+  attention_forward<bf16, D, CONSUMERS, SOFTCAP, MaskKind::Band, V_DIM>(*(TensorMap*)a[0], *(TensorMap*)a[1], *(TensorMap*)a[2],
+                                                                        *(TensorMap*)a[3], *(ForwardParams*)a[4]);
 }
 static void append(void** a) { append_to_cache(*(AppendParams*)a[0]); }
 
@@ -190,8 +190,10 @@ static const std::map<std::string, void (*)(void**)> KERNELS = {
     {"attention_forward<bf16, 64, 2, true, MaskKind::Band>", forward<64, 2, true>},
     {"attention_forward<bf16, 64, 3, false, MaskKind::Band>", forward<64, 3, false>},
     {"attention_forward<bf16, 64, 3, true, MaskKind::Band>", forward<64, 3, true>},
+    {"attention_forward<bf16, 80, 2, false, MaskKind::Band>", forward<80, 2, false>},
     {"attention_forward<bf16, 96, 2, false, MaskKind::Band>", forward<96, 2, false>},
     {"attention_forward<bf16, 128, 2, false, MaskKind::Band>", forward<128, 2, false>},
+    {"attention_forward<bf16, 192, 2, false, MaskKind::Band, 128>", forward<192, 2, false, 128>},
     {"attention_forward<bf16, 192, 2, false, MaskKind::Band>", forward<192, 2, false>},
     {"attention_forward<bf16, 256, 2, false, MaskKind::Band>", forward<256, 2, false>},
     {"append_to_cache", append},

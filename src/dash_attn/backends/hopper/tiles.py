@@ -8,6 +8,8 @@ from dataclasses import dataclass
 KERNEL_DIMS = (64, 96, 128, 192, 256)
 # ... of q and k, and of v, in the backward: keys of 192 with values up to 128 (DeepSeek) have a kernel of their own.
 BACKWARD_DIMS = (*((dim, dim) for dim in KERNEL_DIMS), (192, 128))
+# ... in the forward, where 80 columns have one, too. Rows of tiles are those of KERNEL_DIMS, and so are the bits.
+FORWARD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 THREADS, HELPER_THREADS = 384, 256
 # Head dim 64 has room for three consumers, which run faster per element but cover short and masked sequences worse.
 # Consumers: time per element, relative.
@@ -27,6 +29,11 @@ def threads_per_row(v_dim: int) -> int:
 def kernel_dim(*dims: int) -> int:
     """The kernel that serves these head dims (of q and k, and of v)."""
     return next(dim for dim in KERNEL_DIMS if dim >= max(dims))
+
+
+def forward_dims(q_dim: int, v_dim: int) -> tuple[int, int]:
+    """The forward kernel that serves these head dims, without dropout and ALiBi, whose kernels are those of KERNEL_DIMS."""
+    return next((dim, v) for dim, v in FORWARD_DIMS if dim >= q_dim and v >= v_dim)
 
 
 def backward_dims(q_dim: int, v_dim: int) -> tuple[int, int]:
@@ -78,12 +85,12 @@ def _tiles_of_narrow_values(columns: int, v_columns: int) -> BackwardTiles:
 _NOTES = 8 * 16 + 2 * 64 + 352  # step notes, chain notes, barriers
 
 
-def forward_tiles(dim: int, consumers: int) -> ForwardTiles:
-    """As ForwardConfig: Q (twice, and the output, up to head dim 128), two stages of K and V, notes, barriers."""
-    columns = -(-dim // 64) * 64
+def forward_tiles(dim: int, consumers: int, v_dim: int = 0) -> ForwardTiles:
+    """As ForwardConfig: Q (twice, and the output, up to head dim 128), two stages of K and V, notes, barriers. v_dim 0: as dim."""
+    columns, v_columns = (-(-width // 64) * 64 for width in (dim, v_dim or dim))
     kv_rows = 128 if dim <= 128 else 112 if dim == 192 else 80
     q_bytes = consumers * 64 * columns * 2
-    tiles = (3 if dim <= 128 else 1) * q_bytes + 4 * kv_rows * columns * 2
+    tiles = (3 if dim <= 128 else 1) * q_bytes + 2 * kv_rows * (columns + v_columns) * 2
     return ForwardTiles(kv_rows, tiles + 2 * 32 + 16 + 128)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....scheduling.problem import Problem
-from ..tiles import CONSUMER_CHOICES, forward_tiles
+from ..tiles import CONSUMER_CHOICES, forward_dims, forward_tiles
 from .kernel_names import PACKED, KernelName, Variant, forward_kernel
 from .layout import DenseLayout, Layout, PackedLayout
 from .tables import kind_of
@@ -24,11 +24,10 @@ class ForwardSetup:
         self.q_rows, self.kv_rows = CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows
 
     def kernel(self) -> KernelName:
-        options = self.options
+        options, layout = self.options, self.layout
         modifiers = bool(options.dropout_p), options.alibi
-        return forward_kernel(
-            Variant(self.layout.dtype, self.layout.dim, bool(options.softcap), self.mask_kind, *modifiers), self.consumers
-        )
+        dim, v_dim = (layout.dim, layout.dim) if any(modifiers) else forward_dims(layout.q_dim, layout.v_dim)
+        return forward_kernel(Variant(layout.dtype, dim, bool(options.softcap), self.mask_kind, *modifiers), self.consumers, v_dim)
 
 
 class DenseForwardSetup(ForwardSetup):

@@ -57,13 +57,14 @@ class Variant:
         return flag(self.mask_kind == PACKED)
 
 
-def forward_kernel(variant: Variant, consumers: int) -> KernelName:
+def forward_kernel(variant: Variant, consumers: int, v_dim: int) -> KernelName:
     choices = f"{variant.dtype}, {variant.dim}, {consumers}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}"
-    threads, shared_bytes = 128 * (consumers + 1), forward_tiles(variant.dim, consumers).shared_bytes
+    threads, shared_bytes = 128 * (consumers + 1), forward_tiles(variant.dim, consumers, v_dim).shared_bytes
     if variant.modified:
         name = f"attention_forward_modified<{choices}, {variant.modifiers}>"
         return KernelName("forward/modified.cuh", name, threads, shared_bytes + MODIFIER_BYTES)
-    return KernelName("forward/attention.cuh", f"attention_forward<{choices}>", threads, shared_bytes)
+    of_values = f", {v_dim}" if v_dim != variant.dim else ""
+    return KernelName("forward/attention.cuh", f"attention_forward<{choices}{of_values}>", threads, shared_bytes)
 
 
 def decode_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:

@@ -14,7 +14,7 @@ from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
-from ..tiles import BACKWARD_DIMS, KERNEL_DIMS, backward_tiles, forward_tiles
+from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
 from . import parameters
 from .parameters import RAGGED, STRUCTURES, Structure
 
@@ -89,7 +89,7 @@ def _enumerations() -> str:
 def _tiles() -> str:
     """Rows and shared memory, by head dim; in the backward by those of q and k, and of v."""
     backward = {dims: backward_tiles(*dims) for dims in BACKWARD_DIMS}
-    forward = {dim: forward_tiles(dim, 2) for dim in KERNEL_DIMS}
+    forward = {dim: forward_tiles(dim, 2) for dim, _ in FORWARD_DIMS}
     lines = [
         _by_dims("backward_q_rows", {dims: tiles.q_rows for dims, tiles in backward.items()}),
         _by_dims("backward_kv_rows", {dims: tiles.kv_rows for dims, tiles in backward.items()}),

@@ -22,21 +22,23 @@ struct ForwardBarriers {
   u64 tile_full[2], tile_empty[2], q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
 };
 
-template <int D_, int CONSUMERS_> struct ForwardConfig {
-  static constexpr int D = D_, CONSUMERS = CONSUMERS_;  // consumers: warpgroups of 64 queries
+template <int D_, int CONSUMERS_, int V_DIM_ = D_> struct ForwardConfig {
+  static constexpr int D = D_, V_DIM = V_DIM_, CONSUMERS = CONSUMERS_;  // consumers: warpgroups of 64 queries
   static constexpr int KV_ROWS = forward_kv_rows(D), Q_ROWS = 64 * CONSUMERS, THREADS = WARPGROUP * (CONSUMERS + 1);
   static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : D > 128 ? 232 : 224;
   static constexpr int LOADER_REGISTERS = CONSUMERS == 3 ? 32 : D > 128 ? 40 : 56;
-  static constexpr int PANELS = (D + 63) / 64, PANEL = HALF_PANEL;  // 64 rows of 64 columns; the last may be zeros in part
+  static constexpr int PANELS = (D + 63) / 64, V_PANELS = (V_DIM + 63) / 64,
+                       PANEL = HALF_PANEL;  // 64 rows of 64 columns; the last may be zeros in part
   static constexpr int STAGES = 2, Q_STAGES = D <= 128 ? 2 : 1;
-  static constexpr int SCORES = KV_ROWS / 2, OUTPUTS = D / 2;  // registers of S and O
+  static constexpr int SCORES = KV_ROWS / 2, OUTPUTS = V_DIM / 2;  // registers of S and O
   static constexpr int HALF_BYTES = PANELS * PANEL;            // the queries of one warpgroup
-  static constexpr int Q_BYTES = CONSUMERS * HALF_BYTES, KV_BYTES = KV_ROWS * PANELS * PANEL_ROW, KV_PANEL = KV_ROWS * PANEL_ROW;
+  static constexpr int Q_BYTES = CONSUMERS * HALF_BYTES, KV_PANEL = KV_ROWS * PANEL_ROW;
+  static constexpr int K_BYTES = PANELS * KV_PANEL, V_BYTES = V_PANELS * KV_PANEL;
   static constexpr bool OUT_OVER_Q = Q_STAGES == 1;  // wide heads: the output leaves through the memory of its queries
 
   // The shared memory of a CTA.
   struct Tiles {
-    unsigned char q[Q_STAGES][Q_BYTES], k[STAGES][KV_BYTES], v[STAGES][KV_BYTES];
+    unsigned char q[Q_STAGES][Q_BYTES], k[STAGES][K_BYTES], v[STAGES][V_BYTES];
   };
   struct TilesAndOutput {
     Tiles tiles;

@@ -31,9 +31,9 @@ template <MaskKind KIND> DEVICE bool is_kept(const MaskParams& mask, int query, 
   return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
 }
 
-template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK, bool DROPOUT = false, bool ALIBI = false>
+template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK, bool DROPOUT = false, bool ALIBI = false, int V_DIM = D>
 struct ForwardConsumer {
-  using C = ForwardConfig<D, CONSUMERS>;
+  using C = ForwardConfig<D, CONSUMERS, V_DIM>;
   using Bits = OwnBits<MASK, C::SCORES, CONSUMERS * WARPGROUP>;
   static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the sum of a row
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
@@ -217,7 +217,7 @@ struct ForwardConsumer {
 
   DEVICE void multiply_s(u32 q_stage, u32 stage) {  // S = Q K^T
     const u32 a = opaque(base) + q_stage * (C::Q_BYTES / DESCRIPTOR_UNIT) + wg * (C::HALF_BYTES / DESCRIPTOR_UNIT),
-              b = opaque(base) + stage * (C::KV_BYTES / DESCRIPTOR_UNIT);
+              b = opaque(base) + stage * (C::K_BYTES / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -226,7 +226,7 @@ struct ForwardConsumer {
     wgmma_commit();
   }
   template <int B> DEVICE void multiply_out(u32 stage) {  // O += P V
-    const u32 b = opaque(base) + stage * (C::KV_BYTES / DESCRIPTOR_UNIT);
+    const u32 b = opaque(base) + stage * (C::V_BYTES / DESCRIPTOR_UNIT);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::KV_ROWS / 16; k++)
@@ -369,7 +369,7 @@ struct ForwardConsumer {
       warpgroup_sync();
     }
 #pragma unroll
-    for (int g = 0; g < D / 16; g++) {
+    for (int g = 0; g < V_DIM / 16; g++) {
       u32 r[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(out[8 * g + 2 * i] * factor[i & 1], out[8 * g + 2 * i + 1] * factor[i & 1]);
@@ -379,7 +379,7 @@ struct ForwardConsumer {
     fence_async_shared();
     warpgroup_sync();
     if (warp == 0 && lane == 0) {
-      for (int i = 0; i < C::PANELS; i++)
+      for (int i = 0; i < C::V_PANELS; i++)
         tma_store<MASK == MaskKind::Packed>(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64,
                                             tile.q_plane);
       bulk_commit();

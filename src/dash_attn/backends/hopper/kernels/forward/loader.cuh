@@ -3,8 +3,7 @@
 #include "forward/config.cuh"
 #include "common/modifiers.cuh"
 
-template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader {
-  using C = ForwardConfig<D, CONSUMERS>;
+template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader {
   static constexpr bool PACKED = MASK == MaskKind::Packed;
   const ForwardParams& p;
   const TensorMap *q_map, *k_map, *v_map;
@@ -93,7 +92,7 @@ template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct For
     const Barrier full = bars.q_full(s);
     bars.q_empty(s).wait(phase ^ 1);
     full.arrive_expect(C::Q_BYTES);
-    for (int half = 0; half < CONSUMERS; half++)
+    for (int half = 0; half < C::CONSUMERS; half++)
       for (int i = 0; i < C::PANELS; i++)
         tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full.address, i * 64, tile.q_head,
                          tile.query + tile.q_shift + half * 64, tile.q_plane);
@@ -120,12 +119,12 @@ template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct For
           await_empty(bars.k_empty(stage), load);
           store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
         }
-        load_kv(C::K + stage * C::KV_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
+        load_tile<C::PANELS>(C::K + stage * C::K_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
       }
       if (j > 0) {
         const u32 load = loads + j - 1, stage = load & 1;
         await_empty(bars.v_empty(stage), load);
-        load_kv(C::V + stage * C::KV_BYTES, v_map, bars.v_full(stage), kv_head, row_before, kv_plane);
+        load_tile<C::V_PANELS>(C::V + stage * C::V_BYTES, v_map, bars.v_full(stage), kv_head, row_before, kv_plane);
       }
       if (j == 1) next = take_ticket();  // two tiles are on their way: its latency hides behind them
     }
@@ -137,8 +136,8 @@ template <int D, int CONSUMERS, MaskKind MASK, bool MODIFIED = false> struct For
     return {partial ? BitTables::note(BitTables{p.mask}.number(tile.query / C::Q_ROWS, kv_tile, tile.q_plane, tile.q_head)) : 0};
   }
   DEVICE void await_empty(Barrier empty, u32 number) { empty.wait(((number >> 1) & 1) ^ 1); }
-  DEVICE void load_kv(u32 at, const TensorMap* map, Barrier full, int kv_head, int row, int plane) {
-    full.arrive_expect(C::KV_BYTES);
-    for (int i = 0; i < C::PANELS; i++) tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, i * 64, kv_head, row, plane);
+  template <int PANELS> DEVICE void load_tile(u32 at, const TensorMap* map, Barrier full, int kv_head, int row, int plane) {
+    full.arrive_expect(PANELS * C::KV_PANEL);
+    for (int i = 0; i < PANELS; i++) tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, i * 64, kv_head, row, plane);
   }
 };

@@ -3,10 +3,10 @@
 #include "forward/consumer.cuh"
 #include "forward/loader.cuh"
 
-template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK, bool DROPOUT = false, bool ALIBI = false>
+template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK, bool DROPOUT = false, bool ALIBI = false, int V_DIM = D>
 DEVICE void run_forward(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& out_map,
                         const ForwardParams& p, const ModifierParams* m = nullptr) {
-  using C = ForwardConfig<D, CONSUMERS>;
+  using C = ForwardConfig<D, CONSUMERS, V_DIM>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
   if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
@@ -16,10 +16,9 @@ DEVICE void run_forward(const TensorMap& q_map, const TensorMap& k_map, const Te
   __syncthreads();
   if (warp < 4) {
     registers_decrease<C::LOADER_REGISTERS>();
-    if (warp == 0 && lane == 0)
-      ForwardLoader<D, CONSUMERS, MASK, DROPOUT || ALIBI>{p, &q_map, &k_map, &v_map, shared, bars, m}.run();
+    if (warp == 0 && lane == 0) ForwardLoader<C, MASK, DROPOUT || ALIBI>{p, &q_map, &k_map, &v_map, shared, bars, m}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
-    ForwardConsumer<Half, D, CONSUMERS, SOFTCAP, MASK, DROPOUT, ALIBI>(p, shared, bars, warp, lane, m).run(&out_map);
+    ForwardConsumer<Half, D, CONSUMERS, SOFTCAP, MASK, DROPOUT, ALIBI, V_DIM>(p, shared, bars, warp, lane, m).run(&out_map);
   }
 }
