@@ -16,8 +16,7 @@ DEVICE void run_forward(const TensorMap& q_map, const TensorMap& k_map, const Te
   __syncthreads();
   if (warp < 4) {
     registers_decrease<C::LOADER_REGISTERS>();
-    if (warp == 0 && lane == 0)
-      ForwardLoader<D, CONSUMERS, MASK, DROPOUT || ALIBI>{p, &q_map, &k_map, &v_map, shared, bars, m}.run();
+    if (warp == 0 && lane == 0) ForwardLoader<D, CONSUMERS, MASK, DROPOUT || ALIBI>{p, &q_map, &k_map, &v_map, shared, bars, m}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
     ForwardConsumer<Half, D, CONSUMERS, SOFTCAP, MASK, DROPOUT, ALIBI>(p, shared, bars, warp, lane, m).run(&out_map);
