@@ -1,0 +1,75 @@
+"""What a step of a ledger costs, with the model of benchmarks/training.py: python benchmarks/ledger_cost.py [--json FILE]
+
+Milliseconds of the host, which prepares the kernels, and of the GPU, which runs them; and how long the GPU takes to read the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from training import REAL, example
+
+import dash_attn
+from dash_attn.tools.bench.environment import environment
+
+STEPS, WARM_UP = 12, 2
+AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead of it
+
+
+def model_with_gradients() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    module = example()
+    config = module.Config(out="", **{name: value for name, value in REAL.items() if name != "workers"}, device="cuda")
+    model = module.Gpt(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def timed(call: Any) -> tuple[float, float]:
+    """Milliseconds of the host and of the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(AHEAD)
+    start = time.perf_counter()
+    begin.record()
+    call()
+    end.record()
+    host = 1000 * (time.perf_counter() - start)
+    end.synchronize()
+    return host, begin.elapsed_time(end)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    model, optimizer = model_with_gradients()
+    given = {"loss": torch.ones(2, device="cuda"), "batch": torch.zeros(2, 8193, dtype=torch.long, device="cuda")}
+    tensors = [x for parameter in model.parameters() for x in (parameter.detach(), parameter.grad)]
+    with tempfile.TemporaryDirectory() as folder, dash_attn.ledger(folder) as ledger:
+        ledger.watch(model, optimizer)
+        steps = [timed(lambda: ledger.step(model, optimizer, **given)) for _ in range(STEPS)][WARM_UP:]
+    read = [timed(lambda: torch._foreach_norm(tensors, 1))[1] for _ in range(STEPS)][WARM_UP:]
+    found = {
+        "tensors": len(tensors),
+        "bytes": sum(x.nbytes for x in tensors if x is not None),
+        "host_ms": round(median(host for host, _ in steps), 3),
+        "gpu_ms": round(median(gpu for _, gpu in steps), 3),
+        "reading_ms": round(median(read), 3),
+    }
+    print(json.dumps(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
