@@ -101,6 +101,8 @@ template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader
   // Loads what a tile visits and takes the ticket of the next one meanwhile.
   template <typename Visits> DEVICE int2 load_visits(Visits visits, const TileNote& tile, int kv_shift, int kv_plane, u32& loads) {
     const int kv_head = tile.q_head / p.group;
+    // Late, so that who ends first takes the longest tile that is left; two visits are on their way, behind which its latency hides.
+    const int ticket_at = max(1, tile.visits - 2);
     int2 next;
     int row = 0;
     // K comes one visit ahead of V. A V waits for an output, which is finished late; no K must wait behind it.
@@ -126,7 +128,7 @@ template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader
         await_empty(bars.v_empty(stage), load);
         load_tile<C::V_PANELS>(C::V + stage * C::V_BYTES, v_map, bars.v_full(stage), kv_head, row_before, kv_plane);
       }
-      if (j == 1) next = take_ticket();  // two tiles are on their way: its latency hides behind them
+      if (j == ticket_at) next = take_ticket();
     }
     if (tile.visits == 0) next = take_ticket();
     loads += tile.visits;
