@@ -26,7 +26,7 @@ DISTANCES = (HAND_OVER, 1)  # steps between chains on a Q tile: enough for a han
 EVEN = 0.7  # mean over longest chain length from which one block balances well enough
 WASTE = 0.05  # nominal waiting per task that one block may have
 DENSE, DENSE_BLOCK = 0.4, 64  # mean chain length over Q tiles from which blocks are large, and their most chains
-CACHED = 4  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile
+CACHED = 4  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile: wide heads have fewer rows
 
 
 def weave(problem: Problem, workers: int) -> Schedule:
