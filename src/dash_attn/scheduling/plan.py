@@ -1,7 +1,7 @@
 """A schedule lowered to small int32 tables. The CPU executor and the GPU kernels walk the same tables.
 
 A chain is a few runs (docs/how-a-call-runs.md, plan tables). Tables are shared by all heads of a kind and all sequences, and full,
-causal, window, document and prefix masks need at most 80 runs per chain, so their plans are linear in tokens and
+causal, window, document and prefix masks need at most 48 runs per chain, so their plans are linear in tokens and
 independent of batch x heads. A tile map without regularity lists every kept tile of a head.
 """
 
@@ -22,7 +22,7 @@ from .walk_runs import Run, compress
 RUN_FIELDS = ("q_first", "q_stride", "length", "rank_mul", "rank_add", "rank_div", "partial", "entries")
 ENTRY_FIELDS = 3
 ORDER_DIGITS = 16  # of order_hash
-FEW_RUNS, MOST_RUNS = 16, 80  # of a chain; weave's blocks of 64 chains need up to 65. More are listed entry by entry
+FEW_RUNS, MOST_RUNS = 16, 48  # of a chain; weave's blocks of 32 chains need up to 33. More are listed entry by entry
 
 
 @dataclass(frozen=True, eq=False)
