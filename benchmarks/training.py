@@ -1,4 +1,5 @@
-"""examples/train.py at a real size on one GPU: python benchmarks/training.py [--steps N] [--size N] [--only NAME ...] [--json FILE]
+"""examples/train.py at a real size on one GPU:
+python benchmarks/training.py [--small] [--steps N] [--size N] [--only NAME ...] [--json FILE]
 
 Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is installed), with all of PyTorch deterministic and with
 nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,

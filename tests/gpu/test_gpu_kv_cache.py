@@ -49,7 +49,7 @@ def test_clusters_change_no_bit(page_size: int, most_padding: int, dim: int, col
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_negative_scores_have_the_bits_of_the_whole_forward(dim: int) -> None:
-    """The forward finds maxima by the bits of scores, or else by their values; the kernels of caches by their values."""
+    """Up to head dim 128 the forward finds maxima by the bits of scores; the kernels of caches find them by their values."""
     q, k, v = (torch.randn(1, 700, 4, dim, device="cuda").bfloat16() for _ in range(3))
     q, k = q.abs(), -k.abs()
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)

@@ -186,7 +186,7 @@ def test_commands_that_reproduce_the_results_are_understood(command: str, tmp_pa
 
 
 def test_there_is_a_command_for_every_result() -> None:
-    assert len(bench_commands()) == 12
+    assert len(bench_commands()) == 13
     files = {path.name for path in (ROOT / "benchmarks/results").glob("*.json")}
     assert files == set(re.findall(r"h200-[\w-]+\.json", RESULTS))
 

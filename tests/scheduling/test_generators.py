@@ -257,7 +257,7 @@ HARD = {
 @pytest.mark.parametrize("tiles", [(64, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize(("mask", "most"), HARD.values(), ids=HARD)
 def test_weave_where_few_chains_are_long(mask: Mask, most: float, tiles: tuple[int, int]) -> None:
-    """The exceptions that DESIGN.md names: above 0.15, so that a better weave rewrites that sentence."""
+    """The exceptions that docs/simulator.md names: above 0.15, so that a better weave rewrites that table."""
     schedule = generate("weave", Problem(mask, TOKENS, TOKENS, *tiles, heads=16), 132)
     assert 0.15 < simulate(schedule, PAPER).gap < most
 

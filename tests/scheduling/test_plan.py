@@ -24,6 +24,7 @@ REGULAR: dict[str, Callable[[int], Mask]] = {
     "window without a left end": lambda tokens: Window(-1, 200),
     "window without a right end": lambda tokens: Window(100, -1),
     "wide window without a right end": lambda tokens: Window(5000, -1),
+    "window of many blocks without a right end": lambda tokens: Window(tokens * 7 // 16, -1),
     "full documents": lambda tokens: Documents((1500, 2596) * (tokens // 4096), causal=False),
     "documents": lambda tokens: Documents((tokens // 3, tokens - tokens // 3 - tokens // 5, tokens // 5)),
     "many documents": lambda tokens: Documents((1500, 2596) * (tokens // 4096)),

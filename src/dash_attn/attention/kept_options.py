@@ -14,7 +14,7 @@ from ..masks import BooleanMask, Full
 def kept_options(options: dict[str, Any], dropout_p: float = 0.0) -> dict[str, Any]:
     """Keyword arguments of flash_attn_func, in which a Schedule is its JSON text. What it would refuse whatever the tensors are raises.
 
-    dropout_p is on its own: a model may be called without, and with options that go with none.
+    dropout_p comes apart from the options: some of them refuse any dropout, and a model that is not in training has none.
     """
     kept = {**options, "schedule": text_of(options["schedule"])} if "schedule" in options else options
     check_dropout(dropout_p)

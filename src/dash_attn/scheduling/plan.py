@@ -127,8 +127,8 @@ def lower(schedule: Schedule) -> Plan:
     for kind in schedule.order.kinds:
         for kv_tile in range(problem.kv_tiles):
             steps = _steps_of(kind, kv_tile, problem)
-            compressed = compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), MOST_RUNS)
-            if compressed is None or _is_larger_than_entries(compressed, len(steps)):  # irregular: list every entry
+            compressed = compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), _most_runs(len(steps)))
+            if compressed is None:  # irregular: list every entry
                 compressed = [(0, 0, len(steps), 0, 0, 1, 0, entry_count)]
                 entries.append(steps)
                 entry_count += len(steps)
@@ -148,9 +148,9 @@ def lower(schedule: Schedule) -> Plan:
     )
 
 
-def _is_larger_than_entries(runs: list[Run], steps: int) -> bool:
-    """Many runs are worth it only for long chains."""
-    return len(runs) > FEW_RUNS and len(RUN_FIELDS) * len(runs) >= ENTRY_FIELDS * steps
+def _most_runs(steps: int) -> int:
+    """Many are worth it only where they take less room than the entries of a chain would."""
+    return min(MOST_RUNS, max(FEW_RUNS, (ENTRY_FIELDS * steps - 1) // len(RUN_FIELDS)))
 
 
 def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> NDArray[np.int64]:

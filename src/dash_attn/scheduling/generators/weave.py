@@ -6,8 +6,9 @@ earlier starts: no gang, any number of workers.
 
 Where chains differ in length, or would meet too often, they are cut into blocks, longest chains first, so that the
 last chains to start are short and workers end together. All heads start a block before any starts the next, so that
-blocks of one head rarely meet (with fewer than about eight heads in flight they do, and wait). Long chains of even length
-read most tiles of their head, and a cache holds those of few heads: their blocks are large, so that few heads are in flight.
+blocks of one head rarely meet (with fewer than about eight heads in flight they do, and wait). Under masks with holes, long
+chains of even length read most tiles of their head, each at another time, and a cache holds those of few heads: their blocks
+are large, so that few heads are in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DISTANCES = (HAND_OVER, 1)  # steps between chains on a Q tile: enough for a han
 EVEN = 0.7  # mean over longest chain length from which one block balances well enough
 WASTE = 0.05  # nominal waiting per task that one block may have
 DENSE, DENSE_BLOCK = 0.4, 64  # mean chain length over Q tiles from which blocks are large, and their most chains
-CACHED = 4  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile
+CACHED = 4  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile: wide heads have fewer rows
 
 
 def weave(problem: Problem, workers: int) -> Schedule:
@@ -64,7 +65,14 @@ def _is_even(problem: Problem) -> bool:
 
 def _is_dense(problem: Problem) -> bool:
     is_large = min(problem.q_tiles, problem.kv_tiles) > BLOCK
-    return is_large and _is_even(problem) and bool(problem.chain_lengths.mean() >= DENSE * problem.q_tiles)
+    return is_large and _has_holes(problem) and _is_even(problem) and bool(problem.chain_lengths.mean() >= DENSE * problem.q_tiles)
+
+
+def _has_holes(problem: Problem) -> bool:
+    """Whether a Q tile skips KV tiles between two that it keeps. Without holes, chains walk the same tiles together."""
+    kept = problem.kept
+    first, behind_last = kept.argmax(1), problem.kv_tiles - kept[:, ::-1].argmax(1)
+    return bool((kept.any(1) & (kept.sum(1) < behind_last - first)).any())
 
 
 def _walks(problem: Problem, block: NDArray[np.int64], distance: int) -> tuple[list[NDArray[np.int64]], float]:
