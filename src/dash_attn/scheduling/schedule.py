@@ -101,7 +101,7 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
 FILLED = 9, 10  # a turn fills nine of ten workers
 MANY_KV_TILES = 64  # from which chains make up for reading their tiles once more
 HAND_OVER = 2  # steps it takes on an H200 until the next rank of a dQ tile may reduce
-CACHED = 2  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile (the wider a head, the fewer rows)
+CACHED = 2  # Q tiles of a filling of heads that stay in the cache of an H200, per row of a KV tile (the wider a head, the fewer rows)
 SIXTEENTHS = 16  # of a step: in which lags are counted
 LATE = 56  # sixteenths that a chain lags behind the one before it, in both kinds of head: nearly all start at the same Q tile
 
@@ -175,12 +175,12 @@ class Schedule:
         workers: int,
         segments: tuple[int, ...] | None = None,
         in_rounds: bool = False,
-        more_lanes: int = 0,
+        fillings: int = 1,
     ) -> Schedule:
         """Place an order on `workers`, gangs never torn.
 
         in_rounds: a turn of each kind is a round, so that the next segment of its heads finds their tiles in the cache.
-        more_lanes: of one kind, up to that many heads go side by side if the workers take them in two fillings.
+        fillings: of the workers by heads of one kind that go side by side, as far as the cache holds their tiles.
         """
         workers = whole_number("workers", workers)
         starts = tuple(map(frozen_ints, starts))
@@ -190,7 +190,8 @@ class Schedule:
         if gang > 1:
             lanes = 1  # the chains of a gang start together, so that few of them hold a worker and wait for the rest
         elif len(starts) == 1:
-            lanes = max(1, workers // max(segments), min(more_lanes, 2 * workers // max(segments)))
+            cached = fillings * CACHED * problem.tile_kv // (problem.q_tiles * problem.most_members)
+            lanes = max(1, workers // max(segments), min(cached, fillings * workers // max(segments)))
         else:
             lanes, segments = _in_turns(problem, workers, len(starts), segments)
         in_round = lanes if in_rounds and len(segments) > 1 else 0

@@ -27,7 +27,6 @@ DISTANCES = (HAND_OVER, 1)  # steps between chains on a Q tile: enough for a han
 EVEN = 0.7  # mean over longest chain length from which one block balances well enough
 WASTE = 0.05  # nominal waiting per task that one block may have
 DENSE, DENSE_BLOCK = 0.4, 64  # mean chain length over Q tiles from which blocks are large, and their most chains
-CACHED = 4  # Q tiles of heads side by side that stay in the cache of an H200, per row of a KV tile: wide heads have fewer rows
 
 
 def weave(problem: Problem, workers: int) -> Schedule:
@@ -44,8 +43,8 @@ def weave(problem: Problem, workers: int) -> Schedule:
     first_step = block_of * int(problem.chain_lengths.max())
     kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), first_step)
     sizes = tuple(map(len, blocks))
-    heads = CACHED * problem.tile_kv // (problem.q_tiles * problem.most_members) if _is_dense(problem) else 0
-    return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, sizes, more_lanes=heads)
+    fillings = 2 if _is_dense(problem) else 1
+    return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, sizes, fillings=fillings)
 
 
 def _choose_blocks(problem: Problem) -> list[NDArray[np.int64]]:
@@ -53,9 +52,8 @@ def _choose_blocks(problem: Problem) -> list[NDArray[np.int64]]:
     ascending = shortest_first(problem)
     if _is_even(problem) and any(_walks(problem, ascending, d)[1] <= WASTE for d in DISTANCES):
         return [ascending]
-    count = min(problem.kv_tiles, max(BLOCKS, -(-problem.kv_tiles // BLOCK)))
-    if _is_dense(problem):
-        count = -(-problem.kv_tiles // DENSE_BLOCK)
+    most_chains, least_blocks = (DENSE_BLOCK, 1) if _is_dense(problem) else (BLOCK, BLOCKS)
+    count = min(problem.kv_tiles, max(least_blocks, -(-problem.kv_tiles // most_chains)))
     return [block[::-1] for block in np.array_split(ascending[::-1], count)]
 
 
