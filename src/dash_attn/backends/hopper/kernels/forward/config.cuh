@@ -76,12 +76,13 @@ struct ForwardBarrierHandles {
   DEVICE Barrier v_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_full))[stage]; }
   DEVICE Barrier v_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_empty))[stage]; }
 
-  DEVICE void init(int consumer_warps) const {
+  template <typename C> DEVICE void init() const {
+    const int consumer_warps = 4 * C::CONSUMERS;
     for (int s = 0; s < 2; s++) {
       tile_full(s).init(1);
-      tile_empty(s).init(consumer_warps);
+      tile_empty(s).init(consumer_warps + C::CONSUMERS);  // and storers
       q_full(s).init(1);
-      q_empty(s).init(consumer_warps);
+      q_empty(s).init(C::OUT_OVER_Q ? C::CONSUMERS : consumer_warps);  // who reads that memory last
       k_full(s).init(1);
       k_empty(s).init(consumer_warps);
       v_full(s).init(1);
@@ -95,8 +96,9 @@ struct ForwardBarrierHandles {
   DEVICE Barrier at(u32 offset) const { return {first + offset}; }
 };
 
-// Barriers of warps (bar.sync has 16): a warpgroup's turn on the tensor cores, and its own threads. One per warpgroup each.
-enum NamedBarrier : int { TURN = 1, OWN_THREADS = 4 };
+// Barriers of warps (bar.sync has 16): a warpgroup's turn on the tensor cores; its output is in shared memory; there is room for the next. One per
+// warpgroup each.
+enum NamedBarrier : int { TURN = 1, OUTPUT = 4, ROOM = 7 };
 
 // Walks the KV tiles of a Q tile downward, by the tables.
 struct TableVisits {

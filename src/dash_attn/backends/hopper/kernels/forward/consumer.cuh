@@ -55,7 +55,7 @@ struct ForwardConsumer {
       : p(params), m(modifiers), shared(shared_base), base(shared_base >> 4), bars(barriers), wg(warp_of_block / 4 - 1),
         warp(warp_of_block & 3), lane(lane_of_warp) {}
 
-  DEVICE void run(const TensorMap* out_map) {
+  DEVICE void run() {
     u32 loads = 0;
     if (wg == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
     for (u32 tiles = 0;; tiles++) {
@@ -74,10 +74,12 @@ struct ForwardConsumer {
       else if (!C::OUT_OVER_Q)
         arrive(bars.q_empty(q_stage));
       loads += tile.visits;
-      finish(slot, out_map);
-      arrive(bars.tile_empty(slot));
+      float factor[2];
+      finish_rows(slot, factor);  // under the last product
+      await_room();
+      take_output((loads - 1) & 1, tile.visits > 0);
+      write_output(factor);
     }
-    if (warp == 0 && lane == 0) bulk_wait();
   }
 
  private:
@@ -114,8 +116,6 @@ struct ForwardConsumer {
   };
 
   DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load, u32 slot) {
-    const int query = query_of(tile);
-    const Rows rows{query, {p.mask, query, tile.q_len, tile.kv_len}, {p.mask, query + 8, tile.q_len, tile.kv_len}, slot};
     const u32 first = load, last = load + tile.visits - 1;
     float rescale[2], shift[2];
     await_k(load);
@@ -123,10 +123,12 @@ struct ForwardConsumer {
     const Bits bits = bits_of(note);
     await_turn();
     multiply_s(q_stage, load & 1);
-    pass_turn();
+    if constexpr (BUFFERS == 1) pass_turn();
+    const int query = query_of(tile);
+    const Rows rows{query, {p.mask, query, tile.q_len, tile.kv_len}, {p.mask, query + 8, tile.q_len, tile.kv_len}, slot};
     wgmma_wait<0>();
     take_scores(rows, note, bits, load & 1);
-    find_maxima(rescale, shift);
+    find_maxima<BUFFERS == 2>(rescale, shift);
     exponentiate(rescale, shift);
     if constexpr (DROPOUT) modifiers_of(rows, note.kv_tile()).drop(s, m->threshold);  // behind the sum, which has all weights
     pack_weights<0>();
@@ -152,7 +154,6 @@ struct ForwardConsumer {
       multiply_out<0>(load & 1);
     else
       multiply_out<BUFFERS - 1>(load & 1);
-    take_output(load & 1, true);
   }
 
   // S of the next KV tile, then O += P V of this one, whose weights are in buffer B. The softmax of the next one runs under the latter.
@@ -262,7 +263,7 @@ struct ForwardConsumer {
   // in the last bit. `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
   template <bool PASS = false> DEVICE void find_maxima(float (&rescale)[2], float (&shift)[2]) {
     float largest[2];
-    if constexpr (D <= 128) {
+    if constexpr (V_DIM <= 128) {
       find_by_bits<PASS>(largest);
     } else {
       largest[0] = largest_score(0);
@@ -339,10 +340,11 @@ struct ForwardConsumer {
   }
   DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }  // column i of row r, as this thread holds them
 
-  DEVICE void finish(u32 slot, const TensorMap* out_map) {
+  // Writes LSE. Returns what outputs must be multiplied by.
+  DEVICE void finish_rows(u32 slot, float (&factor)[2]) {
     const TileNote tile = note_of_tile(slot);
     const int query = query_of(tile);
-    float factor[2];
+    arrive(bars.tile_empty(slot));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float sum = row_sum[r], top = __fmul_rn(row_max[r], p.scale_log2), shrink = 1.f;
@@ -363,11 +365,9 @@ struct ForwardConsumer {
       const int at = query + 8 * r;
       if ((lane & 3) == 0 && at < tile.q_len) p.lse[tile.lse_at + at] = lse;
     }
+  }
+  DEVICE void write_output(const float (&factor)[2]) {
     const u32 half = shared + C::OUT + wg * C::HALF_BYTES;
-    if constexpr (!C::OUT_OVER_Q) {
-      if (warp == 0 && lane == 0) bulk_wait_read();  // the tile before has left this memory
-      warpgroup_sync();
-    }
 #pragma unroll
     for (int g = 0; g < V_DIM / 16; g++) {
       u32 r[4];
@@ -377,19 +377,14 @@ struct ForwardConsumer {
       stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
     }
     fence_async_shared();
-    warpgroup_sync();
-    if (warp == 0 && lane == 0) {
-      for (int i = 0; i < C::V_PANELS; i++)
-        tma_store<MASK == MaskKind::Packed>(out_map, half + i * C::PANEL, i * 64, tile.q_head, tile.query + tile.q_shift + wg * 64,
-                                            tile.q_plane);
-      bulk_commit();
-      if constexpr (C::OUT_OVER_Q) bulk_wait_read();
-    }
-    if constexpr (C::OUT_OVER_Q) arrive(bars.q_empty(0));
+    if (wg == 0) named_barrier_arrive<OUTPUT>(WARPGROUP + WARP);
+    if (wg == 1) named_barrier_arrive<OUTPUT + 1>(WARPGROUP + WARP);
+    if (wg == 2) named_barrier_arrive<OUTPUT + 2>(WARPGROUP + WARP);
   }
-  DEVICE void warpgroup_sync() {
-    if (wg == 0) named_barrier_sync<OWN_THREADS>(WARPGROUP);
-    if (wg == 1) named_barrier_sync<OWN_THREADS + 1>(WARPGROUP);
-    if (wg == 2) named_barrier_sync<OWN_THREADS + 2>(WARPGROUP);
+  DEVICE void await_room() {  // until the output of the tile before has left its memory
+    if constexpr (C::OUT_OVER_Q) return;
+    if (wg == 0) named_barrier_sync<ROOM>(WARPGROUP + WARP);
+    if (wg == 1) named_barrier_sync<ROOM + 1>(WARPGROUP + WARP);
+    if (wg == 2) named_barrier_sync<ROOM + 2>(WARPGROUP + WARP);
   }
 };

@@ -1,0 +1,53 @@
+// One warp per consumer: stores its outputs by TMA, so that the consumer need not wait for them.
+#pragma once
+#include "forward/config.cuh"
+
+template <typename C, MaskKind MASK> struct ForwardStorer {
+  const TensorMap* out_map;
+  u32 shared;
+  ForwardBarrierHandles bars;
+  int wg, lane;
+
+  DEVICE void run() {
+    tell_room();
+    for (u32 tiles = 0;; tiles++) {
+      const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot;
+      bars.tile_full(slot).wait((tiles >> 1) & 1);
+      const int4 a = load_shared_i32x4(at);
+      if (a.x < 0) break;
+      const int plane = load_shared_i32(at + 16);
+      arrive(bars.tile_empty(slot));
+      await_output();
+      if (lane == 0) {
+        for (int i = 0; i < C::V_PANELS; i++)
+          tma_store<MASK == MaskKind::Packed>(out_map, shared + C::OUT + wg * C::HALF_BYTES + i * C::PANEL, i * 64, a.y,
+                                              a.z + a.w + wg * 64, plane);
+        bulk_commit();
+        bulk_wait_read();
+      }
+      __syncwarp();
+      if constexpr (C::OUT_OVER_Q)
+        arrive(bars.q_empty(0));
+      else
+        tell_room();
+    }
+    if (lane == 0) bulk_wait();
+  }
+
+ private:
+  DEVICE void arrive(Barrier barrier) {
+    __syncwarp();
+    if (lane == 0) barrier.arrive();
+  }
+  DEVICE void await_output() {
+    if (wg == 0) named_barrier_sync<OUTPUT>(WARPGROUP + WARP);
+    if (wg == 1) named_barrier_sync<OUTPUT + 1>(WARPGROUP + WARP);
+    if (wg == 2) named_barrier_sync<OUTPUT + 2>(WARPGROUP + WARP);
+  }
+  DEVICE void tell_room() {
+    if constexpr (C::OUT_OVER_Q) return;
+    if (wg == 0) named_barrier_arrive<ROOM>(WARPGROUP + WARP);
+    if (wg == 1) named_barrier_arrive<ROOM + 1>(WARPGROUP + WARP);
+    if (wg == 2) named_barrier_arrive<ROOM + 2>(WARPGROUP + WARP);
+  }
+};
