@@ -18,12 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_with_kvcache
+
+if TYPE_CHECKING:
+    from dash_attn.backends.hopper.calls.kernel_names import KernelName
 
 NAN = float("nan")
 L2_BYTES = 200 * 2**20  # caches that are read in turn have more than this, so none stays in the L2 cache
@@ -35,19 +38,26 @@ LONGEST = 100_000 if DEVICE == "cuda" else 20_000  # keys of a random case
 # ---- compile
 
 
-def compile_all() -> int:
-    from dash_attn.backends.hopper.calls.kernel_names import KernelName, Variant, cluster_kernel, decode_kernel, forward_kernel
-    from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
-    from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, KERNEL_DIMS
+def needed_kernels() -> list[KernelName]:
+    from dash_attn.backends.hopper.calls.decode import APPEND
+    from dash_attn.backends.hopper.calls.kernel_names import Variant, cluster_kernel, decode_kernel, forward_kernel
+    from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, FORWARD_DIMS, KERNEL_DIMS, kernel_dim
 
     choices = [(dtype, cap) for dtype in ("bf16", "f16") for cap in (False, True)]
     kernels = [decode_kernel(dtype, dim, cap) for dim in KERNEL_DIMS for dtype, cap in choices]
     kernels += [cluster_kernel(dtype, dim, columns, cap) for dim, columns, _ in CLUSTERS for dtype, cap in choices]
-    kernels.append(KernelName("decode/append.cuh", "append_to_cache"))
-    for dtype in ("bf16", "f16"):  # what --check compares with
-        for dim, choices in CONSUMER_CHOICES.items():
-            kernels += [forward_kernel(Variant(dtype, dim, cap, "Band"), consumers) for consumers in choices for cap in (False, True)]
-    bad = 0
+    kernels.append(APPEND)
+    for dtype, cap in choices:  # what --check compares with
+        for dim, v_dim in FORWARD_DIMS:
+            variant = Variant(dtype, dim, cap, "Band")
+            kernels += [forward_kernel(variant, consumers, v_dim) for consumers in CONSUMER_CHOICES[kernel_dim(dim)]]
+    return kernels
+
+
+def compile_all() -> int:
+    from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
+
+    kernels, bad = needed_kernels(), 0
     for kernel in kernels:
         log = compile_kernel(kernel.header, kernel.name).log
         sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)

@@ -155,10 +155,12 @@ def kernels_of(case: Case) -> set[tuple[str, str]]:
     dims = tiles.backward_dims(*case.dims)
     softcap, kind, dtype = bool(case.options.softcap), mask_kind(case.mask), DTYPES[case.dtype]
     variant = Variant(dtype, dims[0], softcap, kind)
-    forward_dim = tiles.kernel_dim(*case.dims)
-    forward = [forward_kernel(Variant(dtype, forward_dim, softcap, kind), consumers) for consumers in CONSUMER_CHOICES[forward_dim]]
+    dim, v_dim = tiles.forward_dims(*case.dims)
+    choices = CONSUMER_CHOICES[tiles.kernel_dim(*case.dims)]
+    forward = [forward_kernel(Variant(dtype, dim, softcap, kind), consumers, v_dim) for consumers in choices]
     found = [leg_kernels(variant, dims[1]), backward_kernels(variant, dims[1], ordered=True)]
-    return {(kernel.header, kernel.name) for kernel in (*forward, *(getattr(x, name.name) for x in found for name in fields(x)))}
+    others = (getattr(kernels, field.name) for kernels in found for field in fields(kernels))
+    return {(kernel.header, kernel.name) for kernel in (*forward, *others) if kernel is not None}
 
 
 def compile_all() -> None:

@@ -48,7 +48,7 @@ def accurate_runs() -> Iterator[Callable[[], None]]:
 
 def other_runs() -> Iterator[Callable[[], None]]:
     """Other head dims, softcap, sinks and packed sequences: for the sanitizer only, accuracy is tests/attention/test_grid_*.py's."""
-    for dims in ((96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (59, 0)):
+    for dims in ((80, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (59, 0)):
         for options in ({}, {"softcap": 20.0}, {"sinks": torch.zeros(4, device=DEVICE)}):
             yield lambda d=dims, o=options: attend(flash_attn_func, make_inputs(DEVICE, (200, 200), dims=d, batch=2), **o)
             yield lambda d=dims, o=options: attend_packed(make_inputs(DEVICE, (200, 200), dims=d), **o)

@@ -86,11 +86,15 @@ _NOTES = 8 * 16 + 2 * 64 + 352  # step notes, chain notes, barriers
 
 
 def forward_tiles(dim: int, consumers: int, v_dim: int = 0) -> ForwardTiles:
-    """As ForwardConfig: Q (twice, and the output, up to head dim 128), two stages of K and V, notes, barriers. v_dim 0: as dim."""
+    """As ForwardConfig: Q (twice up to head dim 128), two stages of K and V, the output (unless it leaves over Q), notes, barriers.
+
+    v_dim 0: as dim.
+    """
     columns, v_columns = (-(-width // 64) * 64 for width in (dim, v_dim or dim))
     kv_rows = 128 if dim <= 128 else 112 if dim == 192 else 80
     q_bytes = consumers * 64 * columns * 2
-    tiles = (3 if dim <= 128 else 1) * q_bytes + 2 * kv_rows * (columns + v_columns) * 2
+    out_bytes = consumers * 64 * v_columns * 2 if v_columns <= 128 else 0
+    tiles = (2 if dim <= 128 else 1) * q_bytes + 2 * kv_rows * (columns + v_columns) * 2 + out_bytes
     return ForwardTiles(kv_rows, tiles + 2 * 32 + 16 + 128)
 
 

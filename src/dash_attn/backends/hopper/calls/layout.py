@@ -28,7 +28,7 @@ class Layout:
 
     device: int
     dtype: str
-    dim: int  # of the forward kernel
+    dim: int  # of KERNEL_DIMS: decides the tiles of the forward
     q_dim: int  # of the caller's q and k, before padding to a multiple of 8
     v_dim: int
     q_len: int  # of a packed batch: all tokens

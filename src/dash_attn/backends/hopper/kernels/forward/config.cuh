@@ -34,7 +34,10 @@ template <int D_, int CONSUMERS_, int V_DIM_ = D_> struct ForwardConfig {
   static constexpr int HALF_BYTES = PANELS * PANEL;            // the queries of one warpgroup
   static constexpr int Q_BYTES = CONSUMERS * HALF_BYTES, KV_PANEL = KV_ROWS * PANEL_ROW;
   static constexpr int K_BYTES = PANELS * KV_PANEL, V_BYTES = V_PANELS * KV_PANEL;
-  static constexpr bool OUT_OVER_Q = Q_STAGES == 1;  // wide heads: the output leaves through the memory of its queries
+  static constexpr int OUT_HALF = V_PANELS * PANEL;  // the output of one warpgroup
+  // Wide values: the output leaves through the memory of its queries, whose size it has.
+  static constexpr bool OUT_OVER_Q = V_DIM > 128;
+  static_assert(V_DIM <= D && (!OUT_OVER_Q || Q_STAGES == 1), "an output fits into what is kept for it");
 
   // The shared memory of a CTA.
   struct Tiles {
@@ -42,7 +45,7 @@ template <int D_, int CONSUMERS_, int V_DIM_ = D_> struct ForwardConfig {
   };
   struct TilesAndOutput {
     Tiles tiles;
-    unsigned char out[Q_BYTES];
+    unsigned char out[CONSUMERS * OUT_HALF];
   };
   template <typename AllTiles> struct Storage {
     AllTiles tiles;

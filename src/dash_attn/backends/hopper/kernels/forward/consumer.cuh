@@ -39,8 +39,8 @@ struct ForwardConsumer {
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
   // With two buffers for weights, a softmax waits for no output. With one, weights would overwrite those that it still reads.
-  // Beyond 128, and with dropout, registers are short; at 64 it does not pay.
-  static constexpr int BUFFERS = D > 64 && D <= 128 && !DROPOUT ? 2 : 1;
+  // Beyond 128, and with dropout, registers are short; up to 96 it does not pay.
+  static constexpr int BUFFERS = D > 96 && D <= 128 && !DROPOUT ? 2 : 1;
   const ForwardParams& p;
   const ModifierParams* m;  // of dropout and ALiBi
   u32 shared, base;
@@ -367,7 +367,7 @@ struct ForwardConsumer {
     }
   }
   DEVICE void write_output(const float (&factor)[2]) {
-    const u32 half = shared + C::OUT + wg * C::HALF_BYTES;
+    const u32 half = shared + C::OUT + wg * C::OUT_HALF;
 #pragma unroll
     for (int g = 0; g < V_DIM / 16; g++) {
       u32 r[4];

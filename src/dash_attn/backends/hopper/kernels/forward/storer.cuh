@@ -20,8 +20,8 @@ template <typename C, MaskKind MASK> struct ForwardStorer {
       await_output();
       if (lane == 0) {
         for (int i = 0; i < C::V_PANELS; i++)
-          tma_store<MASK == MaskKind::Packed>(out_map, shared + C::OUT + wg * C::HALF_BYTES + i * C::PANEL, i * 64, a.y,
-                                              a.z + a.w + wg * 64, plane);
+          tma_store<MASK == MaskKind::Packed>(out_map, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, a.y, a.z + a.w + wg * 64,
+                                              plane);
         bulk_commit();
         bulk_wait_read();
       }
