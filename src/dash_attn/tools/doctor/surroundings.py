@@ -113,7 +113,7 @@ def backend_in_words(snapshot: Snapshot) -> str:
     if snapshot.gpu.capability < OLDEST:
         return f"backend cpu only: {_in_words(snapshot.gpu)}, and backend triton needs 8.0 or later"
     chosen = "hopper" if snapshot.gpu.is_hopper else "triton"
-    return f"backend {chosen} for CUDA tensors: {_in_words(snapshot.gpu)} (hopper is for 9.0, triton for the others from 8.0 on)"
+    return f"backend {chosen} for CUDA tensors: {_in_words(snapshot.gpu)} (hopper is for NVIDIA's 9.0, triton for the others from 8.0 on)"
 
 
 SURROUNDING_CHECKS = (
