@@ -22,7 +22,7 @@ from kernel_variants import (
     VARIANTS,
     allowed_bytes,
     assembler_complaints,
-    is_decode_twin,
+    is_twin,
     is_usual,
     pairs,
 )
@@ -42,7 +42,7 @@ def together(names: Iterable[str]) -> set[Any]:
 def test_no_variant_is_left_out() -> None:
     assert sorted([*BF16_BACKWARD, *OTHERS]) == sorted(VARIANTS)
     names = {name for _, name in VARIANTS}
-    twins, modified = set(filter(is_decode_twin, names)), {name for _, name in MODIFIED}
+    twins, modified = set(filter(is_twin, names)), {name for _, name in MODIFIED}
     assert names >= ALWAYS >= names - set(ATTENTION) - twins - modified
     assert modified & ALWAYS == FEW_MODIFIED
     assert {name.replace("<f16", "<bf16") for name in twins} <= ALWAYS

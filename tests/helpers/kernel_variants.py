@@ -139,9 +139,9 @@ def is_usual(name: str) -> bool:
     return plain in name and ("Band" in name or "Bits" in name)
 
 
-def is_decode_twin(name: str) -> bool:
-    """A float16 decode kernel: its bfloat16 twin differs in conversions alone."""
-    return name.startswith("attention_decode") and "<f16" in name
+def is_twin(name: str) -> bool:
+    """A float16 kernel of decode, or before or after the backward: its bfloat16 twin differs in conversions alone."""
+    return name.startswith(("attention_decode", "backward_preprocess", "backward_postprocess")) and "<f16" in name
 
 
 # Those of boolean masks differ from those of block maps in few instructions: the shortest on registers stand for all.
@@ -154,7 +154,7 @@ def always() -> list[str]:
     usual = [name for name in ATTENTION if is_usual(name) and name not in MORE_BITS]
     in_bf16 = thinned([name for name in ATTENTION if "<bf16" in name and "Bits" not in name], [name for name in usual if "<bf16" in name])
     in_f16 = [name for name in usual if "<f16, 128, " in name and "Band" in name]
-    others = [name for _, name in VARIANTS if name not in ATTENTION and not is_decode_twin(name)]
+    others = [name for _, name in VARIANTS if name not in ATTENTION and not is_twin(name)]
     return in_bf16 + in_f16 + [name for name in others if "_modified<" not in name or name in FEW_MODIFIED]
 
 
