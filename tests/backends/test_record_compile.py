@@ -23,6 +23,7 @@ def local_memory(name: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dims", "mask"), VARIANTS)
 def test_recording_spills_no_register(dims: str, mask: str) -> None:
     """The drains have 24 registers. What the kernel itself spills is judged elsewhere."""
