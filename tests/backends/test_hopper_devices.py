@@ -230,6 +230,7 @@ def test_endings_that_wait_are_bounded(memory: Memory, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.exhaustive
 def test_units_in_another_sequence(memory: Memory, seed: int) -> None:
     """A device may run its units in any sequence in which each comes behind those that it waits for."""
     case = CASES["a group in parts"]
@@ -260,6 +261,7 @@ def test_two_states_swapped_would_be_seen(memory: Memory) -> None:
     ],
     ids=str,
 )
+@pytest.mark.exhaustive
 def test_keys_that_come_head_by_head(memory: Memory, case: Case) -> None:
     """A unit whose heads have their keys in several tensors is launched in parts; its records are made once."""
     inputs, expected, _ = inputs_of(case)

@@ -324,6 +324,7 @@ def assert_traced_whole(name: str, side: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+@pytest.mark.exhaustive
 def test_a_model_traces_whole(name: str) -> None:
     assert_traced_whole(name, "left")
 

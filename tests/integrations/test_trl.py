@@ -119,6 +119,7 @@ def reinforce(
     return weights(net), written
 
 
+@pytest.mark.exhaustive
 def test_grpo(tmp_path: Path) -> None:
     """It generates in batches with a cache and padding on the left, and learns with padding on both sides."""
     (first, wrote), (second, wrote_again) = (reinforce(tmp_path) for _ in range(2))

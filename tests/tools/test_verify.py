@@ -70,6 +70,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_command_passes_with_fresh_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path, caches: list[list[Path]]) -> None:
     path = tmp_path / "certificate.json"
     words = [word for word in SMALL if word != "--no-fresh"]
@@ -99,6 +100,7 @@ def test_the_command_passes_with_fresh_processes(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("case", default_cases("cpu"), ids=str)
+@pytest.mark.exhaustive
 def test_the_default_matrix_passes(case: Case) -> None:
     found = statuses(CaseTest(case, "cpu", 2))
     assert [outcome for outcome in found.values() if outcome.status != "pass"] == []
