@@ -117,7 +117,7 @@ def test_graphs_keep_their_calls_and_prepare_nothing(machine: Machine) -> None:
 def test_nothing_is_uploaded_into_a_graph(machine: Machine) -> None:
     machine.capturing = True
     with pytest.raises(RuntimeError, match="run it once before the graph"):
-        tables.mask_on_device(TileMap([[True]], 64, 64), 64, 64, torch.device("cpu"))
+        tables.mask_on_device(TileMap([[True]], 64, 64), 64, 64, torch.device("cuda"))
 
 
 def offsets(longest: int) -> SequenceOffsets:

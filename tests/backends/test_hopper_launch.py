@@ -190,7 +190,7 @@ def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
     assert names[3:5] == ["packed_layout", "packed_plan"]
-    offsets = document_offsets.offsets_of(q, options, tables.upload)
+    offsets = document_offsets.offsets_of(q, options)
     assert offsets.cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
     assert offsets.max_seqlen_q == 256, "room for 199 and for other lengths"
 
@@ -198,7 +198,7 @@ def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
 def test_only_the_last_document_lengths_are_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(document_offsets, "_kept", layout.Kept(document_offsets.MOST_OFFSETS))
-    recent = partial(document_offsets.recent_offsets, batch=1, device=torch.device("cpu"), upload=tables.upload)
+    recent = partial(document_offsets.recent_offsets, batch=1, device=torch.device("cpu"))
     first = recent((1, 2))
     assert recent((1, 2)) is first
     for length in range(document_offsets.MOST_OFFSETS):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...masks import EMPTY, FULL, BooleanMask, PatternPerHead, TileMap, TilePattern
 from ...masks.packed_matrix import words_and_places
-from .uploading import Tables, kept_on, upload
+from ..uploading import upload
+from .kept_tables import Tables, kept_on
 
 Boolean = TilePattern | PatternPerHead
 

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
+from ..uploading import upload
 from .boolean_tables import Boolean, kept_with, matrices_of
+from .kept_tables import kept_on
 from .support import is_band
 from .tiles import Tile
-from .uploading import kept_on, upload
 
 BAND, ROWS, BLOCKS, BITS = 0, 1, 2, 3  # as in kernels/visits.py
 FAR_AWAY = 2**29  # farther than any two tokens are apart

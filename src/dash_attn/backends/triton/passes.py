@@ -14,7 +14,6 @@ from ...call.options import AttentionOptions
 from ..document_offsets import offsets_of
 from .setup import Call, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, readable, sink_launch, statistics_launch
 from .support import check_elements
-from .uploading import upload
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -31,7 +30,7 @@ def forward(
     """Output and LSE, which is float32."""
     check_elements(options.mask, modifiers)
     if offsets is None and runs_packed(options):
-        return forward_of_documents(forward, (q, k, v), options, offsets_of(q, options, upload), sinks, modifiers)
+        return forward_of_documents(forward, (q, k, v), options, offsets_of(q, options), sinks, modifiers)
     with on_device(q):
         call = Call.of(q, k, v, options, offsets, modifiers)
         if offsets is not None:
@@ -58,7 +57,7 @@ def backward(
     """dQ, dK, dV and the gradient of the sinks."""
     check_elements(options.mask, modifiers)
     if offsets is None and runs_packed(options):
-        return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options, upload), sinks, modifiers)
+        return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks, modifiers)
     with on_device(q):
         call = Call.of(q, k, v, options, offsets, modifiers)
         dout, rows = aligned(dout), RowValues.empty(call)

@@ -16,7 +16,8 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Causal, Full, Mask, Window
 from ...recently_used import Kept
-from ..device.driver import check, cuda_driver, current_stream, device_index, on_device, refuse_capture
+from ...uploading import refuse_capture
+from ..device.driver import check, cuda_driver, current_stream, device_index, on_device
 from ..device.parameters import AppendParams, CacheParams, DecodeParams, Strides
 from ..device.tensor_map import TensorMap, is_tma_ready
 from ..device.trouble import raise_if_troubled, register_call, report_address

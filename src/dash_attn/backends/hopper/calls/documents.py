@@ -15,7 +15,6 @@ from .backward import backward as backward_of_batch
 from .forward import forward as forward_of_batch
 from .masks_per_head import backward as backward_of_dense
 from .masks_per_head import forward as forward_of_dense
-from .tables import upload
 
 
 def forward(
@@ -32,7 +31,7 @@ def forward(
         return forward_of_dense(q, k, v, options, sinks, modifiers)
     if offsets is not None:
         return forward_of_batch(q, k, v, options, offsets, sinks, modifiers)
-    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options, upload), sinks, modifiers)
+    return forward_of_documents(forward_of_batch, (q, k, v), options, offsets_of(q, options), sinks, modifiers)
 
 
 def backward(
@@ -54,4 +53,4 @@ def backward(
         return backward_of_dense(tensors, (lse, dlse), options, sinks, modifiers)
     if offsets is not None:
         return backward_of_batch(dout, q, k, v, out, lse, options, offsets, sinks, dlse, modifiers)
-    return backward_of_documents(backward_of_batch, tensors, (lse, dlse), options, offsets_of(q, options, upload), sinks, modifiers)
+    return backward_of_documents(backward_of_batch, tensors, (lse, dlse), options, offsets_of(q, options), sinks, modifiers)

@@ -22,7 +22,6 @@ from .backward_setup import BackwardSetup, DenseBackwardSetup, dense_setup, pack
 from .few_workers import LegSetup
 from .forward_setup import ForwardSetup, dense_forward_setup, packed_forward_setup
 from .kernel_names import KernelName
-from .tables import upload
 
 
 def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
@@ -99,7 +98,7 @@ def _kernels_of_all(found: list[Explanation]) -> dict[str, tuple[str, str]]:
 def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
     """Each document has the order that it has alone."""
     assert isinstance(options.mask, Documents)
-    alone, offsets, (flat_q, flat_k, flat_v) = of_a_document(options), offsets_of(q, options, upload), map(laid_end_to_end, (q, k, v))
+    alone, offsets, (flat_q, flat_k, flat_v) = of_a_document(options), offsets_of(q, options), map(laid_end_to_end, (q, k, v))
     ahead = packed_forward_setup(flat_q, flat_k, flat_v, alone, offsets)
     behind = packed_setup(flat_q, flat_k, flat_v, alone, offsets)
     plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]

@@ -12,7 +12,8 @@ from torch import Tensor
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ...recently_used import Kept
-from ..device.driver import device_index, on_device, refuse_capture
+from ...uploading import refuse_capture
+from ..device.driver import device_index, on_device
 from ..device.parameters import Strides
 from ..device.tensor_map import tma_ready
 from ..support import DTYPES, check_call

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from ctypes import addressof
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,12 +21,13 @@ from torch import Tensor
 from ....masks import BooleanMask, TileMap
 from ....masks.packed_matrix import PackedMatrix
 from ....scheduling.problem import Problem
-from ..device.driver import current_stream, device_index, flag, on_device, refuse_capture
+from ...uploading import lasting, refuse_capture, upload
+from ..device.driver import current_stream, device_index, flag, on_device
 from ..device.parameters import MaskBitsParams, MaskParams
 from ..support import Unsupported
 from ..tiles import helper_blocks
 from .kernel_names import KernelName
-from .tables import masks_by_bits, upload
+from .tables import masks_by_bits
 
 MOST_NUMBERS = 2**30  # a note has the number of a tile and one bit more
 
@@ -70,12 +72,14 @@ class MaskBits:
         self.layout, self.device = BitLayout(problem.tile_q, problem.tile_kv, forward), device
         self.key = (problem, forward, device)
         self.shape = (problem.batch, problem.heads * problem.group)
-        partial = PartialTiles(problem, forward)
-        self.count, self.columns = partial.count, partial.numbers.shape[1]
-        self.numbers = upload(partial.numbers.ravel(), device)
-        self.tiles = upload(partial.tiles, device)
+        found = PartialTiles(problem, forward)
+        self.count, self.columns = found.count, found.numbers.shape[1]
+        self.numbers = upload(found.numbers.ravel(), device)
+        self.tiles = upload(found.tiles, device)
         self.layout.kernel().load(device_index(device))
         self._of_map = _as_matrix(problem) if isinstance(problem.mask, TileMap) else None
+        if self._of_map is not None:  # kept as long as this is
+            lasting(partial(self._kept, self._of_map), device)
 
     def give(self, params: MaskParams, elements: BooleanMask | None) -> BitsOfMask:
         """Whoever launches holds what is returned until then."""

@@ -16,18 +16,11 @@ from ....scheduling.forward_visits import visit_tables
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement
-from ..device.driver import refuse_capture
+from ...uploading import upload
 from ..device.parameters import MaskParams, Pair, PlanTables, VisitTables
 
 FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
-
-
-def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    refuse_capture()
-    memory = torch.from_numpy(array).to(device)
-    torch.cuda.current_stream(device).synchronize()  # once: other streams may use it from now on
-    return memory
 
 
 class DeviceTables:

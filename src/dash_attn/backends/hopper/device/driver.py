@@ -116,14 +116,6 @@ def usual_origin() -> str:
     return origin(compiler_version(), packed=False)
 
 
-def refuse_capture() -> None:
-    """A graph would replay addresses, but neither the preparation nor the upload behind them."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the first call with a new shape prepares kernels and tables and cannot be captured; run it once before the graph"
-        )
-
-
 def flag(value: bool) -> str:
     """As a template argument."""
     return "true" if value else "false"
