@@ -17,18 +17,21 @@ def read_causal(mask_function: MaskFunction) -> tuple[int | None, Tensor | None]
     """(window, numbers of the documents) of a causal mask function; None if it has parts that are not known here."""
     from transformers.masking_utils import causal_mask_function
 
-    causal, window, documents = False, None, None
+    causal, window, documents, by_position = False, None, None, False
     for part in _parts(mask_function):
         name, value = _known(part)
         if part is causal_mask_function:
             causal = True
+        elif name == "by position":
+            by_position = True
         elif name == "window" and window is None:
             window = value
         elif name == "documents" and documents is None:
             documents = value
         else:
             return None
-    return (window, documents) if causal else None
+    # Inside a document positions rise one by one, so that to compare them is to compare places. Without documents it may be another mask.
+    return (window, documents) if causal and by_position <= (documents is not None) else None
 
 
 read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/transforms.py; asked after is_plain_window
@@ -75,15 +78,23 @@ read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined] # as re
 
 
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
-    """The functions whose intersection this is."""
+    """The functions whose intersection this is. One that asks another by positions comes before it."""
     from transformers.masking_utils import and_masks
 
     inside = _closure_of(mask_function, like=and_masks())
     if inside is None:
         yield mask_function
-        return
-    for part in inside["mask_functions"]:
+    for part in _asked_by_position(mask_function) if inside is None else inside["mask_functions"]:
         yield from _parts(part)
+
+
+def _asked_by_position(part: MaskFunction) -> list[MaskFunction]:
+    """What transformers asks for the positions of two tokens instead of their places, from 5.23 on."""
+    from transformers import masking_utils
+
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    inside = None if remap is None else _closure_of(part, like=remap(None, None))
+    return [] if inside is None else [inside["mask_function"]]
 
 
 def _known(part: MaskFunction) -> tuple[str, Any]:
@@ -95,7 +106,7 @@ def _known(part: MaskFunction) -> tuple[str, Any]:
     inside = _closure_of(part, like=packed_sequence_mask_function(torch.zeros(1, 1)))
     if inside is not None:
         return "documents", inside["packed_sequence_mask"]
-    return "unknown", None
+    return ("by position" if _asked_by_position(part) else "unknown"), None
 
 
 def _closure_of(function: MaskFunction, like: MaskFunction) -> dict[str, Any] | None:
