@@ -374,15 +374,22 @@ def test_a_compiled_call_has_the_same_bits(leading: tuple[int, ...]) -> None:
         compiled(q, k, v, mask=mask.float())
 
 
+def test_only_calls_with_a_matrix_keep_out_of_cuda_graphs() -> None:
+    """The host reads the matrix. torch.compile then leaves the operator out of the graphs that it makes, or makes none."""
+    for operator, reads in (("attention", False), ("attention_of_matrix", True)):
+        for name in (operator, f"{operator}_backward"):
+            assert (torch.Tag.cudagraph_unsafe in getattr(torch.ops.dash_attn, name).default.tags) == reads
+
+
 def test_the_operator_is_checked() -> None:
     q, k, v, _ = random_inputs(70, 140, (4, 2), 8, torch.float64, batch=2)
     rest = ([], 0.25, 0.0, "auto", "ordered", "auto", 0, 0.0, VERSION)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     given = (*leaves, None, None, None, None, None, matrix(70, 140), 0, 0)
-    torch.library.opcheck(torch.ops.dash_attn.attention.default, (*given, "tensor", *rest))
+    torch.library.opcheck(torch.ops.dash_attn.attention_of_matrix.default, (*given, "tensor", *rest))
     for wrong in ((*given, "full", *rest), (*leaves, *(None,) * 6, 0, 0, "tensor", *rest)):
         with pytest.raises(ValueError, match="mask 'tensor' and mask_tensor come together"):
-            torch.ops.dash_attn.attention(*wrong)
+            torch.ops.dash_attn.attention_of_matrix(*wrong)
 
 
 def test_checkpoints_and_modules_take_it() -> None:

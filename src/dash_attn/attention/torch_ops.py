@@ -1,4 +1,4 @@
-"""Attention as torch operators, for torch.compile: dash_attn::attention and dash_attn::attention_backward.
+"""Attention as torch operators, for torch.compile: dash_attn::attention and its backward; attention_of_matrix for boolean tensors.
 
 Every choice of a call is an argument of the operator. Calls that are not traced take the lighter way through
 autograd.Attention; both ways run the same two functions. Of tensor subclasses, fake tensors get shapes, and those that
@@ -112,8 +112,15 @@ def traced_attention(
         dropout_p=choices.dropout_p,
         version=VERSION,
     )
-    out, lse = torch.ops.dash_attn.attention(q, k, v, sinks, *arguments)
+    out, lse = _operator(matrix)(q, k, v, sinks, *arguments)
     return out, lse
+
+
+def _operator(matrix: Tensor | None, backward: bool = False) -> Any:
+    """The host reads a matrix and plans by it, which a CUDA graph cannot hold. Such calls have operators of their own, that say so."""
+    if matrix is None:
+        return torch.ops.dash_attn.attention_backward if backward else torch.ops.dash_attn.attention
+    return torch.ops.dash_attn.attention_of_matrix_backward if backward else torch.ops.dash_attn.attention_of_matrix
 
 
 def _schedule_text(schedule: str | Schedule) -> str:
@@ -125,8 +132,7 @@ def _schedule_text(schedule: str | Schedule) -> str:
     return text_of(schedule)
 
 
-@torch.library.custom_op("dash_attn::attention", mutates_args=(), schema=FORWARD)
-def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     arguments = Arguments(*rest)
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
@@ -134,8 +140,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any)
     return attention_forward(q, k, v, options, offsets, sinks, modifiers)
 
 
-@torch.library.custom_op("dash_attn::attention_backward", mutates_args=(), schema=BACKWARD)
-def backward(
+def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
@@ -147,16 +152,14 @@ def backward(
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     _read(q, k, v, sinks, Arguments(*rest))
     *batch, length, heads, _ = q.shape
     lse = q.new_empty((*batch, heads, length), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return q.new_empty((*batch, length, heads, v.shape[-1])), lse
 
 
-@backward.register_fake
-def _(
+def _shapes_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
@@ -255,8 +258,18 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         if dlse is None:
             return (None,) * 4 + unused
         dout = torch.zeros_like(out)  # only the LSE was used
-    dq, dk, dv, dsinks = torch.ops.dash_attn.attention_backward(dout, dlse, out, lse, q, k, v, sinks, *others, *ctx.choices)
+    run = _operator(others[MORE_TENSORS - 1], backward=True)
+    dq, dk, dv, dsinks = run(dout, dlse, out, lse, q, k, v, sinks, *others, *ctx.choices)
     return dq, dk, dv, None if sinks is None else dsinks, *unused
 
 
-attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
+def _define(name: str, tags: tuple[torch.Tag, ...] = ()) -> None:
+    forward = torch.library.custom_op(f"dash_attn::{name}", _run, mutates_args=(), schema=FORWARD, tags=tags)
+    backward = torch.library.custom_op(f"dash_attn::{name}_backward", _run_backward, mutates_args=(), schema=BACKWARD, tags=tags)
+    forward.register_fake(_shapes)
+    backward.register_fake(_shapes_backward)
+    forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+_define("attention")
+_define("attention_of_matrix", (torch.Tag.cudagraph_unsafe,))
