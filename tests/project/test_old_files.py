@@ -1,0 +1,48 @@
+"""Files that version 0.1.0 wrote at 531d6b6 can be read: schedules, a machine file, a certificate, a ledger with a resumed segment.
+
+They are in tests/golden/files and are never written again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dash_attn import GENERATORS, Schedule, generate, lower
+from dash_attn.cli.main import main
+
+FILES = Path(__file__).parents[1] / "golden" / "files"
+SCHEDULES = sorted(FILES.glob("schedule-*.json"))
+
+
+@pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
+def test_schedules(path: Path) -> None:
+    text = path.read_text().strip()
+    schedule = Schedule.from_json(text)
+    assert schedule.name in GENERATORS
+    made = generate(schedule.name, schedule.problem, 16)
+    assert lower(schedule).order_hash == lower(made).order_hash, "what was written is what is made today"
+
+
+def test_all_kinds_are_here() -> None:
+    assert len(SCHEDULES) == 6
+    assert {path.name for path in FILES.iterdir()} - {path.name for path in SCHEDULES} == {"certificate.json", "ledger", "machine.json"}
+
+
+def test_a_machine_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--q-tiles", "4", "--kv-tiles", "4", "--heads", "2", "--head-dim", "64", "--machine", str(FILES / "machine.json"), "--json"]
+    assert main(["plan", *words]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_a_certificate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another kind of CPU has other bits; that is an answer, too."""
+    main(["verify", "--against", str(FILES / "certificate.json"), "--runs", "2", "--no-fresh", "--device", "cpu"])
+    assert "case 1" in capsys.readouterr().out
+
+
+def test_a_ledger(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(FILES / "ledger"), str(FILES / "ledger")]) == 0
+    assert "The runs agree" in capsys.readouterr().out
