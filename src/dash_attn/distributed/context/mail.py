@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...scheduling.devices.units import SharedSchedule, Unit
+from ..hosts import Lost
 from ..peers import Peers
 
 
@@ -117,10 +118,7 @@ class RankMail:
         """Of a unit."""
         return self.route.ranks[self.shared.units[number].device]
 
-    def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> RuntimeError:
+    def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> Lost:
         way = "to" if what == "send" else "from"
         states = f"the states of {self.shared.describe(unit)}{self.route.name}"
-        return RuntimeError(
-            f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}:"
-            f" that rank has ended, or has not come within the group's time limit. The backend says: {error}"
-        )
+        return Lost(f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}", error)
