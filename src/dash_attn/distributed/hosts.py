@@ -8,7 +8,7 @@ Each rank sends to each, not around a ring: where one does not come, every other
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
+
+from .late_values import NUMBERS, LateValues
 
 ATTENTION, BACKWARD, UNSHARD, FINISH = CALLS = (
     "context_parallel_attention",
@@ -24,32 +27,35 @@ ATTENTION, BACKWARD, UNSHARD, FINISH = CALLS = (
     "unshard",
     "TreeAccumulator.finish",
 )
-FIRST = 10  # numbers in the first message of a call
+MOST = 8  # numbers that a call may tell in its first message
 SILENT = -(2**63)  # a number that no rank sends
 LONGEST_PAUSE = 5.0  # seconds in which other ranks may say why they stopped
 
 
 class Lost(RuntimeError):
-    """A message that did not come through. heard: ranks whose part of it came."""
+    """A message that did not come through. missing: global ranks that this one waits for. sure: for each, not for one of them."""
 
-    def __init__(self, what: str, cause: BaseException, heard: Sequence[int] = ()) -> None:
+    def __init__(self, what: str, cause: BaseException, missing: Sequence[int], sure: bool = True) -> None:
         super().__init__(f"{what}. The backend says: {cause}")
-        self.what, self.heard = what, heard
+        self.what, self.missing, self.sure = what, missing, sure
 
 
 class Hosts:
     """Of the ranks of a group, as one of them sees it."""
 
-    def __init__(self, group: ProcessGroup, limit: timedelta) -> None:
-        self.rank, self.count, self.limit = group.rank(), group.size(), limit
+    def __init__(self, group: ProcessGroup, limit: timedelta, meet: Callable[[], object]) -> None:
+        """meet: a message of the group itself. It finds ranks that have ended at once: new connections would wait for them."""
+        self.rank, self.ranks, self.limit, self._meet = group.rank(), dist.get_process_group_ranks(group), limit, meet
+        self.count = len(self.ranks)
         self.number = 0  # of calls that the ranks have begun
+        self.values = LateValues()
         self._call = ""
         self._store = distributed_c10d.PrefixStore("dash_attn", group.get_group_store())
 
     def begin(self, call: str, numbers: Sequence[int], refused: bool = False) -> list[list[int]]:
-        """What the ranks tell of a call, by rank: up to FIRST - 2 numbers. Raises where they do not begin the same, or one refuses."""
+        """What the ranks tell of a call, by rank: up to MOST numbers. Raises where they do not begin the same, or one refuses."""
         self.number, self._call = self.number + 1, call
-        rows = self.gather([CALLS.index(call), refused, *numbers, *[0] * (FIRST - 2 - len(numbers))])
+        rows = self.gather([CALLS.index(call), refused, *self.values.tell(), *numbers, *[0] * (MOST - len(numbers))])
         begun = [CALLS[row[0]] for row in rows]
         odd = next((rank for rank in range(self.count) if begun[rank] != begun[0]), None)
         if odd is not None:
@@ -60,7 +66,8 @@ class Hosts:
         refuses = next((rank for rank, row in enumerate(rows) if row[1]), None)
         if refuses is not None:
             raise RuntimeError(f"rank {refuses} refused this call, so rank {self.rank} cannot go on: see the error of rank {refuses}")
-        return [row[2:] for row in rows]
+        self.values.hear([row[2 : 2 + NUMBERS] for row in rows])
+        return [row[2 + NUMBERS :] for row in rows]
 
     @contextmanager
     def refusing(self, call: str) -> Iterator[None]:
@@ -77,17 +84,20 @@ class Hosts:
         sent = np.tile(np.array(numbers, dtype=np.int64), self.count)
         received = np.full_like(sent, SILENT)
         with self.telling():
+            gloo = self._gloo
             try:
-                self._gloo.alltoall_base(torch.from_numpy(received), torch.from_numpy(sent), [], []).wait()
+                gloo.alltoall_base(torch.from_numpy(received), torch.from_numpy(sent), [], []).wait()
             except RuntimeError as error:
-                heard = [rank for rank, first in enumerate(received[:: len(numbers)]) if first != SILENT]
-                raise Lost(f"rank {self.rank} of {self.count} could not compare this call with the others", error, heard) from error
+                missing = [rank for rank, first in zip(self.ranks, received[:: len(numbers)], strict=True) if first == SILENT]
+                call = f"call {self.number} of the group, {self._call}"
+                raise Lost(f"rank {self.rank} of {self.count} could not compare {call}, with the others", error, missing) from error
         rows: list[list[int]] = received.reshape(self.count, -1).tolist()
         return rows
 
     @cached_property
     def _gloo(self) -> Any:
         """Made when it is first needed, by all ranks."""
+        self._meet()
         return distributed_c10d.ProcessGroupGloo(self._store, self.rank, self.count, self.limit)
 
     @contextmanager
@@ -97,7 +107,7 @@ class Hosts:
             yield
         except Lost as error:
             self._leave_word(error.what)
-            raise RuntimeError(f"{error}. {self._of_others(error.heard)}") from error
+            raise RuntimeError(f"{error}. {self._of_others(error)}") from error
         except Exception as error:
             self._leave_word(repr(error)[:200])
             raise
@@ -106,16 +116,13 @@ class Hosts:
         with suppress(RuntimeError):  # the store may be gone with its rank
             self._store.set(f"stopped {self.rank}", f"{self.number} {why}")
 
-    def _of_others(self, begun: Sequence[int]) -> str:
-        """Who was heard of last. begun: ranks that are known to be in this call, and not known to have stopped."""
-        waited_for = [rank for rank in range(self.count) if rank not in (self.rank, *begun)]
-        stopped = self._why_stopped(waited_for)
+    def _of_others(self, error: Lost) -> str:
+        """Who was heard of last: a rank that waits, too, is not the one that is missing."""
+        missing = [self.ranks.index(rank) for rank in error.missing if rank != self.ranks[self.rank]]
+        stopped = self._why_stopped(missing)
         words = [f"Rank {rank} stopped, too, and says: {why}" for rank, why in stopped.items()]
-        silent = [str(rank) for rank in waited_for if rank not in stopped]
-        if silent:
-            call = f"call {self.number} of the group ({self._call})"
-            words.append(f"Not heard of, in {call}, within the group's time limit: rank {' and '.join(silent)}")
-        return ". ".join(words)
+        silent = [str(rank) for rank in missing if rank not in stopped]
+        return ". ".join(words + ([f"Nothing was heard of rank {(' and ' if error.sure else ' or ').join(silent)}"] if silent else []))
 
     def _why_stopped(self, ranks: Sequence[int]) -> dict[int, str]:
         """What they said. Ranks that wait, too, reach their own time limit a little later, it may be."""

@@ -56,16 +56,24 @@ class Peers:
     def time_limit(self) -> timedelta:
         """How long a rank waits for another."""
         assert self.group is not None
-        served = {device.type for device in self.group._device_types}
-        options = self.group._get_backend(torch.device("cpu" if "cpu" in served else min(served))).options
-        limit: timedelta = options._timeout
+        device = torch.device("cpu") if self._serves_hosts else self.group._device_types[0]
+        limit: timedelta = self.group._get_backend(device).options._timeout
         return limit
+
+    @property
+    def _serves_hosts(self) -> bool:
+        """Whether the group sends what is in the host's memory."""
+        return self.group is not None and torch.device("cpu") in self.group._device_types
+
+    def _meet(self) -> None:
+        if self._serves_hosts:
+            self.exchange(torch.zeros(self.count, dtype=torch.uint8, device="cpu"))
 
     @property
     def _hosts(self) -> Hosts:
         assert self.group is not None
         if self.group not in _hosts:
-            _hosts[self.group] = Hosts(self.group, self.time_limit)
+            _hosts[self.group] = Hosts(self.group, self.time_limit, self._meet)
         return _hosts[self.group]
 
     def begin(self, call: str, numbers: Sequence[int]) -> list[list[int]]:
@@ -81,6 +89,11 @@ class Peers:
     def begun(self) -> int:
         """How many calls the ranks have begun: the number of the last one."""
         return 0 if self.count == 1 else self._hosts.number
+
+    def keep(self, values: Sequence[Tensor | None]) -> None:
+        """Values on a GPU that the last call was given, for later calls to compare."""
+        if self.count > 1:
+            self._hosts.values.keep(self.begun, values)
 
     def telling(self) -> AbstractContextManager[None]:
         """Around what ranks do together: who stops there leaves word for those who wait."""
@@ -150,6 +163,8 @@ class Peers:
                 f"rank {self.rank} of {self.count} could not {purpose}: another rank has ended, has not come within the group's "
                 "time limit, or the backend does not serve the device of the tensors",
                 error,
+                missing=[] if self.group is None else dist.get_process_group_ranks(self.group),
+                sure=False,
             ) from error
 
 

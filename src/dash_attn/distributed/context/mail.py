@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...scheduling.devices.units import SharedSchedule, Unit
@@ -121,4 +122,5 @@ class RankMail:
     def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> Lost:
         way = "to" if what == "send" else "from"
         states = f"the states of {self.shared.describe(unit)}{self.route.name}"
-        return Lost(f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}", error)
+        missing = [dist.get_global_rank(self.peers.group, other)] if self.peers.group is not None else []
+        return Lost(f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}", error, missing)

@@ -23,6 +23,7 @@ from ...masks import Mask
 from ...scheduling.devices.sharding import CutTile, Sharding
 from ...scheduling.mask_json import mask_to_json
 from ..hosts import ATTENTION, BACKWARD
+from ..late_values import NAMES
 from ..peers import Peers
 from .alone import backward_alone, forward_alone
 from .document_ranks import backward_on_ranks, forward_on_ranks
@@ -64,11 +65,11 @@ class Given(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        return {name: _in_words(x) for name, x in zip(("the sinks", "dropout_seed", "alibi_slopes"), self, strict=True)}
+        return {name: _in_words(x) for name, x in zip(NAMES, self, strict=True)}
 
 
 def _in_words(x: Tensor | None) -> str:
-    """On a GPU the host does not look at values."""
+    """On a GPU the host does not look at values now (late_values.py)."""
     if x is None:
         return "none"
     return f"{x.tolist()} ({x.dtype})" if x.device.type == "cpu" else f"{tuple(x.shape)} ({x.dtype})"
@@ -152,6 +153,7 @@ class OfRank:
         peers, ulysses = asked.peers, asked.sharing.ulysses
         if backward_of is None:
             part = agree(peers, ATTENTION, asked.part)
+            peers.keep(asked.given)
         else:
             part = agree(peers, BACKWARD, lambda: (asked.part()[0], {}), backward_of)
         number = peers.begun if backward_of is None else backward_of
