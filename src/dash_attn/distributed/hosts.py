@@ -29,7 +29,7 @@ ATTENTION, BACKWARD, UNSHARD, FINISH = CALLS = (
 )
 MOST = 8  # numbers that a call may tell in its first message
 SILENT = -(2**63)  # a number that no rank sends
-LONGEST_PAUSE = 5.0  # seconds in which other ranks may say why they stopped
+LONGEST_PAUSE = 3.0  # seconds in which other ranks may say why they stopped
 
 
 class Lost(RuntimeError):
