@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from context_workers import attend, own_inputs
@@ -21,6 +22,7 @@ from dash_attn import Documents, Full, TileMap, Window
 from dash_attn.distributed import Sharding, context_parallel_attention, positions, shard, unshard
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.context.passes import BackwardPass
+from dash_attn.integrations.sdpa import replace_sdpa
 from dash_attn.scheduling.devices.units import Unit
 from processes import said
 from shared_cases import CAUSAL, F64, RANKS, Case, results
@@ -166,12 +168,20 @@ def _groups() -> dict[str, Any]:
         "not a member": said(lambda: _call(group=pair)) if dist.get_rank() > 1 else "",
         "no group": said(lambda: _call(group=3)),
         "another function": said(lambda: unshard(torch.ones(1, 8)) if dist.get_rank() == ODD else _call()),
+        "the door refuses": said(_through_the_door),
         "mesh": _call(group=init_device_mesh("cpu", (RANKS,))).shape,
         "part of a mesh": _call(group=plane["shard"]).shape,
         "a backend per device": _call(group=by_device, ulysses=2).shape,
         "unshard with gradient": said(lambda: unshard(torch.ones(1, 8, requires_grad=True))),
         "unshard without": unshard(torch.ones(1, 8)).shape,
     }
+
+
+def _through_the_door() -> Tensor:
+    """Padding, it may be, on one rank."""
+    mask = torch.ones(ROWS, ROWS, dtype=torch.bool) if dist.get_rank() == ODD else None
+    with replace_sdpa(context_parallel=dist.group.WORLD):
+        return functional.scaled_dot_product_attention(*(torch.ones(1, 4, ROWS, 8) for _ in range(3)), attn_mask=mask)
 
 
 def _autograd(rank: int) -> dict[str, Any]:

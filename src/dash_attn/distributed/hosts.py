@@ -71,12 +71,14 @@ class Hosts:
 
     @contextmanager
     def refusing(self, call: str) -> Iterator[None]:
-        """Around what a rank checks by itself: where it raises, the others hear of it."""
+        """Around what a rank checks by itself: where it raises before it has begun a call, the others hear of it."""
+        before = self.number
         try:
             yield
         except Exception:  # whatever it is
-            with suppress(RuntimeError):  # this rank has an error to raise already
-                self.begin(call, [], refused=True)
+            if self.number == before:
+                with suppress(RuntimeError):  # this rank has an error to raise already
+                    self.begin(call, [], refused=True)
             raise
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:

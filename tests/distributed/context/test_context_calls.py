@@ -65,6 +65,11 @@ def test_ranks_that_call_different_functions_are_told(found: Found) -> None:
         assert words in groups["another function"]
 
 
+def test_what_one_rank_refuses_at_the_door_the_others_are_told(found: Found) -> None:
+    for rank, words in enumerate(one["groups"]["the door refuses"] for one in found):
+        assert ("take no attn_mask" if rank == ODD else f"rank {ODD} refused this call, so rank {rank} cannot go on") in words
+
+
 def own_rows(tensors: list[Tensor], rank: int) -> list[Tensor]:
     """Of out, lse, dq, dk and dv of the whole sequence."""
     mine = rows_of(SMALL, rank)
