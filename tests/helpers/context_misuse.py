@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from context_workers import attend, own_inputs
@@ -21,6 +22,7 @@ from dash_attn import Documents, Full, TileMap, Window
 from dash_attn.distributed import Sharding, context_parallel_attention, positions, shard, unshard
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.context.passes import BackwardPass
+from dash_attn.integrations.sdpa import replace_sdpa
 from dash_attn.scheduling.devices.units import Unit
 from processes import said
 from shared_cases import CAUSAL, F64, RANKS, Case, results
@@ -89,9 +91,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the fact
     "the dtype": ({}, {"dtype": F64}),
     "the sinks": ({}, {"sinks": torch.zeros(4)}),
     "the sinks ": ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4, dtype=F64)}),
+    "the sinks  ": ({"sinks": torch.zeros(4)}, {"sinks": torch.tensor([0.0, 0.0, 0.0, 1e-30])}),
     "dropout_p": (SEEDED, {**SEEDED, "dropout_p": 0.2}),
     "dropout_seed": (SEEDED, {**SEEDED, "dropout_seed": torch.tensor([8])}),
     "alibi_slopes": ({}, {"alibi_slopes": torch.ones(4)}),
+    "alibi_slopes ": ({"alibi_slopes": torch.ones(4)}, {"alibi_slopes": torch.tensor([1.0, 1.0, 2.0, 1.0])}),
     "whether gradients are needed": ({}, {"gradients": True}),
 }
 
@@ -105,6 +109,7 @@ WRONG: dict[str, dict[str, Any]] = {  # what the odd rank refuses
     "backend 'hopper' needs cuda tensors; got tensors on cpu": {"backend": "hopper"},
     "sinks must be 4 floating-point numbers": {"sinks": torch.zeros(3)},
     "causal must be True or False; got 'yes'": {"causal": "yes"},
+    "return_lse must be True or False; got 'yes'": {"return_lse": "yes"},
     "unknown sharding 'zag'; choose from zigzag, contiguous": {"sharding": "zag"},
     "ulysses must be a whole number >= 1; got 0": {"ulysses": 0},
     "ulysses must divide the number of ranks, which is 4; got 3": {"ulysses": 3},
@@ -163,6 +168,7 @@ def _groups() -> dict[str, Any]:
         "not a member": said(lambda: _call(group=pair)) if dist.get_rank() > 1 else "",
         "no group": said(lambda: _call(group=3)),
         "another function": said(lambda: unshard(torch.ones(1, 8)) if dist.get_rank() == ODD else _call()),
+        "the door refuses": said(_through_the_door),
         "mesh": _call(group=init_device_mesh("cpu", (RANKS,))).shape,
         "part of a mesh": _call(group=plane["shard"]).shape,
         "a backend per device": _call(group=by_device, ulysses=2).shape,
@@ -171,12 +177,19 @@ def _groups() -> dict[str, Any]:
     }
 
 
+def _through_the_door() -> Tensor:
+    """Padding, it may be, on one rank."""
+    mask = torch.ones(ROWS, ROWS, dtype=torch.bool) if dist.get_rank() == ODD else None
+    with replace_sdpa(context_parallel=dist.group.WORLD):
+        return functional.scaled_dot_product_attention(*(torch.ones(1, 4, ROWS, 8) for _ in range(3)), attn_mask=mask)
+
+
 def _autograd(rank: int) -> dict[str, Any]:
     return {
         **_ways(),
         "saved bytes": _saved_bytes(),
         "double backward": said(_double_backward),
-        "changed in place": said(lambda: _change_in_place(rank)),
+        "changed in place": said(lambda: _change_in_place(rank == ODD)),
         "one rank uses its LSE": _one_uses_lse(rank, SMALL),
         "one rank uses its LSE, ulysses": _one_uses_lse(rank, replace(SMALL, ulysses=2)),
         "one rank uses its LSE, one document": _one_uses_lse(rank, ONE_DOCUMENT),
@@ -229,15 +242,15 @@ def _double_backward() -> None:
     dq.sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _change_in_place(rank: int) -> None:
-    """On every rank: where one alone raises, the others wait for it."""
+def _change_in_place(here: bool) -> None:
     inputs = own_inputs(SMALL, None)
     with torch.no_grad():
         q = inputs.q * 1
     q.requires_grad_()
     out, _ = attend(SMALL, replace(inputs, q=q), None)
     with torch.no_grad():
-        q[0, 0] += 1
+        if here:
+            q[0, 0] += 1
     out.sum().backward()  # type: ignore[no-untyped-call]
 
 

@@ -119,6 +119,7 @@ def _errors(rank: int) -> dict[str, str]:
         "model": said(lambda: mean(OddModel() if rank == 1 else mlp(), 8, None)),
         "frozen": said(lambda: mean(_frozen_bias() if rank == 3 else mlp(), 8, None)),
         "divide": said(lambda: _finish_with(divide=rank != 1)),
+        "one refuses": said(lambda: _finish_with(divide="yes" if rank == 2 else True)),  # type: ignore[arg-type]
         "step": said(lambda: _finish_with(steps_before=int(rank == 3))),
         "ranks": said(lambda: TreeAccumulator(3, None)),
         "ddp reduces": said(lambda: _ddp_outside_no_sync(forward_inside=False)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from .hosts import Hosts, Lost
+
 Group = ProcessGroup | DeviceMesh | None
 REACH_OTHERS = "reach the others"  # what a message is for, unless its sender says more
 NOT_A_MEMBER = "only members of a group may use it; this process, global rank {}, is none"
+
+_hosts: WeakKeyDictionary[ProcessGroup, Hosts] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -50,15 +56,52 @@ class Peers:
     def time_limit(self) -> timedelta:
         """How long a rank waits for another."""
         assert self.group is not None
-        options = self.group._get_backend(self._served(torch.device("cpu"))).options
-        limit: timedelta = options._timeout
+        device = torch.device("cpu") if self._serves_hosts else self.group._device_types[0]
+        limit: timedelta = self.group._get_backend(device).options._timeout
         return limit
 
-    def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Those of every rank, by rank. All ranks give equally many. They travel on this device, if the group serves it."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._served(device))
-        found: list[list[int]] = self.gather(mine).view(self.count, -1).tolist()
-        return found
+    @property
+    def _serves_hosts(self) -> bool:
+        """Whether the group sends what is in the host's memory."""
+        return self.group is not None and torch.device("cpu") in self.group._device_types
+
+    def _meet(self) -> None:
+        if self._serves_hosts:
+            self.exchange(torch.zeros(self.count, dtype=torch.uint8, device="cpu"))
+
+    @property
+    def _hosts(self) -> Hosts:
+        assert self.group is not None
+        if self.group not in _hosts:
+            _hosts[self.group] = Hosts(self.group, self.time_limit, self._meet)
+        return _hosts[self.group]
+
+    def begin(self, call: str, numbers: Sequence[int]) -> list[list[int]]:
+        """What all ranks tell of a call before they work together, by rank: a message of one size. Raises where they call different
+        functions, or one refuses."""
+        return [list(numbers)] if self.count == 1 else self._hosts.begin(call, numbers)
+
+    def refusing(self, call: str) -> AbstractContextManager[None]:
+        """Around what a rank checks by itself before it begins a call: where it raises, the others hear of it."""
+        return nullcontext() if self.count == 1 else self._hosts.refusing(call)
+
+    @property
+    def begun(self) -> int:
+        """How many calls the ranks have begun: the number of the last one."""
+        return 0 if self.count == 1 else self._hosts.number
+
+    def keep(self, values: Sequence[Tensor | None]) -> None:
+        """Values on a GPU that the last call was given, for later calls to compare."""
+        if self.count > 1:
+            self._hosts.values.keep(self.begun, values)
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Around what ranks do together: who stops there leaves word for those who wait."""
+        return nullcontext() if self.count == 1 else self._hosts.telling()
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Those of every rank, by rank. All ranks give equally many."""
+        return [list(numbers)] if self.count == 1 else self._hosts.gather(numbers)
 
     def gather(self, mine: Tensor) -> Tensor:
         """The flat tensors of all ranks, end to end. They have one shape."""
@@ -111,19 +154,17 @@ class Peers:
     def _reachable(self, flat: Tensor) -> Tensor:
         return flat.cpu() if self._through_host(flat.device) else flat
 
-    def _served(self, device: torch.device) -> torch.device:
-        """This device, or another where the group cannot send from it: a rank must be able to tell others that it refuses a call."""
-        served = {device.type} if self.group is None else {one.type for one in self.group._device_types}
-        return device if device.type in served else torch.device("cpu" if "cpu" in served else min(served))
-
     def reach(self, action: Callable[[], object], purpose: str = REACH_OTHERS) -> None:
         """Do what all ranks must do together."""
         try:
             action()
         except RuntimeError as error:  # what every backend raises
-            raise RuntimeError(
+            raise Lost(
                 f"rank {self.rank} of {self.count} could not {purpose}: another rank has ended, has not come within the group's "
-                f"time limit, or the backend does not serve the device of the tensors. The backend says: {error}"
+                "time limit, or the backend does not serve the device of the tensors",
+                error,
+                missing=[] if self.group is None else dist.get_process_group_ranks(self.group),
+                sure=False,
             ) from error
 
 

@@ -6,7 +6,7 @@ What dash-attn cannot do raises; no call goes back to PyTorch's kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -121,9 +121,21 @@ def _with(options: dict[str, Any]) -> Callable[..., Tensor]:
 
     @wraps(scaled_dot_product_attention)
     def replacement(*arguments: Any, **rest: Any) -> Tensor:
-        return scaled_dot_product_attention(*arguments, **{**options, **rest})
+        with _others_hear(options.get("context_parallel"), *arguments):
+            return scaled_dot_product_attention(*arguments, **{**options, **rest})
 
     return replacement
+
+
+def _others_hear(context_parallel: Any, *arguments: Any) -> AbstractContextManager[None]:
+    """Ranks that share a sequence wait for one that is refused here."""
+    group = arguments[0].device_mesh if context_parallel == HERE and arguments and has_placement(arguments[0]) else context_parallel
+    if group is None or isinstance(group, str) or torch.compiler.is_compiling():
+        return nullcontext()
+    from ..distributed.hosts import ATTENTION  # few need torch.distributed
+    from ..distributed.peers import Peers
+
+    return Peers.of(group).refusing(ATTENTION)
 
 
 def _first_aligned(q_len: int, kv_len: int) -> Mask:

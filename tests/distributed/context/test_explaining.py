@@ -126,7 +126,8 @@ class Case:
         ends = self.mask.get("cu_seqlens")
         options, documents = documents_in(options, ends, self.rows)
         call = shared_call(q, k, v, options, documents, outer, self.ulysses) if outer.devices > 1 else None
-        return OfRank(options, call, documents, HeadExchange(inside, self.chosen, rank - place), outside, {}), inside, outside
+        exchange = HeadExchange(inside, self.chosen, rank - place)
+        return OfRank(options, call, documents, exchange, outside, Peers.alone(), 0), inside, outside
 
 
 OFFSETS = {"cu_seqlens": (0, 300, 324, 1024), "window_size": (200, 0)}

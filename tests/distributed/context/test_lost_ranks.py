@@ -24,25 +24,34 @@ def test_a_rank_that_dies_in_the_forward(found: Found) -> None:
     assert found[1] is None
     words, seconds = found[0]["forward"].values()
     assert "rank 0 of 2 could not gather keys 0 to 511 of KV heads 0 to 0 for its queries 0 to 127 (chunk 0) and 384 to 511" in words
+    assert words.endswith("Nothing was heard of rank 1")
     assert seconds < 2 * LIMIT
 
 
 def test_a_rank_that_comes_late(found: Found) -> None:
+    """It is told that others have given it up."""
     words, seconds = found[0]["late"].values()
     assert words.startswith("RuntimeError: rank 0 of 2 could not reach the others: another rank has ended, has not come within the group's")
+    assert words.endswith("Nothing was heard of rank 1")
     assert LATE_LIMIT - 1 < seconds < 2 * LATE_LIMIT
-    assert found[2]["late"]["words"].startswith("RuntimeError: rank 1 of 2 could not ")
+    words = found[2]["late"]["words"]
+    assert words.startswith("RuntimeError: rank 1 of 2 could not ")
+    assert "Rank 0 stopped, too, and says: rank 0 of 2 could not reach the others" in words
+
+
+STATES = r"could not (send|receive) the states of queries .* \(chunk .* on keys .* (to|from) rank "
 
 
 def test_a_rank_that_dies_in_the_backward(found: Found) -> None:
-    """Its neighbour names it. The third rank waits for the neighbour, and names that."""
+    """Its neighbour names it. The third rank waits for the neighbour, which says that it waits, too: nobody blames who waits."""
     assert found[3] is None
     for rank, global_rank in enumerate((0, 2)):
         words, seconds = found[global_rank]["backward"].values()
-        told = rf"RuntimeError: rank {rank} of 3 could not (send|receive) the states of queries .* \(chunk .* on keys .* (to|from) rank "
-        assert re.match(told, words)  # whichever is under way
+        assert re.match(f"RuntimeError: rank {rank} of 3 {STATES}", words)  # whichever is under way
+        blamed = re.search(r"Nothing was heard of rank (.*)$", words)
+        assert blamed[1] == "2" if blamed else re.search(f"Rank {1 - rank} stopped, too, and says: rank {1 - rank} of 3 {STATES}2", words)
         assert seconds < 2 * LIMIT
-    assert any(" rank 2: that rank has ended" in found[global_rank]["backward"]["words"] for global_rank in (0, 2))
+    assert any(found[global_rank]["backward"]["words"].endswith("Nothing was heard of rank 2") for global_rank in (0, 2))
 
 
 @pytest.mark.exhaustive

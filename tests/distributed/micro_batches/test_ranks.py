@@ -70,6 +70,11 @@ def test_disagreement_is_an_error_on_every_rank(found: Found) -> None:
     assert all("4 ranks cannot share 3 micro-batches" in error["ranks"] for error in errors)
 
 
+def test_where_one_rank_refuses_the_others_are_told_which(found: Found) -> None:
+    for rank, words in enumerate(one["errors"]["one refuses"] for one in found):
+        assert ("divide must be True or False" if rank == 2 else f"rank 2 refused this call, so rank {rank} cannot go on") in words
+
+
 def test_ddp_that_reduces_is_refused(found: Found) -> None:
     for errors in (one["errors"] for one in found):
         for name in ("ddp reduces", "ddp reduces after forward"):

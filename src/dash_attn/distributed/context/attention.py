@@ -16,9 +16,10 @@ from ...call.tensor_checks import check_flags
 from ...masks import Mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
+from ..hosts import ATTENTION
 from ..peers import Group, Peers
 from .documents import Offsets
-from .of_rank import Given, OfRank, Sharing
+from .of_rank import Asked, Given, OfRank, Sharing
 
 
 @overload
@@ -139,8 +140,6 @@ def context_parallel_attention(
     Returns out, or (out, lse) with `return_lse`. Masks whose order would make ranks wait in a circle raise and name
     schedule="alternating".
     """
-    refuse_transforms()
-    check_flags(return_lse=return_lse)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -157,12 +156,21 @@ def context_parallel_attention(
     if is_traced(q, k, v, *given):
         from .operator import traced_attention
 
+        _check_program(return_lse)
         out, lse = traced_attention(q, k, v, given, group, choices, sharing)
     else:
+        peers = Peers.of(group)
+        with peers.refusing(ATTENTION):
+            _check_program(return_lse)
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        rank = OfRank.agreed(q, k, v, given, choices, Peers.of(group), sharing, differentiable)
+        rank = OfRank.agreed(Asked(q, k, v, given, choices, peers, sharing, differentiable))
         out, lse = SharedAttention.apply(q, k, v, sinks, rank, given.modifiers)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
+
+
+def _check_program(return_lse: bool) -> None:
+    refuse_transforms()
+    check_flags(return_lse=return_lse)
 
 
 class SharedAttention(torch.autograd.Function):
@@ -172,7 +180,8 @@ class SharedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank, modifiers: Modifiers | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = rank.forward(q, k, v, sinks, modifiers)
+        with rank.everybody.telling():
+            out, lse = rank.forward(q, k, v, sinks, modifiers)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *(modifiers or Modifiers())[:2])
         ctx.rank, ctx.modifiers = rank, modifiers
         ctx.set_materialize_grads(False)
@@ -180,10 +189,10 @@ class SharedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, *_ = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *_ = ctx.rank.saved(ctx)
         # Unlike one rank alone, this one cannot leave out what it does not need: others wait for its states.
         dout = torch.zeros_like(out) if dout is None else dout
-        with torch.no_grad():
+        with torch.no_grad(), ctx.rank.everybody.telling():
             gradients = ctx.rank.backward((dout, q, k, v, out), lse, sinks, dlse, ctx.modifiers)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]

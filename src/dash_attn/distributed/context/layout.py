@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...scheduling.devices.sharding import Sharding
+from ..hosts import UNSHARD
 from ..peers import Group, Peers
 from .gathering import gather_rows
 from .rows import rows_of, sharding_for, sharding_of_rank
@@ -27,32 +26,22 @@ def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Shard
 def unshard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
     """The whole of what ranks have parts of, in the order of the sequence, on every rank. It has no gradient."""
     peers = Peers.of(group)
-    made = agree(peers, x.device if isinstance(x, Tensor) else torch.device("cpu"), lambda: _Unsharding.of(x, dim, sharding, peers))
-    return gather_rows(peers, made.sharding, x.movedim(dim, 0)).movedim(0, dim).contiguous()
+    chosen = agree(peers, UNSHARD, lambda: _to_unshard(x, dim, sharding, peers))
+    with peers.telling():
+        return gather_rows(peers, chosen, x.movedim(dim, 0)).movedim(0, dim).contiguous()
 
 
-@dataclass(frozen=True)
-class _Unsharding:
-    """A call of `unshard` that fits this rank's tensor."""
-
-    sharding: Sharding
-    facts: Facts
-
-    @classmethod
-    def of(cls, x: Tensor, dim: int, sharding: str | Sharding, peers: Peers) -> _Unsharding:
-        _check(x, dim)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()"
-            )
-        chosen = sharding_of_rank(sharding, x.shape[dim], peers.count)
-        mine = len(chosen.rows_of(peers.rank))
-        if x.shape[dim] != mine:
-            raise ValueError(
-                f"rank {peers.rank} has {mine} of {chosen.rows} rows; got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}"
-            )
-        others = tuple(size for place, size in enumerate(x.shape) if place != dim % x.ndim)
-        return cls(chosen, {"the dtype": x.dtype, "the sizes of other dimensions": others, "dim": dim % x.ndim, "sharding": chosen})
+def _to_unshard(x: Tensor, dim: int, sharding: str | Sharding, peers: Peers) -> tuple[Sharding, Facts]:
+    """The sharding that fits this rank's tensor, and what must be the same on every rank."""
+    _check(x, dim)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()")
+    chosen = sharding_of_rank(sharding, x.shape[dim], peers.count)
+    mine = len(chosen.rows_of(peers.rank))
+    if x.shape[dim] != mine:
+        raise ValueError(f"rank {peers.rank} has {mine} of {chosen.rows} rows; got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}")
+    others = tuple(size for place, size in enumerate(x.shape) if place != dim % x.ndim)
+    return chosen, {"the dtype": x.dtype, "the sizes of other dimensions": others, "dim": dim % x.ndim, "sharding": chosen}
 
 
 def positions(seq_len: int, group: Group = None, *, sharding: str | Sharding = "zigzag", device: torch.device | str = "cpu") -> Tensor:

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...scheduling.devices.units import SharedSchedule, Unit
+from ..hosts import Lost
 from ..peers import Peers
 
 
@@ -117,10 +119,8 @@ class RankMail:
         """Of a unit."""
         return self.route.ranks[self.shared.units[number].device]
 
-    def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> RuntimeError:
+    def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> Lost:
         way = "to" if what == "send" else "from"
         states = f"the states of {self.shared.describe(unit)}{self.route.name}"
-        return RuntimeError(
-            f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}:"
-            f" that rank has ended, or has not come within the group's time limit. The backend says: {error}"
-        )
+        missing = [dist.get_global_rank(self.peers.group, other)] if self.peers.group is not None else []
+        return Lost(f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}", error, missing)

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
 from ...scheduling.devices.sharding import CutTile, Sharding
 from ...scheduling.mask_json import mask_to_json
+from ..hosts import ATTENTION, BACKWARD
+from ..late_values import NAMES
 from ..peers import Peers
 from .alone import backward_alone, forward_alone
 from .document_ranks import backward_on_ranks, forward_on_ranks
@@ -63,10 +65,39 @@ class Given(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """On a GPU the host does not look at values."""
-        seeds = self.seeds.tolist() if self.seeds is not None and self.seeds.device.type == "cpu" else self.seeds is not None
-        sinks, slopes = ("none" if x is None else str(x.dtype) for x in (self.sinks, self.slopes))
-        return {"the sinks": sinks, "alibi_slopes": slopes, "dropout_seed": seeds}
+        return {name: _in_words(x) for name, x in zip(NAMES, self, strict=True)}
+
+
+def _in_words(x: Tensor | None) -> str:
+    """On a GPU the host does not look at values now (late_values.py)."""
+    if x is None:
+        return "none"
+    return f"{x.tolist()} ({x.dtype})" if x.device.type == "cpu" else f"{tuple(x.shape)} ({x.dtype})"
+
+
+class Asked(NamedTuple):
+    """What a rank was asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    given: Given
+    choices: Choices
+    peers: Peers
+    sharing: Sharing
+    differentiable: bool
+
+    def part(self) -> tuple[_Part, Facts]:
+        """And what must be the same on every rank."""
+        q, k, v = self[:3]
+        check_tensors(q, k, v)
+        self.given.check(q, self.choices.dropout_p)
+        options = options_for(self.choices, q.shape[-1])
+        part = _Part.of(q, k, v, options, self.peers, self.sharing)
+        shared = {"sharding": part.sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents}
+        code = None if part.call is None else part.call.devices.machine_code()
+        more = {"whether gradients are needed": self.differentiable, "the machine code": code}
+        return part, _facts(q, k, v, options) | shared | self.given.facts | more
 
 
 @dataclass(frozen=True)
@@ -77,10 +108,9 @@ class _Part:
     call: SharedCall | SharedDocuments | None
     documents: tuple[int, ...] | None
     sharding: Sharding
-    facts: Facts
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharing: Sharing, more: Facts) -> _Part:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, peers: Peers, sharing: Sharing) -> _Part:
         """Raises where this rank's tensors do not fit. Sends no message."""
         sharding, ulysses = sharding_of_rank(sharing.sharding, q.shape[1], peers.count), sharing.ulysses
         rows = len(sharding.rows_of(peers.rank))
@@ -101,47 +131,41 @@ class _Part:
             call = shared_call(q, k, v, own, documents, outer, ulysses) if outer.devices > 1 else None
         except CutTile as error:  # it speaks of outer chunks: with Ulysses, as many of the rank's own are one
             raise ValueError(f"{error.words}. {sharding.that_fit(error.unit // math.gcd(error.unit, ulysses))}") from error
-        facts = _facts(q, k, v, options) | {"sharding": sharding, "ulysses": ulysses, "cu_seqlens": documents} | more
-        facts["the machine code"] = None if call is None else call.devices.machine_code()
-        return cls(own, call, documents, sharding, facts)
+        return cls(own, call, documents, sharding)
 
 
 @dataclass(frozen=True)
 class OfRank:
     """options: those of the rank's own heads. call: what the ranks outside share; None where there is no other. documents: lengths of
-    those in the row, if it has any."""
+    those in the row, if it has any. number: of the call, among those of the group."""
 
     options: AttentionOptions
     call: SharedCall | SharedDocuments | None
     documents: tuple[int, ...] | None
     exchange: HeadExchange
     outside: Peers
-    facts: Facts
+    everybody: Peers
+    number: int
 
     @classmethod
-    def agreed(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        given: Given,
-        choices: Choices,
-        peers: Peers,
-        sharing: Sharing,
-        differentiable: bool,
-    ) -> OfRank:
-        """The same on every rank, or an error on every rank."""
+    def agreed(cls, asked: Asked, backward_of: int | None = None) -> OfRank:
+        """The same on every rank, or an error on every rank. backward_of: the call that this was, where its backward is run."""
+        peers, ulysses = asked.peers, asked.sharing.ulysses
+        if backward_of is None:
+            part = agree(peers, ATTENTION, asked.part)
+            peers.keep(asked.given)
+        else:
+            part = agree(peers, BACKWARD, lambda: (asked.part()[0], {}), backward_of)
+        number = peers.begun if backward_of is None else backward_of
+        with peers.telling():
+            inside, outside = inside_and_outside(peers, ulysses)  # may make groups, which needs all their ranks
+        exchange = HeadExchange(inside, part.sharding, peers.rank - peers.rank % ulysses)
+        return cls(part.options, part.call, part.documents, exchange, outside, peers, number)
 
-        def make() -> _Part:
-            check_tensors(q, k, v)
-            given.check(q, choices.dropout_p)
-            more: Facts = {**given.facts, "whether gradients are needed": differentiable}
-            return _Part.of(q, k, v, options_for(choices, q.shape[-1]), peers, sharing, more)
-
-        part = agree(peers, q.device if isinstance(q, Tensor) else torch.device("cpu"), make)
-        inside, outside = inside_and_outside(peers, sharing.ulysses)  # may make groups, which needs all their ranks
-        exchange = HeadExchange(inside, part.sharding, peers.rank - peers.rank % sharing.ulysses)
-        return cls(part.options, part.call, part.documents, exchange, outside, part.facts)
+    def saved(self, ctx: Any) -> tuple[Tensor, ...]:
+        """What autograd kept of this call, if all ranks are in its backward."""
+        kept: tuple[Tensor, ...] = agree(self.everybody, BACKWARD, lambda: (ctx.saved_tensors, {}), self.number)
+        return kept
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, modifiers: Modifiers | None = None) -> tuple[Tensor, Tensor]:
         """Output and LSE of this rank's rows."""

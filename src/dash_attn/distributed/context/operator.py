@@ -14,17 +14,17 @@ from ...call.options import Choices, choose_mask
 from ...scheduling.devices.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
-from .of_rank import Given, OfRank, Sharing
+from .of_rank import Asked, Given, OfRank, Sharing
 
-VERSION = 3  # part of every traced program, so that one whose operators meant something else is refused, not run
+VERSION = 4  # part of every traced program, so that one whose operators meant something else is refused, not run
 CHOICES = (
     "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, SymInt[]? cu_seqlens, str mask, SymInt[] mask_sizes,"
     " float? scale, float softcap, str schedule, str backend, SymInt head_offset, float dropout_p, bool differentiable, int version"
 )
 GIVEN = "Tensor? sinks, Tensor? dropout_seed, Tensor? alibi_slopes"
-FORWARD = f"(Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES}) -> (Tensor, Tensor)"
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES})"
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor number, Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -93,7 +93,7 @@ def traced_attention(
         differentiable=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, given.sinks)),
         version=VERSION,
     )
-    out, lse = torch.ops.dash_attn.context_parallel_attention(q, k, v, *given, *arguments)
+    out, lse, _ = torch.ops.dash_attn.context_parallel_attention(q, k, v, *given, *arguments)
     return out, lse
 
 
@@ -106,7 +106,7 @@ def _name_of(group: Group) -> str:
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _rank(q: Tensor, k: Tensor, v: Tensor, given: Given, arguments: Arguments) -> OfRank:
+def _rank(q: Tensor, k: Tensor, v: Tensor, given: Given, arguments: Arguments, backward_of: int | None = None) -> OfRank:
     if arguments.version != VERSION:
         raise RuntimeError(
             f"this program was traced with version {arguments.version} of dash_attn's operators, and here they have version {VERSION}:"
@@ -116,7 +116,7 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, given: Given, arguments: Arguments) -
     sharding = arguments.sharding or Sharding(tuple(arguments.lengths), tuple(arguments.owners))
     ends = None if arguments.cu_seqlens is None else list(arguments.cu_seqlens)
     choices, sharing = arguments.choices._replace(alibi=given.slopes is not None), Sharing(sharding, arguments.ulysses, ends)
-    return OfRank.agreed(q, k, v, given, choices, peers, sharing, arguments.differentiable)
+    return OfRank.agreed(Asked(q, k, v, given, choices, peers, sharing, arguments.differentiable), backward_of)
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[Given, Arguments]:
@@ -124,47 +124,61 @@ def _split(rest: tuple[Any, ...]) -> tuple[Given, Arguments]:
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
-def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The last result is the number of the call, on the host, for its backward."""
     given, arguments = _split(rest)
-    return _rank(q, k, v, given, arguments).forward(q, k, v, given.sinks, given.modifiers)
+    rank = _rank(q, k, v, given, arguments)
+    with rank.everybody.telling():
+        out, lse = rank.forward(q, k, v, given.sinks, given.modifiers)
+    return out, lse, torch.tensor(rank.number, device="cpu")
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention_backward", mutates_args=(), schema=BACKWARD)
 def backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, number: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
     given, arguments = _split(rest)
-    rank = _rank(q, k, v, given, arguments)
-    dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), lse, given.sinks, dlse, given.modifiers)
+    rank = _rank(q, k, v, given, arguments, int(number))
+    with rank.everybody.telling():
+        dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), lse, given.sinks, dlse, given.modifiers)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty((batch, rows, heads, v.shape[-1])), lse
+    return q.new_empty((batch, rows, heads, v.shape[-1])), lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.choices = inputs[3 + TENSORS :]
     ctx.save_for_backward(*output, *inputs[: 3 + TENSORS])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, q, k, v, sinks, *modifiers = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    out, lse, number, q, k, v, sinks, *modifiers = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    tensors = dout, dlse, out, lse, q, k, v, sinks, *modifiers
+    tensors = dout, dlse, out, lse, number, q, k, v, sinks, *modifiers
     dq, dk, dv, dsinks = torch.ops.dash_attn.context_parallel_attention_backward(*tensors, *ctx.choices)
     return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (len(modifiers) + len(ctx.choices))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...call.tensor_checks import check_flags
+from ..hosts import FINISH
 from ..peers import Group, Peers
 from .agreement import Report, compare, presence_on
 from .buckets import buckets_of, reduce_bucket
@@ -69,18 +70,20 @@ class TreeAccumulator:
 
         divide: False leaves the sum as it is, for losses that were divided by a total of the whole step before backward.
         """
-        check_flags(divide=divide)
-        parameters = self._parameters(model)
+        with self._peers.refusing(FINISH):
+            check_flags(divide=divide)
+            parameters = self._parameters(model)
         sums = {name: self._stacks[name].total() if self._added else None for name in parameters}
         mine = {name: partial is not None for name, partial in sums.items()}
         report = self._report(parameters, bool(divide), all(mine.values()))
         self._step += 1
         self.reset()  # an error ends the step, too: nothing of it may reach the next one
-        reports = compare(report, self._peers, next(iter(parameters.values())).device)
+        reports = compare(report, self._peers)
         presence = presence_on(self._peers, parameters, mine, all(other.complete for other in reports))
         divisor = sum(other.weight for other in reports) if divide else None
-        for bucket in buckets_of(parameters, presence):
-            reduce_bucket(bucket, sums, self._peers, divisor)
+        with self._peers.telling():
+            for bucket in buckets_of(parameters, presence):
+                reduce_bucket(bucket, sums, self._peers, divisor)
         self._delivered = {name: ref(p.grad) for name, p in parameters.items() if p.grad is not None}
 
     def _check_not_delivered(self, parameters: Parameters) -> None:

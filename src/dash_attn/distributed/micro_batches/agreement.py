@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-import torch
-
+from ..hosts import FINISH
 from ..peers import Peers
 from .buckets import Presence
 from .gradients import Parameters
@@ -34,9 +33,9 @@ MUST_AGREE = {
 }
 
 
-def compare(mine: Report, peers: Peers, device: torch.device) -> list[Report]:
+def compare(mine: Report, peers: Peers) -> list[Report]:
     """The reports of all ranks, if they can be added."""
-    reports = [Report(*numbers) for numbers in peers.gather_numbers(astuple(mine), device)]
+    reports = [Report(*numbers) for numbers in peers.begin(FINISH, astuple(mine))]
     for field, rule in MUST_AGREE.items():
         values = [getattr(report, field) for report in reports]
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
@@ -63,6 +62,5 @@ def presence_on(peers: Peers, parameters: Parameters, mine: dict[str, bool], all
     """Which ranks have a partial sum of which parameter."""
     if all_complete:
         return dict.fromkeys(parameters, (True,) * peers.count)
-    device = next(iter(parameters.values())).device
-    rows = peers.gather_numbers([mine[name] for name in parameters], device)
+    rows = peers.gather_numbers([mine[name] for name in parameters])
     return {name: tuple(bool(row[place]) for row in rows) for place, name in enumerate(parameters)}
