@@ -30,6 +30,7 @@ def families() -> Iterator[tuple[str, Call, list[Tensor]]]:
     yield "documents", lambda q, k, v: flash_attn_func(q, k, v, mask=documents()), tensors(510)
     yield "boolean", lambda q, k, v: flash_attn_func(q, k, v, mask=matrix), tensors(520)
     yield "blocks", lambda q, k, v: flash_attn_func(q, k, v, mask=blocks), tensors(530)
+    yield "Triton", lambda q, k, v: flash_attn_func(q, k, v, mask=blocks, backend="triton"), tensors(535)
     yield "dropout", lambda q, k, v: flash_attn_func(q, k, v, 0.2, causal=True, dropout_seed=seeds), tensors(540)
     yield "ALiBi", lambda q, k, v: flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes), tensors(550)
     yield "sinks", lambda q, k, v, sinks: flash_attn_func(q, k, v, causal=True, sinks=sinks), [*tensors(560), sinks]
