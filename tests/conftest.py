@@ -19,10 +19,10 @@ STDERR = pytest.StashKey[int]()
 def has_hopper() -> bool:
     try:
         import torch
-
-        from dash_attn.backends.gpus import is_hopper
     except ImportError:
         return False
+    from dash_attn.backends.gpus import is_hopper
+
     return torch.cuda.is_available() and is_hopper()
 
 
