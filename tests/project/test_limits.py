@@ -20,14 +20,13 @@ rules["pytest_configure"].__globals__["GRACE"] = 0.5
 globals().update({{name: rule for name, rule in rules.items() if name.startswith("pytest_")}})
 """
 HANGS = """
-import ctypes, pathlib
+import ctypes
 import pytest
 from started import started
 
 @pytest.mark.timeout(1)
 def test_python_waits_for_a_process():
-    with started(["sleep", "60"]) as process:
-        pathlib.Path("pid").write_text(str(process.pid))
+    with started(["sh", "-c", "sleep 20 & echo $! > its_own; echo $$ > pid; wait"]) as process:
         process.wait()
 
 @pytest.mark.timeout(1)
@@ -39,9 +38,9 @@ def test_the_next_one_runs(request):
 """
 
 
-def wait_for_the_end(pid: int) -> None:
-    """Orphans stay as zombies until somebody asks for them."""
-    end = time.monotonic() + 5
+def wait_for_the_end(file: Path) -> None:
+    """Of the process whose number is there. Orphans stay as zombies until somebody asks for them."""
+    pid, end = int(file.read_text()), time.monotonic() + 5
     while (state := Path(f"/proc/{pid}/stat")).exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < end, f"process {pid} still runs"
         time.sleep(0.05)
@@ -56,7 +55,7 @@ def run_hanging(folder: Path, *options: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(TESTS / "helpers")}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    wait_for_the_end(int((folder / "pid").read_text()))
+    wait_for_the_end(folder / "pid")
     return done.stdout + done.stderr
 
 
@@ -67,6 +66,7 @@ def test_a_hanging_test_fails_by_name(tmp_path: Path) -> None:
     assert "FAILED test_hangs.py::test_python_waits_for_a_process - Failed: Timeout" in said
     assert "FAILED test_hangs.py::test_c_code_waits_and_keeps_the_lock_of_the_interpreter" in said
     assert "2 failed, 1 passed" in said, said
+    wait_for_the_end(tmp_path / "its_own")
 
 
 def test_without_the_plugin_a_hanging_test_ends_the_run(tmp_path: Path) -> None:
