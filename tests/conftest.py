@@ -1,28 +1,58 @@
-"""Tests marked `gpu` run on a Hopper GPU and are skipped elsewhere."""
+"""Tests marked `gpu` run on a Hopper GPU and are skipped elsewhere. A test that does not end fails by name."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
+import sys
+from collections.abc import Generator
 
 import pytest
+
+LIMIT = 600  # seconds of a test with its fixtures; the slowest of `make test` take a tenth of it
+LONG_LIMIT = 3600  # of those that are exhaustive, or repeat their work as often as DASH_ATTN_REPEATS says
+GRACE = 60
+STDERR = pytest.StashKey[int]()
 
 
 def has_hopper() -> bool:
     try:
         import torch
-
-        from dash_attn.backends.gpus import is_hopper
     except ImportError:
         return False
+    from dash_attn.backends.gpus import is_hopper
+
     return torch.cuda.is_available() and is_hopper()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno())  # tests have another one, which is lost with their process
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.get_closest_marker("timeout"):
+            takes_long = item.get_closest_marker("exhaustive") or item.get_closest_marker("gpu")
+            item.add_marker(pytest.mark.timeout(LONG_LIMIT if takes_long else LIMIT))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked or has_hopper():
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU (compute capability 9.0)"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """pytest-timeout raises in the test, so that it can tidy up. A test that is stuck in C code does not hear it, and without
+    pytest-timeout none does: a little later its process ends, with all stacks on stderr, and pytest-xdist names the test.
+    """
+    (limit,) = item.get_closest_marker("timeout").args  # type: ignore[union-attr]
+    faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_finish() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import call_picture
 import errors_page
 import explore_page
 import models_page
+import pictures
 import support_page
 import tutorial_page
 
@@ -19,14 +20,14 @@ PAGES = {
     "support.md": support_page.page,
 }
 TUTORIAL = "tutorial/schedules.md"
-PICTURE = "images/how-a-call-runs.png"
 
 
 def main() -> None:
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
-    (DOCS / TUTORIAL).write_text(tutorial_page.page(DOCS / "tutorial"), encoding="utf-8")
-    call_picture.draw(DOCS / PICTURE)
+    with TemporaryDirectory() as folder:
+        (DOCS / TUTORIAL).write_text(tutorial_page.page(Path(folder)), encoding="utf-8")
+    pictures.refresh()
 
 
 if __name__ == "__main__":

@@ -78,17 +78,21 @@ def test_compiled_packed() -> None:
 
 
 def trained(name: str, implementation: str, dtype: torch.dtype, **arguments: Any) -> list[Tensor]:
-    hf = pytest.importorskip("test_huggingface")
-    model = hf.model_of(name, implementation, dtype).to(DEVICE)
-    return hf.step(model, **{key: value.to(DEVICE) for key, value in arguments.items()})
+    import hf_models
+
+    model = hf_models.model_of(name, implementation, dtype).to(DEVICE)
+    return hf_models.step(model, **{key: value.to(DEVICE) for key, value in arguments.items()})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_hugging_face(name: str, packed: bool) -> None:
-    hf = pytest.importorskip("test_huggingface")
-    hf.huggingface.register()
-    arguments = {"tokens": hf.TOKENS[:1], "position_ids": hf.PACKED} if packed else {"tokens": hf.TOKENS}
+    pytest.importorskip("transformers")
+    from dash_attn.integrations import huggingface
+    from hf_models import PACKED, TOKENS
+
+    huggingface.register()
+    arguments = {"tokens": TOKENS[:1], "position_ids": PACKED} if packed else {"tokens": TOKENS}
     ours, again = (trained(name, "dash_attn", torch.bfloat16, **arguments) for _ in range(2))
     assert_equal(ours, again)
     truth, eager = (trained(name, "eager", dtype, **arguments) for dtype in (torch.float64, torch.bfloat16))

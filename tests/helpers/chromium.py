@@ -12,11 +12,14 @@ import select
 import shutil
 import subprocess
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
+
+from started import started
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -64,14 +67,9 @@ class Chromium:
             os.dup2(kept, FROM_BROWSER)
 
         command = [needs_chromium(), *FLAGS, *root, f"--user-data-dir={profile}", "about:blank"]
-        self.process = subprocess.Popen(
-            command,
-            preexec_fn=put_in_place,
-            close_fds=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self.running = ExitStack()
+        self.process = self.running.enter_context(started(command, preexec_fn=put_in_place, close_fds=False, **quiet))
         os.close(there_read)
         os.close(there_write)
         self.read_end, self.write_end = here_read, here_write
@@ -79,7 +77,11 @@ class Chromium:
         self.problems: list[str] = []
         self.requests: list[str] = []
         self.events: list[str] = []
-        self._attach()
+        try:
+            self._attach()
+        except BaseException:
+            self.running.close()
+            raise
 
     def _attach(self) -> None:
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
@@ -92,11 +94,8 @@ class Chromium:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self.write_end)  # it ends when nobody holds its pipe
-        try:
+        with self.running, suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
         os.close(self.read_end)
 
     def send(self, method: str, **parameters: Any) -> Any:

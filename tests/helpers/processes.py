@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,11 +28,13 @@ def run_processes(worker: Worker, count: int, folder: Path, group_limit: float =
     arguments = (worker, count, str(folder), group_limit)
     context = mp.start_processes(_enter, arguments, nprocs=count, join=False, start_method="forkserver")
     end = time.monotonic() + limit
-    while not context.join(timeout=1):
-        if time.monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{worker.__name__} on {count} processes has not ended after {limit} s")
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{worker.__name__} on {count} processes has not ended after {limit} s")
+    finally:
+        for process in context.processes:
+            process.kill()
     files = [folder / f"result-{rank}" for rank in range(count)]
     return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
@@ -45,6 +48,7 @@ def said(action: Callable[[], object]) -> str:
 
 
 def _enter(rank: int, worker: Worker, count: int, folder: str, group_limit: float) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what PyTorch sends it when its parent has died; ignored in a background job
     torch.set_num_threads(1)  # as many in every process, whatever the machine
     store = dist.FileStore(f"{folder}/store", count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=group_limit))

@@ -1,4 +1,4 @@
-"""Models of the torchtitan package on the CPU, for tests. Import this module where torchtitan may be missing, and catch ImportError.
+"""Models of the torchtitan package on the CPU, for tests. Import this module where torchtitan is.
 
 torchtitan imports Triton kernels for experts, which PyTorch's CPU builds do not bring: where Triton is missing they are left out.
 FlexAttention has no backward on the CPU: here a dense one stands for it, with the mask that torchtitan's functions say.
@@ -16,9 +16,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
-
-if importlib.util.find_spec("torchtitan") is None:
-    raise ImportError("torchtitan is not installed")
 
 OF_EXPERTS = "torchtitan.distributed.minimal_async_ep"
 

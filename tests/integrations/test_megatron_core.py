@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,23 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-try:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Transformer Engine and Apex are not here
-        from megatron.core import parallel_state
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.packed_seq_params import PackedSeqParams
-        from megatron.core.transformer.enums import AttnMaskType
-        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+# Not installed; or a newer one, which imports Triton: PyTorch's CPU builds do not bring it. Transformer Engine and Apex are not needed.
+pytest.importorskip("megatron.core.models.gpt", reason="needs megatron-core 0.16 (in the dev extra)", exc_type=ImportError)
 
-        from megatron_models import LENGTH, loss_and_gradients, megatron_on_the_cpu, model, ours, sharded_gpt, tokens
-except ImportError as error:  # not installed; or a newer one, which imports Triton: PyTorch's CPU builds do not bring it
-    pytest.skip(f"megatron-core 0.16 (in the dev extra) cannot be imported: {error}", allow_module_level=True)
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 import megatron_stand_ins
 from dash_attn import Causal, Mask, Window
 from dash_attn.integrations.megatron import DashCoreAttention, use_dash_attn
 from dense import element_mask, same_bits
+from megatron_models import LENGTH, loss_and_gradients, megatron_on_the_cpu, model, ours, sharded_gpt, tokens
 from processes import run_processes
 
 

@@ -20,6 +20,7 @@ from dash_attn.ledgers import LedgerError, compare_runs, read_run
 from dash_attn.ledgers.framing import MARK
 from dash_attn.ledgers.reading import read_rank
 from dash_attn.ledgers.writing import LedgerFile
+from started import started
 from tiny_gpt import Training
 
 FILE = "rank-0.ledger"
@@ -146,16 +147,11 @@ def test_two_ledgers_cannot_write_to_one_file(tmp_path: Path) -> None:
 
 def test_two_processes_cannot_write_to_one_file(tmp_path: Path) -> None:
     small_run(tmp_path)
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / FILE)], stdout=subprocess.PIPE)
-    try:
+    with started([sys.executable, "-c", HOLD, str(tmp_path / FILE)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
+        assert other.stdout.readline() == "held\n"
         with pytest.raises(LedgerError, match="another ledger writes to"):
             dash_attn.ledger(tmp_path, resume_from=3)
-    finally:
-        other.kill()
-        other.wait()
-        other.stdout.close()  # type: ignore[union-attr]
     dash_attn.ledger(tmp_path, resume_from=3).close()
 
 

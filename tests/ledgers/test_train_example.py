@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dash_attn.ledgers import Comparison, compare_runs
+from started import started
 from train_example import SMALL, copy_with, train
 
 
@@ -27,12 +28,10 @@ def killed_after_step_4(out: Path, folder: Path) -> None:
     """The copy waits there, so that a busy machine kills it in time."""
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "checkpoint_every": 3, "out": out}.items()]
     command = [sys.executable, str(copy_with("waits after step 4", folder)), *settings]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
-    assert process.stdout is not None
-    said = list(takewhile(lambda line: not line.startswith("step   4 "), process.stdout))
-    process.kill()
-    process.stdout.close()
-    assert process.wait() == -signal.SIGKILL, said
+    with started(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"}) as process:
+        assert process.stdout is not None
+        said = list(takewhile(lambda line: not line.startswith("step   4 "), process.stdout))
+    assert process.returncode == -signal.SIGKILL, said
 
 
 def test_a_run_that_was_killed_ends_with_the_same_weights(

@@ -12,7 +12,17 @@ import pytest
 from compilers import needs_gxx
 
 ON_CI = os.environ.get("CI", "").lower() in ("true", "1")
-SKIPPED_WITHOUT = ("accelerate", "build", "cuda.bindings.nvrtc", "matplotlib", "megatron.core", "setuptools", "transformers")
+SKIPPED_WITHOUT = (
+    "accelerate",
+    "build",
+    "cuda.bindings.nvrtc",
+    "matplotlib",
+    "megatron.core",
+    "pytest_timeout",
+    "setuptools",
+    "transformers",
+    "xdist",
+)
 FROM_PYTHON_3_11 = ("mkdocs", "mkdocstrings", "trl") if sys.version_info >= (3, 11) else ()  # the pinned versions need it
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from started import started
+
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("train_*.py"))
 SEED = "torch.manual_seed(0)"
@@ -71,9 +73,10 @@ def test_two_runs_end_with_the_same_weights(script: Path, runs: list[dict[str, O
 @pytest.mark.exhaustive
 def test_any_number_of_processes_ends_with_the_same_weights() -> None:
     """And with the same tensors of attention. The controls, ordinary sums over processes, differ."""
-    done = subprocess.run([sys.executable, str(FOLDER / "long_context.py")], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    heading, *table = done.stdout.split("\n\n")[0].splitlines()
+    with started([sys.executable, str(FOLDER / "long_context.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    heading, *table = said.split("\n\n")[0].splitlines()
     assert heading.split() == ["1", "rank", "2", "ranks", "4", "ranks"]
     hashes = {name: found.split() for name, found in (re.split(r"  +", line, maxsplit=1) for line in table)}
     controls = {name for name in hashes if "(control)" in name}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import pytest
 
 from clusters import shared
 from dash_attn import Problem, parse_mask
+from dash_attn.cli.main import main
 from dash_attn.scheduling.devices.sharding import Sharding
 from dash_attn.simulation.cluster import Cluster, PeerEstimate, Widths, ring_attention, simulate_devices, ulysses
+from doc_pages import DOCS, rows
 
 ROWS, HEADS, GROUP, DIM = 131072, 8, 4, 128
 LONG = Problem(parse_mask("causal"), ROWS, ROWS, heads=HEADS, group=GROUP)
@@ -41,6 +45,31 @@ def test_long_groups_have_a_trip_per_query_head() -> None:
     assert run.shared.problem.parts == GROUP
     states = 8 * 4096 * HEADS * GROUP * DIM * 7 / 8
     assert sum(run.states) / 8 == pytest.approx(states + states / 2 / 8)
+
+
+def formula(text: str, devices: int) -> float:
+    """A cell of the page in numbers: 4 S H D (2P-1)/P."""
+    code = re.sub(r"(\d)(?=[A-Z])", r"\1*", text.replace("²", "**2").replace(" ", "*"))
+    return float(eval(code, {"S": ROWS, "h": HEADS, "H": HEADS * GROUP, "D": DIM, "P": devices}))
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_page_has_the_bytes_of_the_command(devices: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """By their formulas, and for eight devices in numbers."""
+    page = (DOCS / "simulator.md").read_text()
+    (command,) = re.findall(r"^dash-attn (plan --devices 8 .*)$", page, re.M)
+    assert main([*command.replace("8", str(devices), 1).split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = ["dash-attn, the first device", *["dash-attn, the others"] * (devices - 2), "dash-attn, the last device"]
+    sent = [*zip(names, *(found["runs"][0][f"{direction}_bytes"] for direction in ("forward", "backward")), strict=True)]
+    sent += [(peer["name"], peer["forward_bytes"], peer["backward_bytes"]) for peer in found["peers"]]
+    cells = {name: rest for name, *rest in rows(page, 5)}
+    assert {name for name, *_ in sent} == set(cells) - {"", "---"} - ({"dash-attn, the others"} if devices == 2 else set())
+    for name, forward, backward in sent:
+        first, shown, second, and_shown = cells[name]
+        assert [forward, backward] == [formula(first, devices), formula(first, devices) + formula(second, devices)]
+        if devices == 8:
+            assert [shown, and_shown] == [f"{n / 1e6:.0f} MB" if n < 1e9 else f"{n / 1e9:.2f} GB" for n in (forward, backward)]
 
 
 def test_widths_count() -> None:

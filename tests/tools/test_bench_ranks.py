@@ -282,6 +282,7 @@ def test_cases_have_short_names_where_those_tell_them_apart() -> None:
     assert len(set(masks.values())) == len(masks)
     ranks = case_names(results_of_ranks()["rows"])
     assert len(set(ranks.values())) == 23
+    assert all(("queries on" in name) == bool(shape.shift) for shape, name in ranks.items())
 
 
 def test_spoiled_equal_heads_get_no_figure() -> None:

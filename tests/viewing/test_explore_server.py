@@ -21,6 +21,7 @@ from dash_attn.cli import explore
 from dash_attn.cli.main import main
 from dash_attn.viewing.explore.page import served_page
 from dash_attn.viewing.explore.server import MOST_BYTES, PageServer
+from started import started
 
 DOCS = Path(__file__).parents[2] / "docs"
 JSON = {"Content-Type": "application/json"}
@@ -285,13 +286,22 @@ def test_a_taken_port_is_said(asked: Asked, capsys: pytest.CaptureFixture[str]) 
     assert f"--port {asked.port}: cannot listen there" in capsys.readouterr().err
 
 
-def test_the_command_serves_until_it_is_interrupted() -> None:
+ENDS = {  # how SIGINT is set where the command starts, what is sent, how it ends
+    "at a terminal": (signal.SIG_DFL, signal.SIGINT, 130),
+    "in the background of a script": (signal.SIG_IGN, signal.SIGTERM, -signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("where", ENDS)
+def test_the_command_serves_until_it_is_told_to_end(where: str) -> None:
+    inherited, sent, code = ENDS[where]
     command = [sys.executable, "-m", "dash_attn.cli.main", "explore", "--q-tiles", "4"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    begin: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, inherited), "stdout": subprocess.PIPE, "text": True}
+    with started(command, **begin) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[1]
         connection = http.client.HTTPConnection(*url.removeprefix("http://").rstrip("/").split(":"), timeout=30)
         connection.request("GET", "/")
         assert connection.getresponse().status == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        process.send_signal(sent)
+        assert process.wait(30) == code

@@ -20,7 +20,7 @@ from PIL import Image
 from dash_attn.viewing import gantt as plot
 from dash_attn.viewing.gantt import gantt
 from dash_attn.viewing.gantt_raster import raster
-from dash_attn.viewing.style import IDLE, STALL, q_tile_colours
+from dash_attn.viewing.style import DPI, IDLE, STALL, q_tile_colours
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -88,7 +88,7 @@ def test_png_has_size_and_content(tmp_path: Path) -> None:
     path = tmp_path / "chart.png"
     gantt([small("ascending"), small("symmetric_shift")], path)
     picture = np.asarray(Image.open(path).convert("RGB"))
-    assert picture.shape[1] == plot.FIGURE_WIDTH * plot.DPI
+    assert picture.shape[1] == plot.FIGURE_WIDTH * DPI
     assert picture.shape[0] > 600
     assert colours(picture) > 100
     assert tuple(picture[-1, 0]) == (255, 255, 255)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import style as plot_style
-from .style import DPI, FIGURE_WIDTH, INK, STALL
+from .style import FIGURE_WIDTH, INK, STALL
 
 AGREE, DIFFER, NOTHING = "#b9d9d2", STALL, "#ffffff"
 STYLE: Any = {**plot_style.STYLE, "font.size": 10, "axes.spines.left": False, "axes.spines.bottom": False}
@@ -42,7 +42,7 @@ def draw_agreement(panels: Sequence[Agreement], path: str | Path) -> None:
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             _draw(axes, panel)
         _explain(figure)
-        figure.savefig(path, **({"metadata": {"Date": None}} if Path(path).suffix.lower() == ".svg" else {"dpi": DPI}))
+        plot_style.save(figure, path)
 
 
 def _draw(axes: Any, panel: Agreement) -> None:

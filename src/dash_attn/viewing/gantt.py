@@ -10,7 +10,7 @@ import numpy as np
 
 from ..simulation.simulate import Timeline
 from . import style as plot_style
-from .style import BOUND, DPI, FIGURE_WIDTH, IDLE, INK, REDUCE_SHADE, STALL, STALL_PALE, q_tile_colours
+from .style import BOUND, FIGURE_WIDTH, IDLE, INK, REDUCE_SHADE, STALL, STALL_PALE, q_tile_colours
 from .task_times import TaskTimes, times_of
 from .words import describe_machine, describe_problem, plain_number
 
@@ -36,40 +36,12 @@ def gantt(runs: Sequence[Timeline | TaskTimes], path: str | Path, title: str | N
         panels = [run if isinstance(run, TaskTimes) else times_of(run) for run in runs]
         crisp = sum(len(p.q_tile) for p in panels) <= MOST_BARS and max(map(_lanes, panels)) <= MOST_LANES
         figure = _figure(panels, crisp, title or _title(runs))
-        if Path(path).suffix.lower() == ".svg":
-            figure.savefig(path, metadata={"Date": None})
-        elif crisp:
-            figure.savefig(path, dpi=DPI)
-        else:
-            _save_with_palette(figure, path)
+        plot_style.save(figure, path, None if crisp else ("white", INK, BOUND, STALL, IDLE))
 
 
 def _lanes(spans: TaskTimes) -> int:
     """Workers that ran something; they are the first ones."""
     return int(spans.worker.max(initial=0)) + 1
-
-
-def _save_with_palette(figure: Any, path: str | Path) -> None:
-    """An image of smooth colours as a full-colour PNG is large; a palette of 256 colours takes a fifth."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import to_rgb
-    from PIL import Image
-
-    figure.set_dpi(DPI)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    reserved = [tuple(round(255 * c) for c in to_rgb(name)) for name in ("white", INK, BOUND, STALL, IDLE)]
-    frequent = picture.quantize(256 - len(reserved)).getpalette() or []
-    colours = [c for colour in reserved for c in colour] + frequent
-    palette = Image.new("P", (1, 1))
-    palette.putpalette(colours[:768])
-    indices = np.array(picture.quantize(palette=palette, dither=Image.Dither.NONE))
-    for index, colour in enumerate(reserved):  # Pillow's matching is coarse; these must be exact
-        indices[(np.asarray(picture) == colour).all(-1)] = index
-    small = Image.fromarray(indices)
-    small.putpalette(colours[:768])
-    small.save(path, optimize=True, dpi=(DPI, DPI))
 
 
 def _figure(panels: Sequence[TaskTimes], crisp: bool, title: str) -> Any:
@@ -110,7 +82,7 @@ def _draw_image(axes: Any, spans: TaskTimes, colours: Any) -> None:
 
     image = raster(spans, colours, IMAGE_BINS)
     extent = (0, spans.makespan, len(image) - 0.5, -0.5)
-    axes.imshow(image, extent=extent, aspect="auto", interpolation="auto", zorder=1)
+    axes.imshow(image, extent=extent, aspect="auto", zorder=1)
 
 
 def _dress(axes: Any, spans: TaskTimes, lanes: int) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..scheduling.devices.units import Unit
 from ..simulation.cluster import DeviceTimeline
 from . import style as plot_style
-from .style import DPI, FIGURE_WIDTH, IDLE, INK, text_colour
+from .style import FIGURE_WIDTH, IDLE, INK, text_colour
 from .words import plain_number
 
 STYLE: Any = {**plot_style.STYLE, "font.size": 10}
@@ -45,11 +45,7 @@ def gantt_of_devices(runs: Sequence[DeviceTimeline], path: str | Path, title: st
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        figure = _figure(runs, title)
-        if Path(path).suffix.lower() == ".svg":
-            figure.savefig(path, metadata={"Date": None})
-        else:
-            figure.savefig(path, dpi=DPI)
+        plot_style.save(_figure(runs, title), path)
 
 
 def _figure(runs: Sequence[DeviceTimeline], title: str) -> Any:

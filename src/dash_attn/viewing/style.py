@@ -1,7 +1,8 @@
-"""Colours and sizes that both ways of drawing a run share."""
+"""Colours, sizes and files that all pictures share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,44 @@ def check_format(path: str | Path, what: str) -> None:
     """Raise unless `path` ends like a file we can write."""
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"{what} is written as {' or '.join(FORMATS)}; got {str(path)!r}")
+
+
+def save(figure: Any, path: str | Path, exact: Sequence[str] | None = None) -> None:
+    """Write a figure; the same one gives the same file. With `exact` a PNG has 256 colours, which takes less room: also those named."""
+    if Path(path).suffix.lower() == ".svg":
+        figure.savefig(path, metadata={"Date": None})
+    elif exact is None:
+        figure.savefig(path, dpi=DPI)
+    else:
+        _few_colours(figure, exact).save(path, optimize=True, dpi=(DPI, DPI))
+
+
+def _few_colours(figure: Any, exact: Sequence[str]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    figure.set_dpi(DPI)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    return _with_exact(picture, exact) if exact else picture.quantize(256, dither=Image.Dither.NONE)
+
+
+def _with_exact(picture: Any, exact: Sequence[str]) -> Any:
+    from matplotlib.colors import to_rgb
+    from PIL import Image
+
+    reserved = [tuple(round(255 * c) for c in to_rgb(name)) for name in exact]
+    frequent = picture.quantize(256 - len(reserved)).getpalette() or []
+    colours = [c for colour in reserved for c in colour] + frequent
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(colours[:768])
+    indices = np.array(picture.quantize(palette=palette, dither=Image.Dither.NONE))
+    for index, colour in enumerate(reserved):  # Pillow's matching is coarse
+        indices[(np.asarray(picture) == colour).all(-1)] = index
+    small = Image.fromarray(indices)
+    small.putpalette(colours[:768])
+    return small
 
 
 def q_tile_colours(q_tiles: int) -> Any:

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from ...viewing import style as plot_style
-from ...viewing.style import DPI
 
 HIGHLIGHT = "#0b57d0"
 GRID = "#dddddd"
@@ -47,23 +44,7 @@ def write(path: Path, make: Callable[[], Any]) -> None:
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        figure = make()
-        if path.suffix.lower() == ".svg":
-            figure.savefig(path, metadata={"Date": None})
-        else:
-            _save_png(figure, path)
-
-
-def _save_png(figure: Any, path: Path) -> None:
-    """A palette of 256 colours is plenty for lines and text, and half the size."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
-
-    figure.set_dpi(DPI)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True, dpi=(DPI, DPI))
+        plot_style.save(make(), path, exact=())
 
 
 def grid(panels: int, title: str, note: str, legend_lines: int, sharey: Literal["col", "all"]) -> tuple[Any, Any]:

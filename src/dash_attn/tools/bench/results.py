@@ -100,10 +100,10 @@ def shape_of(row: dict[str, Any]) -> Shape:
 
 
 def case_names(rows: list[dict[str, Any]]) -> dict[Shape, str]:
-    """A name for each shape: its kind; everything, where another one is of that kind."""
+    """A name for each shape: its kind; everything, where another one is of that kind or queries are fewer than keys."""
     shapes = unique(shape_of(row) for row in rows)
     kinds = [shape.kind for shape in shapes]
-    return {shape: kind if kinds.count(kind) == 1 else str(shape) for shape, kind in zip(shapes, kinds, strict=True)}
+    return {shape: str(shape) if kinds.count(kind) > 1 or shape.shift else kind for shape, kind in zip(shapes, kinds, strict=True)}
 
 
 def is_schedule(candidate: str) -> bool:

@@ -1,0 +1,98 @@
+"""The committed pictures of docs/: what draws each, and what each shows. `make pages` draws those again that show something else now.
+
+docs/images/shown.txt has a line for each picture: its file, a hash of what its figure shows, and a hash of the file itself.
+Tests draw the figures, without rendering them, and compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import call_picture
+import tutorial_page
+from dash_attn.cli.main import main
+from dash_attn.viewing import style
+from figure_hash import shown
+
+DOCS = Path(__file__).parent.parent / "docs"
+LIST = DOCS / "images" / "shown.txt"
+COMMANDS = dict(re.findall(r"^\| `([\w-]+\.png)` \|.*\| `(dash-attn [^`]+)`.*\|$", (DOCS / "images" / "README.md").read_text(), re.M))
+MEASURED = "images/gantt-measured-4k.png"  # needs a Hopper GPU. What is simulated in it is held here
+
+
+def run_command(command: str, folder: Path) -> None:
+    """A command of docs/images/README.md, which writes to that folder. Nothing is measured."""
+    text = command.replace("../../benchmarks", str(DOCS.parent / "benchmarks")).replace(" --measured", "")
+    words = [str(folder / word) if word.endswith(".png") else word for word in shlex.split(text)[1:]]
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        assert main([*words, *(["--output", str(folder)] if words[0] == "demo" else [])]) == 0, command
+
+
+DRAWINGS: dict[str, Callable[[Path], object]] = {  # by picture, or by the page that has several
+    **{f"images/{name}": partial(run_command, command) for name, command in COMMANDS.items()},
+    "images/how-a-call-runs.png": lambda folder: call_picture.draw(folder / "how-a-call-runs.png"),
+    "tutorial/schedules.md": tutorial_page.page,
+}
+
+
+def recorded() -> dict[str, tuple[str, str]]:
+    """(what it shows, its file) of every picture."""
+    lines = [line.split() for line in LIST.read_text().splitlines()] if LIST.exists() else []
+    return {name: (what, file) for name, what, file in lines}
+
+
+def file_hash(name: str) -> str:
+    return hashlib.sha256((DOCS / name).read_bytes()).hexdigest()[:16]
+
+
+def drawn(drawing: str, folder: Path, rendered: bool = False) -> dict[str, str]:
+    """What the pictures of a drawing show now; they are in the folder if they are to be rendered."""
+    with watched(rendered) as found:
+        DRAWINGS[drawing](folder)
+    place = Path(drawing)
+    return {f"{place.parent}/{name}": what for name, what in found.items() if place.suffix != ".png" or name == place.name}
+
+
+@contextmanager
+def watched(rendered: bool = False) -> Iterator[dict[str, str]]:
+    """What figures show that are saved meanwhile, by file. One that is not rendered is saved as a blank, which takes no time."""
+    from PIL import Image
+
+    found: dict[str, str] = {}
+
+    def save(figure: Any, path: str | Path, exact: Any = None) -> None:
+        found[Path(path).name] = shown(figure)
+        render(figure, path, exact) if rendered else Image.new("RGB", (90, 60)).save(path)
+
+    render = style.save
+    with patch.object(style, "save", save):
+        yield found
+
+
+def refresh() -> None:
+    before, now = recorded(), {}
+    for drawing in DRAWINGS:
+        with TemporaryDirectory() as folder:
+            for name, what in drawn(drawing, Path(folder), rendered=True).items():
+                if before.get(name, ("",))[0] != what:
+                    _replace(name, Path(folder) / Path(name).name, before)
+                now[name] = what
+    LIST.write_text("".join(f"{name} {what} {file_hash(name)}\n" for name, what in sorted(now.items())))
+
+
+def _replace(name: str, made: Path, before: dict[str, tuple[str, str]]) -> None:
+    if name != MEASURED:
+        shutil.copy(made, DOCS / name)
+    elif name in before and before[name][1] == file_hash(name):
+        raise SystemExit(f"docs/{name} shows something else now: draw it on a Hopper GPU first, by its command in docs/images/README.md")
