@@ -49,6 +49,7 @@ def everything(rank: int) -> dict[str, Any]:
         "unshard": sizes,
         "swapped": {name: said(lambda kind=kind: _swapped(rank, kind)) for name, kind in BACKWARDS.items()},  # type: ignore[misc]
         "forward in a backward": said(lambda: _forward_in_a_backward(rank)),
+        "a group for GPUs": _of_gpus_only(rank),
         "right afterwards": _swapped(rank=0, kind={}),
         "silent": _silent(rank),
     }
@@ -107,6 +108,12 @@ def _forward_in_a_backward(rank: int) -> None:
         _attend()
     else:
         out.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _of_gpus_only(rank: int) -> str:
+    """As NCCL is: the group itself cannot send what is in the host's memory."""
+    group = dist.new_group(list(range(RANKS)), backend="cuda:gloo")
+    return said(lambda: _attend(group=group, softcap=5.0 * (rank == ODD)))
 
 
 def _silent(rank: int) -> dict[str, Any]:

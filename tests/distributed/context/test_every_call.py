@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import every_call
 from dash_attn import flash_attn_func
+from dash_attn.distributed.hosts import MOST
+from dash_attn.distributed.late_values import NUMBERS
 from every_call import BACKWARDS, DIM, HEADS, KNOWN, LIMIT, ODD, RANKS, ROWS
 from processes import run_processes
 
@@ -50,6 +53,10 @@ def test_a_forward_is_no_backward(found: Found) -> None:
     assert all(words in one["forward in a backward"] for one in found)
 
 
+def test_hosts_compare_whatever_the_group_can_send(found: Found) -> None:
+    assert all(f"rank 0 and rank {ODD} differ in softcap" in one["a group for GPUs"] for one in found)
+
+
 def test_what_follows_is_right(found: Found) -> None:
     """The control: backwards in one order have the bits of one process, also after all these errors."""
     for number, place in ((1, 0), (2, 1)):
@@ -57,6 +64,11 @@ def test_what_follows_is_right(found: Found) -> None:
         q, k, v = (torch.randn(1, ROWS, HEADS, DIM, generator=source).requires_grad_() for _ in range(3))
         flash_attn_func(q, k, v, causal=True).square().sum().backward()
         assert all(torch.equal(one["right afterwards"][place], k.grad) for one in found)
+
+
+def test_the_message_is_as_small_as_the_page_says() -> None:
+    size = 8 * (2 + NUMBERS + MOST)  # which function, whether it is refused, values, what the call tells
+    assert f"The message has {size} bytes" in (Path(__file__).parents[3] / "docs/long-sequences.md").read_text()
 
 
 def test_who_waits_is_not_who_is_missing(found: Found) -> None:

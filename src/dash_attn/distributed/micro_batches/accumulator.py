@@ -70,14 +70,16 @@ class TreeAccumulator:
 
         divide: False leaves the sum as it is, for losses that were divided by a total of the whole step before backward.
         """
-        with self._peers.refusing(FINISH):
-            check_flags(divide=divide)
-            parameters = self._parameters(model)
-        sums = {name: self._stacks[name].total() if self._added else None for name in parameters}
-        mine = {name: partial is not None for name, partial in sums.items()}
-        report = self._report(parameters, bool(divide), all(mine.values()))
-        self._step += 1
-        self.reset()  # an error ends the step, too: nothing of it may reach the next one
+        try:
+            with self._peers.refusing(FINISH):
+                check_flags(divide=divide)
+                parameters = self._parameters(model)
+            sums = {name: self._stacks[name].total() if self._added else None for name in parameters}
+            mine = {name: partial is not None for name, partial in sums.items()}
+            report = self._report(parameters, bool(divide), all(mine.values()))
+        finally:
+            self._step += 1
+            self.reset()  # an error ends the step, too: nothing of it may reach the next one
         reports = compare(report, self._peers)
         presence = presence_on(self._peers, parameters, mine, all(other.complete for other in reports))
         divisor = sum(other.weight for other in reports) if divide else None
