@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -51,13 +52,18 @@ def gradients(call: Call, heads: slice, **changed: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(flash_attn_func(*leaves, **{**options, **changed}), leaves, dout[:, :, heads])
 
 
-def sharded_llama(rank: int) -> dict[str, Any]:
+def _sharded(model: Any, mesh: Any) -> Any:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+    since_5_23 = "tp_plan" in signature(apply_tensor_parallelism).parameters  # before, it looked the plan up itself
+    return apply_tensor_parallelism(model, mesh, *([model._expand_parallel_plan(model.tp_plan)] if since_5_23 else []))
+
+
+def sharded_llama(rank: int) -> dict[str, Any]:
     huggingface.register()
     whole_logits, whole = call_of(llama())
     mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    logits, mine = call_of(apply_tensor_parallelism(llama(), mesh))
+    logits, mine = call_of(_sharded(llama(), mesh))
     q_heads, kv_heads = slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1)
     own = (q_heads, kv_heads, kv_heads)
     expected = [x[:, :, heads] for x, heads in zip(gradients(whole, slice(None)), own, strict=True)]

@@ -76,9 +76,13 @@ read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined] # as re
 
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
     """The functions whose intersection this is."""
-    from transformers.masking_utils import and_masks
+    from transformers import masking_utils
 
-    inside = _closure_of(mask_function, like=and_masks())
+    inside = _closure_of(mask_function, like=masking_utils.and_masks())
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # since 5.23, beside documents: positions count up in each
+    if inside is None and remap is not None:
+        remapped = _closure_of(mask_function, like=remap(mask_function, torch.zeros(1)))
+        inside = None if remapped is None else {"mask_functions": [remapped["mask_function"]]}
     if inside is None:
         yield mask_function
         return
