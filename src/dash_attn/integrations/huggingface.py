@@ -27,7 +27,7 @@ from ._layer_mask import NAME, LayerMask
 from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal, read_chunks
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
-from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, refuse_beside
+from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._tensor_parallel import first_kv_head
 from ._torch_context_parallel import refuse_inside
 
@@ -178,21 +178,27 @@ def _made(
     refuse_inside('attn_implementation="dash_attn"')
     if arguments.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
-    batch, q_len, _ = sizes
     starts = int(starts[0]), int(starts[1])
     made = _described_mask(mask_function, sizes, starts, arguments.get("device"))
     if attention_mask is not None:
         made.documents_are_known = True
-        first = starts[1] + made.first_key
-        kept = kept_columns(attention_mask, batch, made.keys, first)
-        if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
-            raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
-        if not is_known_whole(kept, made.mask):
-            made.padding = Padding(kept, q_len, made.mask)
-        if made.first_position or (q_len == 1 and made.padding is not None):  # what a cache dropped may have been padding
-            made.places = places_in_cache(attention_mask, q_len, first, first + made.keys)
+        _add_padding(made, attention_mask, sizes, starts[1] + made.first_key)
     made.model = watched_model() or f"the model of a {type(arguments.get('config')).__name__}"
     return made
+
+
+def _add_padding(made: LayerMask, attention_mask: Tensor, sizes: tuple[int, int, int], first: int) -> None:
+    """first: the column of the first key."""
+    batch, q_len, _ = sizes
+    kept = kept_columns(attention_mask, batch, made.keys, first)
+    if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
+        raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
+    if not is_known_whole(kept, made.mask):
+        made.padding = Padding(kept, q_len, made.mask)
+    if made.padding is not None and q_len == 1 and isinstance(made.mask, Full):
+        made.places = places_of_all_keys(kept)
+    elif made.first_position or (made.padding is not None and q_len == 1):  # what a cache dropped may have been padding
+        made.places = places_in_cache(attention_mask, q_len, first, first + made.keys)
 
 
 _made_on_the_host: Callable[..., LayerMask] = torch.compiler.disable(_made, reason=ON_THE_HOST)
