@@ -12,19 +12,26 @@ RECORD = Path(__file__).parent / "model_sweep.json"
 INTRODUCTION = """
 Every language model of transformers {version} with `attn_implementation="dash_attn"`, built tiny from its default configuration and
 compared with `eager` on the CPU: the logits and all gradients of one step of training, and that later tokens do not move earlier logits
-of a causal model. `python tools/model_sweep.py` makes the comparison, `make pages` this page. `make test-all` repeats the comparison and
-fails when the page is out of date; `make test` does so for the best known. Dropout is 0 here.
-Other kinds of models (vision, audio, encoder-decoder) are checked in the same way as they are built and in their first forward, but are
+of a model that decodes. `python tools/model_sweep.py` makes the comparison, `make pages` this page. `make test-all` repeats the comparison
+and fails when the page is out of date; `make test` does so for the best known. Dropout is 0 here.
+Other kinds of models (vision, audio without text) are checked in the same way as they are built and in their first forward, but are
 not on this page.
 
-The same comparison with a padded row, on the left and on the right, counts the logits of its tokens only. All models have the same
-outcome there as above{but}.
+The same comparison with a padded row, on the left and on the right, counts the logits of its tokens only. Of an encoder-decoder model it is
+the source that is padded. All models have the same outcome there as above{but}.
+
+**Decoding** compares the tokens and logits of `generate` with a cache: greedily for rows that are *whole* or padded on the *left* or
+*right*, beside a row that is all padding (*empty*, whose own logits mean nothing and are only finite), in *beams*, with a *static* cache
+and, of encoder-decoder models, from a *prompt* of several tokens. Those that the tables call "as eager" match in all of them. Of a causal
+model prompts padded on the right raise: new tokens would come after a hole.
 """
-TITLES = {"causal": "Causal language models", "masked": "Masked language models"}
+TITLES = {"causal": "Causal language models", "masked": "Masked language models", "encoder-decoder": "Encoder-decoder models"}
+STATUS = {"refused": "raises", "no comparison": "does not run with eager here either:"}
 
 
 def page() -> str:
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    header = ["", "match eager", "decode as eager", "raise an error", "no comparison", "anything else"]
     lines = [
         "# Models of Hugging Face transformers",
         "",
@@ -32,10 +39,10 @@ def page() -> str:
         .strip()
         .splitlines(),
         "",
-        *table(["", "match eager", "raise an error", "no comparison", "anything else"], [_counts(kind, record[kind]) for kind in TITLES]),
+        *table(header, [_counts(kind, record) for kind in TITLES]),
     ]
     for kind, title in TITLES.items():
-        lines += ["", f"## {title}", "", f"Match eager: {', '.join(code(name) for name in _with(record[kind], 'matches'))}.", ""]
+        lines += ["", f"## {title}", "", *_matching(kind, record), ""]
         lines += table(["raise an error", "which"], [[code(name), record[kind][name][1]] for name in _with(record[kind], "refused")])
         missing = _with(record[kind], "no comparison")
         if missing:
@@ -43,6 +50,25 @@ def page() -> str:
     if _changed(record):
         lines += ["", "## Padded rows", "", *table(["other than without padding", "padded on the", "outcome"], _changed(record))]
     return "\n".join(lines) + "\n"
+
+
+def _matching(kind: str, record: dict[str, Any]) -> list[str]:
+    """A table of the models that match: those that decode alike in one row."""
+    names = _with(record[kind], "matches")
+    if kind not in record["decoding"]:
+        return [f"Match eager: {', '.join(map(code, names))}."]
+    alike: dict[str, list[str]] = {"as eager": []}
+    for name in names:
+        alike.setdefault(_decoding(record["decoding"][kind][name]), []).append(name)
+    return table(["match eager", "decoding"], [[", ".join(map(code, found)), words] for words, found in alike.items() if found])
+
+
+def _decoding(unusual: dict[str, list[str]]) -> str:
+    """Ways with one outcome, together."""
+    ways: dict[str, list[str]] = {}
+    for way, (status, why) in unusual.items():
+        ways.setdefault(f"{STATUS.get(status, status)} {why}", []).append(way)
+    return "; ".join(f"{', '.join(found)}: {words}" for words, found in ways.items()) or "as eager"
 
 
 def _changed(record: dict[str, Any]) -> list[list[str]]:
@@ -55,6 +81,9 @@ def _with(outcomes: dict[str, Any], status: str) -> list[str]:
     return [name for name, (found, _) in outcomes.items() if found == status]
 
 
-def _counts(kind: str, outcomes: dict[str, Any]) -> list[str]:
+def _counts(kind: str, record: dict[str, Any]) -> list[str]:
+    outcomes = record[kind]
     counts = [len(_with(outcomes, status)) for status in ("matches", "refused", "no comparison")]
-    return [TITLES[kind].lower(), *map(str, (*counts, len(outcomes) - sum(counts)))]
+    decoding = record["decoding"].get(kind)
+    decode = "-" if decoding is None else str(sum(not unusual for unusual in decoding.values()))
+    return [TITLES[kind].lower(), *map(str, (counts[0], decode, *counts[1:], len(outcomes) - sum(counts)))]

@@ -88,6 +88,7 @@ ODD: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer attends
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 5)},  # must make up the hidden size and the length
+    "whisper": {"max_source_positions": 40},
     "xmod": {"default_language": "en_XX"},  # no default
     "zamba": {
         "num_hidden_layers": 4,
@@ -101,6 +102,18 @@ ODD: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 64,
     },  # as zamba
 }
+
+
+TWO_MODELS = {"bert2bert": ("bert", "bert"), "bert2gpt2": ("bert", "gpt2")}  # an encoder, and a decoder with cross attention
+
+
+def tiny_pair(name: str) -> Any:
+    """The configuration of two models in one."""
+    from transformers import CONFIG_MAPPING, EncoderDecoderConfig
+
+    first, second = (CONFIG_MAPPING[part] for part in TWO_MODELS[name])
+    decoder = tiny_config(second, is_decoder=True, add_cross_attention=True)
+    return EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config(first), decoder, decoder_start_token_id=1, pad_token_id=0)
 
 
 def tiny_config(config_class: type, model_type: str = "", **fixed: Any) -> Any:

@@ -12,7 +12,7 @@ from dash_attn import Causal, Full, Mask, Window, flash_attn_func
 from dense import largest_error
 from gpu_helpers import DEVICE, poisoned_memory, run_script
 from graphs import capture
-from padded_rows import SelfAttention, attend, padding_mask
+from padded_rows import AnyAttention, SelfAttention, attend, padding_mask
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +69,32 @@ def test_nothing_is_read_on_the_host() -> None:
             bool(kept.all())  # the control
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_step_of_a_decoder_attends_what_is_kept_of_its_source(side: str) -> None:
+    """One query in cross attention, which is none of the padded tokens. Nothing is read on the host."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    from dash_attn.integrations import huggingface
+
+    kept, (q, k, v, _) = padding_mask(side, LENGTHS, LENGTH, DEVICE), inputs()
+    q = q[:, :, :1]
+    for tensor in (k, v):
+        tensor.transpose(1, 2)[kept == 0] = torch.nan
+
+    def attended() -> Tensor:
+        made = huggingface.mask_for(len(LENGTHS), 1, LENGTH, mask_function=masking.bidirectional_mask_function, attention_mask=kept)
+        return huggingface.attention(AnyAttention(), q, k, v, made)[0]
+
+    out = attended()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert out.shape == attended().shape
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for row, keeps in enumerate(kept.bool()):
+        alone = [x[row : row + 1].transpose(1, 2) for x in (q, k[:, :, keeps], v[:, :, keeps])]
+        assert torch.equal(out[row], flash_attn_func(*alone)[0]) if keeps.any() else not out[row].any()
 
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)

@@ -195,7 +195,7 @@ def test_padding_that_counts_as_positions_has_other_bits(recorder: Recorder, mon
 @pytest.mark.parametrize("queries", [1, 2])
 def test_places_of_padded_rows(mask: str, queries: int) -> None:
     row = torch.tensor([[int(digit) for digit in mask], [0, 0, 1, 1, 1]])
-    slots, positions = (x.tolist() for x in places_in_cache(row, queries, 1, 5))
+    slots, positions = (x.tolist() for x in places_in_cache(row, queries, 1, 5).values())
     if mask == "10111":
         assert slots == [-1, -1], "holes"
     elif queries == 1:
@@ -203,7 +203,10 @@ def test_places_of_padded_rows(mask: str, queries: int) -> None:
     else:
         assert slots == [-1, -1], "some of several queries are padding"
     whole = torch.ones(2, 5)
-    assert [x.tolist() for x in places_in_cache(whole, queries, 3, 5)] == [[0, 0], [3, 3]]
+    assert {name: x.tolist() for name, x in places_in_cache(whole, queries, 3, 5).items()} == {
+        "cache_leftpad": [0, 0],
+        "first_position": [3, 3],
+    }
 
 
 def test_chunks_and_padding_are_refused() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.masking_utils import bidirectional_mask_function  # noqa: E402
+
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func  # noqa: E402
 from dash_attn.call.offsets import NO_OFFSETS  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
@@ -189,6 +191,21 @@ def test_queries_that_may_be_others_are_all_attended(q_len: int) -> None:
         assert torch.equal(out[row], flash_attn_func(*alone)[0])
 
 
+@pytest.mark.parametrize("side", [*SIDES, "both"])
+def test_one_query_attends_what_is_kept_of_others(side: str) -> None:
+    """A step of a decoder in cross attention: which end of the source is padded says nothing of the query. A source may be all padding."""
+    kept, (q, k, v, _) = rows_of(side), inputs(1, torch.float32)
+    kept[1] = 0
+    k.transpose(1, 2)[kept == 0] = torch.nan
+    made = huggingface.mask_for(3, 1, LENGTH, mask_function=bidirectional_mask_function, attention_mask=kept)
+    out, _ = huggingface.attention(AnyAttention(), q, k, v, made)
+    for row in (0, 2):
+        keeps = kept[row].bool()
+        alone = (x[row : row + 1].transpose(1, 2) for x in (q, k[:, :, keeps], v[:, :, keeps]))
+        assert torch.equal(out[row], flash_attn_func(*alone)[0])
+    assert not out[1].any()
+
+
 def test_a_window_ahead_in_a_layer_that_may_attend_others_is_refused() -> None:
     padding = Padding(rows_of("left").bool(), LENGTH, Window(20, 20))
     with pytest.raises(NotImplementedError, match="where a layer attends its own tokens only; AnyAttention may attend others"):
@@ -274,6 +291,8 @@ def test_offsets_are_made_without_a_look_at_the_mask() -> None:
     made = huggingface.mask_for(3, LENGTH, LENGTH, attention_mask=kept)
     offsets = made.padding.offsets(SelfAttention)
     assert offsets.cu_seqlens_q.shape == offsets.cu_seqlens_k.shape == (3 * 3 + 3,)
+    places = huggingface.mask_for(3, 1, LENGTH, mask_function=bidirectional_mask_function, attention_mask=kept).places
+    assert {name: numbers.shape for name, numbers in places.items()} == {"cache_leftpad": (3,), "cache_seqlens": (3,)}
     with pytest.raises(RuntimeError, match="meta"):
         bool(kept.all())  # the control
 

@@ -28,6 +28,10 @@ def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tens
             f"dash_attn has no backward for a cache that dropped keys, here those before position {given.first_position}:"
             " call the model under torch.no_grad(), or train on the whole sequence with use_cache=False"
         )
+    if dropped and given.windows == (None,):
+        raise NotImplementedError(
+            f"dash_attn got a mask without a window, and a cache that dropped the keys before position {given.first_position}"
+        )
     # Padded rows get there with one query, or with none that is padding: places_in_cache refuses others.
     return dropped or (not trains and _has_few_queries(q, given))
 
@@ -43,7 +47,7 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: 
     lengths = given.keys if given.lengths_on_device is None else given.lengths_on_device
     places: dict[str, Any] = {"cache_seqlens": lengths, "first_position": given.first_position}
     if given.places is not None:
-        places |= {name: x.to(q.device) for name, x in zip(("cache_leftpad", "first_position"), given.places, strict=True)}
+        places |= {name: numbers.to(q.device) for name, numbers in given.places.items()}
     out: Tensor = flash_attn_with_kvcache(q, k, v, **places, **_mask_arguments(given.mask), **options)
     return out
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..call.offsets import SequenceOffsets
 
+SAY_IT = "Pass a 2-d attention_mask of ones if each row is one document; cu_seq_lens_q and its companions if not"
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -53,7 +54,10 @@ def _offsets_of_positions(positions: Tensor, batch: int, kv_len: int) -> Sequenc
 
     Positions that never go back are one document, whatever they skip. Anything between is refused: it may be either.
     """
-    if positions.ndim != 2 or positions.shape[1] < 2:
+    if positions.ndim not in (2, 3) or positions.shape[-1] < 2:
+        return None
+    if positions.ndim == 3:
+        _refuse_to_go_back(positions)
         return None
     if len(positions) not in (1, batch):
         raise ValueError(
@@ -64,13 +68,17 @@ def _offsets_of_positions(positions: Tensor, batch: int, kv_len: int) -> Sequenc
         return None
     starts = (steps < 0) | (positions[:, 1:] == 0)
     if not bool(((steps == 1) | starts).all()) or bool(starts.all()):
-        raise ValueError(
-            "dash_attn cannot tell documents by position_ids that repeat, or skip and go back. Pass a 2-d attention_mask of ones if each"
-            " row is one document; cu_seq_lens_q and its companions if not"
-        )
+        raise ValueError(f"dash_attn cannot tell documents by position_ids that repeat, or skip and go back. {SAY_IT}")
     if positions.shape[1] != kv_len:
         raise NotImplementedError("dash_attn does not support packed documents after keys of a cache: pass use_cache=False")
     return _offsets_of_starts(torch.cat([torch.ones_like(starts[:, :1]), starts], 1).expand(batch, -1))
+
+
+def _refuse_to_go_back(positions: Tensor) -> None:
+    """(3 or 4, batch, length): in time, height and width, or also in the text, which comes first. Within a document none of the first
+    row goes back."""
+    if bool((positions[0].diff(dim=1) < 0).any()):
+        raise ValueError(f"dash_attn cannot tell documents by position_ids that go back and are {len(positions)} per token. {SAY_IT}")
 
 
 def _offsets_of_starts(starts: Tensor) -> SequenceOffsets:

@@ -27,8 +27,9 @@ class LayerMask:
     lengths_on_device: `keys` as a tensor with one number per sequence, where the cache is static.
     windows: of a causal mask, its sliding window, or None without one; None if nothing of the kind is known.
     documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
+    noted: what the model was given that tells documents (`_given_documents.py`).
     padding: of rows that may be padded.
-    places: of such rows in a cache, the slot and the position of each row's first key; None if they are 0 and first_position.
+    places: of such rows in a cache, where each row's keys are (`_padding.py`); None if they are from slot 0 and first_position on.
     model: the name of the configuration it was made for, for messages.
     """
 
@@ -41,6 +42,7 @@ class LayerMask:
         "lengths_on_device",
         "mask",
         "model",
+        "noted",
         "offsets",
         "padding",
         "places",
@@ -58,8 +60,9 @@ class LayerMask:
         self.windows: tuple[int | None] | None = None
         self.offsets = offsets
         self.documents_are_known = offsets is not None
+        self.noted: dict[str, Any] = {}
         self.padding: Padding | None = None
-        self.places: tuple[Tensor, Tensor] | None = None
+        self.places: dict[str, Tensor] | None = None
         self.model = "this model"
 
     def contiguous(self) -> LayerMask:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ._first_forward import is_attention, not_ours, watch_first_forward
+from ._given_documents import note_documents
 from ._layer_mask import NAME
 
 INTERFACE = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
@@ -31,6 +32,7 @@ def check(model: nn.Module) -> None:
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
             _check_one(part)
             watch_first_forward(part)
+            note_documents(type(part))
 
 
 def _check_one(model: Any) -> None:

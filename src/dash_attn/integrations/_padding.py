@@ -86,9 +86,10 @@ class Padding:
         return self._keys
 
 
-def places_in_cache(attention_mask: Tensor, q_len: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """For a cache that has the tokens from column `first` to `end`: the slot of each row's first key, and the position of that key. A
-    row whose one query is padding has no keys. Where holes or queries are padding that would matter, a slot is -1, and is refused."""
+def places_in_cache(attention_mask: Tensor, q_len: int, first: int, end: int) -> dict[str, Tensor]:
+    """Under a mask that looks back, for a cache that has the tokens from column `first` to `end`, the queries last: the slot of each
+    row's first key, and the position of that key, as flash_attn_with_kvcache takes them. A row whose one query is padding has no keys.
+    Where holes or queries are padding that would matter, a slot is -1, and is refused."""
     kept = attention_mask[:, :end].to(torch.bool)
     left, _, known = _stretches(kept)
     if q_len == 1:
@@ -96,7 +97,14 @@ def places_in_cache(attention_mask: Tensor, q_len: int, first: int, end: int) ->
     else:
         known = known & kept[:, -q_len:].all()
     slots = torch.where(known, (left - first).clamp(min=0), -1)
-    return slots.to(torch.int32), (first - left).clamp(min=0).to(torch.int32)
+    return {"cache_leftpad": slots.to(torch.int32), "first_position": (first - left).clamp(min=0).to(torch.int32)}
+
+
+def places_of_all_keys(kept: Tensor) -> dict[str, Tensor]:
+    """Under a full mask: the slot of each row's first key, and the end of its keys. The query may be none of their tokens, as in cross
+    attention, so that no column says anything about it."""
+    first, end, known = _stretches(kept)
+    return {"cache_leftpad": torch.where(known, first, -1).to(torch.int32), "cache_seqlens": end.to(torch.int32)}
 
 
 def refuse_beside(padding: Padding, offsets: SequenceOffsets) -> SequenceOffsets:

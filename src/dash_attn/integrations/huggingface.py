@@ -23,20 +23,16 @@ from ._call_arguments import refuse_contradiction, refuse_dropout_with_cache, re
 from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implementation
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
 from ._first_forward import note_call, watched_model
+from ._given_documents import ON_THE_HOST, are_noted, given_documents
 from ._layer_mask import NAME, LayerMask
 from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal, read_chunks
 from ._mask_patterns import mask_of_pattern
 from ._model_check import check, watch_models
-from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, refuse_beside
+from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._tensor_parallel import first_kv_head
 from ._torch_context_parallel import refuse_inside
 
 __all__ = ["NAME", "attention", "check", "mask_for", "register"]
-ON_THE_HOST = (
-    "dash_attn reads position_ids and masks made of functions on the host, once per forward. A model of transformers traces whole where"
-    " a 2-d attention_mask says that each row is one document: pass one, of ones where nothing is padded, or compile it without"
-    " fullgraph=True"
-)
 _positions = PositionReader()
 
 
@@ -114,13 +110,18 @@ def attention(
 
 def _packed_offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> SequenceOffsets | None:
     """Of documents, where the batch is packed."""
+    handed = {name: value for name, value in arguments.items() if value is not None}
+    arguments = handed if isinstance(given.mask, Full) else {**given.noted, **handed}
     offsets = offsets_of_arguments(arguments) or given.offsets
-    if given.padding is not None:
-        return None if offsets is None else refuse_beside(given.padding, offsets)
-    positions = arguments.get("position_ids")
-    if offsets is None and positions is not None and not given.documents_are_known and not isinstance(given.mask, Full):
-        offsets = _positions.offsets(positions, batch, given.first_position + given.keys)
-    return offsets
+    if offsets is None and "cu_seq_lens_q" in given.noted:
+        raise ValueError(f"dash_attn would mix documents: {given.model} was given cu_seq_lens_q, and a layer that looks ahead was not")
+    if offsets is None and "position_ids" in arguments and not given.documents_are_known and not isinstance(given.mask, Full):
+        offsets = _positions.offsets(arguments["position_ids"], batch, given.first_position + given.keys)
+    if offsets is not None and not isinstance(given.mask, (Full, Causal, Window)):
+        raise NotImplementedError(
+            f"dash_attn supports documents with causal, bidirectional and sliding-window masks; this one is {given.mask}"
+        )
+    return offsets if offsets is None or given.padding is None else refuse_beside(given.padding, offsets)
 
 
 def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
@@ -154,7 +155,7 @@ def mask_for(
         attention_mask.check(q_length, kv_length)
         return attention_mask
     sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
-    if torch.compiler.is_compiling() and (attention_mask is None or not _is_traceable(mask_function, offsets, kwargs)):
+    if torch.compiler.is_compiling() and (attention_mask is None or are_noted() or not _is_traceable(mask_function, offsets, kwargs)):
         return _made_on_the_host(sizes, offsets, mask_function, attention_mask, kwargs)
     return _made(sizes, offsets, mask_function, attention_mask, kwargs)
 
@@ -178,21 +179,29 @@ def _made(
     refuse_inside('attn_implementation="dash_attn"')
     if arguments.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
-    batch, q_len, _ = sizes
     starts = int(starts[0]), int(starts[1])
     made = _described_mask(mask_function, sizes, starts, arguments.get("device"))
     if attention_mask is not None:
-        made.documents_are_known = True
-        first = starts[1] + made.first_key
-        kept = kept_columns(attention_mask, batch, made.keys, first)
-        if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
-            raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
-        if not is_known_whole(kept, made.mask):
-            made.padding = Padding(kept, q_len, made.mask)
-        if made.first_position or (q_len == 1 and made.padding is not None):  # what a cache dropped may have been padding
-            made.places = places_in_cache(attention_mask, q_len, first, first + made.keys)
+        _add_padding(made, attention_mask, sizes, starts[1] + made.first_key)
+    if are_noted():
+        made.noted = given_documents()
+    made.documents_are_known |= attention_mask is not None and "position_ids" not in made.noted  # with them it is the model's own
     made.model = watched_model() or f"the model of a {type(arguments.get('config')).__name__}"
     return made
+
+
+def _add_padding(made: LayerMask, attention_mask: Tensor, sizes: tuple[int, int, int], first: int) -> None:
+    """first: the column of the first key."""
+    batch, q_len, _ = sizes
+    kept = kept_columns(attention_mask, batch, made.keys, first)
+    if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
+        raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
+    if not is_known_whole(kept, made.mask):
+        made.padding = Padding(kept, q_len, made.mask)
+    if made.padding is not None and q_len == 1 and isinstance(made.mask, Full):
+        made.places = places_of_all_keys(kept)
+    elif made.first_position or (made.padding is not None and q_len == 1):  # what a cache dropped may have been padding
+        made.places = places_in_cache(attention_mask, q_len, first, first + made.keys)
 
 
 _made_on_the_host: Callable[..., LayerMask] = torch.compiler.disable(_made, reason=ON_THE_HOST)
