@@ -39,7 +39,8 @@ def train(folder: Path, seed: int = 1, steps: int = 4, resume: bool = False, sav
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="constant_with_warmup",  # a checkpoint is written after the schedule's step, and has the next learning rate
+        warmup_steps=3,
         use_cpu=True,
         report_to=[],
         save_strategy="steps" if save_at else "no",
@@ -58,7 +59,7 @@ def train(folder: Path, seed: int = 1, steps: int = 4, resume: bool = False, sav
 def test_runs_of_a_trainer(tmp_path: Path) -> None:
     train(tmp_path / "a", detail=range(2, 3))
     train(tmp_path / "b")
-    found = compare_runs(tmp_path / "a/ledger", tmp_path / "b/ledger")
+    found = compare_runs(tmp_path / "a/ledger", tmp_path / "b/ledger", partial=True)  # b has no detail
     assert found.agree
     assert found.steps == (0, 1, 2, 3)
     step = read_run(tmp_path / "a/ledger")[0].steps[2]

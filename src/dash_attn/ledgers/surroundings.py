@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .aligning import Pair, pairs
+from .aligning import Alignments, share_alike
 from .culprit import name_of
-from .environment import ALWAYS_DIFFERENT
-from .reading import RankLedger
+from .reading import RankLedger, Run
 
 Change = tuple[str, str, str]  # what, in A, in B
+ALWAYS_DIFFERENT = ("time", "pid")  # of environments: says nothing about why two runs differ
 
 
 def environment_changes(a: RankLedger, b: RankLedger) -> list[Change]:
@@ -26,18 +26,13 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", inner
 
 
-def share_alike(a: RankLedger, b: RankLedger) -> bool:
-    """Whether a rank has the same part of the work in both runs. On another number of ranks it has other micro-batches."""
-    return a.world_sizes == b.world_sizes and len(a.world_sizes) == 1
-
-
 def attention_changes(a: RankLedger, b: RankLedger) -> list[Change]:
     """The calls of the first step in which they differ."""
     for number in sorted(set(a.steps) & set(b.steps)):
         calls_a, calls_b = a.steps[number].layout.attention, b.steps[number].layout.attention
         if [plan for _, plan in calls_a] == [plan for _, plan in calls_b]:
             continue
-        if len(calls_a) != len(calls_b) and share_alike(a, b):
+        if len(calls_a) != len(calls_b) and share_alike(a.steps[number], b.steps[number]):
             return [(f"step {number}: calls", str(len(calls_a)), str(len(calls_b)))]
         found: dict[tuple[str, str, str], list[str]] = {}
         for place, ((module_a, plan_a), (module_b, plan_b)) in enumerate(zip(calls_a, calls_b, strict=False)):
@@ -62,20 +57,15 @@ def _some(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
 
-def notes_on(a: dict[int, RankLedger], b: dict[int, RankLedger], ranks: list[int]) -> list[str]:
+def notes_on(a: Run, b: Run) -> list[str]:
     found: list[str] = []
-    if not all(share_alike(a[rank], b[rank]) for rank in ranks):
+    sizes = [{size for ledger in run.values() for size in ledger.world_sizes} - {None} for run in (a, b)]
+    if sizes[0] != sizes[1] and all(sizes):
         found.append("the numbers of ranks differ, so a rank may have other micro-batches: what both recorded under one name is compared")
     for name, run, other in (("A", a, b), ("B", b, a)):
-        if alone := sorted(set(run) - set(other) - set(ranks)):
-            found.append(f"ranks {', '.join(map(str, alone))} are in {name} alone")
-        for rank in ranks:
-            mine, theirs = run[rank], other[rank]
-            if alone := sorted(set(mine.steps) - set(theirs.steps)):
-                found.append(f"rank {rank}: {span(alone)} of {name} alone")
-            if ending := mine.ending():
-                found.append(f"rank {rank}: {name} {ending}")
-            found += [f"rank {rank}: {name} {fault}" for fault in _resume_faults(mine)]
+        if set(other) < set(run):
+            found.append(f"ranks {numbers(set(run) - set(other))} are in {name} alone: their weights are compared")
+        found += [f"rank {rank}: {name} {fault}" for rank, ledger in run.items() for fault in _resume_faults(ledger)]
     return found
 
 
@@ -84,18 +74,21 @@ def _resume_faults(run: RankLedger) -> Iterator[str]:
     for number, start in run.starts.items():
         if number not in run.steps:
             continue
-        lost = [pair.entry for pair in pairs(run.steps[number], start) if not pair.same and generator_of(pair) not in run.idle_generators]
+        aligned = Alignments().of(run.steps[number], start)
+        differing = [pair.entry for pair, same in zip(aligned.pairs, aligned.same(run.steps[number], start), strict=True) if not same]
+        lost = [entry for entry in differing if entry.phase != "rng" or entry.tensor not in run.idle_generators]
         if lost:
-            names = ", ".join(" ".join(filter(None, (entry.phase, entry.module, entry.tensor))) for entry in lost[:3])
+            names = ", ".join(" ".join(filter(None, (entry.phase, entry.module, entry.role, entry.tensor))) for entry in lost[:3])
             yield f"resumed at step {number + 1} from another state than it had after step {number}: {names}{', ...' * (len(lost) > 3)}"
 
 
-def generator_of(pair: Pair) -> str:
-    """The name of the random number generator, "" of other tensors."""
-    return pair.entry.tensor if pair.entry.phase == "rng" else ""
-
-
-def span(steps: list[int]) -> str:
-    if not steps:
+def span(steps: Iterable[int]) -> str:
+    found = sorted(steps)
+    if not found:
         return "no step"
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {min(steps)} to {max(steps)}"
+    return f"step {found[0]}" if len(found) == 1 else f"{len(found)} steps from {found[0]} to {found[-1]}"
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    found = [str(rank) for rank in sorted(ranks)]
+    return ", ".join(found) if len(found) <= 8 else f"{', '.join(found[:3])} and {len(found) - 3} others"
