@@ -159,6 +159,22 @@ def test_two_processes_cannot_write_to_one_file(tmp_path: Path) -> None:
     dash_attn.ledger(tmp_path, resume_from=3).close()
 
 
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_warned_of(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And recording goes on. Any other failure raises."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("dash_attn.ledgers.writing.fcntl.flock", refuse)
+    with pytest.warns(RuntimeWarning, match="is written without a lock, keep other processes from it"):
+        small_run(tmp_path)
+    assert compare_runs(tmp_path, tmp_path).agree
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        dash_attn.ledger(tmp_path, rank=1)
+
+
 def test_resuming_behind_a_record_that_was_cut_off(tmp_path: Path) -> None:
     small_run(tmp_path / "a", steps=5)
     small_run(tmp_path / "b", steps=3)

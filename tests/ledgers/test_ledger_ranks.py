@@ -118,8 +118,8 @@ def test_the_example_on_another_number_of_processes(runs: Path, tmp_path: Path) 
     """From the start, and from a checkpoint of one process on."""
     alone = train_example.train(tmp_path / "a", detail_from=6)
     assert (runs / "weights").read_text().split() == [alone] * RANKS * 2
-    for name, partial in (("example", False), (ledger_workers.MOVED, True)):  # the second has no detail
-        found = compare_runs(tmp_path / "a", runs / name, partial=partial)
+    for name, lenient in (("example", False), (ledger_workers.MOVED, True)):  # the second has no detail
+        found = compare_runs(tmp_path / "a", runs / name, partial=lenient)
         assert found.agree, found
         assert found.attention == []
         assert (found.steps, found.ranks) == (tuple(range(9)), (0, 1))

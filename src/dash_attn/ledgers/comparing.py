@@ -161,7 +161,7 @@ def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
         elif found.first is None:
             suspects.look(moment, same)
     if found.first is None:
-        found.notes = suspects.notes()
+        found.notes = [f"{note}, which changed nothing" for note in suspects.notes()]
     return found
 
 

@@ -54,7 +54,7 @@ def lacks_of_pair(pair: RankPair, a: Run, b: Run) -> Iterator[Lack]:
 def lacks_of_phases(rank: int, alone: dict[tuple[str, str], int]) -> Iterator[Lack]:
     """alone: in how many steps one run alone has a phase."""
     for (name, phase), steps in alone.items():
-        yield Lack(f"{phase} is in {name} alone, in {steps} {'step' if steps == 1 else 'steps'}", phase in DETAIL, rank)
+        yield Lack(f"{name} alone has {phase}, in {steps} {'step' if steps == 1 else 'steps'}", phase in DETAIL, rank)
 
 
 def in_words(lacks: Iterable[Lack]) -> list[str]:

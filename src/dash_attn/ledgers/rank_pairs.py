@@ -30,7 +30,7 @@ class Runs(NamedTuple):
 def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -> Runs:
     """rank: this one alone."""
     a, b = read_run(path_a, rank), read_run(path_b, rank)
-    if set(a) != set(b):
+    if rank is not None and set(a) != set(b):
         a, b = read_run(path_a), read_run(path_b)  # a rank that one of them has not: compared with another one
     named = Path(path_a).is_file() or Path(path_b).is_file()
     pairs = _same_ranks(a, b, named) + ([] if named else _other_ranks(a, b))

@@ -221,6 +221,9 @@ def read_run(path: str | Path, rank: int | None = None) -> Run:
         raise LedgerError(f"there is no ledger in {path}: a folder of a run has files rank-0.ledger, rank-1.ledger, ...")
     wanted = {0, rank} if rank in files else set(files)
     run = {number: read_rank(files[number]) for number in sorted(files) if number in wanted}
+    for number, ledger in run.items():
+        if number != (own := int(ledger.segments[-1].head["rank"])):
+            raise LedgerError(f"{ledger.path} is the file of rank {own}, under the name of another")
     _leave_out_ranks_that_left(run)
     return {number: ledger for number, ledger in run.items() if rank not in files or number == rank}
 

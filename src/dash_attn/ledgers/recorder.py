@@ -27,6 +27,7 @@ from .state import generators, gradients, optimizer_counts, optimizer_settings, 
 from .writing import LedgerFile
 
 Steps = Container[int] | bool
+MOST_SETTINGS = 8  # numbers of a hyper-parameter that are kept: betas are two
 
 
 def ledger(
@@ -145,9 +146,8 @@ class Ledger:
         try:
             self._write_before()
         except RuntimeError as failure:  # the device failed: what it had not yet told is lost, what was written before is not
-            lost = f"the ledger lacks its last step: {str(failure).splitlines()[0]}"
-            warnings.warn(lost, RuntimeWarning, stacklevel=2)
-            reason = reason or lost
+            warnings.warn(f"the ledger lacks its last step: {str(failure).splitlines()[0]}", RuntimeWarning, stacklevel=2)
+            reason = reason or _in_words(failure)
         self._file.append((END, as_json({"next_step": self.next_step, "reason": reason})))
         self._file.close()
 
@@ -184,7 +184,7 @@ class Ledger:
     def _add_others(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
         """What a training carries from step to step beside its weights."""
         if optimizer is not None:
-            collector.add((*optimizer_settings(optimizer), *optimizer_counts(optimizer)), keep=1)
+            collector.add((*optimizer_settings(optimizer), *optimizer_counts(optimizer)), keep=MOST_SETTINGS)
             if with_optimizer:
                 collector.add(optimizer_state(model, optimizer))
         collector.add(generators())

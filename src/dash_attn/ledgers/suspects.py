@@ -44,8 +44,9 @@ class Suspects:
         return next((since for name, since in self._since.items() if self._is_drawn(name, moment)), None)
 
     def notes(self, blamed: tuple[Moment, int] | None = None) -> list[str]:
-        others = {name: since for name, since in self._seen.items() if blamed is None or self._since.get(name) != blamed}
-        return [f"the generator {name} has another state since {since}, which changed nothing" for name, since in others.items()]
+        """Of the others."""
+        names = [name for name in self._seen if blamed is None or self._since.get(name) != blamed]
+        return [f"the generator {name} has another state since {self._seen[name]}" for name in names]
 
     def _is_drawn(self, name: str, moment: Moment) -> bool:
         """Whether a run drew from it since the moment before."""
