@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ BITS = "bits"
 # how much of the optimizer was recorded depends on the step.
 COMPLETE = ("batch", "forward", "loss", "backward", "recompute", "gradient", "weight")
 Bools = NDArray[np.bool_]
+Row = tuple[int | None, int | None]  # places in the two layouts
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Pair:
         """In what the two differ."""
         if self.a is None or self.b is None:
             return f"recorded in {'A' if self.b is None else 'B'} alone"
-        return BITS if _kind(self.a) == _kind(self.b) else f"{_kind(self.a)} in A, {_kind(self.b)} in B"
+        return BITS if _alike(self.a, self.b) else f"{_kind(self.a)} in A, {_kind(self.b)} in B"
 
 
 class Alignment:
@@ -51,24 +53,39 @@ class Alignment:
     alone: (run, what) that only one of them has, though runs that did the same have it both.
     """
 
-    def __init__(self, a: Layout, b: Layout, complete: bool, weights_only: bool) -> None:
+    def __init__(self, a: Layout, b: Layout, complete: bool = True, weights_only: bool = False) -> None:
         """complete: whether a tensor that only one has is a difference. It is not where a rank has other micro-batches in the two runs.
         weights_only: ranks that share no work have the weights in common."""
-        at_a, at_b = dict(_keyed(a)), dict(_keyed(b))
+        self._layouts, self.alone = (a, b), set[tuple[str, str]]()
+        if weights_only or a.entries != b.entries:
+            rows = self._matched(complete, weights_only)
+        else:
+            rows = [(place, place) for place in range(len(a.entries))]
+        self._rows = rows = _settings_before_weights(rows, a, b)
+        entries = [_entry(a, b, row) for row in rows]
+        self._comparable = np.array(
+            [None not in row and _alike(a.entries[row[0] or 0], b.entries[row[1] or 0]) for row in rows], dtype=bool
+        )
+        self._is_setting = np.array([entry.role == SETTING for entry in entries], dtype=bool)
+        self.is_generator = np.array([entry.phase == "rng" for entry in entries], dtype=bool)
+        self._places = tuple(np.array([row[run] or 0 for row in rows], dtype=np.intp) for run in (0, 1))
+
+    def _matched(self, complete: bool, weights_only: bool) -> list[Row]:
+        """Rows of what has one name in both, and of what only one has where that is a difference."""
+        at_a, at_b = (dict(_keyed(layout)) for layout in self._layouts)
         phases = [{"weight"}] * 2 if weights_only else [{key[0] for key in places} for places in (at_a, at_b)]
         more, less = (at_a, at_b) if len(at_a) >= len(at_b) else (at_b, at_a)
         keys = [key for key in {**more, **less} if key[0] in phases[0] & phases[1] and not (weights_only and key[2] == "buffer")]
         in_one = [key for key in keys if (key in at_a) != (key in at_b)]
         left_out = {key for key in in_one if not complete or key[0] not in COMPLETE}
-        keys = _settings_before_weights([key for key in keys if key not in left_out])
         self.alone = {("A", phase) for phase in phases[0] - phases[1]} | {("B", phase) for phase in phases[1] - phases[0]}
         self.alone |= {("A" if key in at_a else "B", "some weights") for key in left_out if key[0] == "weight"}
-        self._a, self._b = ([at.get(key) for key in keys] for at in (at_a, at_b))
-        self.pairs = [Pair(_entry(a, one), _entry(b, other), same=False) for one, other in zip(self._a, self._b, strict=True)]
-        self._comparable = np.array([pair.how == BITS for pair in self.pairs], dtype=bool)
-        self.is_generator = np.array([key[0] == "rng" for key in keys], dtype=bool)
-        self._is_setting = np.array([key[2] == SETTING for key in keys], dtype=bool)
-        self._places = tuple(np.array([place or 0 for place in places], dtype=np.intp) for places in (self._a, self._b))
+        return [(at_a.get(key), at_b.get(key)) for key in keys if key not in left_out]
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        a, b = (layout.entries for layout in self._layouts)
+        return [Pair(None if i is None else a[i], None if j is None else b[j], same=False) for i, j in self._rows]
 
     def same(self, a: Step, b: Step) -> Bools:
         """Of every pair. What a run starts with is the state after a step, but for settings: a schedule may have changed them."""
@@ -118,16 +135,20 @@ def _keyed(layout: Layout) -> Iterator[tuple[Key, int]]:
         seen[entry.key] += 1
 
 
-def _settings_before_weights(keys: list[Key]) -> list[Key]:
+def _settings_before_weights(rows: list[Row], a: Layout, b: Layout) -> list[Row]:
     """They are recorded behind the weights, whose update follows them."""
-    settings = [key for key in keys if key[2] in (SETTING, COUNT)]
-    others = [key for key in keys if key[2] not in (SETTING, COUNT)]
-    first = next((place for place, key in enumerate(others) if key[0] == "weight"), len(others))
+    settings = [row for row in rows if _entry(a, b, row).role in (SETTING, COUNT)]
+    others = [row for row in rows if _entry(a, b, row).role not in (SETTING, COUNT)]
+    first = next((place for place, row in enumerate(others) if _entry(a, b, row).phase == "weight"), len(others))
     return [*others[:first], *settings, *others[first:]]
 
 
-def _entry(layout: Layout, place: int | None) -> Entry | None:
-    return None if place is None else layout.entries[place]
+def _entry(a: Layout, b: Layout, row: Row) -> Entry:
+    return b.entries[row[1] or 0] if row[0] is None else a.entries[row[0]]
+
+
+def _alike(one: Entry, other: Entry) -> bool:
+    return one is other or (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _kind(entry: Entry) -> str:

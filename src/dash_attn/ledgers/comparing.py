@@ -89,6 +89,13 @@ class _OfRank:
     alone: Counter[tuple[str, str]] = field(default_factory=Counter)  # (run, phase) -> steps
     notes: list[str] = field(default_factory=list)
 
+    def count(self, moment: Moment, differs: bool) -> None:
+        self.tensors += len(moment.aligned.is_generator)
+        if not moment.is_start:
+            self.steps.append(moment.number)
+            self.differing += [moment.number] * differs
+            self.alone.update(moment.aligned.alone)
+
 
 def compare_runs(
     path_a: str | Path, path_b: str | Path, *, partial: bool = False, rank: int | None = None, stop: bool = False
@@ -99,11 +106,9 @@ def compare_runs(
     """
     runs = read_runs(path_a, path_b, rank)
     found = {pair.rank: _compare_rank(pair, stop) for pair in runs.pairs}
-    tensors = sum(of_rank.tensors for of_rank in found.values())
-    first_pair = runs.pairs[0]
-    if not tensors:
-        spans = " and ".join(f"{name} has {span(ledger.steps)}" for name, ledger in (("A", first_pair.a), ("B", first_pair.b)))
-        raise LedgerError(f"nothing was recorded in both runs: {spans}")
+    a, b = runs.pairs[0].a, runs.pairs[0].b
+    if not any(of_rank.tensors for of_rank in found.values()):
+        raise LedgerError(f"nothing was recorded in both runs: A has {span(a.steps)} and B has {span(b.steps)}")
     firsts = [of_rank.first for of_rank in found.values() if of_rank.first is not None]
     first = min(firsts, key=_time_of, default=None)
     lacks = list(_lacks(runs, found))
@@ -114,11 +119,11 @@ def compare_runs(
         taken_as_partial=in_words(taken),
         steps=tuple(sorted({step for of_rank in found.values() for step in of_rank.steps})),
         steps_that_differ=tuple(sorted({step for of_rank in found.values() for step in of_rank.differing})),
-        tensors=tensors,
+        tensors=sum(of_rank.tensors for of_rank in found.values()),
         ranks=tuple(found),
         stopped=stop and first is not None,
-        environment=environment_changes(first_pair.a, first_pair.b),
-        attention=attention_changes(first_pair.a, first_pair.b),
+        environment=environment_changes(a, b),
+        attention=attention_changes(a, b),
         notes=[*notes_on(runs.a, runs.b), *_notes_of_difference(runs, first, firsts), *_notes_of_ranks(found)],
     )
 
@@ -143,23 +148,17 @@ def _time_of(first: FirstDifference) -> tuple[int, bool, int]:
 def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
     found, suspects = _OfRank(), Suspects()
     for moment in _moments(ranks):
-        aligned, same = moment.aligned, moment.aligned.same(moment.a, moment.b)
-        found.tensors += len(same)
-        if not moment.is_start:
-            found.steps.append(moment.number)
-            found.alone.update(aligned.alone)
-        places = np.flatnonzero(~same & ~aligned.is_generator)
-        if len(places) and not moment.is_start:
-            found.differing.append(moment.number)
+        same = moment.aligned.same(moment.a, moment.b)
+        places = np.flatnonzero(~same & ~moment.aligned.is_generator)
+        found.count(moment, differs=len(places) > 0)
         if found.first is None and len(places):
             blamed = suspects.blamed(moment, int(places[0]))
-            at, place = (moment, int(places[0])) if blamed is None else blamed
-            found.first = at.difference(ranks.rank, place)
-            found.notes = suspects.notes(blamed)
-            if stop:
-                return found
+            at, place = blamed or (moment, int(places[0]))
+            found.first, found.notes = at.difference(ranks.rank, place), suspects.notes(blamed)
         elif found.first is None:
             suspects.look(moment, same)
+        if stop and found.first is not None:
+            return found
     if found.first is None:
         found.notes = [f"{note}, which changed nothing" for note in suspects.notes()]
     return found

@@ -61,12 +61,15 @@ class Entry:
         fields = (self.phase, self.module, self.tensor, self.dtype, list(self.shape), self.kept, self.role, self.call, self.caller)
         return [*fields, list(self.takers)]
 
-    @classmethod
-    def from_json(cls, fields: list[Any]) -> Entry:
+    @staticmethod
+    def from_json(fields: list[Any]) -> Entry:
         phase, module, tensor, dtype, shape, kept, role, call, caller, takers = fields
-        return cls(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
+        return _made(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
 
 
 @lru_cache(maxsize=2**16)  # steps record the same tensors, and the host's time is the run's
 def _described(entry: Entry, name: str, dtype: torch.dtype, shape: torch.Size, kept: int) -> Entry:
     return replace(entry, tensor=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), kept=kept)
+
+
+_made = lru_cache(maxsize=2**18)(Entry)  # layouts of one run, and of two, have most entries in common
