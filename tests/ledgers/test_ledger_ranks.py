@@ -123,7 +123,7 @@ def test_the_example_on_another_number_of_processes(runs: Path, tmp_path: Path) 
         assert found.agree, found
         assert found.attention == []
         assert (found.steps, found.ranks) == (tuple(range(9)), (0, 1))
-        assert "ranks 1 are in B alone: their weights are compared" in found.notes
+        assert "rank 1: in B alone; weights are compared" in found.notes
         assert any(note.startswith("the numbers of ranks differ") for note in found.notes)
 
 

@@ -240,20 +240,22 @@ def test_a_state_that_was_given_up_is_not_compared(whole: Path, tmp_path: Path, 
     assert said(whole, tmp_path)[0] == AGREE
 
 
-def damages(data: bytes, ends: list[int], source: random.Random) -> Iterator[bytes]:
-    """Cut off anywhere, at every record; zeros behind it, or in place of its end; flipped bytes."""
-    for cut in (*range(16), *ends[:-1], *source.sample(range(16, len(data)), 60)):
+def damages(data: bytes, ends: list[int], count: int) -> Iterator[bytes]:
+    """Cut off anywhere, at every record; zeros behind it, or in place of its end; flipped bytes. `count`: how many places are tried."""
+    source = random.Random(0)
+    for cut in (*range(16), *ends[:-1], *source.sample(range(len(data)), count)):
         yield data[:cut]
         yield data[:cut] + bytes(source.choice((1, 12, 13, 512, 4096)))
     yield from (data + bytes(count) for count in (1, 12, 13, 4096))
-    for place in source.sample(range(len(data)), 120):
+    for place in source.sample(range(len(data)), count):
         yield data[:place] + bytes([data[place] ^ (1 << source.randrange(8))]) + data[place + 1 :]
 
 
-def test_a_damaged_ledger_never_agrees(whole: Path, tmp_path: Path, said: Said) -> None:
+@pytest.mark.parametrize("places", [100, pytest.param(None, marks=pytest.mark.exhaustive, id="all")])
+def test_a_damaged_ledger_never_agrees(places: int | None, whole: Path, tmp_path: Path, said: Said) -> None:
     data, file = (whole / FILE).read_bytes(), tmp_path / FILE
     tried = {INCOMPLETE: 0, ERROR: 0}
-    for damaged in damages(data, [record.end for record in records(whole / FILE)], random.Random(0)):
+    for damaged in damages(data, [record.end for record in records(whole / FILE)], places or len(data)):
         file.write_bytes(damaged)
         code, first, _ = said(whole, tmp_path)
         tried[code] += 1  # a KeyError: an exit code that says something else

@@ -122,9 +122,11 @@ def show(found: Comparison) -> None:
 
 def verdict(found: Comparison) -> str:
     """In one line."""
+    from ..ledgers.surroundings import numbers
+
     steps = f"{_plural('step', found.steps)} {' to '.join(map(str, found.steps[:1] + found.steps[1:][-1:]))}"
     steps = steps if found.steps else "the states they start with"
-    compared = f"{found.tensors:,} tensors of {steps}, {_plural('rank', found.ranks)} {', '.join(map(str, found.ranks))}"
+    compared = f"{found.tensors:,} tensors of {steps}, {_plural('rank', found.ranks)} {numbers(found.ranks)}"
     if found.first is not None:
         where = f"{'before' if found.first.before_it else 'in'} step {found.first.step} on rank {found.first.rank}"
         return f"The runs differ, first {where}. Compared: {compared}."

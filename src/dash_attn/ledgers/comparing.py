@@ -124,7 +124,7 @@ def compare_runs(
         stopped=stop and first is not None,
         environment=environment_changes(a, b),
         attention=attention_changes(a, b),
-        notes=[*notes_on(runs.a, runs.b), *_notes_of_difference(runs, first, firsts), *_notes_of_ranks(found)],
+        notes=[*notes_on(runs), *_notes_of_difference(runs, first, firsts), *_notes_of_ranks(found)],
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .entries import DETAIL
 from .rank_pairs import RankPair
 from .reading import Run, took_part, world_size_of
-from .surroundings import numbers, span
+from .surroundings import by_ranks, numbers, span
 
 
 class Lack(NamedTuple):
@@ -58,12 +58,4 @@ def lacks_of_phases(rank: int, alone: dict[tuple[str, str], int]) -> Iterator[La
 
 
 def in_words(lacks: Iterable[Lack]) -> list[str]:
-    """One line for all ranks that lack the same."""
-    ranks: dict[str, list[int]] = {}
-    for lack in lacks:
-        ranks.setdefault(lack.what, []).extend(() if lack.rank is None else (lack.rank,))
-    return [f"{_of(found)}{what}" for what, found in ranks.items()]
-
-
-def _of(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers(ranks)}: " if ranks else ""
+    return by_ranks((lack.rank, lack.what) for lack in lacks)

@@ -7,7 +7,8 @@ from typing import Any
 
 from .aligning import Alignments, share_alike
 from .culprit import name_of
-from .reading import RankLedger, Run
+from .rank_pairs import Runs
+from .reading import RankLedger
 
 Change = tuple[str, str, str]  # what, in A, in B
 ALWAYS_DIFFERENT = ("time", "pid")  # of environments: says nothing about why two runs differ
@@ -57,16 +58,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
 
-def notes_on(a: Run, b: Run) -> list[str]:
-    found: list[str] = []
-    sizes = [{size for ledger in run.values() for size in ledger.world_sizes} - {None} for run in (a, b)]
+def notes_on(runs: Runs) -> list[str]:
+    found: list[tuple[int | None, str]] = []
+    sizes = [{size for ledger in run.values() for size in ledger.world_sizes} - {None} for run in (runs.a, runs.b)]
     if sizes[0] != sizes[1] and all(sizes):
-        found.append("the numbers of ranks differ, so a rank may have other micro-batches: what both recorded under one name is compared")
-    for name, run, other in (("A", a, b), ("B", b, a)):
-        if set(other) < set(run):
-            found.append(f"ranks {numbers(set(run) - set(other))} are in {name} alone: their weights are compared")
-        found += [f"rank {rank}: {name} {fault}" for rank, ledger in run.items() for fault in _resume_faults(ledger)]
-    return found
+        told = "the numbers of ranks differ, so a rank may have other micro-batches: what both recorded under one name is compared"
+        found.append((None, told))
+    for name, run in (("A", runs.a), ("B", runs.b)):
+        found += [(pair.rank, f"in {name} alone; weights are compared") for pair in runs.pairs if pair.weights_only and pair.rank in run]
+        found += [(rank, f"{name} {fault}") for rank, ledger in run.items() for fault in _resume_faults(ledger)]
+    return by_ranks(found)
 
 
 def _resume_faults(run: RankLedger) -> Iterator[str]:
@@ -87,6 +88,14 @@ def span(steps: Iterable[int]) -> str:
     if not found:
         return "no step"
     return f"step {found[0]}" if len(found) == 1 else f"{len(found)} steps from {found[0]} to {found[-1]}"
+
+
+def by_ranks(told: Iterable[tuple[int | None, str]]) -> list[str]:
+    """One line for all ranks of which the same is told."""
+    ranks: dict[str, list[int]] = {}
+    for rank, what in told:
+        ranks.setdefault(what, []).extend(() if rank is None else (rank,))
+    return [f"{'rank' if len(found) == 1 else 'ranks'} {numbers(found)}: {what}" if found else what for what, found in ranks.items()]
 
 
 def numbers(ranks: Iterable[int]) -> str:
