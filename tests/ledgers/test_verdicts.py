@@ -168,7 +168,7 @@ LACKING: dict[str, tuple[Callable[[Path], Any], str]] = {
     "killed": (killed, "rank 0: B has no end: the process was killed"),
     "full disk": (full_disk, "rank 0: B has no end: the process was killed, its disk was full"),
     "shorter": (lambda folder: run(folder, 3), "rank 0: step 3 of A alone"),
-    "no step": (lambda folder: run(folder, 0), "rank 0: B has no step"),
+    "no step": (lambda folder: run(folder, 0), "no step is in both"),
     "no batch": (without("batch"), "rank 0: A alone has batch, in 4 steps"),
     "no loss": (without("loss"), "rank 0: A alone has loss, in 4 steps"),
     "no optimizer": (without("optimizer"), "rank 0: A alone has optimizer, in 4 steps"),
@@ -346,6 +346,18 @@ def test_ranks_that_are_numbered_by_hand(tmp_path: Path, said: Said) -> None:
             run(tmp_path / name, rank=rank)
     assert said(tmp_path / "a", tmp_path / "b")[0] == AGREE
     assert "B has no file of rank 1 of 2" in said(tmp_path / "a", tmp_path / "c")[2]
+    files = tmp_path / "a" / FILE, tmp_path / "b" / "rank-1.ledger"
+    assert said(*files)[0] == AGREE  # named one by one
+    cut_behind(files[1], -1)
+    assert said(*files)[0] == INCOMPLETE
+
+
+def test_runs_that_follow_each_other_have_no_step_in_common(tmp_path: Path, said: Said) -> None:
+    """What one ended with is what the other started with, and that is no run that was repeated."""
+    run(tmp_path / "b", 2, first=2, model=run(tmp_path / "a", 2))
+    for options in ((), ("--partial",)):
+        code, _, printed = said(tmp_path / "a", tmp_path / "b", *options)
+        assert (code, "no step is in both" in printed) == (INCOMPLETE, True)
 
 
 def test_a_run_that_went_on_with_fewer_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:

@@ -131,9 +131,10 @@ def compare_runs(
 def _lacks(runs: Runs, found: dict[int, _OfRank]) -> Iterator[Lack]:
     if not runs.one_rank:
         yield from lacks_of_files(runs.a, runs.b)
-    compared = {pair.rank for pair in runs.pairs}
+    if not found[runs.pairs[0].rank].steps:
+        yield Lack("no step is in both", False)
     for name, run in (("A", runs.a), ("B", runs.b)):
-        yield from (lack for lack in lacks_of_steps(name, run) if not runs.one_rank or lack.rank in compared)
+        yield from lacks_of_steps(name, run)
     for pair in runs.pairs:
         if not pair.weights_only:
             yield from lacks_of_pair(pair, runs.a, runs.b)
@@ -192,7 +193,8 @@ def _by_phase(aligned: list[Pair]) -> dict[str, tuple[int, int]]:
 def _notes_of_difference(runs: Runs, first: FirstDifference | None, firsts: list[FirstDifference]) -> Iterator[str]:
     if len(firsts) > 1:
         yield f"ranks that differ: {numbers(one.rank for one in firsts)}"
-    if first is not None and first.pair.entry.phase == "gradient" and len({*runs.a, *runs.b}) > 1:
+    sizes = {size for run in (runs.a, runs.b) for ledger in run.values() for size in ledger.world_sizes}
+    if first is not None and first.pair.entry.phase == "gradient" and sizes != {1}:
         # What modules computed agreed on every rank, or was not recorded: a sum over ranks came between.
         yield "gradients are recorded after they were summed over ranks: that sum may be what differs, not the module"
 

@@ -38,9 +38,7 @@ def lacks_of_steps(name: str, run: Run) -> Iterator[Lack]:
         left = steps and max(steps) not in own  # before the end: the run resumed without it
         if not left and (ending := ledger.ending()):
             yield Lack(f"{name} {ending}", True, rank)
-        if not left and not ledger.steps:
-            yield Lack(f"{name} has no step", False, rank)
-        elif missing := own - set(ledger.steps):
+        if missing := own - set(ledger.steps):
             yield Lack(f"{name} lacks {span(missing)} of its rank {first}", True, rank)
 
 

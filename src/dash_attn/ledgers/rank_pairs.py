@@ -19,7 +19,7 @@ class RankPair(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """one_rank: a rank was chosen, or a file was named in place of a folder, so that the other ranks are not asked for."""
+    """one_rank: a rank was chosen, or a file was named in place of a folder. The other ranks are left out then."""
 
     a: Run
     b: Run
@@ -37,7 +37,10 @@ def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -
     chosen = [pair for pair in pairs if rank is None or pair.rank == rank]
     if not chosen:
         raise LedgerError(f"no rank {rank} can be compared: A has {sorted(a)}, B has {sorted(b)}")
-    return Runs(a, b, chosen, named or rank is not None)
+    if one_rank := named or rank is not None:
+        a = {number: ledger for number, ledger in a.items() if any(ledger is pair.a for pair in chosen)}
+        b = {number: ledger for number, ledger in b.items() if any(ledger is pair.b for pair in chosen)}
+    return Runs(a, b, chosen, one_rank)
 
 
 def _same_ranks(a: Run, b: Run, named: bool) -> list[RankPair]:
