@@ -265,7 +265,7 @@ def test_demo_shows_divergence_and_agreement(capsys: pytest.CaptureFixture[str],
         out = capsys.readouterr().out
         unordered, ordered = out.split("All layers add in a planned order")
         assert unordered.count("DIFFERENT") == steps
-        assert "The runs differ, first in step 0." in unordered
+        assert "The runs differ, first in step 0 on rank 0." in unordered
         assert re.search(r"direction +backward\n +module +blocks\.2\.attention\n +its inputs agreed +yes", unordered)
         assert "DIFFERENT" not in ordered
         assert "The runs agree" in ordered

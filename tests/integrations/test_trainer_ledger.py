@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from dash_attn.integrations import huggingface  # noqa: E402
-from dash_attn.integrations.trainer import ledger_callback  # noqa: E402
+from dash_attn.integrations.trainer import _Recording, ledger_callback  # noqa: E402
 from dash_attn.ledgers import LedgerError, compare_runs, read_run  # noqa: E402
 from model_sizes import SMALL  # noqa: E402
 from process_settings import restored_settings  # noqa: E402
@@ -39,7 +39,8 @@ def train(folder: Path, seed: int = 1, steps: int = 4, resume: bool = False, sav
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="constant_with_warmup",  # a checkpoint is written after the schedule's step, and has the next learning rate
+        warmup_steps=3,
         use_cpu=True,
         report_to=[],
         save_strategy="steps" if save_at else "no",
@@ -58,7 +59,7 @@ def train(folder: Path, seed: int = 1, steps: int = 4, resume: bool = False, sav
 def test_runs_of_a_trainer(tmp_path: Path) -> None:
     train(tmp_path / "a", detail=range(2, 3))
     train(tmp_path / "b")
-    found = compare_runs(tmp_path / "a/ledger", tmp_path / "b/ledger")
+    found = compare_runs(tmp_path / "a/ledger", tmp_path / "b/ledger", partial=True)  # b has no detail
     assert found.agree
     assert found.steps == (0, 1, 2, 3)
     step = read_run(tmp_path / "a/ledger")[0].steps[2]
@@ -87,3 +88,13 @@ def test_a_resumed_trainer_appends(tmp_path: Path) -> None:
     assert found.steps == (0, 1, 2, 3)
     with pytest.raises(LedgerError, match="leave out resume_from"):
         ledger_callback(tmp_path / "c", resume_from=3)
+
+
+def test_a_training_that_another_one_follows_did_not_end_well(tmp_path: Path) -> None:
+    """A trainer that raised does not say so: the callback hears of it when it begins anew."""
+    recording, model = _Recording(tmp_path, {}), torch.nn.Linear(2, 2)
+    recording.begin(0, model)
+    recording.step(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(LedgerError, match="has a run already"):
+        recording.begin(0, model)
+    assert read_run(tmp_path)[0].ending() == "ended by another training, before this one was done"

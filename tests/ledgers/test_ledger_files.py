@@ -24,6 +24,7 @@ from started import started
 from tiny_gpt import Training
 
 FILE = "rank-0.ledger"
+NO_END = "has no end: the process was killed, its disk was full, or it is still running"
 HELPERS = Path(__file__).parents[1] / "helpers"
 KILLED = """
 import os, signal, sys
@@ -64,10 +65,9 @@ def test_a_killed_process_leaves_whole_steps(whole: Path, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "b")], env=environment, capture_output=True, timeout=120)
     assert done.returncode < 0, done.stderr
     found = compare_runs(whole, tmp_path / "b")
-    assert found.agree
-    assert found.steps == (0, 1)
-    assert "rank 0: B has no end: the process was killed, or is still running" in found.notes
-    assert "rank 0: step 2 of A alone" in found.notes
+    assert (found.verdict, found.steps) == ("incomplete", (0, 1))
+    assert found.lacking == [f"rank 0: B {NO_END}", "rank 0: step 2 of A alone"]
+    assert compare_runs(whole, tmp_path / "b", partial=True).agree
 
 
 def test_a_file_that_is_cut_off_anywhere(whole: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_file_that_is_cut_off_anywhere(whole: Path, tmp_path: Path) -> None:
             assert "is empty" in str(error) or "cut off" in str(error)  # noqa: PT017
     assert counts == sorted(counts)
     assert set(counts) == {0, 1, 2, 3}
-    assert "ends in the middle of a record" in "\n".join(compare_runs(whole, tmp_path).notes)
+    assert "ends in the middle of a record" in "\n".join(compare_runs(whole, tmp_path).lacking)
 
 
 def test_a_file_with_a_damaged_byte_is_refused(whole: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path, capsys: 
     small_run(tmp_path / "ranks", rank=4)
     with pytest.raises(LedgerError, match=r"no rank is in both runs: A has \[0\], B has \[3, 4\]"):
         compare_runs(tmp_path / "a", tmp_path / "ranks")
-    assert compare_runs(tmp_path / "a", tmp_path / "ranks" / "rank-3.ledger").agree  # named one by one
+    assert compare_runs(tmp_path / "a", tmp_path / "ranks" / "rank-3.ledger", partial=True).agree  # named one by one
 
 
 def test_a_run_is_not_overwritten(whole: Path) -> None:
@@ -153,6 +153,22 @@ def test_two_processes_cannot_write_to_one_file(tmp_path: Path) -> None:
         with pytest.raises(LedgerError, match="another ledger writes to"):
             dash_attn.ledger(tmp_path, resume_from=3)
     dash_attn.ledger(tmp_path, resume_from=3).close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_warned_of(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And recording goes on. Any other failure raises."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("dash_attn.ledgers.writing.fcntl.flock", refuse)
+    with pytest.warns(RuntimeWarning, match="is written without a lock, keep other processes from it"):
+        small_run(tmp_path)
+    assert compare_runs(tmp_path, tmp_path).agree
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        dash_attn.ledger(tmp_path, rank=1)
 
 
 def test_resuming_behind_a_record_that_was_cut_off(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dash_attn.ledgers import LedgerError, collecting, compare_runs, read_run
 from dash_attn.ledgers.bit_sums import bit_sum
 from dash_attn.ledgers.comparing import _compare_rank
 from dash_attn.ledgers.host_copies import HostCopies
+from dash_attn.ledgers.rank_pairs import RankPair
 from dash_attn.ledgers.reading import Segment, Step, read_rank
 from dense import same_bits
 from tiny_gpt import TinyGpt, Training
@@ -261,6 +262,8 @@ def test_what_a_failed_device_had_not_told_is_lost_and_said(tmp_path: Path, monk
     with pytest.warns(RuntimeWarning, match="lacks its last step: CUDA error"):
         Training(tmp_path, before_step=fail).run()
     assert steps_of(tmp_path) == [0, 1]
+    assert compare_runs(tmp_path, tmp_path).verdict == "incomplete"
+    assert read_rank(tmp_path / FILE).ending() == "ended by RuntimeError: CUDA error: unspecified launch failure"
 
 
 def test_the_head_has_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,9 +285,12 @@ def test_runs_in_different_detail_are_compared_where_they_can(tmp_path: Path) ->
     Training(tmp_path / "a", steps=4, ledger={"detail": range(1, 3), "keep": 8}).run()
     Training(tmp_path / "b", steps=2, watched=False, ledger={"optimizer_every": 1}).run()
     found = compare_runs(tmp_path / "a", tmp_path / "b")
-    assert found.agree
-    assert found.steps == (0, 1)
-    assert "rank 0: 2 steps from 2 to 3 of A alone" in found.notes
+    assert (found.verdict, found.steps) == ("incomplete", (0, 1))
+    detail = [f"rank 0: A alone has {phase}, in 1 step" for phase in ("forward", "backward")]
+    assert sorted(found.lacking) == sorted(["rank 0: 2 steps from 2 to 3 of A alone", *detail])
+    partial = compare_runs(tmp_path / "a", tmp_path / "b", partial=True)
+    assert partial.agree
+    assert partial.taken_as_partial == found.lacking
 
 
 def test_other_shapes_and_missing_tensors_are_differences(tmp_path: Path) -> None:
@@ -312,7 +318,7 @@ def test_long_runs_are_compared_quickly(tmp_path: Path) -> None:
     run = read_rank(tmp_path / FILE)
     run.steps.update(dict.fromkeys(range(2, 500), run.steps[1]))
     start = time.perf_counter()
-    found = _compare_rank(0, run, run)
+    found = _compare_rank(RankPair(0, run, run))
     assert len(found.steps) == 500
     assert time.perf_counter() - start < 1.0  # 0.003 s here, 1.5 s pair by pair
 
@@ -383,8 +389,13 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     assert keys(first, "gradient") == [("0", "", "bias", 0), ("0", "", "weight", 0)]
     inside = nn.Linear(2, 2)
     inside.compile(backend="eager")
-    with pytest.raises(LedgerError, match=r"no module of the model ran where hooks see it; record it without torch\.compile"):
-        record(tmp_path / "b", inside, torch.ones(1, 2))
+    for place, model in enumerate((inside, nn.DataParallel(inside))):
+        with dash_attn.ledger(tmp_path / f"b{place}", detail=range(5000, 5003)) as ledger:
+            with pytest.raises(LedgerError, match=r"model\.compile\(\) leaves none"):
+                ledger.watch(model)
+            with pytest.raises(LedgerError, match=r"model\.compile\(\) leaves none"):
+                ledger.step(model)
+    record(tmp_path / "c", inside, torch.ones(1, 2), detail=range(0))  # without detail
 
 
 def test_what_cannot_be_recorded_raises(tmp_path: Path) -> None:

@@ -154,6 +154,12 @@ def test_the_command_saves_serves_and_refuses(tmp_path: Path, runs: tuple[Path, 
     assert "there is no ledger" in capsys.readouterr().err
 
 
+def test_a_run_that_goes_on_is_not_said_to_agree(tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
+    answer = ledgers_answer(runs[0], train(tmp_path / "shorter", steps=3))
+    assert answer["verdict"].startswith("Not complete: the runs agree only as far as both go, steps 0 to 2.")
+    assert answer["comparison"]["notes"][0] == "rank 0: step 3 of A alone"
+
+
 def test_a_served_page_is_read_anew_and_has_nothing_to_ask(tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
     made: list[int] = []
 

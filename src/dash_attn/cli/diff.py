@@ -11,37 +11,70 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..ledgers.comparing import Comparison, FirstDifference
 
-CODES = "Exit code 0: they agree in all that both recorded; 1: they differ; 2: they cannot be compared."
+CODES = {
+    "agree": (0, "both runs ended well, have files of all their ranks, the same steps and phases, and every tensor that both have agrees"),
+    "differ": (1, "they differ"),
+    "error": (2, "they cannot be compared"),
+    "incomplete": (3, "they agree as far as both go, and one of them lacks an end, steps, phases or ranks"),
+}
+TEXT = f"""Compares the ledgers of two runs (dash_attn.ledger), and names the first difference in execution order.
+
+exit code:
+{chr(10).join(f"  {code}  {meaning}" for code, meaning in CODES.values())}
+"""
 
 
 def add_command(commands: Any) -> None:
-    text = f"Compares the ledgers of two runs (dash_attn.ledger), and names the first difference in execution order. {CODES}"
-    parser = commands.add_parser("diff", help="compare the ledgers of two training runs", description=text)
+    parser = commands.add_parser(
+        "diff", help="compare the ledgers of two training runs", description=TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("a", metavar="A", help="folder of a run, or the file of one rank")
     parser.add_argument("b", metavar="B", help="the run to compare it with")
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    partial_help = "a run that is shorter, or has less detail, may agree (exit code 0): a job that runs, a window recorded again"
+    parser.add_argument("--partial", action="store_true", help=partial_help)
+    parser.add_argument("--rank", type=int, metavar="N", help="compare this rank alone; the verdict is of it alone, too")
+    parser.add_argument("--first", action="store_true", help="stop at the first difference: quicker, and later steps are not counted")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON, errors too")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ..ledgers.comparing import compare_runs
 
-    found = compare_runs(arguments.a, arguments.b)
+    try:
+        found = compare_runs(arguments.a, arguments.b, partial=arguments.partial, rank=arguments.rank, stop=arguments.first)
+    except Exception as error:  # of any kind: an exit code of 1 would say that they differ
+        message = str(error) if isinstance(error, (ValueError, OSError)) else repr(error)
+        if not arguments.json:
+            raise ValueError(message) from error
+        return print_error(message)
     if arguments.json:
         print(json.dumps(as_json(found), indent=2))
     else:
         show(found)
-    return 0 if found.agree else 1
+    return CODES[found.verdict][0]
+
+
+def print_error(message: str) -> int:
+    """As JSON. The exit code."""
+    code = CODES["error"][0]
+    print(json.dumps({"verdict": "error", "exit_code": code, "agree": False, "error": message}, indent=2))
+    return code
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
     return {
+        "verdict": found.verdict,
+        "exit_code": CODES[found.verdict][0],
         "agree": found.agree,
         "first": None if found.first is None else _first_as_json(found.first),
+        "lacking": found.lacking,
+        "taken_as_partial": found.taken_as_partial,
         "steps": list(found.steps),
         "steps_that_differ": list(found.steps_that_differ),
         "tensors": found.tensors,
         "ranks": list(found.ranks),
+        "stopped": found.stopped,
         "environment": [dict(zip(("name", "a", "b"), row, strict=True)) for row in found.environment],
         "attention": [dict(zip(("name", "a", "b"), row, strict=True)) for row in found.attention],
         "notes": found.notes,
@@ -69,25 +102,41 @@ def _first_as_json(first: FirstDifference) -> dict[str, Any]:
 
 
 def show(found: Comparison) -> None:
+    print(verdict(found))
     if found.first is None:
-        print(verdict(found))
+        for lack in found.lacking:
+            print(f"  {lack}")
     else:
-        _print(verdict(found), ("", ""), rows_of(found.first))
-        print(f"Steps that differ: {len(found.steps_that_differ)} of {len(found.steps)}.")
+        _print(("", ""), rows_of(found.first))
+        differing = f"Steps that differ: {len(found.steps_that_differ)} of {len(found.steps)}."
+        print("Later steps were not compared (--first)." if found.stopped else differing)
     if found.attention:
-        _print("\nAttention plans differ:", ("call", "A", "B"), found.attention)
+        print("\nAttention plans differ:")
+        _print(("call", "A", "B"), found.attention)
     if found.environment:
-        _print("\nEnvironments differ:", ("", "A", "B"), found.environment)
-    for note in found.notes:
+        print("\nEnvironments differ:")
+        _print(("", "A", "B"), found.environment)
+    for note in (*(found.lacking if found.first is not None else ()), *found.taken_as_partial, *found.notes):
         print(f"note: {note}")
 
 
 def verdict(found: Comparison) -> str:
-    steps = f"steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "the states they start with"
-    compared = f"{found.tensors:,} tensors of {steps}, {'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks))}"
-    if found.first is None:
-        return f"The runs agree: {compared}."
-    return f"The runs differ, first {'before' if found.first.before_it else 'in'} step {found.first.step}. Compared: {compared}."
+    """In one line."""
+    from ..ledgers.surroundings import numbers
+
+    steps = f"{_plural('step', found.steps)} {' to '.join(map(str, found.steps[:1] + found.steps[1:][-1:]))}"
+    steps = steps if found.steps else "the states they start with"
+    compared = f"{found.tensors:,} tensors of {steps}, {_plural('rank', found.ranks)} {numbers(found.ranks)}"
+    if found.first is not None:
+        where = f"{'before' if found.first.before_it else 'in'} step {found.first.step} on rank {found.first.rank}"
+        return f"The runs differ, first {where}. Compared: {compared}."
+    if found.lacking:
+        return f"Not complete: the runs agree only as far as both go, {steps}. Compared: {compared}."
+    return f"The runs agree{' as far as both go' * bool(found.taken_as_partial)}: {compared}."
+
+
+def _plural(word: str, of: Sequence[int]) -> str:
+    return word if len(of) == 1 else f"{word}s"
 
 
 def rows_of(first: FirstDifference) -> list[tuple[str, str]]:
@@ -121,9 +170,8 @@ def entry_in_words(first: FirstDifference) -> str:
     return f"{what}{role}{entry.tensor}".strip() + f"{owner}{call}, {entry.dtype} {entry.shape}"
 
 
-def _print(header: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def _print(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Flush left: the cells are words. The last column is not cut off, so that nothing is hidden in a pipe."""
-    print(header)
     lines = [columns, *rows] if any(columns) else list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -28,7 +28,7 @@ def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:
         "command": f"dash-attn diff {a} {b}",
         "verdict": verdict(found),
         "rows": [] if found.first is None else rows_of(found.first),
-        "comparison": as_json(found),
+        "comparison": {**as_json(found), "notes": [*found.lacking, *found.notes]},
         "rank": seen.rank,
         "directions": list(DIRECTIONS),
         "modules": list(seen.modules),

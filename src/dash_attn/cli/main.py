@@ -14,7 +14,13 @@ BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        arguments = _parser().parse_args(words)
+    except SystemExit as exit:
+        if exit.code == BAD_INPUT and words[:1] == ["diff"] and "--json" in words:
+            diff.print_error(f"wrong arguments: {' '.join(words)}")
+        raise
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -57,7 +57,7 @@ class _Recording:
         self._handles: list[Any] = []
 
     def begin(self, step: int, model: nn.Module) -> None:
-        self.end()
+        self.end("another training, before this one was done")
         self._watched = False
         self._ledger = ledger(self._folder, **self._options, resume_from=step or None)
         self._handles = [
@@ -77,11 +77,11 @@ class _Recording:
         self._ledger.step(model, getattr(optimizer, "optimizer", optimizer), loss=self._losses, batch=self._batches)
         self._batches, self._losses = [], []
 
-    def end(self) -> None:
+    def end(self, reason: str = "") -> None:
         for handle in self._handles:
             handle.remove()
         if self._ledger is not None:
-            self._ledger.close()
+            self._ledger.close(reason)
         self._handles, self._ledger = [], None
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

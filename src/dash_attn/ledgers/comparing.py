@@ -9,12 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from .aligning import Pair, pairs
+from .aligning import Alignment, Alignments, Pair
+from .completeness import Lack, in_words, lacks_of_files, lacks_of_pair, lacks_of_phases, lacks_of_steps
 from .culprit import Culprit, culprit
 from .entries import PHASES
 from .framing import LedgerError
-from .reading import Layout, RankLedger, Step, read_run
-from .surroundings import Change, attention_changes, environment_changes, generator_of, notes_on, share_alike, span
+from .rank_pairs import RankPair, Runs, read_runs
+from .reading import RankLedger, Step
+from .surroundings import Change, attention_changes, environment_changes, notes_on, numbers, span
+from .suspects import Suspects
+
+AGREE, DIFFER, INCOMPLETE = "agree", "differ", "incomplete"
 
 
 @dataclass(frozen=True)
@@ -31,30 +36,48 @@ class FirstDifference:
 
 @dataclass
 class Comparison:
-    """Of all that both runs recorded."""
+    """Of all that both runs recorded.
+
+    lacking: why runs without a difference do not agree as a whole. taken_as_partial: what they lack, and may.
+    """
 
     first: FirstDifference | None
+    lacking: list[str]
+    taken_as_partial: list[str]
     steps: tuple[int, ...]  # compared on any rank
     steps_that_differ: tuple[int, ...]
     tensors: int  # compared in all
     ranks: tuple[int, ...]
+    stopped: bool  # at the first difference: later steps were not looked at
     environment: list[Change]
     attention: list[Change]
     notes: list[str] = field(default_factory=list)
 
     @property
+    def verdict(self) -> str:
+        if self.first is not None:
+            return DIFFER
+        return INCOMPLETE if self.lacking else AGREE
+
+    @property
     def agree(self) -> bool:
-        return self.first is None
+        return self.verdict == AGREE
 
 
-@dataclass
-class _Moment:
+@dataclass(frozen=True)
+class Moment:
     """The end of a step, or the state that a segment started with: as it is in both runs."""
 
-    step: int
+    number: int
     is_start: bool
     a: Step
     b: Step
+    aligned: Alignment
+
+    def difference(self, rank: int, place: int) -> FirstDifference:
+        pairs = self.aligned.pairs_of(self.a, self.b, place)
+        judged = culprit(pairs, place, self.is_start)
+        return FirstDifference(rank, self.number + self.is_start, self.is_start, pairs[place], judged, _by_phase(pairs))
 
 
 @dataclass
@@ -63,36 +86,59 @@ class _OfRank:
     steps: list[int] = field(default_factory=list)
     differing: list[int] = field(default_factory=list)
     tensors: int = 0
-    idle: set[str] = field(default_factory=set)  # generators that differ, but nobody drew from
+    alone: Counter[tuple[str, str]] = field(default_factory=Counter)  # (run, phase) -> steps
+    notes: list[str] = field(default_factory=list)
+
+    def count(self, moment: Moment, differs: bool) -> None:
+        self.tensors += len(moment.aligned.is_generator)
+        if not moment.is_start:
+            self.steps.append(moment.number)
+            self.differing += [moment.number] * differs
+            self.alone.update(moment.aligned.alone)
 
 
-def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
-    """Raises LedgerError where there is nothing that both recorded."""
-    a, b = read_run(path_a), read_run(path_b)
-    ranks = sorted(set(a) & set(b))
-    if not ranks and len(a) == len(b) == 1:
-        b = {rank: next(iter(b.values())) for rank in a}  # two files that were named one by one
-        ranks = list(a)
-    if not ranks:
-        raise LedgerError(f"no rank is in both runs: A has {sorted(a)}, B has {sorted(b)}")
-    found = {rank: _compare_rank(rank, a[rank], b[rank]) for rank in ranks}
-    tensors = sum(of_rank.tensors for of_rank in found.values())
-    if not tensors:
-        spans = " and ".join(f"{name} has {span(list(run[ranks[0]].steps))}" for name, run in (("A", a), ("B", b)))
-        raise LedgerError(f"nothing was recorded in both runs: {spans}")
+def compare_runs(
+    path_a: str | Path, path_b: str | Path, *, partial: bool = False, rank: int | None = None, stop: bool = False
+) -> Comparison:
+    """Raises LedgerError where there is nothing that both recorded.
+
+    partial: a run that is shorter, or has less detail, may agree. rank: this one alone. stop: at the first difference.
+    """
+    runs = read_runs(path_a, path_b, rank)
+    found = {pair.rank: _compare_rank(pair, stop) for pair in runs.pairs}
+    a, b = runs.pairs[0].a, runs.pairs[0].b
+    if not any(of_rank.tensors for of_rank in found.values()):
+        raise LedgerError(f"nothing was recorded in both runs: A has {span(a.steps)} and B has {span(b.steps)}")
     firsts = [of_rank.first for of_rank in found.values() if of_rank.first is not None]
     first = min(firsts, key=_time_of, default=None)
-    reduced = [] if first is None else _notes_of_reduction(first, a[first.rank], b[first.rank])
+    lacks = list(_lacks(runs, found))
+    taken = [lack for lack in lacks if partial and lack.is_shorter]
     return Comparison(
         first=first,
+        lacking=in_words(lack for lack in lacks if lack not in taken),
+        taken_as_partial=in_words(taken),
         steps=tuple(sorted({step for of_rank in found.values() for step in of_rank.steps})),
         steps_that_differ=tuple(sorted({step for of_rank in found.values() for step in of_rank.differing})),
-        tensors=tensors,
-        ranks=tuple(ranks),
-        environment=environment_changes(a[ranks[0]], b[ranks[0]]),
-        attention=attention_changes(a[ranks[0]], b[ranks[0]]),
-        notes=[*notes_on(a, b, ranks), *_notes_of_difference(firsts), *reduced, *_notes_of_idle(found)],
+        tensors=sum(of_rank.tensors for of_rank in found.values()),
+        ranks=tuple(found),
+        stopped=stop and first is not None,
+        environment=environment_changes(a, b),
+        attention=attention_changes(a, b),
+        notes=[*notes_on(runs), *_notes_of_difference(runs, first, firsts), *_notes_of_ranks(found)],
     )
+
+
+def _lacks(runs: Runs, found: dict[int, _OfRank]) -> Iterator[Lack]:
+    if not runs.one_rank:
+        yield from lacks_of_files(runs.a, runs.b)
+    if not found[runs.pairs[0].rank].steps:
+        yield Lack("no step is in both", False)
+    for name, run in (("A", runs.a), ("B", runs.b)):
+        yield from lacks_of_steps(name, run)
+    for pair in runs.pairs:
+        if not pair.weights_only:
+            yield from lacks_of_pair(pair, runs.a, runs.b)
+        yield from lacks_of_phases(pair.rank, found[pair.rank].alone)
 
 
 def _time_of(first: FirstDifference) -> tuple[int, bool, int]:
@@ -100,62 +146,42 @@ def _time_of(first: FirstDifference) -> tuple[int, bool, int]:
     return first.step, not first.before_it, PHASES.index(first.pair.entry.phase)
 
 
-def _compare_rank(rank: int, a: RankLedger, b: RankLedger) -> _OfRank:
-    found = _OfRank()
-    idle = a.idle_generators & b.idle_generators
-    complete = share_alike(a, b)
-    quick = _QuickLook()
-    for moment in _moments(a, b):
-        if not moment.is_start and quick.all_same(moment.a, moment.b):
-            found.tensors += len(moment.a.sums) - len(idle & set(moment.a.layout.generators))
-            found.steps.append(moment.step)
-            continue
-        aligned = pairs(moment.a, moment.b, complete)
-        found.idle |= {name for pair in aligned if not pair.same and (name := generator_of(pair)) in idle}
-        aligned = [pair for pair in aligned if generator_of(pair) not in idle]
-        if not aligned:
-            continue
-        step = moment.step + 1 if moment.is_start else moment.step
-        found.tensors += len(aligned)
-        if not moment.is_start:
-            found.steps.append(step)
-        place = next((place for place, pair in enumerate(aligned) if not pair.same), None)
-        if place is None:
-            continue
-        if not moment.is_start:
-            found.differing.append(step)
-        if found.first is None:
-            judged = culprit(aligned, place, moment.is_start)
-            found.first = FirstDifference(rank, step, moment.is_start, aligned[place], judged, _by_phase(aligned))
+def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
+    found, suspects = _OfRank(), Suspects()
+    for moment in _moments(ranks):
+        same = moment.aligned.same(moment.a, moment.b)
+        places = np.flatnonzero(~same & ~moment.aligned.is_generator)
+        found.count(moment, differs=len(places) > 0)
+        if found.first is None and len(places):
+            blamed = suspects.blamed(moment, int(places[0]))
+            at, place = blamed or (moment, int(places[0]))
+            found.first, found.notes = at.difference(ranks.rank, place), suspects.notes(blamed)
+        elif found.first is None:
+            suspects.look(moment, same)
+        if stop and found.first is not None:
+            return found
+    if found.first is None:
+        found.notes = [f"{note}, which changed nothing" for note in suspects.notes()]
     return found
 
 
-class _QuickLook:
-    """Most steps of most runs are the same: they need no look at every tensor. A layout is compared with another once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], bool] = {}
-
-    def all_same(self, a: Step, b: Step) -> bool:
-        return self._same_layout(a.layout, b.layout) and np.array_equal(a.sums, b.sums)
-
-    def _same_layout(self, one: Layout, other: Layout) -> bool:
-        key = id(one), id(other)
-        if key not in self._known:
-            self._known[key] = one.entries == other.entries
-        return self._known[key]
-
-
-def _moments(a: RankLedger, b: RankLedger) -> Iterator[_Moment]:
+def _moments(ranks: RankPair) -> Iterator[Moment]:
     """In the order of time. The start of a segment compares with the other's, or with what the other had after that step."""
+    a, b, alignments = ranks.a, ranks.b, Alignments(ranks.weights_only)
     for number in sorted({*a.steps, *b.steps, *a.starts, *b.starts}):
         if number in a.steps and number in b.steps:
-            yield _Moment(number, False, a.steps[number], b.steps[number])
-        starts = a.starts.get(number), b.starts.get(number)
-        if starts != (None, None):
-            one, other = starts[0] or a.steps.get(number), starts[1] or b.steps.get(number)
-            if one is not None and other is not None:
-                yield _Moment(number, True, one, other)
+            one, other = a.steps[number], b.steps[number]
+            yield Moment(number, False, one, other, alignments.of(one, other))
+        starts = _starts(number, a, b)
+        if starts is not None:
+            yield Moment(number, True, *starts, alignments.of(*starts))
+
+
+def _starts(number: int, a: RankLedger, b: RankLedger) -> tuple[Step, Step] | None:
+    if number not in a.starts and number not in b.starts:
+        return None
+    one, other = (ledger.starts.get(number) or ledger.steps.get(number) for ledger in (a, b))
+    return None if one is None or other is None else (one, other)
 
 
 def _by_phase(aligned: list[Pair]) -> dict[str, tuple[int, int]]:
@@ -164,19 +190,14 @@ def _by_phase(aligned: list[Pair]) -> dict[str, tuple[int, int]]:
     return {phase: (differing[phase], count) for phase, count in compared.items()}
 
 
-def _notes_of_difference(firsts: list[FirstDifference]) -> list[str]:
-    if len(firsts) < 2:
-        return []
-    return [f"ranks that differ: {', '.join(str(one.rank) for one in firsts)}"]
+def _notes_of_difference(runs: Runs, first: FirstDifference | None, firsts: list[FirstDifference]) -> Iterator[str]:
+    if len(firsts) > 1:
+        yield f"ranks that differ: {numbers(one.rank for one in firsts)}"
+    sizes = {size for run in (runs.a, runs.b) for ledger in run.values() for size in ledger.world_sizes}
+    if first is not None and first.pair.entry.phase == "gradient" and sizes != {1}:
+        # What modules computed agreed on every rank, or was not recorded: a sum over ranks came between.
+        yield "gradients are recorded after they were summed over ranks: that sum may be what differs, not the module"
 
 
-def _notes_of_reduction(first: FirstDifference, a: RankLedger, b: RankLedger) -> list[str]:
-    """What modules computed agreed on every rank, or was not recorded: a sum over ranks came between."""
-    if first.pair.entry.phase != "gradient" or max(a.world_sizes | b.world_sizes) == 1:
-        return []
-    return ["gradients are recorded after they were summed over ranks: that sum may be what differs, not the module"]
-
-
-def _notes_of_idle(found: dict[int, _OfRank]) -> list[str]:
-    names = sorted({name for of_rank in found.values() for name in of_rank.idle})
-    return [f"the generator {name} has another state, but neither run drew from it" for name in names]
+def _notes_of_ranks(found: dict[int, _OfRank]) -> list[str]:
+    return list(dict.fromkeys(note for of_rank in found.values() for note in of_rank.notes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .aligning import Pair
-from .entries import Entry
+from .entries import COUNT, SETTING, Entry
 
 BEFORE, FORWARD, BACKWARD, UPDATE = "before the forward", "forward", "backward", "update"
 RECORD = "record this step again with `detail` from a checkpoint to see the module (docs/ledger.md)"
@@ -31,6 +31,9 @@ def name_of(module: str) -> str:
 def culprit(found: list[Pair], place: int, is_start: bool) -> Culprit:
     """Of the first pair that differs. All before it are the same."""
     entry, before = found[place].entry, found[:place]
+    if entry.role in (SETTING, COUNT):
+        agreed = True if any(pair.entry.phase == "gradient" for pair in before) else None
+        return Culprit(BEFORE if is_start else UPDATE, None, agreed, _why_optimizer(entry, found[place:]))
     if is_start:
         return Culprit(BEFORE, entry.module or None, None, "the state that a run started or resumed from differs")
     judge = {
@@ -103,8 +106,15 @@ def _of_weight(entry: Entry, before: list[Pair]) -> Culprit:
     return Culprit(UPDATE, entry.module, agreed, "the update of its weights differs")
 
 
+def _why_optimizer(entry: Entry, rest: list[Pair]) -> str:
+    if entry.role == COUNT:
+        return "the optimizer has lost its state, or has that of another step"
+    names = [pair.entry.tensor for pair in rest if not pair.same and pair.entry.role == SETTING]
+    return f"hyper-parameters of the optimizer differ: {', '.join(names)}"
+
+
 def _of_optimizer(entry: Entry, before: list[Pair]) -> Culprit:
-    return Culprit(UPDATE, entry.module or None, None, "the optimizer's state or settings differ, weights do not yet")
+    return Culprit(UPDATE, entry.module or None, None, "the optimizer's state differs, weights do not yet")
 
 
 def _of_generator(entry: Entry, before: list[Pair]) -> Culprit:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # ledgers are read and compared without PyTorch
+    import torch
+    from torch import Tensor
 
 # The order in which a step runs. `recompute`: a forward inside the backward (activation checkpointing).
 PHASES = ("batch", "forward", "loss", "backward", "recompute", "gradient", "weight", "optimizer", "rng")
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DETAIL = ("forward", "backward", "recompute")  # phases of modules, recorded at some steps
+SETTING, COUNT = "setting", "count"  # roles of what is recorded of an optimizer at every step
 
 
 @dataclass(frozen=True)
 class Entry:
     """`module` is the name in the model, "" the model itself; `call` counts its calls within the step.
 
-    role: "input", "output", "parameter" or "buffer" of a module; elsewhere "".
+    role: "input", "output", "parameter" or "buffer" of a module, "setting" or "count" of the optimizer; elsewhere "".
     caller: the module that ran when the tensor was seen; None outside of all.
     takers: modules that took the tensor as input, outermost first. Known for gradients in the backward.
     """
@@ -46,25 +48,28 @@ class Entry:
         return _described(self, name, tensor.dtype, tensor.shape, kept)
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"this version of PyTorch has no dtype {self.dtype!r}")
-        return DTYPES[self.dtype]
+    def itemsize(self) -> int:
+        """Bytes of an element: names of dtypes have their bits, and those below a byte are stored in one."""
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        return 1 if bits is None else max(1, int(bits[1]) // 8)
 
     @property
     def kept_bytes(self) -> int:
-        return self.kept * self.torch_dtype.itemsize
+        return self.kept * self.itemsize
 
     def to_json(self) -> list[Any]:
         fields = (self.phase, self.module, self.tensor, self.dtype, list(self.shape), self.kept, self.role, self.call, self.caller)
         return [*fields, list(self.takers)]
 
-    @classmethod
-    def from_json(cls, fields: list[Any]) -> Entry:
+    @staticmethod
+    def from_json(fields: list[Any]) -> Entry:
         phase, module, tensor, dtype, shape, kept, role, call, caller, takers = fields
-        return cls(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
+        return _made(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
 
 
 @lru_cache(maxsize=2**16)  # steps record the same tensors, and the host's time is the run's
 def _described(entry: Entry, name: str, dtype: torch.dtype, shape: torch.Size, kept: int) -> Entry:
-    return replace(entry, tensor=name, dtype=DTYPE_NAMES[dtype], shape=tuple(shape), kept=kept)
+    return replace(entry, tensor=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), kept=kept)
+
+
+_made = lru_cache(maxsize=2**18)(Entry)  # layouts of one run, and of two, have most entries in common

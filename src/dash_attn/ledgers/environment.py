@@ -19,7 +19,6 @@ from ..tools.doctor import doctor
 VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "DASH_ATTN", "MKL", "NCCL", "NVIDIA", "OMP", "PYTHONHASHSEED", "PYTORCH", "TORCH", "TRITON")
 PACKAGES = ("numpy", "transformers", "accelerate", "triton", "lightning", "deepspeed", "flash_attn")
 LAUNCHER = "TORCHELASTIC"  # torchrun's own: names of its files and of the run
-ALWAYS_DIFFERENT = ("time", "pid")  # says nothing about why two runs differ
 
 
 def environment() -> dict[str, Any]:

@@ -6,11 +6,12 @@ Records are only ever appended, so a crash can damage nothing but the end of the
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 VERSION = 1
 MARK = b"DASHLDG" + bytes([VERSION])
@@ -50,31 +51,47 @@ def from_json(payload: bytes) -> Any:
     return json.loads(zlib.decompress(payload))
 
 
-def records(path: Path, data: bytes) -> Iterator[Record]:
-    """All whole records. An unfinished one at the end is passed over; see `whole_bytes`."""
-    check_mark(path, data)
-    place = len(MARK)
-    while len(data) >= place + FRAME_BYTES:
-        kind, length = PREFIX.unpack_from(data, place)
-        of_prefix, of_payload = CHECKSUMS.unpack_from(data, place + PREFIX.size)
-        if of_prefix != zlib.crc32(data[place : place + PREFIX.size]):
-            raise _damaged(path, data, place)
-        start, end = place + FRAME_BYTES, place + FRAME_BYTES + length
-        if end > len(data):
-            return
-        if kind not in KINDS or of_payload != zlib.crc32(data[start:end]):
-            raise _damaged(path, data, place)
-        yield Record(place, kind, data[start:end])
-        place = end
+def records(path: Path) -> Iterator[Record]:
+    """All whole records, one at a time. What a crash left behind the last one is passed over; see `whole_bytes`."""
+    with path.open("rb") as file:
+        check_mark(path, file.read(len(MARK)))
+        place: int | None = len(MARK)
+        while place is not None:
+            record = _record_at(path, file, place)
+            place = None if record is None else record.end
+            if record is not None:
+                yield record
 
 
-def whole_bytes(path: Path, data: bytes) -> int:
+def whole_bytes(path: Path) -> int:
     """How much of a file are whole records."""
-    return max((record.end for record in records(path, data)), default=len(MARK))
+    return max((record.end for record in records(path)), default=len(MARK))
 
 
-def _damaged(path: Path, data: bytes, place: int) -> LedgerError:
-    return LedgerError(f"{path} is damaged: the record at byte {place:,} of {len(data):,} does not match its checksum")
+def _record_at(path: Path, file: BinaryIO, place: int) -> Record | None:
+    """None: the file ends here, or what is here was not finished."""
+    size, end = os.fstat(file.fileno()).st_size, place + FRAME_BYTES
+    frame = file.read(FRAME_BYTES)
+    if len(frame) < FRAME_BYTES:
+        return None
+    kind, length = PREFIX.unpack_from(frame)
+    of_prefix, of_payload = CHECKSUMS.unpack_from(frame, PREFIX.size)
+    if of_prefix == zlib.crc32(frame[: PREFIX.size]):
+        end += length
+        if end > size:
+            return None
+        payload = file.read(length)
+        if kind in KINDS and of_payload == zlib.crc32(payload):
+            return Record(place, kind, payload)
+    if _solid_end(file, place) < end:  # a machine that crashed had given the file its size, and not yet its bytes
+        return None
+    raise LedgerError(f"{path} is damaged: the record at byte {place:,} of {size:,} does not match its checksum")
+
+
+def _solid_end(file: BinaryIO, place: int) -> int:
+    """Behind it are zeros alone."""
+    file.seek(place)
+    return place + len(file.read().rstrip(b"\0"))
 
 
 def check_mark(path: Path, data: bytes) -> None:

@@ -86,6 +86,11 @@ class ModuleHooks:
             takers.append(taker)
 
 
+def sees_modules(model: nn.Module) -> bool:
+    """Whether there is anything to hook: `model.compile()` leaves nothing that hooks see."""
+    return all(next(_seen(each), None) is not None for each in (model, unwrapped(model, compiled=False)))
+
+
 def _seen(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Modules by name. What torch.compile compiled runs without the hooks inside of it: it is one module, or part of its caller."""
     if getattr(module, "_compiled_call_impl", None) is None:

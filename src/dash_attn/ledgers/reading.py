@@ -1,21 +1,27 @@
-"""Ledgers as they were written: a run has ranks, a rank has segments (one per start of the process), a segment has steps."""
+"""Ledgers as they were written: a run has ranks, a rank has segments (one per start of the process), a segment has steps.
+
+Files are read record by record, and sums when they are asked for: a long run need not fit in memory.
+"""
 
 from __future__ import annotations
 
 import re
+import struct
 import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .attention_plans import Plan
 from .entries import Entry
-from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP_FIELDS, LedgerError, Record, from_json, records
+from .framing import END, FRAME_BYTES, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP_FIELDS, LedgerError, Record, from_json, records
+
+if TYPE_CHECKING:
+    from .attention_plans import Plan
 
 FILE_NAME = re.compile(r"rank-(\d+)\.ledger")
 
@@ -40,20 +46,34 @@ class Step:
     """`is_start`: the state that a segment began with, which is that after step `number`."""
 
     number: int
-    time: float
     is_start: bool
     is_detailed: bool
     layout: Layout
-    sums: NDArray[np.uint64]
-    kept: bytes
+    generators: dict[str, int]  # states of random number generators, as sums
+    world_size: int | None
+    path: Path
+    place: int  # of the sums in the file; the elements that were kept come after them
+
+    @property
+    def sums(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self._read(0, 8 * len(self.layout.entries)), dtype=np.dtype("<u8"))
 
     def kept_of(self, place: int) -> bytes:
-        ends = self.layout.kept_ends
-        return self.kept[ends[place] : ends[place + 1]]
+        ends, kept = self.layout.kept_ends, 8 * len(self.layout.entries)
+        return self._read(kept + ends[place], kept + ends[place + 1])
+
+    def _read(self, start: int, end: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.place + start)
+            data = file.read(end - start)
+        if len(data) < end - start:
+            raise LedgerError(f"{self.path} became shorter while it was read")
+        return data
 
 
 @dataclass
 class Segment:
+    path: Path
     head: dict[str, Any]
     steps: list[Step] = field(default_factory=list)
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -64,13 +84,16 @@ class Segment:
     def first_step(self) -> int:
         return int(self.head["first_step"])
 
-    def generator_states(self) -> dict[str, list[int]]:
-        """The states of each random number generator, as sums, one after the other."""
-        found: dict[str, list[int]] = {}
-        for step in self.steps:
-            for name, place in step.layout.generators.items():
-                found.setdefault(name, []).append(int(step.sums[place]))
-        return found
+    @property
+    def next_step(self) -> int:
+        """Behind the last that was recorded."""
+        return max((step.number for step in self.steps), default=self.first_step - 1) + 1
+
+    @property
+    def world_size(self) -> int | None:
+        """None: it was not recorded. A rank beyond it was numbered by hand, and nobody said how many there are."""
+        size = self.head["world_size"]
+        return None if size is None or int(size) <= int(self.head["rank"]) else int(size)
 
     def take(self, record: Record) -> None:
         if record.kind == LAYOUT:
@@ -83,14 +106,15 @@ class Segment:
         elif record.kind == END:
             self.end = from_json(record.payload)
         else:
-            self.steps.append(self._step(record.payload))
+            self.steps.append(self._step(record))
 
-    def _step(self, payload: bytes) -> Step:
-        number, when, flags, layout_number = STEP_FIELDS.unpack_from(payload)
+    def _step(self, record: Record) -> Step:
+        number, _, flags, layout_number = STEP_FIELDS.unpack_from(record.payload)
         layout = self._layouts[layout_number]
-        ends = STEP_FIELDS.size, STEP_FIELDS.size + 8 * len(layout.entries)
-        sums = np.frombuffer(payload[ends[0] : ends[1]], dtype=np.dtype("<u8"))
-        return Step(number, when, bool(flags & IS_START), bool(flags & IS_DETAILED), layout, sums, payload[ends[1] :])
+        sums = np.frombuffer(record.payload, dtype=np.dtype("<u8"), count=len(layout.entries), offset=STEP_FIELDS.size)
+        states = {name: int(sums[place]) for name, place in layout.generators.items()}
+        place = record.place + FRAME_BYTES + STEP_FIELDS.size
+        return Step(number, bool(flags & IS_START), bool(flags & IS_DETAILED), layout, states, self.world_size, self.path, place)
 
 
 @dataclass
@@ -112,19 +136,26 @@ class RankLedger:
 
     @cached_property
     def starts(self) -> dict[int, Step]:
-        """The states that segments began with, by the step they came after; of several the last."""
-        return {step.number: step for segment in self.segments for step in segment.steps if step.is_start}
+        """The states that segments began with, by the step they came after; without those that were given up."""
+        found: dict[int, Step] = {}
+        for segment in self.segments:
+            found = {number: step for number, step in found.items() if number < segment.first_step - 1}
+            found.update({step.number: step for step in segment.steps if step.is_start})
+        return found
 
     @cached_property
     def idle_generators(self) -> frozenset[str]:
         """Random number generators whose state never changed while a process ran: nobody drew from them."""
-        states = [segment.generator_states() for segment in self.segments]
-        names = {name for found in states for name in found if len(found[name]) > 1}
-        return frozenset(name for name in names if all(len(set(found.get(name, ()))) <= 1 for found in states))
+        found: dict[str, list[list[int]]] = {}  # by segment
+        for segment in self.segments:
+            for name in {name for step in segment.steps for name in step.generators}:
+                found.setdefault(name, []).append([step.generators[name] for step in segment.steps if name in step.generators])
+        seen = {name: states for name, states in found.items() if any(len(each) > 1 for each in states)}
+        return frozenset(name for name, states in seen.items() if all(len(set(each)) == 1 for each in states))
 
     @property
-    def world_sizes(self) -> set[int]:
-        return {int(segment.head["world_size"]) for segment in self.segments}
+    def world_sizes(self) -> set[int | None]:
+        return {segment.world_size for segment in self.segments}
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -142,34 +173,43 @@ class RankLedger:
             return f"ends in the middle of a record, as after a crash: its last {self.unfinished:,} bytes are left out"
         end = self.segments[-1].end
         if end is None:
-            return "has no end: the process was killed, or is still running"
-        return f"ended by {end['reason']}" if end["reason"] else ""
+            return "has no end: the process was killed, its disk was full, or it is still running"
+        if end["reason"]:
+            return f"ended by {end['reason']}"
+        return "" if end["next_step"] == self.segments[-1].next_step else "ended before its last step was written"
 
 
 def read_rank(path: Path) -> RankLedger:
     """One file. Raises LedgerError where it is damaged, or not a ledger."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise LedgerError(f"cannot read {path}: {error.strerror}") from None
     segments: list[Segment] = []
     end = 0
-    for record in records(path, data):
-        try:
-            if record.kind == HEAD:
-                segments.append(Segment(from_json(record.payload)))
-            else:
-                segments[-1].take(record)
-        except (KeyError, IndexError, ValueError, TypeError, zlib.error) as error:
-            raise LedgerError(f"{path} is damaged: the record at byte {record.place:,} makes no sense ({error!r})") from None
-        end = record.end
+    try:
+        for record in records(path):
+            _take(path, segments, record)
+            end = record.end
+        size = path.stat().st_size
+    except OSError as error:
+        raise LedgerError(f"cannot read {path}: {error.strerror}") from None
     if not segments:
         raise LedgerError(f"{path} is cut off before its first record was whole")
-    return RankLedger(path, segments, len(data) - end)
+    return RankLedger(path, segments, size - end)
 
 
-def read_run(path: str | Path) -> dict[int, RankLedger]:
-    """The ledgers of a run by rank: all files of a folder, or one file."""
+def _take(path: Path, segments: list[Segment], record: Record) -> None:
+    try:
+        if record.kind == HEAD:
+            segments.append(Segment(path, from_json(record.payload)))
+        else:
+            segments[-1].take(record)
+    except (KeyError, IndexError, ValueError, TypeError, struct.error, zlib.error) as error:
+        raise LedgerError(f"{path} is damaged: the record at byte {record.place:,} makes no sense ({error!r})") from None
+
+
+Run = dict[int, RankLedger]  # by rank
+
+
+def read_run(path: str | Path, rank: int | None = None) -> Run:
+    """The ledgers of a run: all files of a folder, or one file. rank: this one alone, if it is there."""
     path = Path(path)
     if path.is_file():
         found = read_rank(path)
@@ -179,4 +219,32 @@ def read_run(path: str | Path) -> dict[int, RankLedger]:
     files = {int(match[1]): file for file in path.iterdir() if (match := FILE_NAME.fullmatch(file.name))}
     if not files:
         raise LedgerError(f"there is no ledger in {path}: a folder of a run has files rank-0.ledger, rank-1.ledger, ...")
-    return {rank: read_rank(files[rank]) for rank in sorted(files)}
+    wanted = {0, rank} if rank in files else set(files)
+    run = {number: read_rank(files[number]) for number in sorted(files) if number in wanted}
+    for number, ledger in run.items():
+        if number != (own := int(ledger.segments[-1].head["rank"])):
+            raise LedgerError(f"{ledger.path} is the file of rank {own}, under the name of another")
+    _leave_out_ranks_that_left(run)
+    return {number: ledger for number, ledger in run.items() if rank not in files or number == rank}
+
+
+def _leave_out_ranks_that_left(run: Run) -> None:
+    """A run that resumed on fewer ranks gave up what the others had recorded from there on. Rank 0 is always there, and knows."""
+    for rank, ledger in run.items():
+        for steps, until in ((ledger.steps, 0), (ledger.starts, 1)):  # a start belongs to the step after it
+            for number in [number for number in steps if not took_part(run, rank, number + until)]:
+                del steps[number]
+
+
+def took_part(run: Run, rank: int, number: int) -> bool:
+    """Whether a rank was there in a step, as far as rank 0 knows."""
+    step = run[0].steps.get(number) if 0 in run else None
+    return step is None or step.world_size is None or rank < step.world_size
+
+
+def world_size_of(run: Run) -> int | None:
+    """The most ranks that took part; None where that was not recorded."""
+    last = {ledger.segments[-1].world_size for ledger in run.values()}
+    sizes = last | {step.world_size for step in run[min(run)].steps.values()}
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Container, Iterable, Sequence
@@ -20,12 +21,13 @@ from .collecting import Collector, UnderWay
 from .entries import Entry
 from .environment import environment
 from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
-from .hooks import ModuleHooks
+from .hooks import ModuleHooks, sees_modules
 from .leaves import all_leaves
-from .state import generators, gradients, optimizer_settings, optimizer_state, parameters_of, weights
+from .state import generators, gradients, optimizer_counts, optimizer_settings, optimizer_state, parameters_of, weights
 from .writing import LedgerFile
 
 Steps = Container[int] | bool
+MOST_SETTINGS = 8  # numbers of a hyper-parameter that are kept: betas are two
 
 
 def ledger(
@@ -46,14 +48,17 @@ def ledger(
     resume_from: the number of the first step, for a run that continues from a checkpoint. Appends to the ledger in `folder`, if any.
     rank: whose file it is; by default the rank in torch.distributed, or in the environment variable RANK.
     """
-    for name, value, least in (("keep", keep, 0), ("optimizer_every", optimizer_every, 1), ("resume_from", resume_from or 0, 0)):
+    numbers = (("keep", keep, 0), ("optimizer_every", optimizer_every, 1), ("resume_from", resume_from or 0, 0), ("rank", rank or 0, 0))
+    for name, value, least in numbers:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
     if isinstance(detail, str) or not (isinstance(detail, bool) or hasattr(detail, "__contains__")):
         raise TypeError(f"detail must be a range, a set or a list of steps, or True for all; got {detail!r}")
     number = _rank() if rank is None else rank
     file = LedgerFile(Path(folder) / f"rank-{number}.ledger", append=resume_from is not None)
-    return Ledger(file, number, detail, keep, optimizer_every, resume_from or 0)
+    head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment()}
+    file.append((HEAD, as_json(head)))
+    return Ledger(file, detail, keep, optimizer_every, resume_from or 0)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Ledger:
     On a GPU the record of a step is written when the next one is recorded, or at the end, so that nobody waits for the device.
     """
 
-    def __init__(self, file: LedgerFile, rank: int, detail: Steps, keep: int, optimizer_every: int, first_step: int) -> None:
+    def __init__(self, file: LedgerFile, detail: Steps, keep: int, optimizer_every: int, first_step: int) -> None:
         self.next_step = first_step
         self._file, self._detail, self._keep, self._optimizer_every = file, detail, keep, optimizer_every
         self._layouts: dict[tuple[Any, ...], int] = {}
@@ -83,8 +88,8 @@ class Ledger:
         self._unwritten: _Unwritten | None = None
         self._collector, self._hooks = Collector(), None  # type: Collector, ModuleHooks | None
         self._attention = AttentionCalls(lambda: None if self._hooks is None else self._hooks.current_module())
-        world = torch.distributed.get_world_size() if _distributed() else 1
-        file.append((HEAD, as_json({"first_step": first_step, "rank": rank, "world_size": world, "environment": environment()})))
+        self._has_detail = detail if isinstance(detail, bool) else bool(getattr(detail, "__len__", lambda: 1)())
+        self._outer_error = id(sys.exc_info()[1])  # one that is being handled already; not kept alive, with all its frames
 
     @property
     def stopped(self) -> str:
@@ -99,6 +104,7 @@ class Ledger:
         """
         if self.stopped:
             return
+        self._check_detail(model)
         start = Collector()
         start.add(weights(model, parameters_of(model)))
         self._add_others(start, model, optimizer, with_optimizer=True)
@@ -114,6 +120,7 @@ class Ledger:
         if self.stopped:
             self.next_step += 1
             return
+        self._check_detail(model)
         if detailed and self._hooks is None:
             raise LedgerError(f"detail of step {number} is recorded while it runs: call ledger.watch(model) before it")
         collector, calls = self._collector, self._attention.take()
@@ -129,14 +136,18 @@ class Ledger:
         self.next_step = number + 1
         self._prepare(model)
 
-    def close(self, reason: str = "") -> None:
-        """End the ledger. `reason`: why the run did not go on, if not because it was done."""
+    def close(self, reason: str | None = None) -> None:
+        """End the ledger. `reason`: why the run did not go on, if not because it was done; by default the exception on its way, if any."""
+        error = sys.exc_info()[1]
+        if reason is None:
+            reason = "" if error is None or id(error) == self._outer_error else _in_words(error)
         self._remove_hooks()
         self._attention.stop()
         try:
             self._write_before()
-        except RuntimeError as error:  # the device failed: what it had not yet told is lost, what was written before is not
-            warnings.warn(f"the ledger lacks its last step: {str(error).splitlines()[0]}", RuntimeWarning, stacklevel=2)
+        except RuntimeError as failure:  # the device failed: what it had not yet told is lost, what was written before is not
+            warnings.warn(f"the ledger lacks its last step: {str(failure).splitlines()[0]}", RuntimeWarning, stacklevel=2)
+            reason = reason or _in_words(failure)
         self._file.append((END, as_json({"next_step": self.next_step, "reason": reason})))
         self._file.close()
 
@@ -144,7 +155,13 @@ class Ledger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close("" if kind is None else f"{kind.__name__}: {error}")
+        self.close("" if error is None else _in_words(error))
+
+    def _check_detail(self, model: nn.Module) -> None:
+        """Once, and not at the first step with detail, which may be hours away."""
+        if self._has_detail and not sees_modules(model):
+            raise LedgerError("detail needs modules that hooks see; model.compile() leaves none: use torch.compile(model), or no detail")
+        self._has_detail = False
 
     def _wants_detail(self, step: int) -> bool:
         return self._detail if isinstance(self._detail, bool) else step in self._detail
@@ -167,7 +184,7 @@ class Ledger:
     def _add_others(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
         """What a training carries from step to step beside its weights."""
         if optimizer is not None:
-            collector.add(optimizer_settings(optimizer), keep=1)
+            collector.add((*optimizer_settings(optimizer), *optimizer_counts(optimizer)), keep=MOST_SETTINGS)
             if with_optimizer:
                 collector.add(optimizer_state(model, optimizer))
         collector.add(generators())
@@ -213,3 +230,15 @@ def _distributed() -> bool:
 
 def _rank() -> int:
     return int(torch.distributed.get_rank()) if _distributed() else int(os.environ.get("RANK", "0"))
+
+
+def _world_size(rank_is_given: bool) -> int | None:
+    """None: ranks are numbered by hand, and nobody says how many there are."""
+    if _distributed():
+        return int(torch.distributed.get_world_size())
+    size = os.environ.get("WORLD_SIZE")
+    return int(size) if size else None if rank_is_given or "RANK" in os.environ else 1
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .aligning import pairs
+from .aligning import Alignment, Alignments
 from .entries import Entry
 from .framing import LedgerError
-from .reading import Layout, RankLedger, Step, read_run
-from .surroundings import share_alike
+from .rank_pairs import RankPair, read_runs
+from .reading import Layout, RankLedger
 
 DIRECTIONS = ("forward", "backward", "update")
 DIRECTION_OF = {"batch": 0, "forward": 0, "loss": 0, "recompute": 1, "backward": 1, "gradient": 1, "weight": 2, "optimizer": 2}
@@ -35,54 +35,42 @@ class Spread:
 
 def spread(path_a: str | Path, path_b: str | Path, rank: int | None = None) -> Spread:
     """`rank`: by default the first that both runs have. Raises LedgerError where they have no step in common."""
-    a, b = read_run(path_a), read_run(path_b)
-    both = sorted(set(a) & set(b))
-    if not both or (rank is not None and rank not in both):
-        raise LedgerError(f"both runs must have rank {'0' if rank is None else rank}: A has {sorted(a)}, B has {sorted(b)}")
-    chosen = both[0] if rank is None else rank
-    return _of_rank(chosen, a[chosen], b[chosen])
+    return _of_rank(read_runs(path_a, path_b, rank).pairs[0])
 
 
-def _of_rank(rank: int, a: RankLedger, b: RankLedger) -> Spread:
+def _of_rank(ranks: RankPair) -> Spread:
+    a, b = ranks.a, ranks.b
     steps = sorted(set(a.steps) & set(b.steps))
     if not steps:
         raise LedgerError("the runs have no step in common")
     modules = _modules_of(a, b)
-    number = {module: place for place, module in enumerate(modules)}
     shape = len(DIRECTIONS), len(modules), len(steps)
     compared, differing = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    compare = _Compare(number, share_alike(a, b))
+    alignments, places = Alignments(ranks.weights_only), _Places(modules)
     for place, step in enumerate(steps):
-        direction, module, same = compare(a.steps[step], b.steps[step])
-        where, size = direction * len(modules) + module, len(DIRECTIONS) * len(modules)
-        counted = direction >= 0
-        compared[:, :, place] = np.bincount(where[counted], minlength=size).reshape(shape[:2])
-        differing[:, :, place] = np.bincount(where[counted & ~same], minlength=size).reshape(shape[:2])
-    return Spread(rank, modules, tuple(steps), _rolled_up(compared, modules), _rolled_up(differing, modules))
+        aligned = alignments.of(a.steps[step], b.steps[step])
+        where, size = places.of(aligned), len(DIRECTIONS) * len(modules)
+        differs = ~aligned.same(a.steps[step], b.steps[step])
+        compared[:, :, place] = np.bincount(where[where >= 0], minlength=size).reshape(shape[:2])
+        differing[:, :, place] = np.bincount(where[(where >= 0) & differs], minlength=size).reshape(shape[:2])
+    return Spread(ranks.rank, modules, tuple(steps), _rolled_up(compared, modules), _rolled_up(differing, modules))
 
 
-class _Compare:
-    """(direction, module, whether it is the same) of every tensor of a step. Most steps share a layout, which is looked at once."""
+class _Places:
+    """Direction and module of every tensor, as one number; -1: not counted. Most steps share an alignment, which is looked at once."""
 
-    def __init__(self, number: dict[str, int], complete: bool) -> None:
-        self.number, self.complete = number, complete
-        self._known: dict[tuple[int, int], tuple[Counts, Counts] | None] = {}  # None: their layouts differ
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._number = {module: place for place, module in enumerate(modules)}
+        self._last: tuple[Alignment | None, Counts] = None, np.zeros(0, dtype=np.int64)
 
-    def __call__(self, a: Step, b: Step) -> tuple[Counts, Counts, NDArray[np.bool_]]:
-        key = id(a.layout), id(b.layout)
-        if key not in self._known:
-            self._known[key] = self._places(a.layout.entries) if a.layout.entries == b.layout.entries else None
-        known = self._known[key]
-        return (*known, a.sums == b.sums) if known is not None else self.one_by_one(a, b)
+    def of(self, aligned: Alignment) -> Counts:
+        if self._last[0] is not aligned:
+            self._last = aligned, np.array([self._place(pair.entry) for pair in aligned.pairs], dtype=np.int64)
+        return self._last[1]
 
-    def one_by_one(self, a: Step, b: Step) -> tuple[Counts, Counts, NDArray[np.bool_]]:
-        found = pairs(a, b, self.complete)
-        return (*self._places(tuple(pair.entry for pair in found)), np.array([pair.same for pair in found], dtype=bool))
-
-    def _places(self, entries: tuple[Entry, ...]) -> tuple[Counts, Counts]:
-        """Direction -1: not counted."""
-        direction = np.array([DIRECTION_OF.get(entry.phase, -1) for entry in entries], dtype=np.int64)
-        return direction, np.array([self.number[entry.module] for entry in entries], dtype=np.int64)
+    def _place(self, entry: Entry) -> int:
+        direction = DIRECTION_OF.get(entry.phase)
+        return -1 if direction is None else direction * len(self._number) + self._number[entry.module]
 
 
 def _modules_of(a: RankLedger, b: RankLedger) -> tuple[str, ...]:

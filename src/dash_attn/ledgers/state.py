@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .entries import Entry
+from .entries import COUNT, SETTING, Entry
 from .leaves import of_text
 
 Named = Iterator[tuple[Entry, Tensor]]
@@ -82,7 +82,15 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> Named:
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
-                yield from _setting(Entry("optimizer", "", f"group {number} {key}", role="setting"), value)
+                yield from _setting(Entry("optimizer", "", f"group {number} {key}", role=SETTING), value)
+
+
+def optimizer_counts(optimizer: torch.optim.Optimizer) -> Named:
+    """Two numbers that tell at every step whether an optimizer has lost its state; all of that is read at some."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    yield Entry("optimizer", "", "of states", role=COUNT), torch.tensor(sum(map(len, states)))
+    steps = next((state["step"] for state in states if "step" in state), None)
+    yield from _setting(Entry("optimizer", "", "of steps", role=COUNT), steps)
 
 
 def _setting(entry: Entry, value: Any) -> Named:

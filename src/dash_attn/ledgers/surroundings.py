@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .aligning import Pair, pairs
+from .aligning import Alignments, share_alike
 from .culprit import name_of
-from .environment import ALWAYS_DIFFERENT
+from .rank_pairs import Runs
 from .reading import RankLedger
 
 Change = tuple[str, str, str]  # what, in A, in B
+ALWAYS_DIFFERENT = ("time", "pid")  # of environments: says nothing about why two runs differ
 
 
 def environment_changes(a: RankLedger, b: RankLedger) -> list[Change]:
@@ -26,18 +27,13 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", inner
 
 
-def share_alike(a: RankLedger, b: RankLedger) -> bool:
-    """Whether a rank has the same part of the work in both runs. On another number of ranks it has other micro-batches."""
-    return a.world_sizes == b.world_sizes and len(a.world_sizes) == 1
-
-
 def attention_changes(a: RankLedger, b: RankLedger) -> list[Change]:
     """The calls of the first step in which they differ."""
     for number in sorted(set(a.steps) & set(b.steps)):
         calls_a, calls_b = a.steps[number].layout.attention, b.steps[number].layout.attention
         if [plan for _, plan in calls_a] == [plan for _, plan in calls_b]:
             continue
-        if len(calls_a) != len(calls_b) and share_alike(a, b):
+        if len(calls_a) != len(calls_b) and share_alike(a.steps[number], b.steps[number]):
             return [(f"step {number}: calls", str(len(calls_a)), str(len(calls_b)))]
         found: dict[tuple[str, str, str], list[str]] = {}
         for place, ((module_a, plan_a), (module_b, plan_b)) in enumerate(zip(calls_a, calls_b, strict=False)):
@@ -62,21 +58,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
 
-def notes_on(a: dict[int, RankLedger], b: dict[int, RankLedger], ranks: list[int]) -> list[str]:
-    found: list[str] = []
-    if not all(share_alike(a[rank], b[rank]) for rank in ranks):
-        found.append("the numbers of ranks differ, so a rank may have other micro-batches: what both recorded under one name is compared")
-    for name, run, other in (("A", a, b), ("B", b, a)):
-        if alone := sorted(set(run) - set(other) - set(ranks)):
-            found.append(f"ranks {', '.join(map(str, alone))} are in {name} alone")
-        for rank in ranks:
-            mine, theirs = run[rank], other[rank]
-            if alone := sorted(set(mine.steps) - set(theirs.steps)):
-                found.append(f"rank {rank}: {span(alone)} of {name} alone")
-            if ending := mine.ending():
-                found.append(f"rank {rank}: {name} {ending}")
-            found += [f"rank {rank}: {name} {fault}" for fault in _resume_faults(mine)]
-    return found
+def notes_on(runs: Runs) -> list[str]:
+    found: list[tuple[int | None, str]] = []
+    sizes = [{size for ledger in run.values() for size in ledger.world_sizes} - {None} for run in (runs.a, runs.b)]
+    if sizes[0] != sizes[1] and all(sizes):
+        told = "the numbers of ranks differ, so a rank may have other micro-batches: what both recorded under one name is compared"
+        found.append((None, told))
+    for name, run in (("A", runs.a), ("B", runs.b)):
+        found += [(pair.rank, f"in {name} alone; weights are compared") for pair in runs.pairs if pair.weights_only and pair.rank in run]
+        found += [(rank, f"{name} {fault}") for rank, ledger in run.items() for fault in _resume_faults(ledger)]
+    return by_ranks(found)
 
 
 def _resume_faults(run: RankLedger) -> Iterator[str]:
@@ -84,18 +75,29 @@ def _resume_faults(run: RankLedger) -> Iterator[str]:
     for number, start in run.starts.items():
         if number not in run.steps:
             continue
-        lost = [pair.entry for pair in pairs(run.steps[number], start) if not pair.same and generator_of(pair) not in run.idle_generators]
+        aligned = Alignments().of(run.steps[number], start)
+        differing = [pair.entry for pair, same in zip(aligned.pairs, aligned.same(run.steps[number], start), strict=True) if not same]
+        lost = [entry for entry in differing if entry.phase != "rng" or entry.tensor not in run.idle_generators]
         if lost:
-            names = ", ".join(" ".join(filter(None, (entry.phase, entry.module, entry.tensor))) for entry in lost[:3])
+            names = ", ".join(" ".join(filter(None, (entry.phase, entry.module, entry.role, entry.tensor))) for entry in lost[:3])
             yield f"resumed at step {number + 1} from another state than it had after step {number}: {names}{', ...' * (len(lost) > 3)}"
 
 
-def generator_of(pair: Pair) -> str:
-    """The name of the random number generator, "" of other tensors."""
-    return pair.entry.tensor if pair.entry.phase == "rng" else ""
-
-
-def span(steps: list[int]) -> str:
-    if not steps:
+def span(steps: Iterable[int]) -> str:
+    found = sorted(steps)
+    if not found:
         return "no step"
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {min(steps)} to {max(steps)}"
+    return f"step {found[0]}" if len(found) == 1 else f"{len(found)} steps from {found[0]} to {found[-1]}"
+
+
+def by_ranks(told: Iterable[tuple[int | None, str]]) -> list[str]:
+    """One line for all ranks of which the same is told."""
+    ranks: dict[str, list[int]] = {}
+    for rank, what in told:
+        ranks.setdefault(what, []).extend(() if rank is None else (rank,))
+    return [f"{'rank' if len(found) == 1 else 'ranks'} {numbers(found)}: {what}" if found else what for what, found in ranks.items()]
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    found = [str(rank) for rank in sorted(ranks)]
+    return ", ".join(found) if len(found) <= 8 else f"{', '.join(found[:3])} and {len(found) - 3} others"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
 
 from .entries import Entry
 
@@ -20,18 +21,29 @@ class Element:
 
 def first_difference(entry: Entry, a: bytes, b: bytes) -> Element | None:
     """None where all elements that both runs kept are equal."""
-    size = entry.torch_dtype.itemsize
+    size = entry.itemsize
     for place in range(min(len(a), len(b)) // size):
         one, other = a[place * size : (place + 1) * size], b[place * size : (place + 1) * size]
         if one != other:
-            return Element(_index(place, entry.shape), shown(one, entry.torch_dtype), shown(other, entry.torch_dtype))
+            return Element(_index(place, entry.shape), shown(one, entry.dtype), shown(other, entry.dtype))
     return None
 
 
-def shown(data: bytes, dtype: torch.dtype) -> str:
+def shown(data: bytes, dtype: str) -> str:
     """The value, and its bits: two numbers may look alike, and NaNs do."""
-    value = torch.frombuffer(bytearray(data), dtype=dtype)[0].item()
-    return f"{value!r} (0x{data[::-1].hex()})"
+    return f"{_value(data, dtype)!r} (0x{data[::-1].hex()})"
+
+
+def _value(data: bytes, dtype: str) -> Any:
+    if dtype == "bfloat16":  # the upper half of a float32
+        data, dtype = bytes(2) + data, "float32"
+    if dtype in np.sctypeDict:
+        return np.frombuffer(data, dtype=dtype)[0].item()
+    import torch
+
+    if not hasattr(torch, dtype):
+        raise ValueError(f"this version of PyTorch has no dtype {dtype!r}")
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))[0].item()
 
 
 def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import warnings
@@ -9,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from .framing import MARK, LedgerError, framed, whole_bytes
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without flock answer: some Lustre, some NFS
 
 
 class LedgerFile:
@@ -38,15 +41,23 @@ class LedgerFile:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                warnings.warn(
+                    f"the ledger {self.path} is written without a lock, keep other processes from it: {error.strerror}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return
+            if not isinstance(error, BlockingIOError):
+                raise
             raise LedgerError(
                 f"another ledger writes to {self.path} at this moment: give every run a folder, and every rank its number"
             ) from None
 
     def _prepare(self, append: bool) -> int:
-        """The place of the next record. A record that a crash cut off is removed."""
-        data = self.path.read_bytes()
-        if not data:
+        """The place of the next record. What a crash left behind the last record is removed."""
+        if not os.fstat(self._file).st_size:
             self._end = 0
             self._write(MARK)
             return self._end
@@ -54,7 +65,7 @@ class LedgerFile:
             raise LedgerError(
                 f"{self.path} has a run already: choose another folder, or continue that run with resume_from=<its next step>"
             )
-        end = whole_bytes(self.path, data)
+        end = whole_bytes(self.path)
         os.ftruncate(self._file, end)
         return end
 
