@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-GOLDEN = ROOT / "tests" / "golden"
-FILES = {"orders": GOLDEN / "order_hashes.txt", "cpu": GOLDEN / "baseline_cpu.txt", "h200": GOLDEN / "baseline_h200.txt"}
+FOLDER = ROOT / "benchmarks" / "baseline"
+FILES = {"orders": ROOT / "tests" / "golden" / "order_hashes.txt", "cpu": FOLDER / "cpu.txt", "h200": FOLDER / "h200.txt"}
 Call = Callable[[str], dict[str, Any]]  # on a device: results by name
 
 
@@ -295,7 +295,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="record instead of comparing")
     parser.add_argument("--source", default=str(ROOT / "src"), help="the src folder of another version")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--file", type=Path, help="instead of the one under tests/golden")
+    parser.add_argument("--file", type=Path, help="instead of the one that is committed")
     arguments = parser.parse_args()
     file = arguments.file or FILES[arguments.kind]
     found = lines_of(arguments.kind, arguments.source, arguments.jobs)

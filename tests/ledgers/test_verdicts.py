@@ -18,7 +18,7 @@ import dash_attn
 from dash_attn.ledgers.framing import records
 from small_runs import AGREE, ERROR, FILE, INCOMPLETE, cut_behind, run, said
 
-OLD = Path(__file__).parent / "format_1"  # written by the first version that had ledgers, of `exact_run`
+OLD = Path(__file__).parents[1] / "old_files" / "exact-ledger"  # written by the first version that had ledgers, of `exact_run`
 
 
 def exact_run(folder: Path) -> None:

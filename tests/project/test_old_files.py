@@ -1,6 +1,6 @@
 """Files that version 0.1.0 wrote at 531d6b6 can be read: schedules, a machine file, a certificate, a ledger with a resumed segment.
 
-They are in tests/golden/files and are never written again.
+They are in tests/old_files and are never written again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from dash_attn import GENERATORS, Schedule, generate, lower
 from dash_attn.cli.main import main
 
-FILES = Path(__file__).parents[1] / "golden" / "files"
+FILES = Path(__file__).parents[1] / "old_files"
 SCHEDULES = sorted(FILES.glob("schedule-*.json"))
 
 
@@ -28,7 +28,12 @@ def test_schedules(path: Path) -> None:
 
 def test_all_kinds_are_here() -> None:
     assert len(SCHEDULES) == 6
-    assert {path.name for path in FILES.iterdir()} - {path.name for path in SCHEDULES} == {"certificate.json", "ledger", "machine.json"}
+    assert {path.name for path in FILES.iterdir()} - {path.name for path in SCHEDULES} == {
+        "certificate.json",
+        "exact-ledger",
+        "ledger",
+        "machine.json",
+    }
 
 
 def test_a_machine_file(capsys: pytest.CaptureFixture[str]) -> None:
