@@ -150,7 +150,7 @@ def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
         assert worst < 0.02, f"{name}: off by {worst:.3f} of the largest"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @each_case
 def test_all_devices_together_are_the_whole_call(memory: Memory, case: Case, overlap: bool) -> None:
     inputs, expected, _ = inputs_of(case)
@@ -557,7 +557,7 @@ def test_ranks_drive_devices_of_documents(case: Case) -> None:
 # One device with too few SMs
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("lengths", "heads"), [((2304, 2304), (2, 2)), ((2304, 1200), (3, 1))], ids=str)
 def test_in_legs_on_few_workers(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], heads: tuple[int, int], workers: int

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
-from typing import Any
 
 from dash_attn.backends.hopper import tiles as shapes
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES, threads_per_row
@@ -61,11 +59,11 @@ MODIFIED = [
         for softcap, modifiers in MODIFIERS
     ),
 ]
-FEW_MODIFIED = {  # that `make test` compiles
+FEW_MODIFIED = [  # that `make test` compiles
     "attention_backward_modified<bf16, 64, 64, false, MaskKind::Packed, true, false>",
     "attention_backward_modified<bf16, 128, 128, false, MaskKind::Band, true, true>",
     "attention_forward_modified<bf16, 64, 3, false, MaskKind::Packed, true, true>",
-}
+]
 HELPERS = [
     *(
         (
@@ -112,56 +110,27 @@ VARIANTS = [
 ]
 BF16_BACKWARD = [variant for variant in VARIANTS if variant[1].startswith("attention_backward<bf16")]
 OTHERS = [variant for variant in VARIANTS if variant not in BF16_BACKWARD]
-# Not those of decode, which are few, and not those of dropout and ALiBi, which are many.
-ATTENTION = [name for _, name in VARIANTS if "MaskKind" in name and "_modified<" not in name]
 
 
-def pairs(name: str) -> set[tuple[Any, ...]]:
-    """Every two choices of an attention kernel. Its two numbers, a shape, are one choice."""
-    kernel, given = name.rstrip(">").split("<")
-    dtype, dim, other, *rest = given.split(", ")
-    return {(kernel, *two) for two in combinations(enumerate((dtype, f"{dim}, {other}", *rest)), 2)}
-
-
-def thinned(names: list[str], start: list[str]) -> list[str]:
-    """`start`, and as few more as bring together every two choices that one of the names has."""
-    kept = list(start)
-    missing = set().union(*map(pairs, names)).difference(*map(pairs, start))
-    while missing:
-        kept.append(max(names, key=lambda name: len(pairs(name) & missing)))
-        missing -= pairs(kept[-1])
-    return kept
-
-
-def is_usual(name: str) -> bool:
-    """Ordered, without softcap, and of a band mask, or of a boolean one."""
-    plain = ", true, false, Mask" if name.startswith("attention_backward<") else ", false, Mask"
-    return plain in name and ("Band" in name or "Bits" in name)
-
-
-def is_twin(name: str) -> bool:
-    """A float16 kernel of decode, or before or after the backward: its bfloat16 twin differs in conversions alone."""
-    return name.startswith(("attention_decode", "backward_preprocess", "backward_postprocess")) and "<f16" in name
-
-
-def is_like_another(name: str) -> bool:
-    """Legs run the backward's code, and these shapes that of 128: their usual variants stand for the others."""
-    return "_of_legs<" in name or "<bf16, 80, " in name or "<bf16, 96, " in name
-
-
-# Those of boolean masks differ from those of block maps in few instructions: the shortest on registers stand for all.
-FEW_BITS = ("forward<bf16, 64, 3, f", "forward<bf16, 256, 2, f", "backward<bf16, 128, 128, true, f", "backward<bf16, 192, 128, true, f")
-MORE_BITS = {name for name in ATTENTION if "Bits" in name and not name.removeprefix("attention_").startswith(FEW_BITS)}
+def choices(name: str) -> set[tuple[str, int, str]]:
+    """What a kernel is made for, place by place. The two numbers of an attention kernel, a shape, are one choice."""
+    kernel, _, given = name.rstrip(">").partition("<")
+    values = given.split(", ")
+    if "MaskKind" in given:
+        values[1:3] = [", ".join(values[1:3])]
+    return {(kernel, place, value) for place, value in enumerate(values)}
 
 
 def always() -> list[str]:
-    """What `make test` compiles; `make test-all` and `make kernels` compile all. Float16 differs from bfloat16 in conversions alone."""
-    usual = [name for name in ATTENTION if is_usual(name) and name not in MORE_BITS]
-    to_meet = [name for name in ATTENTION if "<bf16" in name and "Bits" not in name and not is_like_another(name)]
-    in_bf16 = thinned(to_meet, [name for name in usual if "<bf16" in name])
-    in_f16 = [name for name in usual if "<f16, 128, " in name and "Band" in name]
-    others = [name for _, name in VARIANTS if name not in ATTENTION and not is_twin(name)]
-    return in_bf16 + in_f16 + [name for name in others if "_modified<" not in name or name in FEW_MODIFIED]
+    """What `make test` compiles: as few as have every choice of every kernel, those without softcap first. `make test-all` and
+    `make kernels` compile all. Float16 differs from bfloat16 in conversions alone, dropout and ALiBi stand beside any other choice.
+    """
+    names = sorted((name for _, name in VARIANTS if "_modified<" not in name), key=lambda name: ", true, Mask" in name)
+    missing, kept = set().union(*map(choices, names)), list[str]()
+    while missing:
+        kept.append(max(names, key=lambda name: (len(choices(name) & missing), "<f16" not in name)))
+        missing -= choices(kept[-1])
+    return kept + FEW_MODIFIED
 
 
 ALWAYS = set(always())

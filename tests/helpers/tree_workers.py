@@ -24,7 +24,7 @@ from tree_models import OddModel, backward, bits, gradients, mlp
 
 RANKS = 4
 MANY_RANKS = 7  # no power of two
-LATE_LIMIT = 4  # seconds; a busy machine needs some to build a group
+LATE_LIMIT = 3  # seconds; a busy machine needs some to build a group
 COUNTS = [*range(1, 18), 64]
 DDP_OPTIONS: list[dict[str, bool]] = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "odd": OddModel}
@@ -232,7 +232,7 @@ def _late(rank: int) -> dict[str, Any]:
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=LATE_LIMIT))
     if rank > 1:
         return {}
-    time.sleep(2 * LATE_LIMIT * rank)
+    time.sleep(1.7 * LATE_LIMIT * rank)
     return _finish_a_step(pair)
 
 

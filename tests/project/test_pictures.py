@@ -14,10 +14,11 @@ from dash_attn.viewing.gantt import gantt
 from figure_hash import shown
 from pictures import DOCS, DRAWINGS, drawn, file_hash, recorded, watched
 
-DEMO = "images/runs-part.png"  # trains four times; where the runs differ is up to the processor's rounding
+# The first trains four times, and where the runs differ is up to the processor's rounding. The second simulates many devices.
+SLOW = {"images/runs-part.png", "images/gantt-devices-32k.png"}
 
 
-@pytest.mark.parametrize("drawing", [pytest.param(name, marks=pytest.mark.exhaustive if name == DEMO else ()) for name in DRAWINGS])
+@pytest.mark.parametrize("drawing", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in DRAWINGS])
 def test_it_shows_what_is_drawn_now(drawing: str, tmp_path: Path) -> None:
     known = recorded()
     for name, what in drawn(drawing, tmp_path).items():

@@ -43,7 +43,10 @@ def test_what_is_refused_is_named(page: str) -> None:
 BITS = "\nimport hashlib\nprint(hashlib.sha256(b''.join(x.grad.float().cpu().numpy().tobytes() for x in (q, k, v))).hexdigest())"
 
 
-@pytest.mark.parametrize("example", [*blocks(README, "python"), *blocks(INDEX, "python")], ids=["README", "index"])
+EXAMPLES = zip(("README", "index"), [*blocks(README, "python"), *blocks(INDEX, "python")], ((), pytest.mark.exhaustive), strict=True)
+
+
+@pytest.mark.parametrize("example", [pytest.param(example, id=name, marks=marks) for name, example, marks in EXAMPLES])
 def test_the_examples_give_the_same_bits_in_every_run(example: str) -> None:
     """What they print, and the gradients that they promise."""
     runs = [subprocess.run([sys.executable, "-c", example + BITS], capture_output=True, text=True, timeout=120) for _ in range(2)]
