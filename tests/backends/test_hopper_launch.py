@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
@@ -20,6 +19,7 @@ from dash_attn.backends import document_offsets
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.order import WORKER_INVARIANT, Order
+from launchless import Driver, launchless_driver
 
 CALLS = ("forward", "backward", "backward_setup", "documents", "explain", "kernel_names", "layout", "packed", "tables")
 forward, backward, setup, documents, explain, kernel_names, layout, packed, tables = (
@@ -30,96 +30,10 @@ legs_on_device = import_module("dash_attn.backends.hopper.calls.legs_on_device")
 trouble = import_module("dash_attn.backends.hopper.device.trouble")
 
 
-@dataclass
-class Driver:
-    """Notes which kernels would have run, and with how many blocks."""
-
-    launched: list[tuple[str, int]] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-
-    def load(self, device: int, header: str, name: str, threads: int, shared_bytes: int) -> Any:
-        self.loaded.append(name)
-        return Kernel(self, name.split("<")[0], Compiled(name))
-
-
-@dataclass
-class Compiled:
-    sha256: str
-    origin: str = "compiled here, NVRTC 13.0"
-
-
-@dataclass
-class Kernel:
-    driver: Driver
-    name: str
-    kernel: Compiled
-
-    def prepare(self, grid: int, addresses: list[int], cooperative: bool = False, early: bool = False) -> Launch:
-        assert grid > 0
-        assert not (cooperative and early)
-        return Launch(self, grid)
-
-
-@dataclass
-class Launch:
-    kernel: Kernel
-    grid: int
-
-    def on(self, stream: Any) -> None:
-        self.kernel.driver.launched.append((self.kernel.name, self.grid))
-
-
-class Map:
-    address = 0
-
-    def __init__(self, tensor: Tensor, rows: int) -> None:
-        assert rows <= 256
-        assert tensor.shape[-1] % 8 == 0, "TMA needs strides of 16 bytes"
-
-    def point_to(self, pointer: int) -> None:
-        assert pointer % 16 == 0
-
-
-class NothingToReset:
-    @staticmethod
-    def cuMemsetD32Async(*_: Any) -> tuple[int]:
-        return (0,)
-
-
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    driver = Driver()
-    monkeypatch.setattr(kernel_names, "load_kernel", driver.load)
-    for module in (forward, setup, packed, device_backward):
-        monkeypatch.setattr(module, "sm_count", lambda index: 132)
-    for module in (forward, backward, device_backward):
-        monkeypatch.setattr(module, "TensorMap", Map)
-        monkeypatch.setattr(module, "current_stream", lambda index: 0)
-        monkeypatch.setattr(module, "raise_if_troubled", lambda: None)
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "_calls", layout.CallCache(module._calls._prepare))
-    for module in (forward, backward, layout, device_backward):
-        monkeypatch.setattr(module, "on_device", lambda index: nullcontext())
-    for module in (backward, packed, device_backward):
-        monkeypatch.setattr(module, "report_address", lambda: 0)
-    monkeypatch.setattr(forward, "cuda_driver", NothingToReset)
-    monkeypatch.setattr(forward, "prepare_counters", lambda device: None)
-    monkeypatch.setattr(forward, "shared_counter", lambda device, stream: None)
-    for module in (layout, device_backward):
-        monkeypatch.setattr(module, "device_index", lambda device: 0)
-    monkeypatch.setattr(legs_on_device, "_kept", type(legs_on_device._kept)(64))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
-    for cached in (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device):
-        cached.cache_clear()
-    yield driver
-    for cached in (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device):
-        cached.cache_clear()
-
-
-class Stream:
-    def synchronize(self) -> None:
-        """The tables are there."""
+def driver() -> Iterator[Driver]:
+    with launchless_driver() as driver:
+        yield driver
 
 
 def made(length: int, heads: int, dim: int, batch: int = 2) -> Tensor:
