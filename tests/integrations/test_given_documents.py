@@ -146,7 +146,7 @@ def test_a_note_lasts_as_long_as_the_forward() -> None:
     handle = model.base_model.layers[0].register_forward_hook(look)
     model(input_ids=IDS, position_ids=PACKED)
     handle.remove()
-    assert seen == [(["position_ids"], [])], "and in its own thread"
+    assert seen == [(["position_ids", "tokens", "has_cache"], [])], "and in its own thread"
     with pytest.raises(ValueError, match="cannot tell documents by position_ids"):
         model(input_ids=IDS, position_ids=PACKED // 2)
     assert not _given_documents.are_noted()
@@ -154,11 +154,12 @@ def test_a_note_lasts_as_long_as_the_forward() -> None:
 
 
 def test_notes_of_models_in_models_add_up() -> None:
-    """An outer model may drop what an inner one is not given."""
-    notes = [_given_documents._note({"cu_seq_lens_q": 1, "position_ids": 2}), _given_documents._note({"position_ids": 3})]
-    assert _given_documents.given_documents() == {"cu_seq_lens_q": 1, "position_ids": 3}
-    for note in notes:
-        _given_documents._forget(note)
+    """An outer model may drop what an inner one is not given, and make it a cache."""
+    _given_documents._note({"cu_seq_lens_q": 1, "position_ids": 2, "has_cache": False})
+    _given_documents._note({"position_ids": 3, "has_cache": True})
+    assert _given_documents.given_documents() == {"cu_seq_lens_q": 1, "position_ids": 3, "has_cache": False}
+    for _ in range(2):
+        _given_documents._forget()
     assert _given_documents.given_documents() == {}
 
 
@@ -173,12 +174,64 @@ def test_models_with_another_implementation_note_nothing() -> None:
 
 def test_lengths_that_a_layer_which_looks_ahead_is_not_handed_are_refused() -> None:
     made = huggingface.LayerMask(huggingface.Full(), (LENGTH, LENGTH))
-    made.noted = LENGTHS
+    made.noted = {**LENGTHS, "tokens": 2 * LENGTH, "has_cache": False}
     made.model = "A model"
     q = torch.randn(2, 4, LENGTH, 8)
     with pytest.raises(ValueError, match="would mix documents: A model was given cu_seq_lens_q, and a layer that looks ahead was not"):
         huggingface.attention(torch.nn.Identity(), q, q, q, made)
     assert huggingface.attention(torch.nn.Identity(), q, q, q, made, **LENGTHS)[0].shape == (2, LENGTH, 4, 8)
+    made.noted["tokens"] = 7  # of the model around it: this is a vision tower
+    assert huggingface.attention(torch.nn.Identity(), q, q, q, made)[0].shape == (2, LENGTH, 4, 8)
+
+
+@pytest.mark.parametrize("model_type", ["modernbert", "ultrabert"])
+@pytest.mark.parametrize("positions", [PACKED, PACKED // 2], ids=["packed", "repeated"])
+def test_positions_tell_no_documents_to_layers_that_look_ahead(model_type: str, positions: Tensor) -> None:
+    """Windows that look ahead among them: half of the layers would keep documents apart."""
+    ours, eager = (build("masked", model_type, name).eval()(input_ids=IDS, position_ids=positions)[0] for name in ("dash_attn", "eager"))
+    torch.testing.assert_close(ours, eager)
+
+
+def test_tokens_are_not_generated_behind_packed_documents() -> None:
+    model = build("causal", "llama", "dash_attn").eval()
+    with pytest.raises(NotImplementedError, match="packed documents with a cache, whose next tokens would attend all of them"):
+        model.generate(IDS, position_ids=PACKED.expand(2, -1), max_new_tokens=2)
+    model.generate(IDS, position_ids=torch.arange(LENGTH).expand(2, -1), max_new_tokens=2)
+
+
+def test_positions_of_an_encoder_decoder_model_that_has_no_name_for_them() -> None:
+    model = build("encoder-decoder", "bart", "dash_attn").eval()
+    with pytest.raises(ValueError, match="whose position_ids these are: BartForConditionalGeneration does not take them by name"):
+        model(input_ids=IDS, position_ids=PACKED)
+
+
+def test_a_configuration_changed_by_hand_and_a_subclass() -> None:
+    model = build("causal", "persimmon", "eager").eval()
+
+    class Wrapped(type(model.base_model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    inner = Wrapped(model.config).to(torch.float64).eval()
+    for one in (model, inner):
+        one.config._attn_implementation = "dash_attn"
+        assert moved(one, position_ids=PACKED) == 0
+        assert moved(one) > 1e-4
+    assert moved(lambda input_ids: inner(input_ids, None, PACKED)) == 0
+
+
+def test_another_thread_may_ask_in_between() -> None:
+    reader = _documents.PositionReader()
+    found = reader.offsets(PACKED, 1, LENGTH)
+    assert reader._last is not None
+    key = reader._last[1]
+
+    def meddling() -> Tensor:
+        reader._last = (lambda: None, key, None)  # type: ignore[assignment]
+        return PACKED
+
+    reader._last = (meddling, key, found)  # type: ignore[assignment]
+    assert reader.offsets(PACKED, 1, LENGTH) is found is not None
 
 
 @pytest.mark.parametrize("rows", [3, 4])

@@ -41,9 +41,9 @@ class PositionReader:
         """None if each row is one document."""
         if positions.is_inference():  # those do not count their changes
             return _offsets_of_positions(positions, batch, kv_len)
-        key = positions._version, batch, kv_len
-        if self._last is not None and self._last[0]() is positions and self._last[1] == key:
-            return self._last[2]
+        key, last = (positions._version, batch, kv_len), self._last  # once: another thread may change it
+        if last is not None and last[0]() is positions and last[1] == key:
+            return last[2]
         found = _offsets_of_positions(positions, batch, kv_len)
         self._last = weakref.ref(positions), key, found
         return found

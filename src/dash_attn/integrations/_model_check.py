@@ -32,6 +32,7 @@ def check(model: nn.Module) -> None:
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
             _check_one(part)
             watch_first_forward(part)
+        if isinstance(part, PreTrainedModel):  # its configuration may be changed by hand
             note_documents(type(part))
 
 

@@ -110,13 +110,16 @@ def attention(
 
 def _packed_offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> SequenceOffsets | None:
     """Of documents, where the batch is packed."""
-    handed = {name: value for name, value in arguments.items() if value is not None}
-    arguments = handed if isinstance(given.mask, Full) else {**given.noted, **handed}
+    noted, handed = given.noted, {name: value for name, value in arguments.items() if value is not None}
+    looks_ahead = isinstance(given.mask, Full) or (isinstance(given.mask, Window) and given.mask.right != 0)
+    arguments = handed if looks_ahead else {**noted, **handed}
     offsets = offsets_of_arguments(arguments) or given.offsets
-    if offsets is None and "cu_seq_lens_q" in given.noted:
+    if offsets is None and "cu_seq_lens_q" in noted and noted["tokens"] in (None, batch * given.keys):
         raise ValueError(f"dash_attn would mix documents: {given.model} was given cu_seq_lens_q, and a layer that looks ahead was not")
-    if offsets is None and "position_ids" in arguments and not given.documents_are_known and not isinstance(given.mask, Full):
+    if offsets is None and "position_ids" in arguments and not given.documents_are_known and not looks_ahead:
         offsets = _positions.offsets(arguments["position_ids"], batch, given.first_position + given.keys)
+    if offsets is not None and noted.get("has_cache"):
+        raise NotImplementedError("dash_attn does not support packed documents with a cache, whose next tokens would attend all of them")
     if offsets is not None and not isinstance(given.mask, (Full, Causal, Window)):
         raise NotImplementedError(
             f"dash_attn supports documents with causal, bidirectional and sliding-window masks; this one is {given.mask}"
