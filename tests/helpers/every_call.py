@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dash_attn.distributed import context_parallel_attention, shard, unshard
 from dash_attn.distributed.context import layout, of_rank
-from dash_attn.distributed.peers import Peers
+from dash_attn.distributed.peers import Peers, _hosts
 from processes import said
 
 RANKS, ODD = 3, 1
@@ -50,7 +51,9 @@ def everything(rank: int) -> dict[str, Any]:
         "swapped": {name: said(lambda kind=kind: _swapped(rank, kind)) for name, kind in BACKWARDS.items()},  # type: ignore[misc]
         "forward in a backward": said(lambda: _forward_in_a_backward(rank)),
         "a group for GPUs": _of_gpus_only(rank),
+        "groups that are kept": _groups_that_are_kept(),
         "right afterwards": _swapped(rank=0, kind={}),
+        "failed": _fails_and_goes_on(rank),
         "silent": _silent(rank),
     }
 
@@ -114,6 +117,29 @@ def _of_gpus_only(rank: int) -> str:
     """As NCCL is: the group itself cannot send what is in the host's memory."""
     group = dist.new_group(list(range(RANKS)), backend="cuda:gloo")
     return said(lambda: _attend(group=group, softcap=5.0 * (rank == ODD)))
+
+
+def _groups_that_are_kept() -> int:
+    """Of those that were made and destroyed."""
+    before = len(_hosts)
+    for _ in range(3):
+        group = dist.new_group(list(range(RANKS)))
+        unshard(torch.ones(1, 6), group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+    gc.collect()
+    return len(_hosts) - before
+
+
+def _fails_and_goes_on(rank: int) -> str:
+    """The odd rank's memory does not suffice; it goes on with its next batch."""
+    group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=LIMIT))
+    unshard(torch.ones(1, 6), group)
+    if rank == ODD:
+        with patch.object(layout, "gather_rows", side_effect=MemoryError("planted")), suppress(MemoryError):
+            unshard(torch.ones(1, 6), group)
+    return said(lambda: unshard(torch.ones(1, 6), group))
 
 
 def _silent(rank: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import dash_attn
 from dash_attn.ledgers import compare_runs
 from small_runs import AGREE, run, said
 
@@ -129,3 +130,37 @@ def test_a_generator_that_parts_the_runs_is_the_verdict(tmp_path: Path) -> None:
     assert (drawn.step, drawn.pair.entry.phase) == (2, "loss")  # it agreed until then
     assert lost_state is not None
     assert (lost_state.step, lost_state.before_it, lost_state.pair.entry.tensor) == (2, True, "torch cpu")
+
+
+def test_settings_that_one_run_alone_has_are_a_note(whole: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4)
+    groups: list[Any] = [{"params": [layer.weight]}, {"params": [layer.bias], "weight_decay": 0.5}]
+    run(tmp_path, model=(layer, torch.optim.AdamW(groups)))
+    _, first, printed = said(whole, tmp_path)
+    assert "first in step 0" in first
+    assert "note: settings of the optimizer that B alone has: " in printed
+    assert "group 1 weight_decay" in printed
+
+
+def test_a_generator_is_not_blamed_where_gradients_agree(tmp_path: Path) -> None:
+    """Without a loss and without a watched model."""
+
+    def drawing(change: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any], None]:
+        return lambda *given: (random.random(), change(*given))[1]
+
+    for name, change in (("a", lambda *given: None), ("b", changed("lr", 0.1))):
+        random.seed(name)
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        optimizer, noting = torch.optim.AdamW(layer.parameters()), drawing(change)
+        with dash_attn.ledger(tmp_path / name) as ledger:
+            for step in range(4):
+                noting(step, layer, optimizer)
+                optimizer.zero_grad()
+                layer(torch.full((2, 4), float(step))).square().mean().backward()
+                optimizer.step()
+                ledger.step(layer, optimizer)
+    first = compare_runs(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert (first.step, first.culprit.why) == (2, "hyper-parameters of the optimizer differ: group 0 lr")

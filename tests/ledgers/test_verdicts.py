@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,21 @@ def test_runs_that_follow_each_other_have_no_step_in_common(tmp_path: Path) -> N
     for options in ((), ("--partial",)):
         code, _, printed = said(tmp_path / "a", tmp_path / "b", *options)
         assert (code, "no step is in both" in printed) == (INCOMPLETE, True)
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(None, AGREE), (0, AGREE), (1, INCOMPLETE)])
+def test_an_exit_of_the_program_is_a_good_end_if_its_code_is(code: int | None, verdict: int, tmp_path: Path) -> None:
+    def leave(step: int, *given: object) -> None:
+        if step == 2:
+            sys.exit(code)
+
+    for name in "ab":
+        with pytest.raises(SystemExit):
+            run(tmp_path / name, before_step=leave)
+    assert said(tmp_path / "a", tmp_path / "b")[0] == verdict
+
+
+def test_a_file_of_zeros_is_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(bytes(4096))
+    run(tmp_path)
+    assert said(tmp_path, tmp_path)[0] == AGREE

@@ -46,8 +46,9 @@ def test_every_rank_must_have_the_steps_of_its_run(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in range(2):
         run(tmp_path, 3 - rank, rank=rank)
-    code, _, printed = said(tmp_path, tmp_path)
+    code, first, printed = said(tmp_path, tmp_path)
     assert code == INCOMPLETE
+    assert "as far as both go, steps 0 to 1. Compared" in first, "on every rank"
     assert "rank 1: A lacks step 2 of its rank 0" in printed
 
 
@@ -88,3 +89,37 @@ def test_the_rank_is_named(sizes: tuple[int, int], tmp_path: Path, monkeypatch: 
     assert said(a, b, "--rank", "1")[0] == DIFFER
     assert said(a, b, "--rank", "0")[0] == AGREE
     assert "no rank 5 can be compared" in said(a, b, "--rank", "5")[2]
+
+
+def test_states_of_an_optimizer_that_ranks_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many a rank has does not mean the same on another number of ranks. On as many it does."""
+    for size in (1, 2):
+        for rank in range(size):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(size))
+            torch.manual_seed(0)
+            layer = torch.nn.Linear(4, 4)
+            own = list(layer.parameters())[rank::size]
+            run(tmp_path / str(size), model=(layer, torch.optim.AdamW(own, lr=0.0, weight_decay=0.0)))
+    assert said(tmp_path / "1", tmp_path / "2")[0] == AGREE
+
+
+def test_the_environment_is_that_of_the_rank_which_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(rank: int, step: int, model: Any) -> None:
+        corrupt_rank_1(rank, step, model)
+
+    a = of_ranks(tmp_path / "a", monkeypatch, 2)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", f":16:{8 + rank}") if rank else None
+        run(tmp_path / "b", 3, before_step=lambda step, model, _, rank=rank: fault(rank, step, model))  # type: ignore[misc]
+    code, first, printed = said(a, tmp_path / "b")
+    assert (code, "on rank 1" in first, "CUBLAS_WORKSPACE_CONFIG" in printed) == (DIFFER, True, True)
+
+
+def test_a_file_beside_a_folder_that_lost_its_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = (of_ranks(tmp_path / name, monkeypatch, 2) for name in "ab")
+    (b / "rank-1.ledger").unlink()
+    assert "no rank is in both runs: A has [1], B has [0]" in said(a / "rank-1.ledger", b)[2]
+    (a / FILE).write_bytes(b"damaged")
+    assert said(a, a, "--rank", "1")[0] == AGREE  # all that was asked for

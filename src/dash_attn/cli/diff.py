@@ -124,15 +124,20 @@ def verdict(found: Comparison) -> str:
     """In one line."""
     from ..ledgers.surroundings import numbers
 
-    steps = f"{_plural('step', found.steps)} {' to '.join(map(str, found.steps[:1] + found.steps[1:][-1:]))}"
-    steps = steps if found.steps else "the states they start with"
+    steps = _in_words(found.steps)
     compared = f"{found.tensors:,} tensors of {steps}, {_plural('rank', found.ranks)} {numbers(found.ranks)}"
     if found.first is not None:
         where = f"{'before' if found.first.before_it else 'in'} step {found.first.step} on rank {found.first.rank}"
         return f"The runs differ, first {where}. Compared: {compared}."
     if found.lacking:
-        return f"Not complete: the runs agree only as far as both go, {steps}. Compared: {compared}."
+        return f"Not complete: the runs agree only as far as both go, {_in_words(found.steps_of_all)}. Compared: {compared}."
     return f"The runs agree{' as far as both go' * bool(found.taken_as_partial)}: {compared}."
+
+
+def _in_words(steps: Sequence[int]) -> str:
+    if not steps:
+        return "the states they start with"
+    return f"{_plural('step', steps)} {' to '.join(map(str, (*steps[:1], *steps[1:][-1:])))}"
 
 
 def _plural(word: str, of: Sequence[int]) -> str:

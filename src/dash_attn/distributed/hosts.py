@@ -100,7 +100,9 @@ class Hosts:
     def _gloo(self) -> Any:
         """Made when it is first needed, by all ranks."""
         self._meet()
-        return distributed_c10d.ProcessGroupGloo(self._store, self.rank, self.count, self.limit)
+        made = distributed_c10d.ProcessGroupGloo(self._store, self.rank, self.count, self.limit)
+        self._meet = lambda: None  # it holds the group, which would then never be freed
+        return made
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -116,7 +118,7 @@ class Hosts:
 
     def _leave_word(self, why: str) -> None:
         with suppress(RuntimeError):  # the store may be gone with its rank
-            self._store.set(f"stopped {self.rank}", f"{self.number} {why}")
+            self._store.set(f"stopped {self.rank} {self.number}", why)
 
     def _of_others(self, error: Lost) -> str:
         """Who was heard of last: a rank that waits, too, is not the one that is missing."""
@@ -137,7 +139,6 @@ class Hosts:
         return found
 
     def _word_of(self, rank: int) -> str:
-        """Of this call or the one before, which it may not have ended."""
-        key = f"stopped {rank}"
-        number, _, why = self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("0", "", "")
-        return why if int(number) >= self.number - 1 else ""
+        """Of this call, of the one before, which it may not have ended, or of the next: a rank that failed may have gone on."""
+        keys = [f"stopped {rank} {number}" for number in (self.number, self.number - 1, self.number + 1)]
+        return next((self._store.get(key).decode() for key in keys if self._store.check([key])), "")

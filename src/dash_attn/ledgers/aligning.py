@@ -50,14 +50,15 @@ class Alignment:
     """Of two layouts: which tensors are compared, in execution order, that of the run with more of them.
 
     Phases that only one of them recorded are left out.
-    alone: (run, what) that only one of them has, though runs that did the same have it both.
+    alone: (run, what) that only one of them has, though runs that did the same have it both. settings_alone: (run, setting) likewise;
+    many of those change nothing.
     """
 
     def __init__(self, a: Layout, b: Layout, complete: bool = True, weights_only: bool = False) -> None:
         """complete: whether a tensor that only one has is a difference. It is not where a rank has other micro-batches in the two runs.
         weights_only: ranks that share no work have the weights in common."""
-        self._layouts, self.alone = (a, b), set[tuple[str, str]]()
-        if weights_only or a.entries != b.entries:
+        self._layouts, self.alone, self.settings_alone = (a, b), set[tuple[str, str]](), list[tuple[str, str]]()
+        if weights_only or not complete or a.entries != b.entries:
             rows = self._matched(complete, weights_only)
         else:
             rows = [(place, place) for place in range(len(a.entries))]
@@ -78,6 +79,9 @@ class Alignment:
         keys = [key for key in {**more, **less} if key[0] in phases[0] & phases[1] and not (weights_only and key[2] == "buffer")]
         in_one = [key for key in keys if (key in at_a) != (key in at_b)]
         left_out = {key for key in in_one if not complete or key[0] not in COMPLETE}
+        if not complete:  # other ranks may share the states of an optimizer
+            left_out |= {key for key in keys if key[2] == COUNT}
+        self.settings_alone = [("A" if key in at_a else "B", key[3]) for key in in_one if key[2] == SETTING]
         self.alone = {("A", phase) for phase in phases[0] - phases[1]} | {("B", phase) for phase in phases[1] - phases[0]}
         self.alone |= {("A" if key in at_a else "B", "some weights") for key in left_out if key[0] == "weight"}
         return [(at_a.get(key), at_b.get(key)) for key in keys if key not in left_out]

@@ -45,6 +45,7 @@ class Comparison:
     lacking: list[str]
     taken_as_partial: list[str]
     steps: tuple[int, ...]  # compared on any rank
+    steps_of_all: tuple[int, ...]  # on every rank that has its like in the other run
     steps_that_differ: tuple[int, ...]
     tensors: int  # compared in all
     ranks: tuple[int, ...]
@@ -106,11 +107,12 @@ def compare_runs(
     """
     runs = read_runs(path_a, path_b, rank)
     found = {pair.rank: _compare_rank(pair, stop) for pair in runs.pairs}
-    a, b = runs.pairs[0].a, runs.pairs[0].b
+    _, a, b, _ = runs.pairs[0]
     if not any(of_rank.tensors for of_rank in found.values()):
         raise LedgerError(f"nothing was recorded in both runs: A has {span(a.steps)} and B has {span(b.steps)}")
     firsts = [of_rank.first for of_rank in found.values() if of_rank.first is not None]
     first = min(firsts, key=_time_of, default=None)
+    _, a, b, _ = next((pair for pair in runs.pairs if first is not None and pair.rank == first.rank), runs.pairs[0])
     lacks = list(_lacks(runs, found))
     taken = [lack for lack in lacks if partial and lack.is_shorter]
     return Comparison(
@@ -118,6 +120,7 @@ def compare_runs(
         lacking=in_words(lack for lack in lacks if lack not in taken),
         taken_as_partial=in_words(taken),
         steps=tuple(sorted({step for of_rank in found.values() for step in of_rank.steps})),
+        steps_of_all=_steps_of_all(runs, found),
         steps_that_differ=tuple(sorted({step for of_rank in found.values() for step in of_rank.differing})),
         tensors=sum(of_rank.tensors for of_rank in found.values()),
         ranks=tuple(found),
@@ -126,6 +129,11 @@ def compare_runs(
         attention=attention_changes(a, b),
         notes=[*notes_on(runs), *_notes_of_difference(runs, first, firsts), *_notes_of_ranks(found)],
     )
+
+
+def _steps_of_all(runs: Runs, found: dict[int, _OfRank]) -> tuple[int, ...]:
+    whole = [pair for pair in runs.pairs if not pair.weights_only] or runs.pairs
+    return tuple(sorted(set.intersection(*(set(found[pair.rank].steps) for pair in whole))))
 
 
 def _lacks(runs: Runs, found: dict[int, _OfRank]) -> Iterator[Lack]:
@@ -155,7 +163,8 @@ def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
         if found.first is None and len(places):
             blamed = suspects.blamed(moment, int(places[0]))
             at, place = blamed or (moment, int(places[0]))
-            found.first, found.notes = at.difference(ranks.rank, place), suspects.notes(blamed)
+            found.first = at.difference(ranks.rank, place)
+            found.notes = [*suspects.notes(blamed), *_notes_of_settings(found.first, at.aligned)]
         elif found.first is None:
             suspects.look(moment, same)
         if stop and found.first is not None:
@@ -197,6 +206,15 @@ def _notes_of_difference(runs: Runs, first: FirstDifference | None, firsts: list
     if first is not None and first.pair.entry.phase == "gradient" and sizes != {1}:
         # What modules computed agreed on every rank, or was not recorded: a sum over ranks came between.
         yield "gradients are recorded after they were summed over ranks: that sum may be what differs, not the module"
+
+
+def _notes_of_settings(first: FirstDifference, aligned: Alignment) -> Iterator[str]:
+    """Of what only one optimizer has, where its update may be what differs."""
+    if first.pair.entry.phase in ("weight", "optimizer"):
+        for run in ("A", "B"):
+            names = [name for of_run, name in aligned.settings_alone if of_run == run]
+            if names:
+                yield f"settings of the optimizer that {run} alone has: {', '.join(names)}"
 
 
 def _notes_of_ranks(found: dict[int, _OfRank]) -> list[str]:

@@ -32,8 +32,9 @@ def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -
     a, b = read_run(path_a, rank), read_run(path_b, rank)
     if rank is not None and set(a) != set(b):
         a, b = read_run(path_a), read_run(path_b)  # a rank that one of them has not: compared with another one
+    alone = [Path(path).is_file() or world_size_of(run) in (1, None) for path, run in ((path_a, a), (path_b, b))]
     named = Path(path_a).is_file() or Path(path_b).is_file()
-    pairs = _same_ranks(a, b, named) + ([] if named else _other_ranks(a, b))
+    pairs = _same_ranks(a, b, named and all(alone)) + ([] if named else _other_ranks(a, b))
     chosen = [pair for pair in pairs if rank is None or pair.rank == rank]
     if not chosen:
         raise LedgerError(f"no rank {rank} can be compared: A has {sorted(a)}, B has {sorted(b)}")
@@ -43,8 +44,8 @@ def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -
     return Runs(a, b, chosen, one_rank)
 
 
-def _same_ranks(a: Run, b: Run, named: bool) -> list[RankPair]:
-    if named and len(a) == len(b) == 1:  # whatever their numbers are
+def _same_ranks(a: Run, b: Run, one_by_one: bool) -> list[RankPair]:
+    if one_by_one and len(a) == len(b) == 1:  # whatever their numbers are
         return [RankPair(next(iter(a)), next(iter(a.values())), next(iter(b.values())))]
     both = sorted(set(a) & set(b))
     if not both:

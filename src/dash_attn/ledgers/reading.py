@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -184,15 +185,15 @@ def read_rank(path: Path) -> RankLedger:
     segments: list[Segment] = []
     end = 0
     try:
+        size = path.stat().st_size  # before more is written
         for record in records(path):
             _take(path, segments, record)
             end = record.end
-        size = path.stat().st_size
     except OSError as error:
         raise LedgerError(f"cannot read {path}: {error.strerror}") from None
     if not segments:
         raise LedgerError(f"{path} is cut off before its first record was whole")
-    return RankLedger(path, segments, size - end)
+    return RankLedger(path, segments, max(0, size - end))
 
 
 def _take(path: Path, segments: list[Segment], record: Record) -> None:
@@ -219,8 +220,10 @@ def read_run(path: str | Path, rank: int | None = None) -> Run:
     files = {int(match[1]): file for file in path.iterdir() if (match := FILE_NAME.fullmatch(file.name))}
     if not files:
         raise LedgerError(f"there is no ledger in {path}: a folder of a run has files rank-0.ledger, rank-1.ledger, ...")
-    wanted = {0, rank} if rank in files else set(files)
-    run = {number: read_rank(files[number]) for number in sorted(files) if number in wanted}
+    run = {number: read_rank(file) for number, file in sorted(files.items()) if rank not in files or number == rank}
+    if rank in files and 0 in files and rank != 0:
+        with suppress(LedgerError):  # it says whether the rank took part to the end; its own faults are not asked for
+            run[0] = read_rank(files[0])
     for number, ledger in run.items():
         if number != (own := int(ledger.segments[-1].head["rank"])):
             raise LedgerError(f"{ledger.path} is the file of rank {own}, under the name of another")

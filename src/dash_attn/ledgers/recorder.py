@@ -155,7 +155,7 @@ class Ledger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close("" if error is None else _in_words(error))
+        self.close("" if error is None or (isinstance(error, SystemExit) and not error.code) else _in_words(error))
 
     def _check_detail(self, model: nn.Module) -> None:
         """Once, and not at the first step with detail, which may be hours away."""

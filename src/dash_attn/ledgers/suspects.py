@@ -39,7 +39,7 @@ class Suspects:
         """Where the generator differed first that explains a difference in this moment, if one does."""
         before = {pair.entry.phase for pair in moment.aligned.pairs[:place]}
         kept = moment.aligned.pairs[place].entry.role in ("parameter", "buffer")
-        if moment.is_start or kept or "loss" in before:  # a forward that agrees drew nothing that matters
+        if moment.is_start or kept or before & {"loss", "backward", "gradient"}:  # a forward that agrees drew nothing that matters
             return None
         return next((since for name, since in self._since.items() if self._is_drawn(name, moment)), None)
 

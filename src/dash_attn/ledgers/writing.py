@@ -57,7 +57,8 @@ class LedgerFile:
 
     def _prepare(self, append: bool) -> int:
         """The place of the next record. What a crash left behind the last record is removed."""
-        if not os.fstat(self._file).st_size:
+        if self._is_empty():
+            os.ftruncate(self._file, 0)
             self._end = 0
             self._write(MARK)
             return self._end
@@ -68,6 +69,10 @@ class LedgerFile:
         end = whole_bytes(self.path)
         os.ftruncate(self._file, end)
         return end
+
+    def _is_empty(self) -> bool:
+        """Also where a machine crashed before anything was on its disk, and left zeros."""
+        return not any(os.pread(self._file, len(MARK), 0)) and not any(os.pread(self._file, os.fstat(self._file).st_size, 0))
 
     def _write(self, data: bytes) -> None:
         try:

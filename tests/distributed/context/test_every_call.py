@@ -57,6 +57,15 @@ def test_hosts_compare_whatever_the_group_can_send(found: Found) -> None:
     assert all(f"rank 0 and rank {ODD} differ in softcap" in one["a group for GPUs"] for one in found)
 
 
+def test_destroyed_groups_are_let_go(found: Found) -> None:
+    assert [one["groups that are kept"] for one in found] == [0] * RANKS
+
+
+def test_why_a_rank_failed_is_told_though_it_went_on(found: Found) -> None:
+    for rank in set(range(RANKS)) - {ODD}:
+        assert f"Rank {ODD} stopped, too, and says: MemoryError('planted')" in found[rank]["failed"]
+
+
 def test_what_follows_is_right(found: Found) -> None:
     """The control: backwards in one order have the bits of one process, also after all these errors."""
     for number, place in ((1, 0), (2, 1)):
