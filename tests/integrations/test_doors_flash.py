@@ -199,7 +199,7 @@ ODD: dict[str, tuple[Any, ...]] = {
         *(None, 5, "ab", (), (1,), (1, 2, 3), (None, 0), (1.5, 0), (True, 0), ("1", 0), (NAN, 0), {1, 2}),
         *((-2, 0), (0, -5), (2**31, 0), (2**70, 0), np.array([3, 0]), torch.tensor([3, 0]), (torch.tensor(3), 0), ([1], 2)),
     ),
-    "alibi_slopes": (torch.ones(7), torch.ones(1, dtype=torch.int64), 0.0, False),
+    "alibi_slopes": (torch.ones(9), torch.ones(1, dtype=torch.int64), 0.0, False),
     "block_table": (torch.zeros(1, 1, dtype=torch.int32), False),
     "num_splits": (1,),
     "seqused_k": (None,),
