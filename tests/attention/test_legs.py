@@ -53,7 +53,7 @@ def check_on_all(inputs: Inputs, mask: Mask, expected: Results, threads: bool, w
             assert_same_bits(run(), expected, f"{count} workers, seed {seed}")
 
 
-@pytest.mark.parametrize("threads", [False, True], ids=["coroutines", "threads"])
+@pytest.mark.parametrize("threads", [pytest.param(False, id="coroutines", marks=pytest.mark.exhaustive), pytest.param(True, id="threads")])
 @pytest.mark.parametrize("name", SHAPES)
 def test_full_masks(name: str, threads: bool) -> None:
     inputs, problem = made(SHAPES[name]), problem_of(SHAPES[name])

@@ -544,8 +544,14 @@ ROWS_OF_DOCUMENTS = {
 }
 
 
+SLOW_ROWS = ("causal, batch, contiguous", "full, gangs")
+
+
 @pytest.mark.usefixtures("plain_forward")
-@pytest.mark.parametrize("case", ROWS_OF_DOCUMENTS.values(), ids=ROWS_OF_DOCUMENTS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(row, id=name, marks=pytest.mark.exhaustive if name in SLOW_ROWS else ()) for name, row in ROWS_OF_DOCUMENTS.items()],
+)
 def test_ranks_drive_devices_of_documents(case: Case) -> None:
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
     assert isinstance(case.mask, Documents)

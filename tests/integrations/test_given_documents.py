@@ -184,7 +184,7 @@ def test_lengths_that_a_layer_which_looks_ahead_is_not_handed_are_refused() -> N
     assert huggingface.attention(torch.nn.Identity(), q, q, q, made)[0].shape == (2, LENGTH, 4, 8)
 
 
-@pytest.mark.parametrize("model_type", ["modernbert", "ultrabert"])
+@pytest.mark.parametrize("model_type", ["modernbert", pytest.param("ultrabert", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("positions", [PACKED, PACKED // 2], ids=["packed", "repeated"])
 def test_positions_tell_no_documents_to_layers_that_look_ahead(model_type: str, positions: Tensor) -> None:
     """Windows that look ahead among them: half of the layers would keep documents apart."""
