@@ -55,7 +55,7 @@ def needed_kernels() -> list[KernelName]:
 
 
 def compile_all() -> int:
-    from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
+    from dash_attn.backends.hopper.driver.compile import compile_kernel, compiler_version
 
     kernels, bad = needed_kernels(), 0
     for kernel in kernels:

@@ -29,15 +29,15 @@ from dash_attn import Causal, Full, Mask, Problem, Window, flash_attn_func
 from dash_attn.backends.hopper import devices, tiles
 from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
 from dash_attn.backends.hopper.calls.tables import mask_kind
-from dash_attn.backends.hopper.device.compile import compile_kernel
+from dash_attn.backends.hopper.driver.compile import compile_kernel
 from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import DEFAULT_WORKERS, plan_for
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.share import share
-from dash_attn.scheduling.devices.units import SharedSchedule, Unit
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.share import share
+from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 ROUNDS = 7
@@ -109,10 +109,10 @@ class Shared:
             out[:, mine], lse[:, :, mine] = some
         return out, lse
 
-    def backward(self, device: int, inputs: tuple[Tensor, ...], overlap: bool) -> devices.DeviceBackward:
+    def backward(self, device: int, inputs: tuple[Tensor, ...], overlap: bool) -> devices.RankBackward:
         """inputs: dO, q, out and LSE of the device's rows, all of k and v."""
         dout, q, out, lse, k, v = inputs
-        made = devices.DeviceBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None), overlap)
+        made = devices.RankBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None), overlap)
         made.take_keys(k, v, 0)
         return made
 
@@ -127,10 +127,10 @@ class Shared:
         played = [self.backward(device, (*self.own(device, dout, q, out, lse), k, v), overlap) for device in range(self.case.devices)]
         states: dict[int, Tensor] = {}
         for unit in self.shared.units:
-            state = played[unit.device].new_state(unit) if unit.before is None else states.pop(unit.before)
+            state = played[unit.rank].new_state(unit) if unit.before is None else states.pop(unit.before)
             if change is not None:
                 change(unit, state)
-            played[unit.device].run(unit, state)
+            played[unit.rank].run(unit, state)
             if unit.after is not None:
                 states[unit.number] = state
         gradients = [torch.empty_like(x) for x in (q, k, v)]
@@ -273,7 +273,7 @@ def measure(case: Case) -> Times:
         own = (*shared.own(device, dout, q, out, lse), k, v)
         for name, ms in times_of_device(shared, device, own):
             slowest[name] = max(ms, slowest.get(name, 0.0))
-    units = max(map(len, shared.shared.by_device))
+    units = max(map(len, shared.shared.by_rank))
     return Times(str(case), case.devices, shared.shared.heads_together, units, plain_ms, slowest)
 
 
@@ -292,14 +292,14 @@ def times_of_device(shared: Shared, device: int, own: tuple[Tensor, ...]) -> Ite
 
 def scratch_states(shared: Shared, device: int) -> dict[int, Tensor]:
     """Memory for states by size: what is in it does not change the time."""
-    sizes = {shared.shared.state_tiles(unit) * devices.tile_size(*shared.case.dims) for unit in shared.shared.by_device[device]}
+    sizes = {shared.shared.state_tiles(unit) * devices.tile_size(*shared.case.dims) for unit in shared.shared.by_rank[device]}
     return {size: torch.randn(size, device="cuda") for size in sizes}
 
 
 def run_alone(shared: Shared, device: int, own: tuple[Tensor, ...], states: dict[int, Tensor], overlap: bool) -> tuple[Tensor, ...]:
     """A device's part of the backward, from preprocess to postprocess, for whose states nobody waits."""
     backward = shared.backward(device, own, overlap)
-    for unit in shared.shared.by_device[device]:
+    for unit in shared.shared.by_rank[device]:
         backward.run(unit, states[backward.state_size(unit)])
     return backward.finish()
 

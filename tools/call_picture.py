@@ -38,7 +38,7 @@ BOXES = {
     "autograd": Box(LEFT, 5.4, "attention/autograd.py", "forward now, backward later"),
     "calls": Box(LEFT, 4.3, "backends/hopper/calls/", "forward.py, backward.py"),
     "tables": Box(LEFT, 2.6, "backends/hopper/calls/tables.py", "uploaded and kept, once per shape"),
-    "driver": Box(LEFT, 1.5, "backends/hopper/device/driver.py", "kernels compiled, loaded, launched"),
+    "driver": Box(LEFT, 1.5, "backends/hopper/driver/launch.py", "kernels compiled, loaded, launched"),
     "masks": Box(MIDDLE, 7.6, "masks/rules.py", "tile_map: empty, partial or full tiles"),
     "problem": Box(MIDDLE, 6.35, "scheduling/problem.py", "mask + shape -> Problem"),
     "generators": Box(MIDDLE, 5.1, "scheduling/generators/, order.py", "walks and ranks: the order of every sum"),

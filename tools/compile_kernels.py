@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
-from dash_attn.backends.hopper.device.compile import compile_uncached, compiler_version
+from dash_attn.backends.hopper.driver.compile import compile_uncached, compiler_version
 from kernel_variants import VARIANTS, allowed_bytes, assembler_complaints
 
 

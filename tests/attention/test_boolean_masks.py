@@ -21,7 +21,7 @@ from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.masks import TilePattern
 from dash_attn.masks.boolean_mask import packed_on_device
-from dash_attn.masks.packed_matrix import PackedMatrix
+from dash_attn.masks.bit_matrix import PackedMatrix
 from dash_attn.nn import SelfAttention
 from dense import Results, assert_same_bits, largest_error, random_inputs, run_dense, run_ours, same_bits
 from kept_pairs import dense_modified

@@ -30,7 +30,7 @@ from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.integrations.sdpa import replace_sdpa
 from dash_attn.nn import SelfAttention
-from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, rank_within
+from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
 from dense import assert_same_bits, random_inputs, run_ours, same_bits
 
 LENGTH = 600
@@ -45,7 +45,7 @@ def shuffled(mask: Mask, length: int = LENGTH) -> Schedule:
     problem = Problem(mask, length, length, 64, 128)
     start = np.random.default_rng(3).permutation(problem.kv_tiles)
     chain, q_tile = np.nonzero(problem.kept.T)
-    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, np.argsort(start)[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
+    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, np.argsort(start)[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
     return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), 16)
 
 

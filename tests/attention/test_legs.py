@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, TileMap, Window, explain, flash_attn_func, generate
-from dash_attn.backends.cpu.devices import DeviceBackward
+from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.backends.cpu.recorder import record_backward
 from dash_attn.call.any_workers import plan_on_any
 from dash_attn.call.options import AttentionOptions
 from dash_attn.execution.interleaving import TaskTime, interleaving
 from dash_attn.execution.rules import ExecutionError
-from dash_attn.scheduling.devices.units import Unit
-from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, rank_within
+from dash_attn.scheduling.ranks.units import Unit
+from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
 from dash_attn.scheduling.validate import TooFewWorkers
 from dense import Results, assert_same_bits, random_inputs, repeated, run_dense, run_ours, same_bits
 from inputs import Inputs
@@ -84,7 +84,7 @@ def drawn(problem: Problem) -> Schedule:
     turn = np.random.default_rng(0).permutation(len(q_tile))
     by_walk = np.lexsort((turn, kv_tile))
     kv_tile, q_tile, turn = kv_tile[by_walk], q_tile[by_walk], turn[by_walk]
-    kind = HeadOrder.build(kv_tile, q_tile, rank_within(q_tile, turn), np.zeros(problem.kv_tiles, dtype=np.int64))
+    kind = HeadOrder.build(kv_tile, q_tile, turn_within(q_tile, turn), np.zeros(problem.kv_tiles, dtype=np.int64))
     return Schedule.build(problem, Order("drawn", (kind,)), (np.arange(problem.kv_tiles),), 132)
 
 
@@ -114,13 +114,13 @@ def test_controls_differ() -> None:
 
 def test_a_state_that_is_rounded_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = made(SHAPES["ragged"])
-    expected, run = run_ours(inputs, Full()), DeviceBackward.run
+    expected, run = run_ours(inputs, Full()), RankBackward.run
 
-    def rounded(self: DeviceBackward, unit: Unit, state: Tensor) -> None:
+    def rounded(self: RankBackward, unit: Unit, state: Tensor) -> None:
         run(self, unit, state)
         state.copy_(state.bfloat16())
 
-    monkeypatch.setattr(DeviceBackward, "run", rounded)
+    monkeypatch.setattr(RankBackward, "run", rounded)
     with interleaving(None, workers=2):
         found = run_ours(inputs, Full())
     assert same_bits(found.dq, expected.dq)
@@ -129,9 +129,9 @@ def test_a_state_that_is_rounded_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_unit_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, run = made(SHAPES["ragged"]), DeviceBackward.run
+    inputs, run = made(SHAPES["ragged"]), RankBackward.run
     last = len(plan_on_any(problem_of(SHAPES["ragged"]), "auto", 2).legs.units) - 1  # type: ignore[union-attr]
-    monkeypatch.setattr(DeviceBackward, "run", lambda self, unit, state: None if unit.number == last else run(self, unit, state))
+    monkeypatch.setattr(RankBackward, "run", lambda self, unit, state: None if unit.number == last else run(self, unit, state))
     with interleaving(None, workers=2), pytest.raises(ExecutionError, match=r"has \d+ chains, but \d+ landed"):
         run_ours(inputs, Full())
 

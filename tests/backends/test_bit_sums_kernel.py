@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import dash_attn
-from dash_attn.backends.hopper.device import bit_sums_header
-from dash_attn.backends.hopper.device.bit_sums_header import CHUNK_BYTES, MOST_TENSORS, BitSumsParams
+from dash_attn.backends.hopper.driver import bit_sums_header
+from dash_attn.backends.hopper.driver.bit_sums_header import CHUNK_BYTES, MOST_TENSORS, BitSumsParams
 from dash_attn.ledgers import bit_sums, compare_runs
 from dash_attn.ledgers.bit_sums import part_sums
 from host_kernels import host_library, write_sources

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dash_attn import Causal, Mask, Window, flash_attn_func
 from dash_attn.backends.hopper.calls import forward_setup
-from dash_attn.backends.hopper.device import parameters
+from dash_attn.backends.hopper.driver import parameters
 from dash_attn.backends.hopper.tiles import kernel_dim
 from dash_attn.call.kv_cache import CachePlaces, CacheTensors
 from dash_attn.call.offsets import SequenceOffsets

@@ -13,8 +13,8 @@ import pytest
 
 from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate, lower
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
-from dash_attn.backends.hopper.device.compile import sources
-from dash_attn.backends.hopper.device.parameters import GroupSplit, PlanTables
+from dash_attn.backends.hopper.driver.compile import sources
+from dash_attn.backends.hopper.driver.parameters import GroupSplit, PlanTables
 from dash_attn.integrations._padding import Padding
 from dash_attn.scheduling.order import Sum
 from dash_attn.scheduling.problem import parts_of
@@ -25,9 +25,9 @@ from start_orders import Chain, laid_end_to_end, starts_alone
 
 HEADERS = (
     "common/mask.cuh",
-    "device_planning/start_order.cuh",
-    "device_planning/chains.cuh",
-    "device_planning/walk.cuh",
+    "planning/start_order.cuh",
+    "planning/chains.cuh",
+    "planning/walk.cuh",
     "common/plan_tables.cuh",
     "common/sequence.cuh",
     "common/shared_with_python.cuh",
@@ -171,7 +171,7 @@ def test_packed_sequences_start_and_walk_as_each_would_alone(device: ctypes.CDLL
         order = schedules[sequence].order_of(part)
         steps = device.read_walk(*batch.tiles, ticket, address(walk))
         assert walk[:steps, 0].tolist() == order.walk(kv_tile).tolist()
-        assert walk[:steps, 1].tolist() == order.ranks(kv_tile).tolist()
+        assert walk[:steps, 1].tolist() == order.turns(kv_tile).tolist()
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -190,9 +190,9 @@ def test_packed_sequences_add_as_each_would_alone(device: ctypes.CDLL, seed: int
         plan, of_part = plans[sequence], parts[sequence][part]
         assert (q_head, members) == (of_part[0], len(of_part))
         assert plan.members(part) == ([*range(members)][::-1] if last_first else [*range(members)])
-        number, rank = plan.sum_of(part)
+        number, turn = plan.sum_of(part)
         kv_head = part // plan.problem.parts
-        assert (place, turn) == (((kv_head * batch.chain_rows + first_row[sequence] + kv_tile) * sums + number) * 4, rank)
+        assert (place, turn) == (((kv_head * batch.chain_rows + first_row[sequence] + kv_tile) * sums + number) * 4, turn)
         if sums:
             assert turn == waited.get(place, 0), "a part waits for parts with earlier tickets"
             waited[place] = turn + 1
@@ -205,20 +205,20 @@ def test_packed_sequences_add_as_each_would_alone(device: ctypes.CDLL, seed: int
 
 @pytest.mark.parametrize("seed", range(60))
 def test_packed_sequences_some_of_which_are_empty(device: ctypes.CDLL, seed: int) -> None:
-    """Every chain once; every rank once, and each waits for an earlier start (Full() has circles, which the test above compares)."""
+    """Every chain once; every turn once, and each waits for an earlier start (Full() has circles, which the test above compares)."""
     batch = random_batch(seed, empty=True)
     batch.mask = Causal() if isinstance(batch.mask, Full) else batch.mask
     chains = batch.plan(device)
     kv_tiles = [-(-n // batch.tiles[1]) for n in batch.kv_lengths]
     assert sorted(chains) == sorted((part, i, kv) for i, n in enumerate(kv_tiles) for kv in range(n) for part in range(len(batch.parts(i))))
     walk = np.empty((20_000, 2), dtype=np.int32)
-    ranks: dict[tuple[int, int, int], list[int]] = {}
+    turns: dict[tuple[int, int, int], list[int]] = {}
     for ticket, (part, sequence, _) in enumerate(chains):
-        for q_tile, rank in walk[: device.read_walk(*batch.tiles, ticket, address(walk))].tolist():
-            ranks.setdefault((part, sequence, q_tile), []).append(rank)
-    for (_, sequence, q_tile), found in ranks.items():
+        for q_tile, turn in walk[: device.read_walk(*batch.tiles, ticket, address(walk))].tolist():
+            turns.setdefault((part, sequence, q_tile), []).append(turn)
+    for (_, sequence, q_tile), found in turns.items():
         of_tiles = np.empty(-(-batch.q_lengths[sequence] // batch.tiles[0]), dtype=np.int32)
-        device.read_ranks(sequence, len(of_tiles), address(of_tiles))
+        device.read_turns(sequence, len(of_tiles), address(of_tiles))
         assert found == list(range(of_tiles[q_tile]))
 
 
@@ -243,7 +243,7 @@ def test_padded_rows_walk_as_each_sequence_would_alone(device: ctypes.CDLL, seed
         found = walk[: device.read_walk(*batch.tiles, ticket, address(walk))]
         if sequence in schedules:
             order = schedules[sequence].order_of(part)
-            assert (found[:, 0].tolist(), found[:, 1].tolist()) == (order.walk(kv_tile).tolist(), order.ranks(kv_tile).tolist())
+            assert (found[:, 0].tolist(), found[:, 1].tolist()) == (order.walk(kv_tile).tolist(), order.turns(kv_tile).tolist())
         else:
             assert len(found) == 0
 

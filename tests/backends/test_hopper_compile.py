@@ -14,9 +14,9 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 from importlib import import_module
 
 from dash_attn.backends.hopper import tiles as shapes
-from dash_attn.backends.hopper.device import shared_header
-from dash_attn.backends.hopper.device.compile import CompileError, compile_uncached, sources
-from dash_attn.backends.hopper.device.parameters import STRUCTURES
+from dash_attn.backends.hopper.driver import shared_header
+from dash_attn.backends.hopper.driver.compile import CompileError, compile_uncached, sources
+from dash_attn.backends.hopper.driver.parameters import STRUCTURES
 from dash_attn.scheduling.generators.auto import FEW_KV_TILES
 from dash_attn.scheduling.problem import ROWS_OF_A_CHAIN
 from dash_attn.scheduling.schedule import CACHED, MANY_KV_TILES
@@ -156,7 +156,7 @@ def test_the_device_plans_by_the_generators_constants() -> None:
     constants = {"FEW_KV_TILES": FEW_KV_TILES, "MANY_KV_TILES": MANY_KV_TILES, "ONE_CLASS": alternating.ONE_CLASS, "CACHED": CACHED}
     for name, value in {**constants, "MANY_MEMBERS": alternating.MANY_MEMBERS, "ROWS_OF_A_CHAIN": ROWS_OF_A_CHAIN}.items():
         assert f"constexpr int {name} = {value};" in text
-    planning = "".join(source for name, source in sources().items() if name.startswith("device_planning/"))
+    planning = "".join(source for name, source in sources().items() if name.startswith("planning/"))
     words = "FEW_KV_TILES|ONE_CLASS|ONE_CAUSAL_CLASS|MANY_MEMBERS|ROWS_OF_A_CHAIN|MANY_KV_TILES|HAND_OVER|LARGEST_BLOCK|CACHED|LATE"
     assert not re.search(
         rf"constexpr int ({words})",

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from dash_attn.backends.hopper.device.compile import compile_uncached
+from dash_attn.backends.hopper.driver.compile import compile_uncached
 from kernel_cases import cases
 from kernel_variants import ALWAYS, BF16_BACKWARD, OTHERS, VARIANTS, allowed_bytes, assembler_complaints, choices, is_one_of_few
 

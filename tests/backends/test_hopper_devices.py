@@ -25,21 +25,21 @@ from dash_attn.distributed.context.document_loopback import play_documents
 from dash_attn.distributed.context.documents import SharedDocuments
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
-from dash_attn.scheduling.devices.in_legs import in_legs
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.together import heads_that_fill
-from dash_attn.scheduling.devices.units import SharedSchedule
+from dash_attn.scheduling.ranks.in_legs import in_legs
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.together import heads_that_fill
+from dash_attn.scheduling.ranks.units import SharedSchedule
 from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
 
-NAMES = ("device_backward", "device_forward", "device_masks", "kernel_names", "leg_tables", "legs_on_device", "tables")
+NAMES = ("rank_backward", "rank_forward", "rank_masks", "kernel_names", "leg_tables", "legs_on_device", "tables")
 calls, ahead, masks, kernel_names, leg_tables, uploaded, tables = (
     import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES
 )
-devices = import_module("dash_attn.backends.hopper.devices")
+devices = import_module("dash_attn.backends.hopper.ranks")
 setups, few_workers = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in ("backward_setup", "few_workers"))
-workspaces = import_module("dash_attn.backends.hopper.device.workspace")
+workspaces = import_module("dash_attn.backends.hopper.driver.workspace")
 recently_used = import_module("dash_attn.backends.recently_used")
 
 
@@ -161,17 +161,17 @@ def test_all_devices_together_are_the_whole_call(memory: Memory, case: Case, ove
 def test_what_a_launch_may_overlap(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the first one, and none whose states come from another device; those that come from here are waited for."""
     case, seen = CASES["causal"], []
-    walk = calls.DeviceBackward._walk
+    walk = calls.RankBackward._walk
 
     def note(backward: Any, launch: Any, stream: Any) -> None:
         seen.append((backward.number, backward.leg.overlaps, backward.leg.awaited))
         walk(backward, launch, stream)
 
-    monkeypatch.setattr(calls.DeviceBackward, "_walk", note)
+    monkeypatch.setattr(calls.RankBackward, "_walk", note)
     played = play(case, memory, inputs_of(case)[0], overlap=True)
     legs, begun = [unit for unit in played.shared.units if unit.leg is not None], set()
     for unit, (device, overlaps, awaited) in zip(legs, seen, strict=True):
-        assert device == unit.device
+        assert device == unit.rank
         semaphores = played.backwards[device].legs.host.semaphore_of
         comes_from = None if unit.before is None else played.shared.units[unit.before].device
         assert overlaps == (device in begun and comes_from in (None, device))
@@ -185,7 +185,7 @@ def test_nothing_overlaps_a_launch_whose_keys_are_gone(memory: Memory, small: tu
     """Their memory may be given to the next states."""
     _, backward, shared = small
     backward.overlap = True
-    first, *rest = [unit for unit in shared.by_device[0] if unit.leg is not None and unit.before is None]
+    first, *rest = [unit for unit in shared.by_rank[0] if unit.leg is not None and unit.before is None]
     again = next(unit for unit in rest if not [w for w in shared.waits[unit.number] if shared.units[w].device == 0])
     for unit, overlaps in ((first, 0), (again, 1)):
         backward._begin(unit, state := memory.add_tensor("states", backward.new_state(unit)))
@@ -207,10 +207,10 @@ def test_the_first_launch_waits_for_the_preprocess(memory: Memory, monkeypatch: 
     assert endings
     rows, keys = torch.zeros(1, 256, 2, 64).bfloat16(), torch.zeros(1, 1024, 2, 64).bfloat16()
     of_rows = memory.add_tensor("rows", torch.zeros(1, 2, 256)), None
-    backward = calls.DeviceBackward(plan, legs, 0, options, (rows, rows, rows), of_rows, overlap=True)
+    backward = calls.RankBackward(plan, legs, 0, options, (rows, rows, rows), of_rows, overlap=True)
     backward.take_keys(keys, keys, 0)
-    seen, walk = [], calls.DeviceBackward._walk
-    monkeypatch.setattr(calls.DeviceBackward, "_walk", lambda self, *of: (seen.append(self.leg.overlaps), walk(self, *of)))
+    seen, walk = [], calls.RankBackward._walk
+    monkeypatch.setattr(calls.RankBackward, "_walk", lambda self, *of: (seen.append(self.leg.overlaps), walk(self, *of)))
     states = {}
     for unit in [*endings, *(unit for unit in legs.units if unit not in endings)]:
         state = memory.add_tensor("states", backward.new_state(unit)) if unit.before is None else states.pop(unit.before)
@@ -278,7 +278,7 @@ def test_keys_may_go_when_they_are_not_needed(memory: Memory) -> None:
     inputs, _, _ = inputs_of(case)
     backward = play(case, memory, inputs).backwards[0]
     backward.drop_keys(0, 2)
-    unit = next(unit for unit in case.shared.by_device[0] if unit.leg is not None)
+    unit = next(unit for unit in case.shared.by_rank[0] if unit.leg is not None)
     backward._ran.clear()
     with pytest.raises(RuntimeError, match=r"needs the keys of KV heads \[0\]; there are those of \[\]"):
         backward._launches(unit)
@@ -291,7 +291,7 @@ def test_sinks_and_gradients_of_the_lse(memory: Memory) -> None:
     played = play(case, memory, inputs, dlse=dlse)
     assert_near(played.gradients, expected)
     tile = case.problem.tile_q
-    place = np.argsort(np.concatenate([leg_tables.DeviceRows(case.sharding, device).q_tiles(case.problem) for device in range(2)]))
+    place = np.argsort(np.concatenate([leg_tables.RankRows(case.sharding, device).q_tiles(case.problem) for device in range(2)]))
     rows = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, torch.from_numpy(place)]
     assert rows.shape == (2, 2, 4, 1024 // tile, tile)
     logits = sinks.clone().requires_grad_()
@@ -307,7 +307,7 @@ def test_records_stay_inside_of_their_tables(case: Case) -> None:
     shared, plan = case.shared, case.plan
     dims = import_module("dash_attn.backends.hopper.tiles").backward_dims(*case.dims)
     tiles = import_module("dash_attn.backends.hopper.tiles").backward_tiles(*dims)
-    for device in range(case.sharding.devices):
+    for device in range(case.sharding.ranks):
         made = leg_tables.LegTables(plan, shared, device, tiles)
         sizes, records = made.sizes, {name: made.records[:, i] for i, name in enumerate(leg_tables.CHAIN_FIELDS)}
         assert (made.runs[:, leg_tables.LENGTH] > 0).all()
@@ -331,8 +331,8 @@ def test_legs_put_together_are_the_whole_walk(case: Case) -> None:
     """Every task of the plan is in one leg of one device, with its rank."""
     shared, plan = case.shared, case.plan
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for device in range(case.sharding.devices):
-        rows = leg_tables.DeviceRows(case.sharding, device)
+    for device in range(case.sharding.ranks):
+        rows = leg_tables.RankRows(case.sharding, device)
         own = rows.q_tiles(plan.problem)
         for kind, trips in enumerate(shared.trips):
             for column in trips.columns:
@@ -356,9 +356,9 @@ def test_legs_put_together_are_the_whole_walk(case: Case) -> None:
 def _decoded(runs: Any, first: int) -> list[list[int]]:
     made = runs.tables
     whole: list[list[int]] = []
-    for q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries in made["runs"][first:].tolist():
+    for q_first, q_stride, length, turn_mul, turn_add, turn_div, partial, entries in made["runs"][first:].tolist():
         for i in range(length):
-            regular = [q_first + i * q_stride, (rank_mul * i + rank_add) // rank_div, partial]
+            regular = [q_first + i * q_stride, (turn_mul * i + turn_add) // turn_div, partial]
             whole.append(regular if entries < 0 else made["entries"][entries + i].tolist())
     return whole
 
@@ -373,14 +373,14 @@ def small(memory: Memory) -> tuple[Case, Any, SharedSchedule]:
     dout, q, k, v, out, lse = inputs_of(case)[0]
     mine, shared = torch.from_numpy(case.sharding.rows_of(0).copy()).long(), case.shared
     of_rows = memory.add_tensor("rows", lse[:, :, mine].contiguous()), None
-    backward = calls.DeviceBackward(case.plan, shared, 0, case.options, (dout[:, mine], q[:, mine], out[:, mine]), of_rows)
+    backward = calls.RankBackward(case.plan, shared, 0, case.options, (dout[:, mine], q[:, mine], out[:, mine]), of_rows)
     backward.take_keys(k, v, 0)
     return case, backward, shared
 
 
 def test_a_unit_before_its_turn_is_refused(memory: Memory, small: tuple[Case, Any, SharedSchedule]) -> None:
     _, backward, shared = small
-    mine = shared.by_device[0]
+    mine = shared.by_rank[0]
     late = next(u for u in mine if any(shared.units[w].device == 0 for w in shared.waits[u.number]))
     with pytest.raises(RuntimeError, match=r"waits for unit \d+ .* which has not run on this device"):
         backward.run(late, memory.add_tensor("states", backward.new_state(late)))
@@ -398,7 +398,7 @@ def test_a_unit_before_its_turn_is_refused(memory: Memory, small: tuple[Case, An
 
 def test_states_that_do_not_fit_are_refused(small: tuple[Case, Any, SharedSchedule]) -> None:
     _, backward, shared = small
-    unit = shared.by_device[0][0]
+    unit = shared.by_rank[0][0]
     state = backward.new_state(unit)
     assert state.numel() == backward.state_size(unit) == shared.state_tiles(unit) * devices.tile_size(64, 64)
     for wrong in (state[:-4], state.double(), state.bfloat16()):
@@ -425,7 +425,7 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
     lse = torch.zeros(1, 2, 256)
 
     def make(plan: Plan = case.plan, options: AttentionOptions = case.options, rows: Tensor = rows) -> None:
-        calls.DeviceBackward(plan, shared, 0, options, (rows, rows, rows), (lse, None))
+        calls.RankBackward(plan, shared, 0, options, (rows, rows, rows), (lse, None))
 
     with pytest.raises(ValueError, match="unordered"):
         make(options=options_for(Choices(mask=Causal(), accumulation="unordered"), 64))
@@ -437,7 +437,7 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
         make(rows=rows.float())
     blocks = Case(TileMap(np.tri(4, dtype=bool), 128, 128), Sharding.zigzag(512, 2), (2, 2), schedule="alternating")
     with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
-        calls.DeviceBackward(blocks.plan, blocks.shared, 0, blocks.options, (rows, rows, rows), (lse, None))
+        calls.RankBackward(blocks.plan, blocks.shared, 0, blocks.options, (rows, rows, rows), (lse, None))
     with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
         devices.forward(rows, rows, rows, blocks.options, None, blocks.problem, blocks.sharding, 0)
 
@@ -581,8 +581,8 @@ def test_in_legs_on_few_workers(
     shapes = [x.to("meta") for x in (q, k, v)]
     made = setups.dense_setup(*shapes, options_for(Choices(mask=Full()), 64))
     assert made.gang > workers
-    new_state = calls.DeviceBackward.new_state
-    monkeypatch.setattr(calls.DeviceBackward, "new_state", lambda *of: memory.add_tensor("states", new_state(*of)))
+    new_state = calls.RankBackward.new_state
+    monkeypatch.setattr(calls.RankBackward, "new_state", lambda *of: memory.add_tensor("states", new_state(*of)))
     call = few_workers.BackwardInLegs(made, torch.device("cpu"))
     lse = memory.add_tensor("rows", lse.detach().contiguous())
     dq, dk, dv, dsinks = call.run((q, k, v, dout, out.detach().bfloat16()), lse, None, None)

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-tickets = import_module("dash_attn.backends.hopper.device.stream_counters")
+tickets = import_module("dash_attn.backends.hopper.driver.stream_counters")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from dash_attn import BooleanMask, Causal, TileMap
 from dash_attn.backends.hopper.calls import masks_per_head
 from dash_attn.backends.hopper.calls.explain import _kernels_of_all
 from dash_attn.backends.hopper.calls.mask_bits import BitLayout, MaskBits, PartialTiles
-from dash_attn.backends.hopper.device.parameters import MaskParams
+from dash_attn.backends.hopper.driver.parameters import MaskParams
 from dash_attn.backends.hopper.tiles import BACKWARD_DIMS, CONSUMER_CHOICES, KERNEL_DIMS, backward_tiles, forward_tiles
 from dash_attn.call.boolean_masks import take_mask
 from dash_attn.call.modifiers import with_elements

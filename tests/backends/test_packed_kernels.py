@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dash_attn import explain
-from dash_attn.backends.hopper.device.cubin_files import Kernel, read_kernel, write_kernel
+from dash_attn.backends.hopper.driver.cubin_files import Kernel, read_kernel, write_kernel
 from dash_attn.tools.doctor import take_snapshot
 from dash_attn.tools.verify import certificate
 from loading_driver import LoadingDriver, Status
 
-compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.device.{name}") for name in ("compile", "driver", "packed"))
-devices = import_module("dash_attn.backends.hopper.devices")
+compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "driver", "packed"))
+devices = import_module("dash_attn.backends.hopper.ranks")
 
 OTHER = ("forward/attention.cuh", "other")
 UNPACKED = ("forward/attention.cuh", "unpacked")
@@ -148,7 +148,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert read_kernel(tmp_path / "b.cubin") is None
 
 
-def test_ranks_see_which_of_the_two_runs(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_see_which_of_the_two_runs(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked before CUDA is used, machine_code assumes that the packed ones load; it does not remember that."""
     before = devices.machine_code()
     assert before.endswith(NEW)

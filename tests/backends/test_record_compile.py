@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from dash_attn.backends.hopper.device.compile import compile_uncached, sources
+from dash_attn.backends.hopper.driver.compile import compile_uncached, sources
 
 PLAIN = "attention_backward<bf16, 128, 128, true, false, MaskKind::Band>"
 VARIANTS = (("64, 64", "Rows"), ("128, 128", "Blocks"))  # Band is among the variants that must be clean

@@ -1,4 +1,4 @@
-"""The executor alone: rules of residence, rank order under every interleaving, and errors for corrupted plans."""
+"""The executor alone: rules of residence, turn order under every interleaving, and errors for corrupted plans."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def with_steps(plan: Plan, changed: dict[tuple[int, int], Any]) -> Plan:
 @pytest.mark.parametrize(
     ("mask", "schedule"), [("full", "shift"), ("causal", "symmetric_shift"), ("causal", "alternating"), ("window:1,0", "weave")]
 )
-def test_ranks_land_in_order_and_walks_follow_the_plan(mask: str, schedule: str, chosen: Interleaving) -> None:
+def test_turns_land_in_order_and_walks_follow_the_plan(mask: str, schedule: str, chosen: Interleaving) -> None:
     plan = plan_of(mask, 12, 6, schedule, workers=8, heads=3, group=2, batch=2)
     recorder = run(plan, chosen)
-    assert recorder.in_rank_order
+    assert recorder.in_turn_order
     assert sum(map(len, recorder.landings.values())) == plan.problem.tasks
     for ticket in chains_in_order(plan):
         steps = plan.steps(ticket.part % plan.kinds, ticket.kv_tile)[:, 0].tolist()
@@ -60,7 +60,7 @@ def test_random_interleavings_use_many_workers_and_differ() -> None:
     runs = [run(plan, Interleaving(seed), ordered=False) for seed in range(5)]
     assert min(r.most_resident for r in runs) > 4
     assert len({str(sorted(r.landings.items())) for r in runs}) == 5
-    assert not any(r.in_rank_order for r in runs)
+    assert not any(r.in_turn_order for r in runs)
 
 
 def test_unordered_stores_first_and_adds_the_rest() -> None:
@@ -80,14 +80,14 @@ def test_unordered_stores_first_and_adds_the_rest() -> None:
     st.integers(0, 2**32),
     st.booleans(),
 )
-def test_rank_order_holds_for_any_plan(
+def test_turn_order_holds_for_any_plan(
     mask: str, schedule: str, tiles: tuple[int, int], workers: int, heads: int, seed: int, threads: bool
 ) -> None:
     if mask.startswith("documents"):
         tiles = (8, 8)
     plan = plan_of(mask, *tiles, schedule, workers, heads=heads)
     recorder = run(plan, Interleaving(seed, threads))
-    assert recorder.in_rank_order
+    assert recorder.in_turn_order
     assert sum(map(len, recorder.landings.values())) == plan.problem.tasks
 
 
@@ -97,7 +97,7 @@ def test_too_few_workers_for_a_gang_is_a_deadlock(chosen: Interleaving) -> None:
     plan = replace(sound, placement=replace(sound.placement, workers=2))
     with pytest.raises(
         Deadlock,
-        match=r"(?s)shift is stuck on 2 workers: 2 resident chains wait.*h0\.q2\.kv0 \(rank 2\) waits for rank 0, which h0\.q2\.kv2 has",
+        match=r"(?s)shift is stuck on 2 workers: 2 resident chains wait.*h0\.q2\.kv0 \(turn 2\) waits for turn 0, which h0\.q2\.kv2 has",
     ):
         run(plan, chosen)
 
@@ -106,25 +106,25 @@ def test_too_few_workers_for_a_gang_is_a_deadlock(chosen: Interleaving) -> None:
 def test_circular_wait_is_a_deadlock(chosen: Interleaving) -> None:
     plan = plan_of("full", 2, 2, "ascending")
     circle = with_steps(plan, {(0, 0): [(0, 1, 0), (1, 0, 0)], (0, 1): [(1, 1, 0), (0, 0, 0)]})
-    with pytest.raises(Deadlock, match=r"(?s)h0\.q0\.kv0 \(rank 1\) waits for rank 0, which h0\.q0\.kv1 has") as error:
+    with pytest.raises(Deadlock, match=r"(?s)h0\.q0\.kv0 \(turn 1\) waits for turn 0, which h0\.q0\.kv1 has") as error:
         run(circle, chosen)
-    assert "h0.q1.kv1 (rank 1) waits for rank 0, which h0.q1.kv0 has" in str(error.value)
+    assert "h0.q1.kv1 (turn 1) waits for turn 0, which h0.q1.kv0 has" in str(error.value)
 
 
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
-def test_a_rank_nobody_has_is_a_deadlock(chosen: Interleaving) -> None:
+def test_a_turn_nobody_has_is_a_deadlock(chosen: Interleaving) -> None:
     plan = plan_of("full", 2, 2, "ascending")
     gap = with_steps(plan, {(0, 0): [(1, 0, 0)]})  # kv0 leaves q0 out
-    with pytest.raises(Deadlock, match=r"h0\.q0\.kv1 \(rank 1\) waits for rank 0, which no task has"):
+    with pytest.raises(Deadlock, match=r"h0\.q0\.kv1 \(turn 1\) waits for turn 0, which no task has"):
         run(gap, chosen)
 
 
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
-def test_a_rank_taken_twice_names_the_task(chosen: Interleaving) -> None:
+def test_a_turn_taken_twice_names_the_task(chosen: Interleaving) -> None:
     plan = plan_of("full", 2, 3, "ascending")
     twice = with_steps(plan, {(0, 2): [(0, 1, 0), (1, 2, 0)]})
     with pytest.raises(
-        ExecutionError, match=r"h0\.q0\.kv[12] has rank 1, (but that rank of its dQ tile has already landed|which h0\.q0\.kv[12] also has)"
+        ExecutionError, match=r"h0\.q0\.kv[12] has turn 1, (but that turn of its dQ tile has already landed|which h0\.q0\.kv[12] also has)"
     ):
         run(twice, chosen)
 
@@ -133,35 +133,35 @@ def test_a_rank_taken_twice_names_the_task(chosen: Interleaving) -> None:
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
 @pytest.mark.parametrize(
     ("row", "message"),
-    [((1, 2, 0), "has rank 2; its dQ tile has 2 ranks"), ((1, -1, 0), "has rank -1"), ((7, 0, 0), "outside the 2 Q tiles")],
+    [((1, 2, 0), "has turn 2; its dQ tile has 2 turns"), ((1, -1, 0), "has turn -1"), ((7, 0, 0), "outside the 2 Q tiles")],
 )
-def test_a_wrong_rank_or_q_tile_names_the_task(row: tuple[int, int, int], message: str, chosen: Interleaving, ordered: bool) -> None:
+def test_a_wrong_turn_or_q_tile_names_the_task(row: tuple[int, int, int], message: str, chosen: Interleaving, ordered: bool) -> None:
     wrong = with_steps(plan_of("full", 2, 2, "ascending"), {(0, 1): [(0, 1, 0), row]})
     with pytest.raises(ExecutionError, match=rf"h0\.q{row[0]}\.kv1 .*{message}"):
         run(wrong, chosen, ordered)
 
 
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
-def test_a_missing_last_rank_is_noticed(chosen: Interleaving) -> None:
+def test_a_missing_last_turn_is_noticed(chosen: Interleaving) -> None:
     short = with_steps(plan_of("full", 2, 2, "ascending"), {(0, 1): [(0, 1, 0)]})
-    with pytest.raises(ExecutionError, match=r"dQ tile b0\.h0\.q1 has 2 ranks, but 1 landed"):
+    with pytest.raises(ExecutionError, match=r"dQ tile b0\.h0\.q1 has 2 turns, but 1 landed"):
         run(short, chosen)
 
 
-class WrongRank(Recorder):
-    """Asks for a rank that does not exist, in one place of the second sequence."""
+class WrongTurn(Recorder):
+    """Asks for a turn that does not exist, in one place of the second sequence."""
 
     def _walk(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution | Ending]:
         for partial in super()._walk(ticket, steps, members):
             wrong = isinstance(partial, Contribution) and ticket == (1, 1, 0) and partial[:2] == (2, 1)
-            yield partial._replace(rank=5) if wrong else partial
+            yield partial._replace(turn=5) if wrong else partial
 
 
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
 def test_errors_name_the_query_head_and_the_sequence(chosen: Interleaving) -> None:
     plan = plan_of("full", 2, 2, "ascending", heads=2, group=3, batch=2)
-    with pytest.raises(ExecutionError, match=r"^b1\.h5\.q1\.kv0 has rank 5; its dQ tile has 2 ranks"):
-        run_plan(plan, WrongRank(), True, chosen)
+    with pytest.raises(ExecutionError, match=r"^b1\.h5\.q1\.kv0 has turn 5; its dQ tile has 2 turns"):
+        run_plan(plan, WrongTurn(), True, chosen)
 
 
 class Failing(Recorder):

@@ -27,7 +27,7 @@ def plan_of_parts(parts: int = 4, schedule: str = "ascending", workers: int = 3,
 def test_parts_land_in_order(parts: int, schedule: str, chosen: Interleaving) -> None:
     plan = plan_of_parts(parts, schedule, heads=3, batch=2, head_offset=1)
     recorder = run(plan, chosen)
-    assert recorder.in_rank_order
+    assert recorder.in_turn_order
     assert recorder.sums_in_order
     sums = min(parts, plan.kinds)
     assert sorted(recorder.sums) == [SumPlace(n, s, h, kv) for n in range(sums) for s in range(2) for h in range(3) for kv in range(4)]
@@ -48,7 +48,7 @@ def test_parts_land_in_order_in_any_plan(mask: str, schedule: str, workers: int,
     workers = max(workers, 4) if (mask, schedule) == ("full", "auto") else workers  # the four chains of a head are a gang
     plan = plan_of(mask, 8, 4, schedule, workers, heads=2, group=group, group_parts=parts, head_offset=offset)
     recorder = run(plan, Interleaving(seed, threads=data.draw(st.booleans())))
-    assert recorder.in_rank_order
+    assert recorder.in_turn_order
     assert recorder.sums_in_order
     assert sum(map(len, recorder.sums.values())) == plan.problem.chains
 
@@ -77,7 +77,7 @@ def in_reverse(plan: Plan) -> Plan:
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
 def test_turns_in_reverse_order_are_a_deadlock(chosen: Interleaving) -> None:
     plan = in_reverse(plan_of_parts(workers=3))
-    said = r"(?s)stuck on 3 workers.*dK and dV of b0\.part0\.kv0 \(rank 3\) waits for rank 0, which an earlier part of its group has"
+    said = r"(?s)stuck on 3 workers.*dK and dV of b0\.part0\.kv0 \(turn 3\) waits for turn 0, which an earlier part of its group has"
     with pytest.raises(Deadlock, match=said):
         run(plan, chosen)
 
@@ -92,14 +92,14 @@ class OneTurn(Plan):
     """Two parts have the same turn."""
 
     def sum_of(self, part: int) -> Sum:
-        return super().sum_of(part)._replace(rank=0)
+        return super().sum_of(part)._replace(turn=0)
 
 
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
 def test_a_turn_taken_twice_names_the_chain(chosen: Interleaving) -> None:
     plan = plan_of_parts(2, workers=8)
     twice = OneTurn(**{field.name: getattr(plan, field.name) for field in fields(plan)})
-    with pytest.raises(ExecutionError, match=r"dK and dV of b0\.part[01]\.kv\d has rank 0, but that rank of its sum has already landed"):
+    with pytest.raises(ExecutionError, match=r"dK and dV of b0\.part[01]\.kv\d has turn 0, but that turn of its sum has already landed"):
         run(twice, chosen)
 
 
@@ -118,7 +118,7 @@ class Endless(Recorder):
 
 @pytest.mark.parametrize("chosen", POLICIES, ids=str)
 def test_a_part_that_never_adds_blocks_the_parts_behind_it(chosen: Interleaving) -> None:
-    said = r"dK and dV of b0\.part1\.kv2 \(rank 1\) waits for rank 0, which an earlier part of its group has"
+    said = r"dK and dV of b0\.part1\.kv2 \(turn 1\) waits for turn 0, which an earlier part of its group has"
     with pytest.raises(Deadlock, match=said):
         run_plan(plan_of_parts(workers=16), Endless(ChainPlace(0, 0, 2)), True, chosen)
 

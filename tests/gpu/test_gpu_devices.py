@@ -14,8 +14,8 @@ from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, flash_attn_
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.units import Unit
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.units import Unit
 from dense import Results, assert_same_bits
 from gpu_helpers import DEVICE, hopper, patched_backend, poisoned_memory
 from inputs import make_inputs
@@ -87,7 +87,7 @@ def test_uneven_chunks(dims: tuple[int, int]) -> None:
 
 
 @dims
-def test_one_device_with_many_chunks(dims: tuple[int, int]) -> None:
+def test_one_rank_with_many_chunks(dims: tuple[int, int]) -> None:
     """Full masks without gangs: any number of SMs could run it."""
     assert_same(Case(Full(), Sharding((512,) * 8, (0,) * 8), (4, 2), dims, together=4))
 
@@ -154,7 +154,7 @@ def test_sinks_and_gradients_of_the_lse(dims: tuple[int, int]) -> None:
     played = play_devices(case, (dout, q, k, v, out, lse), dlse=dlse)
     assert all(torch.equal(a, b) for a, b in zip(expected, played.gradients, strict=True))
     leg_tables = import_module("dash_attn.backends.hopper.calls.leg_tables")
-    tiles = [leg_tables.DeviceRows(case.sharding, device).q_tiles(case.problem) for device in range(4)]
+    tiles = [leg_tables.RankRows(case.sharding, device).q_tiles(case.problem) for device in range(4)]
     place = torch.from_numpy(np.argsort(np.concatenate(tiles))).to(DEVICE)
     gathered = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, place]
     total = torch.zeros(4, device=DEVICE)
@@ -188,7 +188,7 @@ def test_any_number_of_sms(dims: tuple[int, int], workers: int) -> None:
         return workers
 
     expected = run()
-    with patched_backend({(module, "sm_count"): few for module in ("calls.backward_setup", "calls.device_backward")}), poisoned_memory():
+    with patched_backend({(module, "sm_count"): few for module in ("calls.backward_setup", "calls.rank_backward")}), poisoned_memory():
         found = run()
         made = hopper("calls.backward_setup").dense_setup(q, k, v, options_for(Choices(mask=Full()), dims[0]))
         assert (made.legs is not None) == (workers < made.gang)

@@ -29,28 +29,28 @@ hopper("calls.backward").MOST_POLLS = 100_000
 setup = hopper("calls.backward_setup")
 healthy_plan = setup.plan_on_any
 
-def every_rank_one_too_high(problem, schedule, workers):
+def every_turn_one_too_high(problem, schedule, workers):
     planned = healthy_plan(problem, schedule, workers)
     plan = planned.plan
     runs, entries = plan.runs.copy(), plan.entries.copy()
-    runs[:, RUN_FIELDS.index("rank_add")] += runs[:, RUN_FIELDS.index("rank_div")]
+    runs[:, RUN_FIELDS.index("turn_add")] += runs[:, RUN_FIELDS.index("turn_div")]
     entries[:, 1] += 1
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, runs=runs, entries=entries))
 
 inputs = gpu_inputs(512, 512, (1, 1))
 if "healthy" not in sys.argv:
-    setup.plan_on_any = every_rank_one_too_high
+    setup.plan_on_any = every_turn_one_too_high
 run_ours(inputs, Causal())
 torch.cuda.synchronize()
 print("finished")
 """
 
 
-def test_a_rank_that_never_comes_ends_with_its_name() -> None:
+def test_a_turn_that_never_comes_ends_with_its_name() -> None:
     done = run_script(CORRUPTED_PLAN)
     assert done.returncode != 0
     assert "finished" not in done.stdout
-    assert re.search(r"the reduce of h0\.q[0-7] with rank \d+ waited", done.stderr), done.stderr
+    assert re.search(r"the reduce of h0\.q[0-7] with turn \d+ waited", done.stderr), done.stderr
 
 
 def test_the_low_limit_alone_does_no_harm() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from budget import assert_near
 from dash_attn import Causal, Full, Mask, Problem, Schedule, ScheduleError, Window, explain, flash_attn_func, generate
-from dash_attn.scheduling.order import RUN_TO_RUN, HeadOrder, Order, rank_within
+from dash_attn.scheduling.order import RUN_TO_RUN, HeadOrder, Order, turn_within
 from dense import assert_same_bits, run_ours, same_bits
 from gpu_helpers import REPEATS, gpu_inputs, hopper
 
@@ -28,7 +28,7 @@ def shuffled(problem: Problem) -> Schedule:
     """An order of no generator; every chain waits only for earlier starts."""
     start = np.random.default_rng(3).permutation(problem.kv_tiles)
     chain, q_tile = np.nonzero(problem.kept.T)
-    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, np.argsort(start)[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
+    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, np.argsort(start)[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
     return Schedule.build(problem, Order("shuffled", (kind,)), (start,), 16)
 
 

@@ -51,9 +51,9 @@ def test_recorded_times_are_possible(dim: int, mask: Mask, schedule: str) -> Non
     assert (spans.reduce_start <= spans.reduce_end).all()
     table = task_table(made)
     tile = (table.sequence * problem.heads + table.head) * problem.q_tiles + table.q_tile
-    order = np.lexsort((table.rank, tile))
+    order = np.lexsort((table.turn, tile))
     late = [spans.reduce_start[b] - spans.reduce_end[a] for a, b in pairwise(order) if tile[a] == tile[b]]
-    assert min(late) > -MOST_SLOP * spans.makespan, "a rank started before the one below it had landed"
+    assert min(late) > -MOST_SLOP * spans.makespan, "a turn started before the one below it had landed"
     assert np.percentile(late, 1) > -USUAL_SLOP * spans.makespan
     from dash_attn.tools.calibrate.hopper import kernel_time
 

@@ -13,7 +13,7 @@ from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed.context.document_loopback import play_documents
 from dash_attn.distributed.context.documents import SharedDocuments
 from dash_attn.distributed.context.loopback import Results
-from dash_attn.scheduling.devices.sharding import Sharding
+from dash_attn.scheduling.ranks.sharding import Sharding
 from gpu_helpers import DEVICE, poisoned_memory
 from inputs import make_inputs
 

@@ -23,7 +23,7 @@ from dash_attn.distributed import Sharding, context_parallel_attention, position
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.integrations.sdpa import replace_sdpa
-from dash_attn.scheduling.devices.units import Unit
+from dash_attn.scheduling.ranks.units import Unit
 from processes import said
 from shared_cases import CAUSAL, F64, RANKS, Case, results
 
@@ -162,7 +162,7 @@ def _all_refuse(rank: int) -> Words:
 def _groups() -> dict[str, Any]:
     plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     pair = dist.new_group([0, 1])
-    by_device = dist.new_group(list(range(RANKS)), backend="cpu:gloo")
+    by_rank = dist.new_group(list(range(RANKS)), backend="cpu:gloo")
     return {
         "mesh of two dimensions": said(lambda: _call(group=plane)),
         "not a member": said(lambda: _call(group=pair)) if dist.get_rank() > 1 else "",
@@ -171,7 +171,7 @@ def _groups() -> dict[str, Any]:
         "the door refuses": said(_through_the_door),
         "mesh": _call(group=init_device_mesh("cpu", (RANKS,))).shape,
         "part of a mesh": _call(group=plane["shard"]).shape,
-        "a backend per device": _call(group=by_device, ulysses=2).shape,
+        "a backend per device": _call(group=by_rank, ulysses=2).shape,
         "unshard with gradient": said(lambda: unshard(torch.ones(1, 8, requires_grad=True))),
         "unshard without": unshard(torch.ones(1, 8)).shape,
     }

@@ -16,7 +16,7 @@ from dash_attn.distributed.context.gathering import GatheredKeys
 from dash_attn.distributed.context.of_rank import Gradients, OfRank, Rows
 from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.distributed.context.shared_call import SharedCall
-from dash_attn.scheduling.devices.units import Unit
+from dash_attn.scheduling.ranks.units import Unit
 from document_cases import ROWS, wide_rows
 from shared_cases import CASES, F32, RANKS, Case, Inputs, results
 from shared_problems import wide_cases
@@ -121,6 +121,6 @@ def _share_by_all_reduce(
         if unit.leg is None:
             state = work.sum_of(unit)
             dist.all_reduce(state, group=self.outside.group)
-            if unit.device == self.outside.rank:
+            if unit.rank == self.outside.rank:
                 work.backward.run(unit, state)
     return *work.backward.finish(), None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compilers import needs_gxx
-from dash_attn.backends.hopper.device.compile import sources
+from dash_attn.backends.hopper.driver.compile import sources
 
 HERE = Path(__file__).parent.parent / "backends" / "decode_on_host"
 ON_HOST = ("common/ptx.cuh", "common/cluster.cuh", "common/wgmma.cuh")

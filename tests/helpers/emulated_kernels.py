@@ -1,4 +1,4 @@
-"""Kernels of a device that shares a sequence, in numpy on host memory: what is behind the launches of calls/device_backward.py.
+"""Kernels of a device that shares a sequence, in numpy on host memory: what is behind the launches of calls/turn_backward.py.
 
 They read the same parameters, records and tables as the kernels do, by address, and refuse what lies outside of the memory that was
 made for it. Sums are in float64 where the kernels' are in float32; states have a layout of their own.
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-parameters = import_module("dash_attn.backends.hopper.device.parameters")
+parameters = import_module("dash_attn.backends.hopper.driver.parameters")
 tiles_of = import_module("dash_attn.backends.hopper.tiles").backward_tiles
 
 LOG2_E = 1.4426950408889634
@@ -154,7 +154,7 @@ def whole_tensor(memory: Memory, address: int) -> Tensor:
 
 
 def steps_of(memory: Memory, p: Any, record: Any) -> list[tuple[int, int, int]]:
-    """(Q tile, rank, partial) of a leg, as common/plan_tables.cuh walks them."""
+    """(Q tile, turn, partial) of a leg, as common/plan_tables.cuh walks them."""
     found: list[tuple[int, int, int]] = []
     run = record.first_run
     while len(found) < record.walk >> 1:
@@ -163,11 +163,11 @@ def steps_of(memory: Memory, p: Any, record: Any) -> list[tuple[int, int, int]]:
         for i in range(line.length):
             if line.entries >= 0:
                 entry = structures(memory, "Step", "entries", p.entries + 12 * (line.entries + i), 1)[0]
-                found.append((entry.q_tile, entry.rank, entry.partial))
+                found.append((entry.q_tile, entry.turn, entry.partial))
             else:
-                assert line.rank_mul * i + line.rank_add >= 0
-                rank = (line.rank_mul * i + line.rank_add) // line.rank_div
-                found.append((line.q_first + i * line.q_stride, rank, line.partial))
+                assert line.turn_mul * i + line.turn_add >= 0
+                turn = (line.turn_mul * i + line.turn_add) // line.turn_div
+                found.append((line.q_first + i * line.q_stride, turn, line.partial))
         run += 1
     assert len(found) == record.walk >> 1, "a run goes on behind its leg"
     return found
@@ -215,7 +215,7 @@ def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[Emulated
     k, v = (m.load(record.kv_plane, record.kv_head - legs.first_kv_head, record.kv_row) for m in (k_map, v_map))
     steps = steps_of(memory, p, record)
     assert len(steps) == record.steps
-    for q_tile, rank, partial in steps:
+    for q_tile, turn, partial in steps:
         q, dout = (m.load(record.q_plane, record.q_head, q_tile * shapes.q_rows) for m in (q_map, do_map))
         tile = record.first_dq_tile + q_tile
         assert tile < p.first_sum
@@ -229,7 +229,7 @@ def walk_leg(memory: Memory, p: Any, legs: Any, record: Any, maps: list[Emulated
         dscores = weights * (dout @ v.T - delta[:, None])
         dv += weights.T @ dout
         dk += dscores.T @ q
-        land(memory, p, tile, rank, (dscores @ k).astype(np.float32), shapes)
+        land(memory, p, tile, turn, (dscores @ k).astype(np.float32), shapes)
     state.dk[:], state.dv[:] = 0, 0
     state.dk[:, :dim], state.dv[:, :v_dim] = dk, dv
     stored = memory.at("semaphores", p.semaphores + 4 * record.first_sum, shapes.sum_pieces, np.int32)
@@ -254,13 +254,13 @@ def band(memory: Memory, p: Any, record: Any, first_row: int, shape: tuple[int, 
     return kept
 
 
-def land(memory: Memory, p: Any, tile: int, rank: int, value: NDArray[np.float32], shapes: Any) -> None:
-    """Each rank behind the one before: a kernel would wait, here nobody else would come."""
+def land(memory: Memory, p: Any, tile: int, turn: int, value: NDArray[np.float32], shapes: Any) -> None:
+    """Each turn behind the one before: a kernel would wait, here nobody else would come."""
     semaphore = memory.at("semaphores", p.semaphores + 4 * tile, 1, np.int32)
-    assert semaphore[0] == rank, f"rank {rank} of dQ tile {tile} after {semaphore[0]} ranks"
+    assert semaphore[0] == turn, f"turn {turn} of dQ tile {tile} after {semaphore[0]} turns"
     size = shapes.q_rows * shapes.columns
     dq = memory.at("dq", p.dq + 4 * tile * size, size).reshape(shapes.q_rows, shapes.columns)[:, : value.shape[1]]
-    dq[:] = value if rank == 0 else dq + value
+    dq[:] = value if turn == 0 else dq + value
     semaphore[0] += 1
 
 
@@ -287,14 +287,14 @@ def postprocess(memory: Memory, arguments: list[str], grid: int, addresses: list
     tiles = places.batch * places.q_heads * places.head_tiles
     assert grid == tiles + 2 * places.batch * sums.kv_heads * sums.head_chains * (shapes.kv_rows // 64)
     semaphores = memory.at("semaphores", p.semaphores, tiles, np.int32)
-    ranks = np.tile(memory.at("q_ranks", p.q_ranks, places.head_tiles, np.int32), places.batch * places.q_heads)
-    assert (semaphores == ranks).all()
+    turns = np.tile(memory.at("q_turns", p.q_turns, places.head_tiles, np.int32), places.batch * places.q_heads)
+    assert (semaphores == turns).all()
     dq = made_tensor(p.dq, arguments[0], (places.batch, places.q_len, places.q_heads, p.dim))
     size = shapes.q_rows * shapes.columns
     for tile in range(tiles):
         sequence, head, first, rows = rows_of(places, tile, shapes.q_rows)
         found = memory.at("dq", p.dq_accumulator + 4 * tile * size, size).reshape(shapes.q_rows, -1)[:rows, : p.dim]
-        dq[sequence, first : first + rows, head] = torch.from_numpy((found * p.scale) if ranks[tile] else found * 0)
+        dq[sequence, first : first + rows, head] = torch.from_numpy((found * p.scale) if turns[tile] else found * 0)
     finish_sums(memory, p, shapes, arguments[0], dims)
 
 

@@ -1,6 +1,6 @@
 """Golden files: orders and placements of every schedule, as last reviewed.
 
-They hold whatever `order_hash` names (tiles, head offset, parts of a group, the number of kinds, walks, ranks, last_member_first)
+They hold whatever `order_hash` names (tiles, head offset, parts of a group, the number of kinds, walks, turns, last_member_first)
 and the order in which chains start. A refresh has to be asked for: DASH_ATTN_UPDATE_GOLDEN=1.
 """
 

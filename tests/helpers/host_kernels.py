@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from compilers import needs_gxx
-from dash_attn.backends.hopper.device.compile import sources
+from dash_attn.backends.hopper.driver.compile import sources
 
 ON_HOST = Path(__file__).parents[1] / "backends" / "device_on_host"
 

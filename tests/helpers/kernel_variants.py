@@ -22,7 +22,7 @@ BACKWARD = [
     for mask in MASKS
 ]
 RECORDING = [f"attention_backward<bf16, {dim}, {v_dim}, true, false, MaskKind::Band, true>" for dim, v_dim in BACKWARD_DIMS]
-LEGS = [  # of devices that share a sequence, with the masks that device_masks.py allows
+LEGS = [  # of devices that share a sequence, with the masks that rank_masks.py allows
     f"attention_backward_of_legs<{dtype}, {dim}, {v_dim}, {softcap}, MaskKind::{mask}>"
     for dtype in DTYPES
     for dim, v_dim in BACKWARD_DIMS
@@ -85,12 +85,12 @@ HELPERS = [
     *(("backward/ending.cuh", f"end_trips<{dim}, {v_dim}>") for dim, v_dim in BACKWARD_DIMS),
     *(("backward/modifier_notes.cuh", f"modifier_notes<{packed}>") for packed in FLAGS),
     *(("backward/sink_gradient.cuh", f"sink_gradient<{rows}, {packed}>") for rows in (64, 128) for packed in FLAGS),
-    *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, true>") for q, kv in sorted(TILES)),
-    *(("device_planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
-    *(("device_planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
-    *(("device_planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
-    *(("device_planning/mask_bits.cuh", f"pack_mask_bits<{q}, {kv}, true>") for q, kv in sorted(FORWARD_SHAPES)),
-    *(("device_planning/mask_bits.cuh", f"pack_mask_bits<{q}, {kv}, false>") for q, kv in sorted(TILES)),
+    *(("planning/chains.cuh", f"packed_layout<{q}, {kv}, true>") for q, kv in sorted(TILES)),
+    *(("planning/chains.cuh", f"packed_plan<{q}, {kv}>") for q, kv in sorted(TILES)),
+    *(("planning/chains.cuh", f"packed_layout<{q}, {kv}, false>") for q, kv in sorted(FORWARD_SHAPES)),
+    *(("planning/forward_tiles.cuh", f"packed_tiles<{q}, {kv}>") for q, kv in sorted(FORWARD_SHAPES)),
+    *(("planning/mask_bits.cuh", f"pack_mask_bits<{q}, {kv}, true>") for q, kv in sorted(FORWARD_SHAPES)),
+    *(("planning/mask_bits.cuh", f"pack_mask_bits<{q}, {kv}, false>") for q, kv in sorted(TILES)),
     ("ledger/bit_sums.cuh", "bit_sums"),
 ]
 DECODE = [f"attention_decode<{dtype}, {dim}, {softcap}>" for dtype in DTYPES for dim in DIMS for softcap in FLAGS]

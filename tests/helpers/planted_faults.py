@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 FILE = "backward/drain.cuh"
-RELEASE = "store_release(p.semaphores + note.dq_tile, note.rank + 1);"
+RELEASE = "store_release(p.semaphores + note.dq_tile, note.turn + 1);"
 COUNT = "atomicAdd(p.semaphores + note.dq_tile, 1);"  # whoever comes: the postprocess waits until all have
 HAND_OVER = """      bulk_wait();
       fence_async_global();
-      store_release(p.semaphores + note.dq_tile, note.rank + 1);
+      store_release(p.semaphores + note.dq_tile, note.turn + 1);
 """
-PLAIN_STORE = "*(volatile int*)(p.semaphores + note.dq_tile) = note.rank + 1;"
+PLAIN_STORE = "*(volatile int*)(p.semaphores + note.dq_tile) = note.turn + 1;"
 PIECES = "#pragma unroll 1\n    for (int piece = 0; piece < C::DQ_PIECES; piece++) {\n"
 
 FAULTS: dict[str, list[tuple[str, str]]] = {
-    "nobody waits": [("if (ORDERED && note.rank > 0) await_rank(note);", ""), (RELEASE, COUNT)],
+    "nobody waits": [("if (ORDERED && note.turn > 0) await_turn(note);", ""), (RELEASE, COUNT)],
     "handed over before the reduce": [(PIECES, f"    if (ORDERED) {PLAIN_STORE}\n{PIECES}"), (HAND_OVER, "")],
     "handed over before the writes have landed": [(HAND_OVER, f"      {PLAIN_STORE}\n")],
 }

@@ -17,14 +17,14 @@ from dash_attn import Mask, Problem
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.share import share
-from dash_attn.scheduling.devices.units import SharedSchedule, Unit
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.share import share
+from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
 from dash_attn.scheduling.plan import Plan
 
 
 def calls() -> ModuleType:
-    return import_module("dash_attn.backends.hopper.calls.device_backward")
+    return import_module("dash_attn.backends.hopper.calls.rank_backward")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
     @property
     def problem(self) -> Problem:
         rows, (q_heads, kv_heads) = self.sharding.rows, self.heads
-        tiles = import_module("dash_attn.backends.hopper.devices").backward_tiles(*self.dims)
+        tiles = import_module("dash_attn.backends.hopper.ranks").backward_tiles(*self.dims)
         return Problem(self.mask, rows, rows, *tiles, kv_heads, q_heads // kv_heads, self.batch, self.head_offset)
 
     def rows_of(self, device: int) -> Tensor:
@@ -83,9 +83,9 @@ def play_forward(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
         q.new_full((*q.shape[:3], v.shape[-1]), torch.nan),
         q.new_full((len(q), q.shape[2], q.shape[1]), torch.nan, dtype=torch.float32),
     )
-    for device in range(case.sharding.devices):
+    for device in range(case.sharding.ranks):
         mine = case.rows_of(device).to(q.device)
-        forward = import_module("dash_attn.backends.hopper.devices").forward
+        forward = import_module("dash_attn.backends.hopper.ranks").forward
         out[:, mine], lse[:, :, mine] = forward(q[:, mine], k, v, case.options, sinks, case.problem, case.sharding, device)
     return out, lse
 
@@ -124,19 +124,19 @@ def play_devices(
     """
     dout, q, k, v, out, lse = inputs
     shared, plan, sharding = case.shared, case.plan, case.sharding
-    rows = [case.rows_of(device).to(q.device) for device in range(sharding.devices)]
+    rows = [case.rows_of(device).to(q.device) for device in range(sharding.ranks)]
     backwards = []
     for device, mine in enumerate(rows):
         of_rows = [None if x is None else made("rows", x[:, :, mine].contiguous()) for x in (lse, dlse)]
         own = dout[:, mine], q[:, mine], out[:, mine]
-        backward = calls().DeviceBackward(plan, shared, device, case.options, own, of_rows, overlap)
+        backward = calls().RankBackward(plan, shared, device, case.options, own, of_rows, overlap)
         for some in torch.arange(case.heads[1]).chunk(gathers):
             first, end = int(some[0]), int(some[-1]) + 1
             backward.take_keys(k[:, :, first:end], v[:, :, first:end], first)
         backwards.append(backward)
     states: dict[int, Tensor] = {}
     for unit in shared.units if units is None else units:
-        backward = backwards[unit.device]
+        backward = backwards[unit.rank]
         if unit.before is None:
             state = made("states", backward.new_state(unit))
             if unit.leg is not None:

@@ -18,7 +18,7 @@ POLICIES = [Interleaving(), Interleaving(1), Interleaving(2), Interleaving(3, th
 
 
 class Recorder:
-    """Values are ranks; a chain ends with its part."""
+    """Values are turns; a chain ends with its part."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -37,9 +37,9 @@ class Recorder:
 
     def _walk(self, ticket: ChainPlace, steps: Ints, members: list[int]) -> Iterator[Contribution | Ending]:
         for member in members:
-            for q_tile, rank, _ in steps.tolist():
+            for q_tile, turn, _ in steps.tolist():
                 self.walks[ticket].append((q_tile, member))
-                yield Contribution(member, q_tile, rank, rank)
+                yield Contribution(member, q_tile, turn, turn)
         yield Ending(ticket.part)
         with self.lock:
             self.resident -= 1
@@ -51,8 +51,8 @@ class Recorder:
         self.sums[place].append((value, first))
 
     @property
-    def in_rank_order(self) -> bool:
-        return all(landed == [(rank, rank == 0) for rank in range(len(landed))] for landed in self.landings.values())
+    def in_turn_order(self) -> bool:
+        return all(landed == [(turn, turn == 0) for turn in range(len(landed))] for landed in self.landings.values())
 
     @property
     def sums_in_order(self) -> bool:

@@ -53,7 +53,7 @@ class _Reduce:
     """One add to global memory: a contribution to a tile of dQ, behind a compute; or a piece of dK and dV at the end of a chain."""
 
     to: tuple[object, ...]
-    rank: int
+    turn: int
     behind_a_compute: bool = True
 
 
@@ -74,7 +74,7 @@ class Clockwork:
         self.costs, self.workers = costs, schedule.workers
         self.queue = [_reduces_of(schedule, ticket) for ticket in schedule.tickets.tolist()]
         self.chains: list[_Running] = []
-        self.landed: dict[tuple[tuple[object, ...], int], int] = {}  # (where, rank) -> start of that reduce
+        self.landed: dict[tuple[tuple[object, ...], int], int] = {}  # (where, turn) -> start of that reduce
         self.now = 0
 
     def run(self, limit: int = 100_000) -> Clockwork:
@@ -122,7 +122,7 @@ class Clockwork:
         for index in range(len(chain.compute)):
             if index not in chain.reduce and self._may_reduce(chain, index):
                 what = chain.reduces[index]
-                chain.reduce[index] = self.landed[what.to, what.rank] = self.now
+                chain.reduce[index] = self.landed[what.to, what.turn] = self.now
         return len(chain.compute) + len(chain.reduce) > before
 
     def _may_compute(self, chain: _Running, index: int) -> bool:
@@ -131,9 +131,9 @@ class Clockwork:
 
     def _may_reduce(self, chain: _Running, index: int) -> bool:
         what = chain.reduces[index]
-        before = self.landed.get((what.to, what.rank - 1))
+        before = self.landed.get((what.to, what.turn - 1))
         hand_over = max(self.costs.reduce, self.costs.latency)
-        in_turn = what.rank == 0 or (before is not None and before + hand_over <= self.now)
+        in_turn = what.turn == 0 or (before is not None and before + hand_over <= self.now)
         computed = self._computed(chain, index) <= self.now
         return computed and in_turn and self._reduced(chain, index - max(1, self.costs.overlap))
 
@@ -165,9 +165,9 @@ def _reduces_of(schedule: Schedule, ticket: list[int]) -> list[_Reduce]:
     kinds = schedule.order.kinds
     order = kinds[((problem.head_offset + kv_head) * problem.parts + part) % len(kinds)]
     heads = [kv_head * problem.group + member for member in dealt(problem.group, problem.parts)[part]]
-    steps = list(zip(order.walk(kv_tile).tolist(), order.ranks(kv_tile).tolist(), strict=True))
+    steps = list(zip(order.walk(kv_tile).tolist(), order.turns(kv_tile).tolist(), strict=True))
     in_order = heads[::-1] if order.last_member_first else heads
-    contributions = [_Reduce(("dQ", sequence, head, q_tile), rank) for head in in_order for q_tile, rank in steps]
+    contributions = [_Reduce(("dQ", sequence, head, q_tile), turn) for head in in_order for q_tile, turn in steps]
     if problem.parts == 1:
         return contributions
     before = [earlier for earlier in range(part) if (part - earlier) % len(kinds) == 0]  # parts of this kind share a sum
@@ -177,7 +177,7 @@ def _reduces_of(schedule: Schedule, ticket: list[int]) -> list[_Reduce]:
 
 
 def can_finish(schedule: Schedule, workers: int) -> bool:
-    """Whether the untimed execution completes: any resident chain moves on as soon as its rank has its turn."""
+    """Whether the untimed execution completes: any resident chain moves on as soon as its turn has its turn."""
     queue = [_reduces_of(schedule, ticket) for ticket in schedule.tickets.tolist()]
     resident: list[list[_Reduce]] = []
     landed: dict[tuple[object, ...], int] = {}
@@ -189,7 +189,7 @@ def can_finish(schedule: Schedule, workers: int) -> bool:
             resident.append(queue.pop(0))
             moved = True
         for chain in resident:
-            if chain and chain[0].rank == landed.get(chain[0].to, 0):
+            if chain and chain[0].turn == landed.get(chain[0].to, 0):
                 to = chain.pop(0).to
                 landed[to] = landed.get(to, 0) + 1
                 moved = True
@@ -197,11 +197,11 @@ def can_finish(schedule: Schedule, workers: int) -> bool:
 
 
 def mirrored(order: HeadOrder) -> HeadOrder:
-    """The same order played backwards in time: walks, ranks and query heads reversed."""
-    ranks_of = np.bincount(order.q_tile, minlength=1)
+    """The same order played backwards in time: walks, turns and query heads reversed."""
+    turns_of = np.bincount(order.q_tile, minlength=1)
     position = np.arange(len(order.q_tile)) - order.offsets[order.chain]
     reversed_tasks = order.offsets[order.chain + 1] - 1 - position
     q_tile = order.q_tile[reversed_tasks]
     last_step = order.first_step + np.diff(order.offsets)
-    ranks = ranks_of[q_tile] - 1 - order.rank[reversed_tasks]
-    return HeadOrder(order.offsets, q_tile, ranks, last_step.max() - last_step, not order.last_member_first)
+    turns = turns_of[q_tile] - 1 - order.turn[reversed_tasks]
+    return HeadOrder(order.offsets, q_tile, turns, last_step.max() - last_step, not order.last_member_first)

@@ -16,7 +16,7 @@ import dash_attn
 from dash_attn.cli.main import main
 from dash_attn.ledgers.framing import records
 
-FILE = "rank-0.ledger"
+FILE = "turn-0.ledger"
 AGREE, DIFFER, ERROR, INCOMPLETE = 0, 1, 2, 3
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dash_attn.masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window
 from dash_attn.scheduling.engine import Costs
-from dash_attn.scheduling.order import HeadOrder, Order, rank_within
+from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.problem import Problem
 
 
@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn, most_tokens: int = 40) -> Problem:
 
 
 def acyclic_order(problem: Problem, rng: np.random.Generator) -> HeadOrder:
-    """Walks and ranks that follow one random sequence of all tasks, so that some execution completes."""
+    """Walks and turns that follow one random sequence of all tasks, so that some execution completes."""
     q_tile, chain = np.nonzero(problem.kept)
     when = rng.permutation(len(chain))
     sequence = np.lexsort((when, chain))
@@ -62,7 +62,7 @@ def acyclic_order(problem: Problem, rng: np.random.Generator) -> HeadOrder:
 
 
 def any_order(problem: Problem, rng: np.random.Generator) -> HeadOrder:
-    """Random walks and, independently, random ranks: often a cycle."""
+    """Random walks and, independently, random turns: often a cycle."""
     q_tile, chain = np.nonzero(problem.kept)
     sequence = np.lexsort((rng.permutation(len(chain)), chain))
     first_step = rng.integers(0, 2 * problem.q_tiles, problem.kv_tiles)
@@ -70,7 +70,7 @@ def any_order(problem: Problem, rng: np.random.Generator) -> HeadOrder:
 
 
 def _order(chain: np.ndarray, q_tile: np.ndarray, when: np.ndarray, first_step: np.ndarray) -> HeadOrder:
-    return HeadOrder.build(chain, q_tile, rank_within(q_tile, when), first_step)
+    return HeadOrder.build(chain, q_tile, turn_within(q_tile, when), first_step)
 
 
 def one_or_two_kinds(problem: Problem, rng: np.random.Generator) -> Order:

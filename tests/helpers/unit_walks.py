@@ -1,4 +1,4 @@
-"""Units of devices that share a sequence, run without numbers: every rank and every sum must have its turn."""
+"""Units of ranks that share a sequence, run without numbers: every turn and every sum must come when it may."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from random import Random
 
-from dash_attn.scheduling.devices.units import SharedSchedule, Unit
+from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
 
 
 class OutOfTurn(AssertionError):
@@ -39,10 +39,10 @@ def run(shared: SharedSchedule, units: Iterable[Unit]) -> int:
 class _Run:
     def __init__(self, shared: SharedSchedule) -> None:
         self.shared, self.schedule, self.problem = shared, shared.schedule, shared.problem
-        self.landed: dict[tuple[int, ...], int] = defaultdict(int)  # ranks, by sequence, query head and Q tile
+        self.landed: dict[tuple[int, ...], int] = defaultdict(int)  # turns, by sequence, query head and Q tile
         self.walked: dict[tuple[int, ...], int] = defaultdict(int)  # steps, by sequence, part, member and KV tile
         self.ended: dict[tuple[int, ...], list[int]] = defaultdict(list)  # parts, by sequence, KV head, kind and KV tile
-        self.at: dict[int, int] = {}  # which device has the states behind a unit
+        self.at: dict[int, int] = {}  # which rank has the states behind a unit
         self.tasks = 0
 
     def all(self, units: Iterable[Unit]) -> int:
@@ -56,11 +56,11 @@ class _Run:
         return self.tasks
 
     def _take_state(self, unit: Unit) -> None:
-        if unit.before is not None and self.at.pop(unit.before, None) != unit.device:
+        if unit.before is not None and self.at.pop(unit.before, None) != unit.rank:
             raise OutOfTurn(f"the states before {unit} are not there")
         if unit.after is not None:
             assert self.shared.units[unit.after].before == unit.number
-            self.at[unit.number] = self.shared.units[unit.after].device
+            self.at[unit.number] = self.shared.units[unit.after].rank
 
     def _walk(self, unit: Unit, head: tuple[int, int], kv_tile: int) -> None:
         assert unit.leg is not None
@@ -71,16 +71,16 @@ class _Run:
         self.walked[sequence, part, unit.member, kv_tile] = steps.stop
         sharding, query_head = self.shared.sharding, self.problem.members(part)[unit.member]
         chunks = sharding.chunk_of_tiles(self.problem.tile_q)
-        for q_tile, rank in zip(order.walk(kv_tile)[steps].tolist(), order.ranks(kv_tile)[steps].tolist(), strict=True):
-            assert sharding.owners[chunks[q_tile]] == unit.device
-            if self.landed[sequence, query_head, q_tile] != rank:
-                raise OutOfTurn(f"q{q_tile} of {unit} has rank {rank}")
+        for q_tile, turn in zip(order.walk(kv_tile)[steps].tolist(), order.turns(kv_tile)[steps].tolist(), strict=True):
+            assert sharding.owners[chunks[q_tile]] == unit.rank
+            if self.landed[sequence, query_head, q_tile] != turn:
+                raise OutOfTurn(f"q{q_tile} of {unit} has turn {turn}")
             self.landed[sequence, query_head, q_tile] += 1
             self.tasks += 1
 
     def _end(self, unit: Unit, head: tuple[int, int], kv_tile: int) -> None:
         (sequence, part), sharding = head, self.shared.sharding
-        assert sharding.owners[sharding.chunk_of_tiles(self.problem.tile_kv)[kv_tile]] == unit.device
+        assert sharding.owners[sharding.chunk_of_tiles(self.problem.tile_kv)[kv_tile]] == unit.rank
         for member in range(len(self.problem.members(part))):
             if self.walked[sequence, part, member, kv_tile] != len(self.schedule.order_of(part).walk(kv_tile)):
                 raise OutOfTurn(f"kv{kv_tile} of {unit} ends before its walk")

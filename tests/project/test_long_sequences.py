@@ -10,8 +10,8 @@ import torch
 
 from dash_attn import Causal, Problem, generate
 from dash_attn.distributed import Sharding, explain_context_parallel
-from dash_attn.scheduling.devices.share import share
-from dash_attn.scheduling.devices.units import SharedSchedule
+from dash_attn.scheduling.ranks.share import share
+from dash_attn.scheduling.ranks.units import SharedSchedule
 from doc_pages import DOCS, rows, run_long_sequences
 from processes import run_processes
 
@@ -52,10 +52,10 @@ def test_states_take_the_bytes_and_the_memory_of_the_page(rows: int, ranks: int,
     sent, waiting, most = [0] * ranks, [0] * ranks, 0
     for unit in plan.units:
         size = plan.state_tiles(unit) * plan.problem.tile_kv * STATE_OF_A_KEY
-        waiting[unit.device] -= size if unit.before is not None else 0
+        waiting[unit.rank] -= size if unit.before is not None else 0
         if unit.after is not None:
             waiting[plan.units[unit.after].device] += size
-        sent[unit.device] += size if plan.hops(unit) else 0
+        sent[unit.rank] += size if plan.hops(unit) else 0
         most = max(most, *waiting)
     assert sum(sent) / ranks == pytest.approx(STATE_OF_A_KEY * rows * q_heads * (ranks - 1) / ranks * (1 + 1 / (2 * ranks)))
     assert max(sent) <= STATE_OF_A_KEY * rows * q_heads

@@ -127,6 +127,6 @@ def test_six_questions_of_a_newcomer_have_an_answer() -> None:
     assert len(rows) == 6
     assert "def tile_map" in (PACKAGE / "masks/rules.py").read_text()
     assert "store_release(p.semaphores" in (PACKAGE / "backends/hopper/kernels/backward/drain.cuh").read_text()
-    assert "cuLaunchKernelEx" in (PACKAGE / "backends/hopper/device/driver.py").read_text()
+    assert "cuLaunchKernelEx" in (PACKAGE / "backends/hopper/driver/launch.py").read_text()
     assert "class Order" in (PACKAGE / "scheduling/order.py").read_text()
     assert "class Backend(Protocol)" in (PACKAGE / "backends/__init__.py").read_text()

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "dash_attn"
 
 USE_IT = """
 import dash_attn, torch
-from dash_attn.backends.hopper.device.compile import sources
+from dash_attn.backends.hopper.driver.compile import sources
 from pathlib import Path
 x = torch.ones(1, 70, 2, 16, requires_grad=True)
 dash_attn.flash_attn_func(x, x, x, causal=True).sum().backward()

@@ -19,7 +19,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 import build_with_kernels
 from build_with_kernels import NVRTC, get_requires_for_build_sdist
-from dash_attn.backends.hopper.device.packed import SMALLEST
+from dash_attn.backends.hopper.driver.shipped import SMALLEST
 from kernel_variants import VARIANTS
 from pack_kernels import PACKED, SELDOM, UNORDERED, pack
 from readme_call import KV, Q, readme_kernels
@@ -33,7 +33,7 @@ import json, sys
 from contextlib import nullcontext
 sys.modules["cuda.bindings.nvrtc"] = None  # as if it were not installed
 from dash_attn.backends.hopper.calls.kernel_names import KernelName
-from dash_attn.backends.hopper.device import driver
+from dash_attn.backends.hopper.driver import driver
 from loading_driver import LoadingDriver
 from readme_call import readme_kernels
 

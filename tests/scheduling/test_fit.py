@@ -9,17 +9,17 @@ import pytest
 
 from dash_attn import Causal, Full, Mask, Problem, Schedule, ScheduleError, TileMap, Window, generate
 from dash_attn.scheduling.fit import DECIDE_TILES, fit
-from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, rank_within
+from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
 from dash_attn.scheduling.validate import TooFewWorkers
 
 PROBLEM = Problem(Causal(), 1024, 1024, 64, 128, heads=3, group=2, batch=2)
 
 
 def shuffled(problem: Problem, workers: int, seed: int = 0, name: str = "shuffled") -> Schedule:
-    """Chains start and rank in an order of no generator: each waits only for earlier starts."""
+    """Chains start and turn in an order of no generator: each waits only for earlier starts."""
     start = np.random.default_rng(seed).permutation(problem.kv_tiles)
     chain, q_tile = np.nonzero(problem.kept.T)
-    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, np.argsort(start)[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
+    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, np.argsort(start)[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
     return Schedule.build(problem, Order(name, (kind,), ALL_GUARANTEES), (start,), workers)
 
 

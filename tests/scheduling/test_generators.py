@@ -104,7 +104,7 @@ def test_alternating_is_its_own_mirror_image_in_time() -> None:
     up, down = generate("alternating", Problem.from_tiles("causal", 16, 8, heads=2), 8).order.kinds
     mirror = mirrored(up)
     assert np.array_equal(mirror.q_tile, down.q_tile)
-    assert np.array_equal(mirror.rank, down.rank)
+    assert np.array_equal(mirror.turn, down.turn)
 
 
 @pytest.mark.parametrize(("length", "batch"), [(1500, 8), (3072, 4), (4096, 4), (5000, 2), (6000, 3), (8192, 2), (12000, 1)])
@@ -126,7 +126,7 @@ def test_parts_of_groups_fill_the_machine_whatever_the_length(length: int, batch
 
 @pytest.mark.parametrize("length", [4096, 8192, 16384])
 def test_parts_fill_the_machine_with_one_kv_head(length: int) -> None:
-    """A rank of a large model, 8/1 heads: whole groups are too few chains; parts come close to 8/8 heads."""
+    """A turn of a large model, 8/1 heads: whole groups are too few chains; parts come close to 8/8 heads."""
     machine, one = H200[128], Problem(Causal(), length, length, 64, 128, group=8)
     alone, parts, whole = (
         simulate(generate("alternating", problem, 132), machine).makespan

@@ -89,7 +89,7 @@ def test_golden_files_see_every_change_of_an_order(name: str, case: str) -> None
 
 
 def test_golden_files_see_tiles_and_head_offsets() -> None:
-    """The rest of what is in order_hash: equal walks and ranks over other tiles, or for other heads, are other bits."""
+    """The rest of what is in order_hash: equal walks and turns over other tiles, or for other heads, are other bits."""
     case = "causal 6x3, group 4"
     problem, expected = SMALL[case], recorded("alternating")[case]
     double = {field: 2 * getattr(problem, field) for field in ("q_len", "kv_len", "tile_q", "tile_kv")}
@@ -138,7 +138,7 @@ def _changed_kinds(kind: HeadOrder) -> Iterator[tuple[str, HeadOrder]]:
         if kind.chain[task] == kind.chain[task + 1]:
             yield f"tasks {task} and {task + 1} of a walk swapped", replace(kind, q_tile=_swapped(kind.q_tile, task, task + 1))
     for earlier, later in zip(*kind.hand_overs, strict=True):
-        yield f"ranks of tasks {earlier} and {later} swapped", replace(kind, rank=_swapped(kind.rank, earlier, later))
+        yield f"turns of tasks {earlier} and {later} swapped", replace(kind, turn=_swapped(kind.turn, earlier, later))
 
 
 def _swapped(values: Any, a: int, b: int) -> Any:

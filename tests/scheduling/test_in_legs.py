@@ -1,4 +1,4 @@
-"""Walks cut into legs: every schedule on any number of workers of one device, in few legs."""
+"""Walks cut into legs: every schedule on any number of workers of one rank, in few legs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from dash_attn import Causal, Full, Mask, Prefix, Problem, Schedule, ScheduleError, Window, generate
 from dash_attn.call.any_workers import plan_on_any
-from dash_attn.scheduling.devices.in_legs import in_legs
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.share import share
-from dash_attn.scheduling.devices.trips import Circle, trips_of
-from dash_attn.scheduling.devices.units import SharedSchedule
-from dash_attn.scheduling.order import HeadOrder, Order, rank_within
+from dash_attn.scheduling.ranks.in_legs import in_legs
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.share import share
+from dash_attn.scheduling.ranks.trips import Circle, trips_of
+from dash_attn.scheduling.ranks.units import SharedSchedule
+from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.validate import StuckOnWorkers, TooFewWorkers
 
 ENOUGH = 1000
@@ -41,7 +41,7 @@ def drawn(problem: Problem, seed: int) -> Schedule:
     turn = np.random.default_rng(seed).permutation(len(q_tile))
     by_walk = np.lexsort((turn, kv_tile))
     kv_tile, q_tile, turn = kv_tile[by_walk], q_tile[by_walk], turn[by_walk]
-    kind = HeadOrder.build(kv_tile, q_tile, rank_within(q_tile, turn), np.zeros(problem.kv_tiles, dtype=np.int64))
+    kind = HeadOrder.build(kv_tile, q_tile, turn_within(q_tile, turn), np.zeros(problem.kv_tiles, dtype=np.int64))
     return Schedule.build(problem, Order("drawn", (kind,)), (np.arange(problem.kv_tiles),), ENOUGH)
 
 
@@ -72,7 +72,7 @@ def test_the_least_cut(name: str, mask: Mask, q_len: int, kv_len: int, gang: int
     schedule = generate(name, Problem(mask, q_len, kv_len, heads=2, group=3, batch=2), ENOUGH)
     legs = in_legs(schedule, 2)
     assert (schedule.gang, legs.sharding.chunks) == (gang, chunks)
-    assert (legs.sharding.devices, legs.sharding.rows, legs.heads_together) == (1, q_len, 2)
+    assert (legs.sharding.ranks, legs.sharding.rows, legs.heads_together) == (1, q_len, 2)
     assert run_by_one_worker(legs) == schedule.problem.tasks
     if gang > 1:
         with pytest.raises(TooFewWorkers):
@@ -101,7 +101,7 @@ def test_where_chains_cannot_travel_together_each_travels_alone() -> None:
     assert run_by_one_worker(legs) == 6
 
 
-def test_keys_of_another_length_are_for_one_device() -> None:
+def test_keys_of_another_length_are_for_one_rank() -> None:
     schedule = generate("auto", Problem(Full(), 512, 1024), ENOUGH)
     with pytest.raises(ValueError, match="queries and keys of a sharded sequence are the same 512 rows"):
         share(schedule, Sharding.contiguous(512, 2))

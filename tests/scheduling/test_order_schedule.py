@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cases import SERVED
 from dash_attn import GENERATORS, Causal, Placement, Problem, Schedule, ScheduleError, generate, lower
-from dash_attn.scheduling.order import HeadOrder, Order, rank_within
+from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from reference import mirrored
 from strategies import examples, problems, seeds
 
@@ -19,7 +19,7 @@ LARGE_MASKS = ["full", "causal", "window:16,0", "documents:32,64,32", "prefix:40
 
 
 def same_order(a: HeadOrder, b: HeadOrder) -> bool:
-    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("offsets", "q_tile", "rank"))
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("offsets", "q_tile", "turn"))
 
 
 @pytest.mark.parametrize(("name", "mask"), SERVED)
@@ -47,18 +47,18 @@ def test_arrays_are_read_only() -> None:
     schedule = generate("alternating", Problem.from_tiles("causal", 8, 4, heads=2), 4)
     plan = lower(schedule)
     kind = schedule.order.kinds[0]
-    made_by_hand = HeadOrder(*(np.array(getattr(kind, f)) for f in ("offsets", "q_tile", "rank", "first_step")))
-    arrays = [getattr(k, f) for k in (kind, made_by_hand) for f in ("offsets", "q_tile", "rank", "first_step", "chain", "step")]
-    arrays += [*schedule.placement.starts, plan.starts, plan.chain_runs, plan.runs, plan.entries, plan.ranks_per_q_tile]
+    made_by_hand = HeadOrder(*(np.array(getattr(kind, f)) for f in ("offsets", "q_tile", "turn", "first_step")))
+    arrays = [getattr(k, f) for k in (kind, made_by_hand) for f in ("offsets", "q_tile", "turn", "first_step", "chain", "step")]
+    arrays += [*schedule.placement.starts, plan.starts, plan.chain_runs, plan.runs, plan.entries, plan.turns_per_q_tile]
     assert not any(array.flags.writeable for array in arrays)
     with pytest.raises(AttributeError):
         schedule.order = schedule.order  # type: ignore[misc]
 
 
-def test_rank_within_sorts_by_the_first_key_first() -> None:
+def test_turn_within_sorts_by_the_first_key_first() -> None:
     q_tile = np.array([0, 1, 0, 1, 0])
-    assert rank_within(q_tile, np.array([2, 1, 1, 0, 0])).tolist() == [2, 1, 1, 0, 0]
-    assert rank_within(q_tile, np.zeros(5), -np.arange(5)).tolist() == [2, 1, 1, 0, 0]
+    assert turn_within(q_tile, np.array([2, 1, 1, 0, 0])).tolist() == [2, 1, 1, 0, 0]
+    assert turn_within(q_tile, np.zeros(5), -np.arange(5)).tolist() == [2, 1, 1, 0, 0]
 
 
 def test_mirrored_twice_is_the_order_itself() -> None:
@@ -245,10 +245,10 @@ def test_without_the_offset_an_odd_shard_would_change_bits() -> None:
     assert not same_order(shard.order_of(0), model.order_of(1))
 
 
-def test_same_bits_sees_a_swapped_rank() -> None:
+def test_same_bits_sees_a_swapped_turn() -> None:
     problem = Problem.from_tiles("full", 2, 2)
     kind = generate("ascending", problem, 2).order.kinds[0]
-    swapped = Order("swapped", (HeadOrder.build(kind.chain, kind.q_tile, 1 - kind.rank, kind.first_step),))
+    swapped = Order("swapped", (HeadOrder.build(kind.chain, kind.q_tile, 1 - kind.turn, kind.first_step),))
     assert Order("same", (kind,)).same_bits(Order("other name", (kind,)))
     assert not swapped.same_bits(Order("ascending", (kind,)))
     assert not Order("one", (kind,)).same_bits(Order("two", (kind, kind)))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dash_attn import Problem, TileMap, generate, lower
 from dash_attn.masks import EMPTY, FULL, PARTIAL, BooleanMask, TilePattern
-from dash_attn.masks.packed_matrix import PackedMatrix
+from dash_attn.masks.bit_matrix import PackedMatrix
 from dash_attn.masks.tile_pattern import PatternPerHead
 from dash_attn.scheduling.mask_json import mask_from_json, mask_to_json
 

@@ -224,14 +224,14 @@ class LastPartFirst:
 def test_adds_in_reverse_order_hang(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chain waits for one that has not started. With a worker for each of them nothing hangs, but there may be fewer."""
     problem = Problem.from_tiles("causal", 4, 4, group=4, group_parts=4)
-    assert sorted(LastPartFirst.of_part(problem, part, 1).rank for part in range(4)) == [0, 1, 2, 3]
+    assert sorted(LastPartFirst.of_part(problem, part, 1).turn for part in range(4)) == [0, 1, 2, 3]
     on_one, on_many = generate(name, problem, 1), generate(name, problem, problem.chains)
     run_in_model_time(on_one, UNTIMED)
     monkeypatch.setattr("dash_attn.scheduling.engine.Sum", LastPartFirst)
     with pytest.raises(Stuck, match="1 chains are blocked, first h0") as stuck:
         run_in_model_time(on_one, UNTIMED)
-    [(worker, task, rank, awaited)] = stuck.value.blocked
-    assert (worker, task.head, rank) == (0, 0, 3 if name == "ascending" else 1)
+    [(worker, task, turn, awaited)] = stuck.value.blocked
+    assert (worker, task.head, turn) == (0, 0, 3 if name == "ascending" else 1)
     assert awaited == "the part before, to add dK and dV behind it"
     run_in_model_time(on_many, UNTIMED)
 

@@ -39,9 +39,9 @@ def assert_decodes(schedule: Schedule) -> None:
             steps = plan.steps(number, kv_tile)
             assert len(steps) == plan.chain_steps[number * problem.kv_tiles + kv_tile]
             assert steps[:, 0].tolist() == kind.walk(kv_tile).tolist()
-            assert steps[:, 1].tolist() == kind.ranks(kv_tile).tolist()
+            assert steps[:, 1].tolist() == kind.turns(kv_tile).tolist()
             assert steps[:, 2].astype(bool).tolist() == problem.partial[kind.walk(kv_tile), kv_tile].tolist()
-    assert plan.ranks_per_q_tile.tolist() == problem.kept.sum(1).tolist()
+    assert plan.turns_per_q_tile.tolist() == problem.kept.sum(1).tolist()
     assert plan.starts.tolist() == [start.tolist() for start in schedule.placement.starts]
     assert (plan.workers, plan.placement.lanes, plan.placement.segments, plan.gang) == (
         schedule.workers,
@@ -84,7 +84,7 @@ def test_irregular_walks_are_listed_entry_by_entry() -> None:
 
 def test_tables_are_small_integers() -> None:
     plan = lower(generate("auto", Problem.from_tiles("causal", 256, 128), 132))
-    for table in (plan.starts, plan.chain_runs, plan.runs, plan.entries, plan.ranks_per_q_tile):
+    for table in (plan.starts, plan.chain_runs, plan.runs, plan.entries, plan.turns_per_q_tile):
         assert table.dtype == np.int32
     assert np.diff(plan.chain_runs).max() <= MOST_RUNS
     assert plan.runs.shape[1] == len(RUN_FIELDS)
@@ -111,8 +111,8 @@ def test_hash_names_the_bits() -> None:
     schedule = generate("ascending", problem, 3)
     kind = schedule.order.kinds[0]
     swap = {0: 1, 1: 0, 2: 2}
-    ranks = [swap[r] if q == 3 else r for q, r in zip(kind.q_tile.tolist(), kind.rank.tolist(), strict=True)]
-    one_swap = Order("ascending", (HeadOrder.build(kind.chain, kind.q_tile, ranks, kind.first_step),))
+    turns = [swap[r] if q == 3 else r for q, r in zip(kind.q_tile.tolist(), kind.turn.tolist(), strict=True)]
+    one_swap = Order("ascending", (HeadOrder.build(kind.chain, kind.q_tile, turns, kind.first_step),))
     other_walk = generate("descending", problem, 3)
     swapped = Schedule.build(problem, one_swap, schedule.placement.starts, 3)
     hashes = {lower(s).order_hash for s in (schedule, swapped, other_walk)}

@@ -24,7 +24,7 @@ def test_tile_counts_round_up() -> None:
 def test_tasks_count_groups_heads_and_sequences() -> None:
     problem = Problem(Causal(), 512, 512, 128, 128, heads=3, group=2, batch=5)
     assert problem.chain_lengths.tolist() == [4, 3, 2, 1]
-    assert problem.ranks_per_q_tile.tolist() == [1, 2, 3, 4]
+    assert problem.turns_per_q_tile.tolist() == [1, 2, 3, 4]
     assert problem.tasks == 10 * 3 * 2 * 5
     assert problem.chains == 4 * 3 * 5
 
@@ -91,7 +91,7 @@ def test_json_takes_numpy_sizes() -> None:
     assert Problem.from_json(json.loads(json.dumps(problem.to_json()))) == problem
 
 
-@pytest.mark.parametrize("name", ["tile_map", "kept", "partial", "chain_lengths", "ranks_per_q_tile"])
+@pytest.mark.parametrize("name", ["tile_map", "kept", "partial", "chain_lengths", "turns_per_q_tile"])
 def test_arrays_are_read_only(name: str) -> None:
     with pytest.raises(ValueError, match="read-only"):
         getattr(Problem.from_tiles("causal", 4, 4), name)[0] = 1

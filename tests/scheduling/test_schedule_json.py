@@ -113,7 +113,7 @@ def test_what_a_generator_gives_keeps_its_guarantees(name: str, mask: str) -> No
 
 
 def test_claims_are_not_believed() -> None:
-    """Two ranks swapped: a valid schedule with a generator's name that no generator gives."""
+    """Two turns swapped: a valid schedule with a generator's name that no generator gives."""
     claims = json.loads(SMALL.to_json())["order"]["guarantees"]
     assert tuple(claims) == ALL_GUARANTEES
 
@@ -136,7 +136,7 @@ def test_an_order_made_by_hand_claims_equal_runs_only() -> None:
 def test_arrays_made_by_hand_are_not_rounded(first_step: Any) -> None:
     order = SMALL.order.kinds[0]
     with pytest.raises(ValueError, match=r"expected whole numbers of at most 32 bits|one of 2 dimensions"):
-        HeadOrder(order.offsets, order.q_tile, order.rank, first_step)
+        HeadOrder(order.offsets, order.q_tile, order.turn, first_step)
 
 
 @pytest.mark.parametrize("segments", [(1.5, 1.5), (2.0, 1.0), (True, True, True)])

@@ -1,4 +1,4 @@
-"""Documents in a row that devices share, without tensors: cuts move to borders of tiles, and no device waits for ever."""
+"""Documents in a row that ranks share, without tensors: cuts move to borders of tiles, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dash_attn import Causal, Full, Mask, Problem, Window, generate
-from dash_attn.scheduling.devices.documents import SharedDocument, deal_documents, in_turn
-from dash_attn.scheduling.devices.in_legs import in_legs
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.share import share
-from dash_attn.scheduling.devices.units import SharedSchedule, Unit
+from dash_attn.scheduling.ranks.documents import SharedDocument, deal_documents, in_turn
+from dash_attn.scheduling.ranks.in_legs import in_legs
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.share import share
+from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
 from document_cases import own_sharding, random_lengths
 from unit_walks import run
 
@@ -22,30 +22,30 @@ UNIT = 128
 
 def random_row(seed: int) -> tuple[Sharding, tuple[int, ...]]:
     random = Random(seed)
-    devices = random.choice([1, 2, 3, 4, 8])
-    rows = 2 * devices * random.randint(10, 2400 // (2 * devices))
-    sharding = random.choice([Sharding.zigzag(rows, devices), Sharding.contiguous(rows, devices), own_sharding(random, rows, devices)])
+    ranks = random.choice([1, 2, 3, 4, 8])
+    rows = 2 * ranks * random.randint(10, 2400 // (2 * ranks))
+    sharding = random.choice([Sharding.zigzag(rows, ranks), Sharding.contiguous(rows, ranks), own_sharding(random, rows, ranks)])
     return sharding, random_lengths(random, rows)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_worked_on_by_one_device(seed: int) -> None:
+def test_every_row_is_worked_on_by_one_rank(seed: int) -> None:
     row, lengths = random_row(seed)
     documents = deal_documents(row, lengths, UNIT)
     assert [len(document.rows) for document in documents] == list(lengths)
-    worked_on = np.concatenate([document.rows_of(device) for device in range(row.devices) for document in documents])
+    worked_on = np.concatenate([document.rows_of(rank) for rank in range(row.ranks) for document in documents])
     assert sorted(worked_on.tolist()) == list(range(row.rows))
     owner = np.repeat(row.owners, row.lengths)
     for document in documents:
         assert all(length % UNIT == 0 for length in document.sharding.lengths[:-1])
         assert all(one != other for one, other in pairwise(document.sharding.owners))
-        assert document.devices == tuple(sorted(set(document.devices)))
+        assert document.ranks == tuple(sorted(set(document.ranks)))
         cuts = sum(document.rows.start < end < document.rows.stop for end in row.ends)
-        moved = sum((owner[document.rows_of(device)] != device).sum() for device in document.devices)
+        moved = sum((owner[document.rows_of(rank)] != rank).sum() for rank in document.ranks)
         assert moved <= cuts * UNIT // 2
         if not cuts:
             assert moved == 0
-            assert len(document.devices) == 1
+            assert len(document.ranks) == 1
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_cuts_move_to_the_nearest_border_of_a_tile(
     lengths: tuple[int, ...], expected: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
     documents = deal_documents(Sharding.contiguous(512, 2), lengths, UNIT)
-    found = [(one.sharding.lengths, tuple(one.devices[owner] for owner in one.sharding.owners)) for one in documents]
+    found = [(one.sharding.lengths, tuple(one.ranks[owner] for owner in one.sharding.owners)) for one in documents]
     assert found == expected
 
 
@@ -78,39 +78,39 @@ def test_documents_fill_the_row() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_neighbours_take_turns(seed: int) -> None:
-    """Each document once, those of one device last."""
+    """Each document once, those of one rank last."""
     row, lengths = random_row(seed)
     documents = deal_documents(row, lengths, UNIT)
     order = in_turn(documents)
     assert sorted(order) == list(range(len(documents)))
-    devices = [len(documents[place].devices) for place in order]
-    alone = devices.count(1)
-    assert all(count > 1 for count in devices[: len(devices) - alone])
+    ranks = [len(documents[place].ranks) for place in order]
+    alone = ranks.count(1)
+    assert all(count > 1 for count in ranks[: len(ranks) - alone])
 
 
 def test_borders_of_contiguous_chunks_need_two_rounds() -> None:
-    """Else the devices would work one after the other: each would wait at its first border for the one before."""
+    """Else the ranks would work one after the other: each would wait at its first border for the one before."""
     documents = deal_documents(Sharding.contiguous(8 * 512, 8), (256, *(512,) * 7, 256), UNIT)
-    assert [document.devices for document in documents[1:-1]] == [(device, device + 1) for device in range(7)]
+    assert [document.ranks for document in documents[1:-1]] == [(rank, rank + 1) for rank in range(7)]
     assert in_turn(documents) == [1, 3, 5, 7, 2, 4, 6, 0, 8]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_dealt_by_document(seed: int) -> None:
     random = Random(seed)
-    devices = random.choice([1, 2, 3, 4, 8])
-    lengths = random_lengths(random, devices * random.randint(2500, 5000))
-    row = Sharding.by_document(lengths, devices)
-    assert (row.rows, row.devices) == (sum(lengths), devices)
+    ranks = random.choice([1, 2, 3, 4, 8])
+    lengths = random_lengths(random, ranks * random.randint(2500, 5000))
+    row = Sharding.by_document(lengths, ranks)
+    assert (row.rows, row.ranks) == (sum(lengths), ranks)
     documents, owner = deal_documents(row, lengths, UNIT), np.repeat(row.owners, row.lengths)
     for document in documents:  # no row changes hands
-        assert all((owner[document.rows_of(device)] == device).all() for device in document.devices)
-    rows = [len(row.rows_of(device)) for device in range(devices)]
-    assert max(rows) - min(rows) <= max(1024, max(lengths, default=0) // devices + 256)
+        assert all((owner[document.rows_of(rank)] == rank).all() for rank in document.ranks)
+    rows = [len(row.rows_of(rank)) for rank in range(ranks)]
+    assert max(rows) - min(rows) <= max(1024, max(lengths, default=0) // ranks + 256)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "devices", "chunks"),
+    ("lengths", "ranks", "chunks"),
     [
         ((4096,), 2, [(1024, 0), (1024, 1), (1024, 1), (1024, 0)]),
         ((2000,), 2, [(512, 0), (512, 1), (512, 1), (464, 0)]),  # more than its share
@@ -119,13 +119,13 @@ def test_dealt_by_document(seed: int) -> None:
         ((64,), 1, [(64, 0)]),
     ],
 )
-def test_long_documents_are_cut_and_short_ones_are_not(lengths: tuple[int, ...], devices: int, chunks: list[tuple[int, int]]) -> None:
-    row = Sharding.by_document(lengths, devices)
+def test_long_documents_are_cut_and_short_ones_are_not(lengths: tuple[int, ...], ranks: int, chunks: list[tuple[int, int]]) -> None:
+    row = Sharding.by_document(lengths, ranks)
     assert list(zip(row.lengths, row.owners, strict=True)) == chunks
 
 
 def test_documents_that_are_too_few_are_not_dealt() -> None:
-    with pytest.raises(ValueError, match="2 documents of 300 rows cannot be dealt to 4 devices in whole tiles of 128 rows: device 1"):
+    with pytest.raises(ValueError, match="2 documents of 300 rows cannot be dealt to 4 ranks in whole tiles of 128 rows: rank 1"):
         Sharding.by_document((100, 200), 4)
 
 
@@ -140,17 +140,17 @@ def plans(seed: int) -> tuple[int, list[tuple[SharedDocument, SharedSchedule]]]:
     for document in (documents[place] for place in in_turn(documents)):
         schedule = generate("auto", Problem(mask, len(document.rows), len(document.rows), 64, 128, heads, group), 132)
         together = random.randint(1, 2)
-        shared = share(schedule, document.sharding, together) if len(document.devices) > 1 else in_legs(schedule, together)
+        shared = share(schedule, document.sharding, together) if len(document.ranks) > 1 else in_legs(schedule, together)
         found.append((document, shared))
-    return row.devices, found
+    return row.ranks, found
 
 
-def left_waiting(devices: int, documents: list[tuple[SharedDocument, SharedSchedule]], random: Random) -> int:
-    """Devices that each run their own units, document by document, with any timing: how many units nobody could start."""
-    queues: list[list[tuple[int, Unit]]] = [[] for _ in range(devices)]
+def left_waiting(ranks: int, documents: list[tuple[SharedDocument, SharedSchedule]], random: Random) -> int:
+    """Ranks that each run their own units, document by document, with any timing: how many units nobody could start."""
+    queues: list[list[tuple[int, Unit]]] = [[] for _ in range(ranks)]
     for number, (document, shared) in enumerate(documents):
         for unit in shared.units:
-            queues[document.devices[unit.device]].append((number, unit))
+            queues[document.ranks[unit.rank]].append((number, unit))
     return left_in(queues, documents, random)
 
 
@@ -165,28 +165,28 @@ def left_in(queues: list[list[tuple[int, Unit]]], documents: list[tuple[SharedDo
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_devices_wait_in_no_circle(seed: int) -> None:
-    devices, documents = plans(seed)
+def test_ranks_wait_in_no_circle(seed: int) -> None:
+    ranks, documents = plans(seed)
     for _, shared in documents:
         assert run(shared, shared.units) == shared.problem.tasks
-    assert left_waiting(devices, documents, Random(seed)) == 0
+    assert left_waiting(ranks, documents, Random(seed)) == 0
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(100, 500))
 def test_many_rows_wait_in_no_circle(seed: int) -> None:
-    devices, documents = plans(seed)
+    ranks, documents = plans(seed)
     for _, shared in documents:
         assert run(shared, shared.units) == shared.problem.tasks
-    assert left_waiting(devices, documents, Random(seed)) == 0
+    assert left_waiting(ranks, documents, Random(seed)) == 0
 
 
 def test_documents_in_different_orders_would_wait_for_ever() -> None:
-    """The control: two devices share two documents, and one of them begins with the second."""
+    """The control: two ranks share two documents, and one of them begins with the second."""
     row, lengths = Sharding((300, 300, 300, 300), (0, 1, 0, 1)), (600, 600)
     documents = deal_documents(row, lengths, UNIT)
     both = [(one, share(generate("auto", Problem(Causal(), 600, 600, 64, 128, 2), 132), one.sharding)) for one in documents]
     assert left_waiting(2, both, Random(0)) == 0
     orders = [(0, 1), (1, 0)]
-    queues = [[(number, unit) for number in order for unit in both[number][1].by_device[device]] for device, order in enumerate(orders)]
+    queues = [[(number, unit) for number in order for unit in both[number][1].by_rank[rank]] for rank, order in enumerate(orders)]
     assert left_in(queues, both, Random(0)) > 0

@@ -1,4 +1,4 @@
-"""A schedule on several devices, without tensors: its legs are the whole walks, and its units wait in no circle."""
+"""A schedule on several ranks, without tensors: its legs are the whole walks, and its units wait in no circle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, Schedule, ScheduleError, TileMap, Window, generate
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.share import share
-from dash_attn.scheduling.devices.trips import Circle, trips_of
-from dash_attn.scheduling.devices.units import SharedSchedule
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.share import share
+from dash_attn.scheduling.ranks.trips import Circle, trips_of
+from dash_attn.scheduling.ranks.units import SharedSchedule
 from dash_attn.scheduling.order import ALL_GUARANTEES, Order
 from shared_problems import random_sharding
 from strategies import acyclic_order
@@ -54,7 +54,7 @@ def check(shared: SharedSchedule, random: Random) -> None:
     problem = shared.problem
     assert all(earlier < unit.number for unit in shared.units for earlier in shared.waits[unit.number])
     assert sum(map(shared.tasks_of, shared.units)) == problem.tasks
-    assert sorted(unit for units in shared.by_device for unit in units) == sorted(shared.units)
+    assert sorted(unit for units in shared.by_rank for unit in units) == sorted(shared.units)
     for trips, order in zip(shared.trips, shared.schedule.order.kinds, strict=True):
         assert sorted(kv_tile for column in trips.columns for kv_tile in column.kv_tiles) == list(range(order.kv_tiles))
         for kv_tile, bounds in trips.bounds.items():
@@ -65,7 +65,7 @@ def check(shared: SharedSchedule, random: Random) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("name", ["auto", "alternating"])
-def test_any_mask_on_any_devices_waits_in_no_circle(name: str, seed: int) -> None:
+def test_any_mask_on_any_ranks_waits_in_no_circle(name: str, seed: int) -> None:
     problem, sharding, heads_together = random_problem(seed)
     check(share(generate(name, problem, WORKERS), sharding, heads_together), Random(seed))
 
@@ -75,7 +75,7 @@ def test_any_mask_on_any_devices_waits_in_no_circle(name: str, seed: int) -> Non
 def test_many_masks_wait_in_no_circle(seed: int) -> None:
     problem, sharding, heads_together = random_problem(seed)
     if sharding.chunks == 1:
-        pytest.skip("one chunk cuts no walk; one device alone is test_in_legs.py's")
+        pytest.skip("one chunk cuts no walk; one rank alone is test_in_legs.py's")
     for name in ("auto", "alternating"):
         check(share(generate(name, problem, WORKERS), sharding, heads_together), Random(seed))
 

@@ -17,21 +17,21 @@ GRID = "step x worker"
 
 
 def sound() -> Schedule:
-    """Causal, 6 x 6 tiles: kv1 walks q1 .. q5 with rank 1."""
+    """Causal, 6 x 6 tiles: kv1 walks q1 .. q5 with turn 1."""
     return generate("ascending", Problem.from_tiles("causal", 6, 6), 6)
 
 
 def with_tasks(schedule: Schedule, tasks: list[tuple[int, int, int]]) -> Schedule:
-    """The schedule with other tasks (kv_tile, q_tile, rank), each chain in list order."""
+    """The schedule with other tasks (kv_tile, q_tile, turn), each chain in list order."""
     kind = schedule.order.kinds[0]
-    chain, q_tile, rank = np.array(sorted(tasks, key=lambda t: t[0])).T
-    order = Order("planted", (HeadOrder.build(chain, q_tile, rank, kind.first_step),))
+    chain, q_tile, turn = np.array(sorted(tasks, key=lambda t: t[0])).T
+    order = Order("planted", (HeadOrder.build(chain, q_tile, turn, kind.first_step),))
     return Schedule(schedule.problem, order, schedule.placement)
 
 
 def tasks_of(schedule: Schedule) -> list[tuple[int, int, int]]:
     kind = schedule.order.kinds[0]
-    return list(zip(kind.chain.tolist(), kind.q_tile.tolist(), kind.rank.tolist(), strict=True))
+    return list(zip(kind.chain.tolist(), kind.q_tile.tolist(), kind.turn.tolist(), strict=True))
 
 
 def placed(schedule: Schedule, workers: int, start: list[int] | None = None, segments: tuple[int, ...] | None = None) -> Schedule:
@@ -65,17 +65,17 @@ def test_task_outside_the_mask_or_the_problem(q_tile: int) -> None:
     assert f"-->q{q_tile}:0" in str(error.value)
 
 
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_rank_out_of_range(rank: int) -> None:
-    tasks = [(kv, q, rank if (kv, q) == (1, 3) else r) for kv, q, r in tasks_of(sound())]
-    with pytest.raises(ScheduleError, match=rf"h0\.q3\.kv1 has rank {rank}; its Q tile has ranks 0\.\.3") as error:
+@pytest.mark.parametrize("turn", [-1, 4])
+def test_turn_out_of_range(turn: int) -> None:
+    tasks = [(kv, q, turn if (kv, q) == (1, 3) else r) for kv, q, r in tasks_of(sound())]
+    with pytest.raises(ScheduleError, match=rf"h0\.q3\.kv1 has turn {turn}; its Q tile has turns 0\.\.3") as error:
         with_tasks(sound(), tasks)
-    assert f"-->q3:{rank}" in str(error.value)
+    assert f"-->q3:{turn}" in str(error.value)
 
 
-def test_duplicate_rank() -> None:
+def test_duplicate_turn() -> None:
     tasks = [(kv, q, 2 if (kv, q) == (1, 3) else r) for kv, q, r in tasks_of(sound())]
-    with pytest.raises(ScheduleError, match=r"h0\.q3\.kv2 has rank 2, which h0\.q3\.kv1 also has") as error:
+    with pytest.raises(ScheduleError, match=r"h0\.q3\.kv2 has turn 2, which h0\.q3\.kv1 also has") as error:
         with_tasks(sound(), tasks)
     assert "-->q3:2" in str(error.value)
 
@@ -84,7 +84,7 @@ def test_faults_name_the_query_head_they_are_in() -> None:
     problem = Problem.from_tiles("causal", 4, 4, heads=2, group=3, head_offset=1)
     good = generate("alternating", problem, 4)
     kind = good.order.kinds[0]  # with this offset: the second KV head, query heads 3 .. 5
-    bad = HeadOrder.build(kind.chain, kind.q_tile, np.zeros_like(kind.rank), kind.first_step)
+    bad = HeadOrder.build(kind.chain, kind.q_tile, np.zeros_like(kind.turn), kind.first_step)
     with pytest.raises(ScheduleError, match=r"^h3\.q"):
         Schedule(problem, Order("planted", (bad, good.order.kinds[1])), good.placement)
 
@@ -117,10 +117,10 @@ def test_no_segments() -> None:
         Schedule(sound().problem, sound().order, Placement(6, 1, sound().placement.starts, ()))
 
 
-@pytest.mark.parametrize("field", ["offsets", "rank", "first_step"])
+@pytest.mark.parametrize("field", ["offsets", "turn", "first_step"])
 def test_arrays_that_do_not_fit_together(field: str) -> None:
     schedule = sound()
-    arrays = {name: getattr(schedule.order.kinds[0], name) for name in ("offsets", "q_tile", "rank", "first_step")}
+    arrays = {name: getattr(schedule.order.kinds[0], name) for name in ("offsets", "q_tile", "turn", "first_step")}
     arrays[field] = arrays[field][:-1]
     with pytest.raises(ScheduleError, match="needs one contiguous walk and one first step for each"):
         Schedule(schedule.problem, Order("planted", (HeadOrder(**arrays),)), schedule.placement)
@@ -130,9 +130,9 @@ def test_true_cycle_is_refused_whatever_the_workers() -> None:
     problem = Problem.from_tiles("full", 2, 2)
     circle = HeadOrder.build([0, 0, 1, 1], [0, 1, 1, 0], [1, 0, 1, 0], [0, 0])
     for workers in (1, 2, 100):
-        with pytest.raises(ScheduleError, match="on any number of workers: its walks and ranks wait for each other in a circle") as error:
+        with pytest.raises(ScheduleError, match="on any number of workers: its walks and turns wait for each other in a circle") as error:
             Schedule(problem, Order("circle", (circle,)), Placement(workers, 1, (np.arange(2),), (2,)))
-        assert "h0.q0.kv0 (rank 1) waits for h0.q0.kv1" in str(error.value)
+        assert "h0.q0.kv0 (turn 1) waits for h0.q0.kv1" in str(error.value)
         assert GRID in str(error.value)
         assert "-->q0:1" in str(error.value)
 
@@ -158,7 +158,7 @@ def test_start_order_alone_can_deadlock() -> None:
     assert placed(sound(), 1).workers == 1
     with pytest.raises(ScheduleError, match="on 2 workers: it needs 6 chains of a head") as error:
         placed(sound(), 2, backwards)
-    assert "h0.q4.kv4 (rank 4) waits for h0.q4.kv3, whose chain has not started" in str(error.value)
+    assert "h0.q4.kv4 (turn 4) waits for h0.q4.kv3, whose chain has not started" in str(error.value)
     assert GRID in str(error.value)
     assert placed(sound(), 6, backwards).gang == 6
 

@@ -73,5 +73,5 @@ def test_no_schedule_beats_any_bound(problem: Problem, model: Costs, name: str, 
         makespan = run_in_model_time(schedule, model, ordered=ordered).chain_end.max()
         bounds = lower_bounds(problem, model, workers)
         if not ordered:
-            bounds = bounds._replace(most_loaded_q_tile=Fraction(0))  # without ranks dQ tiles are no bottleneck
+            bounds = bounds._replace(most_loaded_q_tile=Fraction(0))  # without turns dQ tiles are no bottleneck
         assert all(makespan >= bound for bound in bounds), bounds

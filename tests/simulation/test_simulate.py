@@ -110,7 +110,7 @@ def assert_contiguous(timeline: Timeline) -> None:
     assert path[0][1] == "start"
     lengths = [begins[0]]
     for ((phase, _), _), (_, cause) in pairwise(path):
-        reduce_length = max(model.reduce, model.latency) if cause == "rank" else model.reduce
+        reduce_length = max(model.reduce, model.latency) if cause == "turn" else model.reduce
         lengths.append(model.compute if phase == "compute" else reduce_length)
     assert np.cumsum(lengths).tolist() == begins
     assert begins[-1] + model.reduce == run.chain_end.max()
@@ -139,12 +139,12 @@ def test_adds_of_dk_and_dv_by_hand() -> None:
     assert (run.compute_start.tolist(), run.reduce_start.tolist()) == ([2, 2, 2], [3, 3, 3])
     assert run.add_start.tolist() == [[8, 13], [13, 18], [18, 23], [2, 7], [7, 12], [12, 17]]
     assert timeline.makespan == 28
-    assert [(hop.phase, hop.cause) for hop in timeline.critical_path][2:] == [("add", "drain")] * 2 + [("add", "rank")] * 2
+    assert [(hop.phase, hop.cause) for hop in timeline.critical_path][2:] == [("add", "drain")] * 2 + [("add", "turn")] * 2
 
 
 def test_causes_on_the_critical_path() -> None:
     staircase = simulate(generate("ascending", Problem.from_tiles("full", 4, 4), 4), Machine(1, 0.3))
-    assert {hop.cause for hop in staircase.critical_path} == {"start", "compute", "rank", "buffer"}
+    assert {hop.cause for hop in staircase.critical_path} == {"start", "compute", "turn", "buffer"}
     two_heads = simulate(generate("shift", Problem.from_tiles("full", 4, 4, heads=2), 4), Machine(1, 0.3))
     assert "worker" in {hop.cause for hop in two_heads.critical_path}
     slow_drain = simulate(generate("ascending", Problem.from_tiles("full", 6, 1), 1), Machine(1, 3, overlap=1))
@@ -163,7 +163,7 @@ def test_stalls_are_blamed_on_their_cause() -> None:
     assert full_buffers.stalls.drain > 0
 
 
-def test_a_full_buffer_is_blamed_on_the_rank_that_filled_it() -> None:
+def test_a_full_buffer_is_blamed_on_the_turn_that_filled_it() -> None:
     """kv1 holds one tile; its third compute waits from 2 to 7 because the hand-over of q0 keeps its first reduce from 1 to 6."""
     timeline = simulate(generate("ascending", Problem.from_tiles("full", 3, 2), 2), Machine(1, 1, overlap=1, latency=5))
     assert timeline.makespan == 9

@@ -127,10 +127,10 @@ def test_the_default_cases_are_long_enough(ranks: tuple[int, ...], device: str) 
 @pytest.fixture
 def hopper_without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     find_spec = backends.find_spec
-    monkeypatch.setattr(backends, "find_spec", lambda name: None if name.endswith("hopper.devices") else find_spec(name))
-    backends.import_devices.cache_clear()
+    monkeypatch.setattr(backends, "find_spec", lambda name: None if name.endswith("hopper.ranks") else find_spec(name))
+    backends.import_ranks.cache_clear()
     yield
-    backends.import_devices.cache_clear()
+    backends.import_ranks.cache_clear()
 
 
 @pytest.mark.usefixtures("hopper_without_devices")

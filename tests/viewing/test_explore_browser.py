@@ -19,7 +19,7 @@ import pytest
 from chromium import Chromium, needs_chromium
 from dash_attn import GENERATORS, Causal, Machine, Problem, Timeline, generate, simulate
 from dash_attn.cli import explore
-from dash_attn.simulation.critical_path import rank_predecessors
+from dash_attn.simulation.critical_path import turn_predecessors
 from dash_attn.simulation.machines import SHIPPED
 from dash_attn.viewing.explore.page import saved_page, served_page
 from dash_attn.viewing.explore.server import PageServer
@@ -125,7 +125,7 @@ def test_a_page_that_complains_is_noticed(browser: Chromium, tmp_path: Path) -> 
 
 def test_hovering_names_a_task_and_whom_it_waits_for(page: Page) -> None:
     timeline = small_timeline()
-    before = rank_predecessors(timeline.schedule)
+    before = turn_predecessors(timeline.schedule)
     waits = timeline.execution.reduce_start - timeline.execution.compute_start - 3
     task = int(np.argmax(waits))
     worker = int(np.repeat(timeline.execution.worker, np.diff(timeline.execution.offsets))[task])
@@ -146,7 +146,7 @@ def test_all_links_are_those_of_the_schedule(page: Page, overlap: int) -> None:
     """Whom each task waits for by rank, and who waits for it: the same pairs from both ends, as the simulator has them."""
     page.show({"mask": "causal", "q-tiles": "8", "kv-tiles": "4", "heads": "2", "group": "2", "workers": "3", "overlap": str(overlap)})
     schedule = generate("auto", Problem.from_tiles("causal", 8, 4, heads=2, group=2), 3)
-    before = rank_predecessors(schedule).tolist()
+    before = turn_predecessors(schedule).tolist()
     found, backwards = page.browser.run(
         "const { run } = explore.state.charts[0]\nconst all = [...Array(run.items).keys()]\n"
         "[all.map((i) => run.needs(i).find((n) => n.words.startsWith('rank'))?.item ?? -1),"
@@ -431,7 +431,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2:
         devices = rng.randint(1, 4)
         rows = 2 * devices * 128 * rng.randint(1, 4)
-        devices_too = {"devices": str(devices), "seqlen": str(rows), "mask": rng.choice(["full", "causal"]), "schedule": "auto"}
+        devices_too = {"ranks": str(devices), "seqlen": str(rows), "mask": rng.choice(["full", "causal"]), "schedule": "auto"}
         return {**options, **devices_too, "execution": rng.choice(["launch", "overlap"])}
     return {**options, "q-tiles": str(q_tiles), "kv-tiles": str(kv_tiles)}
 
@@ -480,13 +480,13 @@ def test_fifty_random_problems_are_drawn_without_a_script_error(page: Page) -> N
         assert page.browser.problems == [], options
         assert (seen["error"], seen["names"]) == ("", names), options
         assert min(seen["colours"]) > 3, options  # something was drawn
-        shown, several = shown + 1, several + ("devices" in options)
+        shown, several = shown + 1, several + ("ranks" in options)
     assert refused < 25
     assert several > 3
 
 
 def test_a_saved_page_needs_nobody(browser: Chromium, tmp_path: Path) -> None:
-    for name, options in {"small": explore.START, "large": LARGE, "devices": {"devices": "4", "seqlen": "8192", "heads": "4"}}.items():
+    for name, options in {"small": explore.START, "large": LARGE, "ranks": {"ranks": "4", "seqlen": "8192", "heads": "4"}}.items():
         path = tmp_path / f"{name}.html"
         path.write_text(saved_page(explore.answer(options)))
         browser.problems.clear()
@@ -530,7 +530,7 @@ def test_a_server_that_has_gone_is_said(page: Page) -> None:
 
 
 def test_the_form_sends_what_it_shows(page: Page) -> None:
-    for options in ({**explore.START}, {**LARGE, "mask": "causal"}, {"mask": "full", "devices": "2", "seqlen": "1024", "schedule": "auto"}):
+    for options in ({**explore.START}, {**LARGE, "mask": "causal"}, {"mask": "full", "ranks": "2", "seqlen": "1024", "schedule": "auto"}):
         assert page.browser.run(f"explore.form.set({json.dumps(options)})\nexplore.form.options()") == options
 
 

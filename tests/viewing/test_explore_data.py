@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from dash_attn import Causal, Machine, Problem, generate, simulate
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.share import share
-from dash_attn.simulation.cluster import Cluster, simulate_devices
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.share import share
+from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
-from dash_attn.viewing.explore.devices import shared_run
+from dash_attn.viewing.explore.ranks import shared_run
 from dash_attn.viewing.explore.packing import EXACT, as_text, packed
 from dash_attn.viewing.explore.page import saved_page, served_page
-from dash_attn.viewing.explore.paths import path_of_devices, path_of_record
+from dash_attn.viewing.explore.paths import path_of_turns, path_of_record
 from dash_attn.viewing.recorded import Noted, times_from
 from dash_attn.viewing.task_times import task_table, times_of
 
@@ -62,7 +62,7 @@ def test_a_simulated_run_keeps_every_tick(machine: Machine) -> None:
     assert tasks["compute"].tolist() == [machine.costs.compute]
     assert tasks["compute_start"].tolist() == run.compute_start.tolist()
     assert (computed + tasks["delay"]).tolist() == run.reduce_start.tolist()
-    assert (tasks["q_tile"].tolist(), tasks["rank"].tolist()) == (table.q_tile.tolist(), table.rank.tolist())
+    assert (tasks["q_tile"].tolist(), tasks["turn"].tolist()) == (table.q_tile.tolist(), table.turn.tolist())
     lost = float(tasks["lost"].sum()) / machine.ticks_per_unit
     assert lost == pytest.approx(timeline.stalled * timeline.makespan * 5)
     assert sent["makespan"] / sent["ticks"] == timeline.makespan
@@ -98,7 +98,7 @@ def test_the_path_of_a_record_has_no_holes(machine: Machine) -> None:
     assert begin == pytest.approx([0.0, *end[:-1]])
     assert end[-1] == timeline.makespan
     assert path[0][1] == "start"
-    assert "rank" in {cause for _, cause in path}
+    assert "turn" in {cause for _, cause in path}
     sent = runs.recorded(timeline.schedule, times)
     assert sent["source"] == "measured"
     assert unpacked(sent["path"]["index"]).tolist() == [index for (_, index), _ in path]
@@ -120,15 +120,15 @@ def test_a_late_task_is_on_the_path_of_a_record() -> None:
 def test_units_of_devices(execution: str) -> None:
     problem = Problem(Causal(), 2048, 2048, heads=4)
     shared = share(generate("auto", problem, 16), Sharding.zigzag(2048, 2), 2)
-    run = simulate_devices(shared, Cluster(workers=16), execution)
+    run = simulate_ranks(shared, Cluster(workers=16), execution)
     sent = shared_run(run)
     units = {name: unpacked(text) for name, text in sent["units"].items() if isinstance(text, str)}
-    assert units["device"].tolist() == [unit.device for unit in shared.units]
+    assert units["device"].tolist() == [unit.turn for unit in shared.units]
     assert units["start"] / 1000 == pytest.approx(run.start, abs=0.001)
     assert [sent["units"]["names"][number] for number in units["name"]] == [shared.describe(unit) for unit in shared.units]
     counts, waits = unpacked(sent["waits"]["count"]), unpacked(sent["waits"]["unit"])
     assert counts.sum() == len(waits)
-    path = path_of_devices(run)
+    path = path_of_turns(run)
     assert path[0][1] == "keys"  # gathered before anything runs
     assert path[-1][0] == int(np.argmax(run.end))
     starts = [float(run.start[number]) for number, _ in path]
@@ -137,10 +137,10 @@ def test_units_of_devices(execution: str) -> None:
         assert all(run.end[a] <= run.start[b] + 0.02 for (a, _), (b, _) in pairwise(path))
 
 
-def test_one_device_starts_at_once() -> None:
+def test_one_rank_starts_at_once() -> None:
     problem = Problem(Causal(), 1024, 1024, heads=2)
-    run = simulate_devices(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
-    assert path_of_devices(run)[0][1] == "start"
+    run = simulate_ranks(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
+    assert path_of_turns(run)[0][1] == "start"
 
 
 def policy_of(page: str) -> str:

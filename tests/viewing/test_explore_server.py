@@ -171,9 +171,9 @@ def test_only_this_machine_can_connect(asked: Asked) -> None:
         ({"seqlen": "1000000", "mask": "full"}, JSON, 400, "at most 16,777,216 tiles"),
         ({"seqlen": "65536", "heads": "16"}, JSON, 400, "at most 2,000,000 tasks"),
         ({"compute": "1e300"}, JSON, 400, "larger unit"),
-        ({"devices": "2"}, JSON, 400, "needs --seqlen"),
-        ({"devices": "2", "seqlen": "1024", "measured": True}, JSON, 400, "does not go with --devices"),
-        ({"sharding": "zigzag"}, JSON, 400, "goes with --devices"),
+        ({"ranks": "2"}, JSON, 400, "needs --seqlen"),
+        ({"ranks": "2", "seqlen": "1024", "measured": True}, JSON, 400, "does not go with --ranks"),
+        ({"sharding": "zigzag"}, JSON, 400, "goes with --ranks"),
     ],
 )
 def test_what_cannot_be_answered_is_said(asked: Asked, body: Any, headers: dict[str, str], status: int, said: str) -> None:
@@ -234,7 +234,7 @@ def test_options_of_a_command_line_come_back() -> None:
 
 def test_a_page_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.html"
-    assert main(["explore", "--devices", "2", "--seqlen", "2048", "--heads", "2", "--save", str(path)]) == 0
+    assert main(["explore", "--ranks", "2", "--seqlen", "2048", "--heads", "2", "--save", str(path)]) == 0
     assert "connect-src 'none'" in path.read_text()
     assert f"wrote {path}" in capsys.readouterr().err
 
@@ -265,7 +265,7 @@ def test_shown_commands_are_found() -> None:
         ("--port 70000", "--port"),
         ("--mask diagonal", "unknown mask"),
         ("--schedule all", "one or two schedules"),
-        ("--devices 2 --heads 0 --seqlen 512", "heads"),
+        ("--ranks 2 --heads 0 --seqlen 512", "heads"),
         ("--compute 0", "compute"),
         ("--schedule all --save page.html", "one or two schedules"),
         ("--machine nowhere.json --save page.html", "unknown machine"),

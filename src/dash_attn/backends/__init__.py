@@ -19,8 +19,8 @@ from ..call.kv_cache import CachePlaces, CacheTensors
 from ..call.modifiers import Modifiers
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
-from ..scheduling.devices.sharding import Sharding
-from ..scheduling.devices.units import Unit
+from ..scheduling.ranks.sharding import Sharding
+from ..scheduling.ranks.units import Unit
 from ..scheduling.problem import Problem
 from .gpus import is_hopper
 
@@ -70,12 +70,12 @@ class Backend(Protocol):
         """What forward and backward of these dense tensors, which may be on the meta device, would do."""
 
 
-class DeviceBackward(Protocol):
-    """The backward of one of several devices that share a sequence."""
+class RankBackward(Protocol):
+    """The backward of one of several ranks that share a sequence."""
 
     @property
     def rows_of_sinks(self) -> Tensor:
-        """What the sinks' gradient needs of the device's rows, by Q tile: (..., tiles, rows of a tile)."""
+        """What the sinks' gradient needs of the rank's rows, by Q tile: (..., tiles, rows of a tile)."""
 
     def take_keys(self, k: Tensor, v: Tensor, first_head: int) -> None:
         """All keys and values of some KV heads, before the first unit that needs them."""
@@ -93,16 +93,16 @@ class DeviceBackward(Protocol):
         """Walk a leg, or end a trip. The states are added to in their memory."""
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of the device's rows."""
+        """dQ, dK and dV of the rank's rows."""
 
     def sink_gradients(self, rows: Tensor, sinks: Tensor) -> Tensor:
-        """(batch, query heads), from the `rows_of_sinks` of all devices."""
+        """(batch, query heads), from the `rows_of_sinks` of all ranks."""
 
 
-class Devices(Protocol):
-    """The module `devices` of a backend that can run one of several devices that share a sequence."""
+class Ranks(Protocol):
+    """The module `ranks` of a backend that can run one of several ranks that share a sequence."""
 
-    DeviceBackward: type  # (plan, shared, device, options, rows, of_rows, modifiers=) -> DeviceBackward
+    RankBackward: type  # (plan, shared, device, options, rows, of_rows, modifiers=) -> RankBackward
 
     def backward_tiles(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """Rows of a Q tile and of a KV tile."""
@@ -114,7 +114,7 @@ class Devices(Protocol):
         """How many heads a unit should have side by side."""
 
     def machine_code(self) -> str:
-        """What must be equal on all devices besides the plan, because it decides the bits."""
+        """What must be equal on all ranks besides the plan, because it decides the bits."""
 
     def forward(
         self,
@@ -125,10 +125,10 @@ class Devices(Protocol):
         sinks: Tensor | None,
         problem: Problem,
         sharding: Sharding,
-        device: int,
+        rank: int,
         modifiers: Modifiers | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Output and LSE of the device's queries; k and v are those of the whole sequence, all of some heads."""
+        """Output and LSE of the rank's queries; k and v are those of the whole sequence, all of some heads."""
 
 
 class Cache(Protocol):
@@ -178,16 +178,16 @@ def backend_for(name: str, device: torch.device) -> Backend:
 
 
 @cache
-def import_devices(name: str) -> Devices:
-    """The module of a backend for devices that share a sequence."""
-    module = f"{__name__}.{name}.devices"
+def import_ranks(name: str) -> Ranks:
+    """The module of a backend for ranks that share a sequence."""
+    module = f"{__name__}.{name}.ranks"
     if find_spec(module) is None:
-        served = [other for other in DEVICE_OF if find_spec(f"{__name__}.{other}.devices") is not None]
+        served = [other for other in DEVICE_OF if find_spec(f"{__name__}.{other}.ranks") is not None]
         raise NotImplementedError(
             f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot share a sequence between ranks in this version of dash-attn;"
             f" {' and '.join(map(repr, served))} can. With ulysses equal to the number of ranks nothing is shared but heads"
         )
-    return cast(Devices, import_module(module))
+    return cast(Ranks, import_module(module))
 
 
 @lru_cache(maxsize=64)

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..scheduling.devices.in_legs import in_legs
-from ..scheduling.devices.units import SharedSchedule, Unit
+from ..scheduling.ranks.in_legs import in_legs
+from ..scheduling.ranks.units import SharedSchedule, Unit
 from ..scheduling.order import WORKER_INVARIANT
 from ..scheduling.plan import Plan, lower
 from ..scheduling.problem import Problem

@@ -1,4 +1,4 @@
-"""`dash-attn plan --devices P`: one sequence on several devices, beside ring attention and Ulysses."""
+"""`dash-attn plan --ranks P`: one sequence on several ranks, beside ring attention and Ulysses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from ..scheduling.devices.sharding import SHARDINGS, Sharding
-from ..scheduling.devices.share import share
-from ..scheduling.devices.together import heads_that_fill
-from ..scheduling.devices.units import SharedSchedule
+from ..scheduling.ranks.sharding import SHARDINGS, Sharding
+from ..scheduling.ranks.share import share
+from ..scheduling.ranks.together import heads_that_fill
+from ..scheduling.ranks.units import SharedSchedule
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem, whole_number
 from ..simulation.cluster import (
@@ -19,11 +19,11 @@ from ..simulation.cluster import (
     MODELS,
     MOST_TASKS_OF_TILES,
     Cluster,
-    DeviceTimeline,
+    RankTimeline,
     PeerEstimate,
     Widths,
     ring_attention,
-    simulate_devices,
+    simulate_ranks,
     ulysses,
 )
 from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, plain_number
@@ -39,34 +39,34 @@ DEFAULT_MACHINE = "h200"
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    about = "one sequence shared by several devices (context parallelism); times in microseconds, by default of an H200"
+    about = "one sequence shared by several ranks (context parallelism); times in microseconds, by default of an H200"
     cluster = parser.add_argument_group("cluster", about)
-    cluster.add_argument("--devices", type=int, metavar="P", help="how many share the sequence")
+    cluster.add_argument("--ranks", type=int, metavar="P", help="how many share the sequence")
     cluster.add_argument("--sharding", choices=SHARDINGS, help=f"who has which rows (default: {DEFAULTS['sharding']})")
-    hop_help = f"microseconds from device to device, beside the transfer (default: {DEFAULTS['hop_latency']:g})"
+    hop_help = f"microseconds from rank to rank, beside the transfer (default: {DEFAULTS['hop_latency']:g})"
     cluster.add_argument("--hop-latency", type=float, metavar="TIME", help=hop_help)
-    bandwidth_help = f"GB per second that a device can send (default: {DEFAULTS['bandwidth']:g})"
+    bandwidth_help = f"GB per second that a rank can send (default: {DEFAULTS['bandwidth']:g})"
     cluster.add_argument("--bandwidth", type=float, metavar="N", help=bandwidth_help)
-    cluster.add_argument("--execution", choices=EXECUTIONS, help="how a device runs its units (default: show both)")
+    cluster.add_argument("--execution", choices=EXECUTIONS, help="how a rank runs its units (default: show both)")
     together_help = "heads of one kind that a unit has side by side (default: as many as fill the workers)"
     cluster.add_argument("--heads-together", type=int, metavar="N", help=together_help)
     model_help = f"every task, or units as blocks of work (default: tiles up to {MOST_TASKS_OF_TILES:,} tasks, else chunks)"
     cluster.add_argument("--model", choices=MODELS, help=model_help)
 
 
-def refuse_without_devices(arguments: argparse.Namespace) -> None:
+def refuse_without_ranks(arguments: argparse.Namespace) -> None:
     for name in ONLY_HERE:
         if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} goes with --devices")
+            raise ValueError(f"--{name.replace('_', '-')} goes with --ranks")
 
 
 class Planned(NamedTuple):
     problem: Problem
     shared: SharedSchedule
     cluster: Cluster
-    runs: list[DeviceTimeline]
+    runs: list[RankTimeline]
     peers: list[PeerEstimate | str]  # a reason, where a peer cannot serve the problem
-    one_device: float
+    one_rank: float
 
 
 def plan_cluster(arguments: argparse.Namespace) -> Planned:
@@ -84,9 +84,9 @@ def run_cluster(arguments: argparse.Namespace) -> int:
     else:
         _print(arguments, planned)
     if arguments.gantt is not None:
-        from ..viewing.gantt_devices import gantt_of_devices
+        from ..viewing.gantt_ranks import gantt_of_ranks
 
-        gantt_of_devices(planned.runs, arguments.gantt, title_of_cluster(arguments, planned))
+        gantt_of_ranks(planned.runs, arguments.gantt, title_of_cluster(arguments, planned))
         print(f"wrote {arguments.gantt}", file=sys.stderr)
     return 0
 
@@ -95,11 +95,11 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
     """What a cluster of the simulator cannot do."""
     for name in ("trace", "save", "threads"):
         if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name} does not go with --devices")
+            raise ValueError(f"--{name} does not go with --ranks")
     if arguments.measured or arguments.device != "auto":
-        raise ValueError("--devices is a simulation; --measured and --device do not go with it")
+        raise ValueError("--ranks is a simulation; --measured and --device do not go with it")
     if arguments.seqlen is None:
-        raise ValueError("--devices needs --seqlen: rows are dealt to devices, and bytes are counted, in tokens")
+        raise ValueError("--ranks needs --seqlen: rows are dealt to ranks, and bytes are counted, in tokens")
 
 
 def _read_cluster(arguments: argparse.Namespace) -> Cluster:
@@ -124,8 +124,8 @@ def _chosen(arguments: argparse.Namespace, name: str) -> Any:
 def _share(arguments: argparse.Namespace, problem: Problem, cluster: Cluster) -> SharedSchedule:
     names = read_schedules(arguments.schedule or ["auto"])
     if len(names) != 1:
-        raise ValueError(f"--devices takes one schedule; name it with --schedule (got {len(names)})")
-    sharding = Sharding.named(_chosen(arguments, "sharding"), problem.q_len, arguments.devices)
+        raise ValueError(f"--ranks takes one schedule; name it with --schedule (got {len(names)})")
+    sharding = Sharding.named(_chosen(arguments, "sharding"), problem.q_len, arguments.ranks)
     sharding.check(problem)  # before the work
     schedule = generate(names[0], problem, cluster.workers)
     together = arguments.heads_together
@@ -135,21 +135,21 @@ def _share(arguments: argparse.Namespace, problem: Problem, cluster: Cluster) ->
 def _plan(arguments: argparse.Namespace, shared: SharedSchedule, cluster: Cluster) -> Planned:
     problem = shared.problem
     model = arguments.model or ("tiles" if problem.tasks <= MOST_TASKS_OF_TILES else "chunks")
-    runs: list[DeviceTimeline] = []
+    runs: list[RankTimeline] = []
     for execution in [arguments.execution] if arguments.execution else EXECUTIONS:
         with progress_bar(f"simulating {execution}", problem.tasks if model == "tiles" else 0) as progress:
-            one_device = runs[0].one_device if runs else None
-            runs.append(simulate_devices(shared, cluster, execution, model, one_device=one_device, progress=progress))
-    one_device = runs[0].one_device
-    peers = [peer(problem, shared.sharding, cluster, one_device) for peer in (ring_attention, ulysses)]
-    return Planned(problem, shared, cluster, runs, peers, one_device)
+            one_rank = runs[0].one_rank if runs else None
+            runs.append(simulate_ranks(shared, cluster, execution, model, one_rank=one_rank, progress=progress))
+    one_rank = runs[0].one_rank
+    peers = [peer(problem, shared.sharding, cluster, one_rank) for peer in (ring_attention, ulysses)]
+    return Planned(problem, shared, cluster, runs, peers, one_rank)
 
 
 def title_of_cluster(arguments: argparse.Namespace, planned: Planned) -> str:
     sharding = _chosen(arguments, "sharding")
     lines = (
         describe_problem(planned.problem, arguments.mask),
-        describe_cluster(planned.cluster, arguments.devices, sharding, planned.shared.heads_together),
+        describe_cluster(planned.cluster, arguments.ranks, sharding, planned.shared.heads_together),
         describe_machine(planned.cluster.machine, planned.cluster.workers),
     )
     return "\n".join(lines)
@@ -160,7 +160,7 @@ def _print(arguments: argparse.Namespace, planned: Planned) -> None:
     best = max(run.efficiency for run in planned.runs)
     size = f"{counted(planned.problem.tasks, 'task')} in {counted(len(planned.shared.units), 'unit')}"
     header = (
-        f"{title_of_cluster(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one device takes {_us(planned.one_device)} us"
+        f"{title_of_cluster(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one rank takes {_us(planned.one_rank)} us"
     )
     print_rows(header, COLUMNS, rows, [run.efficiency == best for run in planned.runs] + [False] * (len(rows) - len(planned.runs)))
     for peer in planned.peers:
@@ -175,14 +175,14 @@ def _about_the_model(arguments: argparse.Namespace, planned: Planned) -> str:
     else:
         asked = "" if arguments.model else f", because there are more than {MOST_TASKS_OF_TILES:,} tasks"
         text = f"Simulated by the chunk model{asked}. It knows no hand-overs inside of a unit, so it is kinder than the tile model."
-    return f"{text} Ring attention and Ulysses are models, shown at their best. Bytes are those of the device that sends most."
+    return f"{text} Ring attention and Ulysses are models, shown at their best. Bytes are those of the rank that sends most."
 
 
 def _us(time: float) -> str:
     return f"{time:,.0f}"
 
 
-def _row(run: DeviceTimeline) -> tuple[str, ...]:
+def _row(run: RankTimeline) -> tuple[str, ...]:
     waiting = f"{max(run.waiting)} ({bytes_in_words(max(run.waiting_bytes))})"
     sent = bytes_in_words(max(run.gathered)), bytes_in_words(max(run.sent))
     return f"dash-attn, {run.execution}", _us(run.makespan), f"{run.efficiency:.3f}", plain_number(max(run.hops)), *sent, waiting
@@ -195,7 +195,7 @@ def _peer_row(peer: PeerEstimate) -> tuple[str, ...]:
 
 def _print_json(arguments: argparse.Namespace, planned: Planned) -> None:
     value = {
-        "devices": arguments.devices,
+        "ranks": arguments.ranks,
         "sharding": _chosen(arguments, "sharding"),
         "schedule": planned.shared.schedule.name,
         "mask": arguments.mask,
@@ -203,7 +203,7 @@ def _print_json(arguments: argparse.Namespace, planned: Planned) -> None:
         "tasks": planned.problem.tasks,
         "units": len(planned.shared.units),
         "heads_together": planned.shared.heads_together,
-        "one_device_us": planned.one_device,
+        "one_rank_us": planned.one_rank,
         "runs": [_json_run(run) for run in planned.runs],
         "peers": [asdict(peer) for peer in planned.peers if isinstance(peer, PeerEstimate)],
     }
@@ -213,7 +213,7 @@ def _print_json(arguments: argparse.Namespace, planned: Planned) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _json_run(run: DeviceTimeline) -> dict[str, Any]:
+def _json_run(run: RankTimeline) -> dict[str, Any]:
     return {
         "execution": run.execution,
         "makespan_us": run.makespan,

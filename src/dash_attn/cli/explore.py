@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..masks import MASK_FORMS
-from ..scheduling.devices.sharding import SHARDINGS
+from ..scheduling.ranks.sharding import SHARDINGS
 from ..scheduling.generators import GENERATORS
 from ..scheduling.validate import ScheduleError
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
-from ..viewing.explore.devices import shared_run
+from ..viewing.explore.ranks import shared_run
 from ..viewing.explore.page import saved_page, served_page
 from ..viewing.explore.runs import check_size, recorded, simulated
 from ..viewing.explore.server import Answering, PageServer
 from ..viewing.words import describe_machine, describe_problem
 from .arguments import COSTS, add_machine, add_problem, read_machine, read_problem, read_schedules
-from .cluster import DEFAULTS, add_cluster, plan_cluster, refuse_without_devices, title_of_cluster
+from .cluster import DEFAULTS, add_cluster, plan_cluster, refuse_without_ranks, title_of_cluster
 from .devices import add_device
 from .explore_ledgers import ledgers_answer
 from .files import check_file
@@ -32,13 +32,13 @@ EXAMPLES = """examples:
   dash-attn explore
   dash-attn explore --seqlen 4096 --heads 8 --schedule ascending,auto --machine h200
   dash-attn explore --seqlen 1024 --heads 4 --schedule auto --measured
-  dash-attn explore --devices 4 --seqlen 32768 --heads 8 --save devices.html
+  dash-attn explore --ranks 4 --seqlen 32768 --heads 8 --save ranks.html
   dash-attn explore --ledgers runs/a runs/b
 """
 MOST_SCHEDULES = 2
 MOST_TILES = 2**24  # of a problem, before anything is counted
 NUMBERS = ("q_tiles", "kv_tiles", "seqlen", "kv_seqlen", "tile_q", "tile_kv", "heads", "group", "batch", "workers", *COSTS, "head_dim")
-OF_CLUSTERS = ("devices", *DEFAULTS, "model")
+OF_CLUSTERS = ("ranks", *DEFAULTS, "model")
 ASKED = ("mask", "schedule", "machine", *NUMBERS, *OF_CLUSTERS, "measured", "device", "threads")  # what a page may ask for
 # What a page begins with if nothing is said: the picture of the README.
 START = {
@@ -180,10 +180,10 @@ class _Parser(argparse.ArgumentParser):
 def answer(options: Options, machine: str | None = None) -> dict[str, Any]:
     """All that a page shows. Raises ValueError for what cannot be shown."""
     arguments = read_question(options, machine)
-    if arguments.devices is not None:
+    if arguments.ranks is not None:
         found = _shared_runs(arguments)
     else:
-        refuse_without_devices(arguments)
+        refuse_without_ranks(arguments)
         found = _measured_runs(arguments) if arguments.measured else _simulated_runs(arguments)
     return {"format": 1, "options": dict(options), "command": _command(options), **found}
 
@@ -242,9 +242,9 @@ def _measured_runs(arguments: argparse.Namespace) -> dict[str, Any]:
 def _shared_runs(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("threads", "measured"):
         if getattr(arguments, name):
-            raise ValueError(f"--{name} does not go with --devices, which is a simulation")
+            raise ValueError(f"--{name} does not go with --ranks, which is a simulation")
     if arguments.seqlen is None:
-        raise ValueError("--devices needs --seqlen: rows are dealt to devices, and bytes are counted, in tokens")
+        raise ValueError("--ranks needs --seqlen: rows are dealt to ranks, and bytes are counted, in tokens")
     planned = plan_cluster(arguments)
     title = title_of_cluster(arguments, planned).splitlines()
     return {"title": title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}

@@ -1,6 +1,6 @@
 """`dash-attn plan`: simulate schedules of a problem and show them as a table, JSON, a Gantt chart or a trace.
 
-cluster.py does so for several devices that share a sequence.
+cluster.py does so for several ranks that share a sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.task_times import Recorded
 from ..viewing.words import counted, describe_machine, describe_problem
 from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
-from .cluster import add_cluster, refuse_without_devices, run_cluster
+from .cluster import add_cluster, refuse_without_ranks, run_cluster
 from .devices import add_device
 from .files import check_different, check_file, check_picture
 from .progress import progress_bar
@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   dash-attn plan --seqlen 16384 --heads 16 --overlap 2 --latency 2 --schedule descending,alternating --gantt chart.png
   dash-attn plan --mask window:1024,0 --seqlen 8192 --schedule auto --json
   dash-attn plan --seqlen 4096 --heads 16 --schedule ascending,auto --measured --machine h200 --gantt measured.png
-  dash-attn plan --devices 8 --seqlen 131072 --heads 8 --group 4 --gantt devices.png
+  dash-attn plan --ranks 8 --seqlen 131072 --heads 8 --group 4 --gantt ranks.png
 """
 
 
@@ -48,10 +48,10 @@ def add_command(commands: Any) -> None:
     add_problem(parser)
     add_machine(parser)
     add_cluster(parser)
-    schedule_help = "one or more names, separated by spaces or commas; auto; or all (default; with --devices: auto)"
+    schedule_help = "one or more names, separated by spaces or commas; auto; or all (default; with --ranks: auto)"
     parser.add_argument("--schedule", nargs="+", action="extend", metavar="NAME", help=schedule_help)
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers (or devices) over time, as .png or .svg")
+    parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers (or ranks) over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     measured_help = "also run the schedules and show the measured times: on a Hopper GPU, or on the CPU in threads"
     parser.add_argument("--measured", action="store_true", help=measured_help)
@@ -61,10 +61,10 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.devices is not None:
+    if arguments.ranks is not None:
         check_picture("--gantt", arguments.gantt)
         return run_cluster(arguments)
-    refuse_without_devices(arguments)
+    refuse_without_ranks(arguments)
     names = read_schedules(arguments.schedule or ["all"])
     _check_files(arguments, names)
     if arguments.measured:

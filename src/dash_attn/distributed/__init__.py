@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..scheduling.devices.sharding import Sharding
+from ..scheduling.ranks.sharding import Sharding
 from .context.attention import context_parallel_attention
 from .context.explaining import explain_context_parallel
 from .context.layout import positions, shard, unshard

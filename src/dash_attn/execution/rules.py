@@ -1,4 +1,4 @@
-"""The rules of the kernel's semaphores: a chain walks its tiles, and a contribution to a dQ tile lands when its rank has its turn."""
+"""The rules of the kernel's semaphores: a chain walks its tiles, and a contribution to a dQ tile lands when its turn has come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Target = tuple[Any, ...]  # a DqTile, or "sum" and a SumPlace
 
 
 class ExecutionError(RuntimeError):
-    """A plan that breaks the rules: a rank that is wrong, taken twice or missing."""
+    """A plan that breaks the rules: a turn that is wrong, taken twice or missing."""
 
 
 class Deadlock(ExecutionError):
@@ -46,7 +46,7 @@ class Contribution(NamedTuple):
 
     member: int
     q_tile: int
-    rank: int
+    turn: int
     value: Any
 
 
@@ -63,7 +63,7 @@ class TileArithmetic(Protocol):
     """What a backend supplies: the arithmetic. The executor decides when it runs."""
 
     def chain(self, place: ChainPlace, steps: Ints, members: list[int]) -> Coroutine:
-        """Walk `steps` (rows q_tile, rank, partial flag), yield each contribution to dQ; it has landed when the walk resumes.
+        """Walk `steps` (rows q_tile, turn, partial flag), yield each contribution to dQ; it has landed when the walk resumes.
         At last yield dK and dV."""
 
     def land(self, task: Task, value: Any, first: bool) -> None:
@@ -101,9 +101,9 @@ class Chain:
         return isinstance(self.pending, Ending)
 
     @property
-    def rank(self) -> int:
+    def turn(self) -> int:
         assert self.pending is not None
-        return self.sum.rank if isinstance(self.pending, Ending) else self.pending.rank
+        return self.sum.turn if isinstance(self.pending, Ending) else self.pending.turn
 
     @property
     def target(self) -> Target:
@@ -132,33 +132,33 @@ def _start(plan: Plan, arithmetic: TileArithmetic, place: ChainPlace) -> Chain:
 
 
 class Ledger:
-    """How many ranks of each dQ tile, and how many parts of each sum of dK and dV, have landed: the semaphores of the GPU kernel."""
+    """How many turns of each dQ tile, and how many parts of each sum of dK and dV, have landed: the semaphores of the GPU kernel."""
 
     def __init__(self, plan: Plan, ordered: bool) -> None:
         self.plan, self.ordered = plan, ordered
         self._landed: dict[Target, int] = defaultdict(int)
 
     def check(self, chain: Chain) -> None:
-        """Raise if the rank of the pending contribution is none of its dQ tile's."""
+        """Raise if the turn of the pending contribution is none of its dQ tile's."""
         if chain.is_ending:
             return
-        task, rank, problem = chain.task, chain.rank, self.plan.problem
+        task, turn, problem = chain.task, chain.turn, self.plan.problem
         if not 0 <= task.q_tile < problem.q_tiles:
             raise ExecutionError(f"{task} is outside the {problem.q_tiles} Q tiles of the problem")
-        ranks = int(self.plan.ranks_per_q_tile[task.q_tile])
-        if not 0 <= rank < ranks:
-            raise ExecutionError(f"{task} has rank {rank}; its dQ tile has {ranks} ranks, counted from 0")
+        turns = int(self.plan.turns_per_q_tile[task.q_tile])
+        if not 0 <= turn < turns:
+            raise ExecutionError(f"{task} has turn {turn}; its dQ tile has {turns} turns, counted from 0")
 
     def may_land(self, chain: Chain) -> bool:
         """Whether it is the turn of what is pending. Raises if its turn has passed."""
         landed = self._landed[chain.target]
-        if landed <= chain.rank or not self.ordered:
-            return landed == chain.rank or not self.ordered
+        if landed <= chain.turn or not self.ordered:
+            return landed == chain.turn or not self.ordered
         where = "its sum" if chain.is_ending else "its dQ tile"
-        raise ExecutionError(f"{chain} has rank {chain.rank}, but that rank of {where} has already landed")
+        raise ExecutionError(f"{chain} has turn {chain.turn}, but that turn of {where} has already landed")
 
     def land(self, chain: Chain, arithmetic: TileArithmetic) -> tuple[Target, int]:
-        """Store or add what is pending; returns where, and the rank that may land there next."""
+        """Store or add what is pending; returns where, and the turn that may land there next."""
         assert chain.pending is not None
         target = chain.target
         first = self._landed[target] == 0
@@ -174,30 +174,30 @@ class Ledger:
         """What a blocked chain waits for."""
         awaited = self._landed[chain.target]
         if chain.is_ending:
-            return f"{chain} (rank {chain.rank}) waits for rank {awaited}, which an earlier part of its group has"
+            return f"{chain} (turn {chain.turn}) waits for turn {awaited}, which an earlier part of its group has"
         owner = self._owner(chain, awaited)
-        return f"{chain.task} (rank {chain.rank}) waits for rank {awaited}, which {owner or 'no task'} has"
+        return f"{chain.task} (turn {chain.turn}) waits for turn {awaited}, which {owner or 'no task'} has"
 
-    def _owner(self, chain: Chain, rank: int) -> Task | None:
-        """The task of the same dQ tile that has this rank."""
+    def _owner(self, chain: Chain, turn: int) -> Task | None:
+        """The task of the same dQ tile that has this turn."""
         for kv_tile in range(self.plan.problem.kv_tiles):
             steps = self.plan.steps(chain.kind, kv_tile)
-            if ((steps[:, 0] == chain.task.q_tile) & (steps[:, 1] == rank)).any():
+            if ((steps[:, 0] == chain.task.q_tile) & (steps[:, 1] == turn)).any():
                 return chain.task._replace(kv_tile=kv_tile)
         return None
 
     def finish(self, q_tiles: Sequence[int] | None = None, chains: int | None = None) -> None:
-        """Raise unless every rank of every dQ tile has landed, and every part of every sum: of all, or of these Q tiles and of as many
+        """Raise unless every turn of every dQ tile has landed, and every part of every sum: of all, or of these Q tiles and of as many
         chains."""
         problem = self.plan.problem
         q_tiles = range(problem.q_tiles) if q_tiles is None else q_tiles
         chains = problem.chains if chains is None else chains
-        ranks = self.plan.ranks_per_q_tile.tolist()
+        turns = self.plan.turns_per_q_tile.tolist()
         for tile in product(range(problem.batch), range(problem.heads * problem.group), q_tiles):
             sequence, head, q_tile = tile
             landed = self._landed.get(tile, 0)
-            if landed != ranks[q_tile]:
-                raise ExecutionError(f"dQ tile b{sequence}.h{head}.q{q_tile} has {ranks[q_tile]} ranks, but {landed} landed")
+            if landed != turns[q_tile]:
+                raise ExecutionError(f"dQ tile b{sequence}.h{head}.q{q_tile} has {turns[q_tile]} turns, but {landed} landed")
         ended = sum(landed for target, landed in self._landed.items() if target[0] == "sum")
         if ended != chains:
             raise ExecutionError(f"the plan has {chains} chains, but {ended} landed their dK and dV")

@@ -1,6 +1,6 @@
 """Runs every chain of a plan under the rules of its semaphores.
 
-At most `plan.workers` chains are resident, they start in ticket order, and a reduce waits until every lower rank of
+At most `plan.workers` chains are resident, they start in ticket order, and a reduce waits until every lower turn of
 its dQ tile has landed. Which resident chain moves next is the interleaving: the oldest that can (the default), a
 random one, or real threads. In ordered mode the bits are the same under all of them; unordered mode adds in order of
 arrival and is the control.

@@ -33,7 +33,7 @@ def run_threads(
 
 
 class _Team:
-    """Workers that share the ledger under one lock. A worker that must wait parks on the event of its dQ tile and rank."""
+    """Workers that share the ledger under one lock. A worker that must wait parks on the event of its dQ tile and turn."""
 
     def __init__(
         self,
@@ -109,16 +109,16 @@ class _Team:
         return turn
 
     def _park(self, chain: Chain) -> threading.Event | None:
-        """Queue a chain behind the lower ranks of its dQ tile; None if it may land now."""
+        """Queue a chain behind the lower turns of its dQ tile; None if it may land now."""
         if self.failure is not None:
             raise _Abandoned
         self.ledger.check(chain)
         if self.ledger.may_land(chain):
             return None
-        place = chain.target, chain.rank
+        place = chain.target, chain.turn
         if place in self.parked:
             rival = self.parked[place][0]
-            raise ExecutionError(f"{chain} has rank {place[1]}, which {rival} also has")
+            raise ExecutionError(f"{chain} has turn {place[1]}, which {rival} also has")
         event = threading.Event()
         self.parked[place] = (chain, event)
         self._check_progress()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .boolean_mask import BooleanMask
-from .packed_matrix import PackedMatrix
+from .bit_matrix import PackedMatrix
 
 
 def from_block_mask(block_mask: Any) -> BooleanMask:

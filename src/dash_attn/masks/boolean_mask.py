@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .packed_matrix import PackedMatrix, rows_as_words
+from .bit_matrix import PackedMatrix, rows_as_words
 from .rules import PARTIAL, TileMap
 from .tile_pattern import BLOCK, PatternPerHead, TilePattern
 

@@ -1,4 +1,4 @@
-"""Runs a schedule in model time: chains start in ticket order, reduces wait for their rank. Integer ticks, so exact.
+"""Runs a schedule in model time: chains start in ticket order, reduces wait for their turn. Integer ticks, so exact.
 
 The untimed run (all costs 0) is the validator's deadlock proof; the timed one is the simulator.
 """
@@ -35,7 +35,7 @@ class Costs(NamedTuple):
 
 
 class Stuck(Exception):
-    """No resident chain can proceed and none can start. `blocked`: (worker, task, its rank, what it waits for)."""
+    """No resident chain can proceed and none can start. `blocked`: (worker, task, its turn, what it waits for)."""
 
     def __init__(self, blocked: list[tuple[int, Task, int, str]]) -> None:
         super().__init__(f"{len(blocked)} chains are blocked, first {blocked[0][1]}" if blocked else "no chain can start")
@@ -59,14 +59,14 @@ class Chain:
     """A started chain: `keys[i]` is the dQ tile of task i, relative to `base`; what comes before `landed` has all been reduced.
 
     Behind its tasks a chain of a part adds dK and dV to the sums of its KV tile: reduces without a compute, to keys from `first_sum`
-    on, all of them with rank `turn`.
+    on, all of them at its turn.
     """
 
     worker: int
     start: int
     base: int
     keys: list[int]
-    ranks: list[int]
+    turns: list[int]
     adds: int = 0
     first_sum: int = 0
     turn: int = 0
@@ -91,8 +91,8 @@ def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, pr
     problem = schedule.problem
     tables = _Tables(schedule)
     landed = [0] * tables.keys  # reduces done per dQ tile, and per piece of a sum of dK and dV
-    available = landed.copy()  # when the next rank may start there
-    waiting: dict[tuple[int, int], Chain] = {}  # (key, rank) -> the chain that will reduce there
+    available = landed.copy()  # when the next turn may start there
+    waiting: dict[tuple[int, int], Chain] = {}  # (key, turn) -> the chain that will reduce there
     free = [(0, worker) for worker in range(min(schedule.workers, problem.chains))]  # workers whose next free time is known
     chains: list[Chain] = []
     ends: dict[int, int] = {}
@@ -137,14 +137,14 @@ def advance(
     waiting: dict[tuple[int, int], Chain],
     ready: list[Chain],
 ) -> None:
-    """Run a chain as far as its ranks allow. Chains it releases are appended to `ready`.
+    """Run a chain as far as its turns allow. Chains it releases are appended to `ready`.
 
-    A reduce that waits for its rank holds one drain; with more than one, later reduces of the chain may pass it.
+    A reduce that waits for its turn holds one drain; with more than one, later reduces of the chain may pass it.
     """
     compute, reduce, latency, overlap, startup = costs
     drains = overlap if overlap > 1 else 1
     hand_over = reduce if reduce > latency else latency
-    keys, ranks, base = chain.keys, chain.ranks, chain.base
+    keys, turns, base = chain.keys, chain.turns, chain.base
     tasks, count = len(keys), chain.reduces
     starts, reduces = chain.compute_start, chain.reduce_start
     for index in range(chain.landed, count):
@@ -160,9 +160,9 @@ def advance(
             starts.append(begin)
         is_task = index < tasks
         key = base + keys[index] if is_task else chain.first_sum + index - tasks
-        rank = ranks[index] if is_task else chain.turn
-        if ordered and landed[key] != rank:
-            waiting[key, rank] = chain
+        turn = turns[index] if is_task else chain.turn
+        if ordered and landed[key] != turn:
+            waiting[key, turn] = chain
             continue
         begin = starts[index] + compute if is_task else starts[index]
         if index >= drains and reduces[index - drains] + reduce > begin:
@@ -196,13 +196,13 @@ class _Tables:
 
     def chain(self, worker: int, start: int, sequence: int, part: int, kv_tile: int) -> Chain:
         problem, members = self.problem, self.problem.members(part)
-        keys, ranks = self._of(self.schedule.order.kind_of(problem, part), len(members))[kv_tile]
+        keys, turns = self._of(self.schedule.order.kind_of(problem, part), len(members))[kv_tile]
         base = (sequence * problem.heads * problem.group + members.start) * problem.q_tiles
         if not self.sums:
-            return Chain(worker, start, base, keys, ranks)
+            return Chain(worker, start, base, keys, turns)
         number, turn = Sum.of_part(problem, part, self.kinds)
         tile = ((sequence * problem.heads + part // problem.parts) * self.sums + number) * problem.kv_tiles + kv_tile
-        return Chain(worker, start, base, keys, ranks, problem.adds, self.dq_tiles + tile * problem.adds, turn)
+        return Chain(worker, start, base, keys, turns, problem.adds, self.dq_tiles + tile * problem.adds, turn)
 
     def _of(self, kind: int, count: int) -> list[tuple[list[int], list[int]]]:
         if (kind, count) not in self._expanded:
@@ -211,9 +211,9 @@ class _Tables:
 
 
 def _expand(kind: HeadOrder, count: int, q_tiles: int) -> list[tuple[list[int], list[int]]]:
-    """Per chain of `count` query heads: dQ tile and rank of each task."""
+    """Per chain of `count` query heads: dQ tile and turn of each task."""
     tasks = (kind.tasks(kv_tile, count) for kv_tile in range(kind.kv_tiles))
-    return [((member * q_tiles + q_tile).tolist(), rank.tolist()) for q_tile, rank, member in tasks]
+    return [((member * q_tiles + q_tile).tolist(), turn.tolist()) for q_tile, turn, member in tasks]
 
 
 def _blocked(schedule: Schedule, chains: list[Chain], waiting: dict[tuple[int, int], Chain]) -> list[tuple[int, Task, int, str]]:
@@ -222,27 +222,27 @@ def _blocked(schedule: Schedule, chains: list[Chain], waiting: dict[tuple[int, i
     number_of = {id(chain): number for number, chain in enumerate(chains)}
     started = {tuple(ticket) for ticket in tickets[: len(chains)]}
     report = []
-    for (key, rank), chain in waiting.items():
+    for (key, turn), chain in waiting.items():
         sequence, part, kv_tile = tickets[number_of[id(chain)]]
         if chain.adds and key >= chain.first_sum:
             task = schedule.problem.task(sequence, part, kv_tile, 0)
-            report.append((chain.worker, task, rank, "the part before, to add dK and dV behind it"))
+            report.append((chain.worker, task, turn, "the part before, to add dK and dV behind it"))
         else:
-            report.append(_blocked_task(schedule, chain, key, rank, (sequence, part, kv_tile), started))
+            report.append(_blocked_task(schedule, chain, key, turn, (sequence, part, kv_tile), started))
     return report
 
 
 def _blocked_task(
-    schedule: Schedule, chain: Chain, key: int, rank: int, place: tuple[int, int, int], started: set[tuple[int, ...]]
+    schedule: Schedule, chain: Chain, key: int, turn: int, place: tuple[int, int, int], started: set[tuple[int, ...]]
 ) -> tuple[int, Task, int, str]:
     problem, (sequence, part, kv_tile) = schedule.problem, place
     member, q_tile = divmod(key - chain.base, problem.q_tiles)
     order = schedule.order_of(part)
-    before = np.flatnonzero((order.q_tile == q_tile) & (order.rank == rank - 1))
+    before = np.flatnonzero((order.q_tile == q_tile) & (order.turn == turn - 1))
     if len(before):
         owner = int(order.chain[before[0]])
         awaited = str(problem.task(sequence, part, owner, q_tile, member))
         awaited += "" if (sequence, part, owner) in started else ", whose chain has not started"
     else:
-        awaited = f"rank {rank - 1} of its Q tile, which no task has"
-    return chain.worker, problem.task(sequence, part, kv_tile, q_tile, member), rank, awaited
+        awaited = f"turn {turn - 1} of its Q tile, which no task has"
+    return chain.worker, problem.task(sequence, part, kv_tile, q_tile, member), turn, awaited

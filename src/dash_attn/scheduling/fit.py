@@ -15,7 +15,7 @@ def fit(schedule: Schedule, problem: Problem, workers: int) -> Schedule:
     """The order and the start orders of `schedule` for `problem` on `workers` workers, proven anew.
 
     Mask, lengths and tile sizes must be those it was made for. Batch, heads, group and head_offset may be others: walks and
-    ranks are those of a kind of head. Parts of a group are as many as the schedule says, or else as the rule says. It promises what
+    turns are those of a kind of head. Parts of a group are as many as the schedule says, or else as the rule says. It promises what
     the generator it is named after promises, if that gives this very order for this problem, else that every run has the same bits.
     """
     _check_tiles(schedule.problem, problem)

@@ -42,7 +42,7 @@ def visit_tables(problem: Problem) -> VisitTables:
             if len(part):
                 runs.append((int(kv_tiles[part[0]]), 2 * len(part) + int(partial[part[0]])))
         first_runs.append(len(runs))
-    visits = problem.ranks_per_q_tile
+    visits = problem.turns_per_q_tile
     longest_first = np.lexsort((-np.arange(problem.q_tiles), -visits))[: np.count_nonzero(visits)]
     return VisitTables(
         frozen_ints(longest_first), frozen_ints(first_runs), frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, 2)), frozen_ints(visits)

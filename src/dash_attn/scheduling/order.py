@@ -1,4 +1,4 @@
-"""The part of a schedule that decides the bits: the walk of every chain and the rank of every task."""
+"""The part of a schedule that decides the bits: the walk of every chain and the turn of every task."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def frozen_ints(values: Any) -> Ints:
     return frozen
 
 
-def rank_within(q_tile: NDArray[Any], *keys: NDArray[Any]) -> NDArray[np.int64]:
-    """Rank of each task among the tasks of its Q tile, smallest first key first."""
+def turn_within(q_tile: NDArray[Any], *keys: NDArray[Any]) -> NDArray[np.int64]:
+    """Turn of each task among the tasks of its Q tile, smallest first key first."""
     by_q_tile = np.lexsort((*reversed(keys), q_tile))
     sorted_q = q_tile[by_q_tile]
     first_of_group = np.searchsorted(sorted_q, sorted_q, side="left")
-    ranks = np.empty(len(q_tile), dtype=np.int64)
-    ranks[by_q_tile] = np.arange(len(q_tile)) - first_of_group
-    return ranks
+    turns = np.empty(len(q_tile), dtype=np.int64)
+    turns[by_q_tile] = np.arange(len(q_tile)) - first_of_group
+    return turns
 
 
 def members(count: int, last_first: bool) -> Ints:
@@ -76,13 +76,13 @@ class Sum(NamedTuple):
     """Where a part adds its dK and dV: which of the sums of a KV tile, and after how many other parts."""
 
     number: int
-    rank: int
+    turn: int
 
     @classmethod
     def of_part(cls, problem: Problem, part: int, kinds: int) -> Sum:
         """Parts of one kind share a sum, so that a part waits for chains that started before it, whatever the placement."""
-        rank, number = divmod(part % problem.parts, kinds)
-        return cls(number, rank)
+        turn, number = divmod(part % problem.parts, kinds)
+        return cls(number, turn)
 
     @staticmethod
     def how_many(problem: Problem, kinds: int) -> int:
@@ -92,7 +92,7 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeadOrder:
-    """Walks and ranks of one head. Chain `kv` owns the slice offsets[kv]:offsets[kv + 1] of the task arrays.
+    """Walks and turns of one head. Chain `kv` owns the slice offsets[kv]:offsets[kv + 1] of the task arrays.
 
     `first_step` places each chain in a nominal execution without waits; slack and the grids in errors come from it.
     A chain makes its walk once for every query head of its part, one head after the other (so that chains which
@@ -101,12 +101,12 @@ class HeadOrder:
 
     offsets: Ints
     q_tile: Ints
-    rank: Ints
+    turn: Ints
     first_step: Ints
     last_member_first: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("offsets", "q_tile", "rank", "first_step"):
+        for name in ("offsets", "q_tile", "turn", "first_step"):
             array = frozen_ints(getattr(self, name))
             if array.ndim != 1:
                 raise ValueError(f"{name} must be a list of whole numbers; got one of {array.ndim} dimensions")
@@ -115,11 +115,11 @@ class HeadOrder:
             raise ValueError(f"last_member_first must be True or False; got {self.last_member_first!r}")
 
     @classmethod
-    def build(cls, chain: Any, q_tile: Any, rank: Any, first_step: Any, last_member_first: bool = False) -> HeadOrder:
+    def build(cls, chain: Any, q_tile: Any, turn: Any, first_step: Any, last_member_first: bool = False) -> HeadOrder:
         """From task arrays that are sorted by chain."""
         kv_tiles = len(first_step)
         offsets = np.searchsorted(chain, np.arange(kv_tiles + 1))
-        return cls(frozen_ints(offsets), q_tile, rank, first_step, last_member_first)
+        return cls(frozen_ints(offsets), q_tile, turn, first_step, last_member_first)
 
     @property
     def kv_tiles(self) -> int:
@@ -139,29 +139,29 @@ class HeadOrder:
     def walk(self, kv_tile: int) -> Ints:
         return self.q_tile[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
 
-    def ranks(self, kv_tile: int) -> Ints:
-        return self.rank[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
+    def turns(self, kv_tile: int) -> Ints:
+        return self.turn[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
 
     def tasks(self, kv_tile: int, count: int) -> tuple[Ints, Ints, Ints]:
-        """(q_tile, rank, member) of the tasks of a chain with `count` members, in order."""
+        """(q_tile, turn, member) of the tasks of a chain with `count` members, in order."""
         walk = self.walk(kv_tile)
-        return np.tile(walk, count), np.tile(self.ranks(kv_tile), count), np.repeat(members(count, self.last_member_first), len(walk))
+        return np.tile(walk, count), np.tile(self.turns(kv_tile), count), np.repeat(members(count, self.last_member_first), len(walk))
 
     @cached_property
-    def by_rank(self) -> NDArray[np.int64]:
-        """Task indices, sorted by Q tile and then rank: neighbours hand dQ over to each other."""
-        return np.asarray(np.lexsort((self.rank, self.q_tile)), dtype=np.int64)
+    def by_turn(self) -> NDArray[np.int64]:
+        """Task indices, sorted by Q tile and then turn: neighbours hand dQ over to each other."""
+        return np.asarray(np.lexsort((self.turn, self.q_tile)), dtype=np.int64)
 
     @cached_property
     def hand_overs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(earlier task, later task) for every pair of consecutive ranks."""
-        earlier, later = self.by_rank[:-1], self.by_rank[1:]
+        """(earlier task, later task) for every pair of consecutive turns."""
+        earlier, later = self.by_turn[:-1], self.by_turn[1:]
         same = self.q_tile[earlier] == self.q_tile[later]
         return earlier[same], later[same]
 
     @cached_property
     def slack(self) -> int | None:
-        """Least steps between consecutive ranks; None when no Q tile has two."""
+        """Least steps between consecutive turns; None when no Q tile has two."""
         earlier, later = self.hand_overs
         return int((self.step[later] - self.step[earlier]).min()) if len(later) else None
 
@@ -181,7 +181,7 @@ class HeadOrder:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Walks and ranks of all heads. Part p of a sequence follows `kinds[(p + head_offset * parts) % len(kinds)]`.
+    """Walks and turns of all heads. Part p of a sequence follows `kinds[(p + head_offset * parts) % len(kinds)]`.
 
     dK and dV of a KV tile are summed over the parts of a group in the order of the parts, those of each kind by itself; then the sums
     of the two kinds are added, that of the first part first.
@@ -209,7 +209,7 @@ class Order:
 
     def same_bits(self, other: Order) -> bool:
         """Whether both orders sum everything in the same sequence."""
-        fields = ("offsets", "q_tile", "rank", "last_member_first")
+        fields = ("offsets", "q_tile", "turn", "last_member_first")
         pairs = zip(self.kinds, other.kinds, strict=False)
         return len(self.kinds) == len(other.kinds) and all(
             np.array_equal(getattr(a, field), getattr(b, field)) for a, b in pairs for field in fields
@@ -221,7 +221,7 @@ class Order:
                 "last_member_first": kind.last_member_first,
                 "first_step": kind.first_step.tolist(),
                 "walks": [[str(Task(number, q_tile, kv)) for q_tile in kind.walk(kv).tolist()] for kv in range(kind.kv_tiles)],
-                "ranks": [kind.ranks(kv).tolist() for kv in range(kind.kv_tiles)],
+                "ranks": [kind.turns(kv).tolist() for kv in range(kind.kv_tiles)],
             }
             for number, kind in enumerate(self.kinds)  # tasks are named after the first head of their kind
         ]
@@ -245,15 +245,15 @@ def check_guarantees(guarantees: tuple[str, ...]) -> None:
 def _kind_from_json(value: Any, number: int) -> HeadOrder:
     where = f"order.kinds[{number}]"
     read = read_fields(value, where, ("last_member_first", "first_step", "walks", "ranks"))
-    names, ranks = as_lists(read["walks"], f"{where}.walks", as_list), as_lists(read["ranks"], f"{where}.ranks", as_wholes)
-    if [len(w) for w in names] != [len(r) for r in ranks]:
-        raise ValueError(f"{where}: every walk needs one rank per task")
+    names, turns = as_lists(read["walks"], f"{where}.walks", as_list), as_lists(read["ranks"], f"{where}.ranks", as_wholes)
+    if [len(w) for w in names] != [len(r) for r in turns]:
+        raise ValueError(f"{where}: every walk needs one turn per task")
     walks = [[_q_tile_of(name, number, kv, where) for name in walk] for kv, walk in enumerate(names)]
     chain = np.repeat(np.arange(len(walks)), [len(w) for w in walks])
     first_step = as_wholes(read["first_step"], f"{where}.first_step")
     if len(first_step) != len(walks):
         raise ValueError(f"{where}: every walk needs one first step; got {len(first_step)} for {len(walks)} walks")
-    return HeadOrder.build(chain, list(joined(*walks)), list(joined(*ranks)), first_step, read["last_member_first"])
+    return HeadOrder.build(chain, list(joined(*walks)), list(joined(*turns)), first_step, read["last_member_first"])
 
 
 def _q_tile_of(name: Any, head: int, kv_tile: int, where: str) -> int:

@@ -19,7 +19,7 @@ from .problem import Problem
 from .schedule import Placement, Schedule
 from .walk_runs import Run, compress
 
-RUN_FIELDS = ("q_first", "q_stride", "length", "rank_mul", "rank_add", "rank_div", "partial", "entries")
+RUN_FIELDS = ("q_first", "q_stride", "length", "turn_mul", "turn_add", "turn_div", "partial", "entries")
 ENTRY_FIELDS = 3
 ORDER_DIGITS = 16  # of order_hash
 FEW_RUNS, MOST_RUNS = 16, 48  # of a chain; weave's blocks of 32 chains need up to 33. More are listed entry by entry
@@ -37,8 +37,8 @@ class Plan:
     last_member_first: tuple[bool, ...]  # per kind: in which order a chain takes the query heads of its part
     chain_runs: Ints  # [kinds * kv_tiles + 1]
     runs: Ints  # [runs, 8]: RUN_FIELDS
-    entries: Ints  # [entries, 3]: q_tile, rank, partial
-    ranks_per_q_tile: Ints  # [q_tiles]: chains that add to each dQ tile; 0 means dQ is zero there
+    entries: Ints  # [entries, 3]: q_tile, turn, partial
+    turns_per_q_tile: Ints  # [q_tiles]: chains that add to each dQ tile; 0 means dQ is zero there
 
     @cached_property
     def tables_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def _tables(self) -> tuple[Ints, ...]:
-        return (self.starts, self.chain_runs, self.runs, self.entries, self.ranks_per_q_tile)
+        return (self.starts, self.chain_runs, self.runs, self.entries, self.turns_per_q_tile)
 
     @cached_property
     def order_hash(self) -> str:
@@ -83,7 +83,7 @@ class Plan:
         return digest.hexdigest()[:ORDER_DIGITS]
 
     def steps(self, kind: int, kv_tile: int) -> Ints:
-        """The walk of a chain, decoded: rows (q_tile, rank, partial)."""
+        """The walk of a chain, decoded: rows (q_tile, turn, partial)."""
         chain = kind * self.problem.kv_tiles + kv_tile
         decoded = [self._decode(run) for run in self.runs[self.chain_runs[chain] : self.chain_runs[chain + 1]]]
         return frozen_ints(np.concatenate(decoded)) if decoded else frozen_ints(np.zeros((0, 3)))
@@ -110,11 +110,11 @@ class Plan:
         return Sum.of_part(self.problem, part, self.kinds)
 
     def _decode(self, run: Ints) -> NDArray[np.int64]:
-        q_first, q_stride, length, rank_mul, rank_add, rank_div, partial, entries = run.tolist()
+        q_first, q_stride, length, turn_mul, turn_add, turn_div, partial, entries = run.tolist()
         if entries >= 0:
             return self.entries[entries : entries + length].astype(np.int64)
         i = np.arange(length)
-        return np.stack([q_first + i * q_stride, (rank_mul * i + rank_add) // rank_div, np.full(length, partial)], axis=1)
+        return np.stack([q_first + i * q_stride, (turn_mul * i + turn_add) // turn_div, np.full(length, partial)], axis=1)
 
 
 def lower(schedule: Schedule) -> Plan:
@@ -144,7 +144,7 @@ def lower(schedule: Schedule) -> Plan:
         chain_runs=frozen_ints(chain_runs),
         runs=frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, len(RUN_FIELDS))),
         entries=frozen_ints(np.concatenate(entries) if entries else np.zeros((0, 3))),
-        ranks_per_q_tile=frozen_ints(problem.ranks_per_q_tile),
+        turns_per_q_tile=frozen_ints(problem.turns_per_q_tile),
     )
 
 
@@ -154,6 +154,6 @@ def _most_runs(steps: int) -> int:
 
 
 def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> NDArray[np.int64]:
-    """Rows (q_tile, rank, partial) of one chain."""
+    """Rows (q_tile, turn, partial) of one chain."""
     walk = kind.walk(kv_tile)
-    return np.stack([walk, kind.ranks(kv_tile), problem.partial[walk, kv_tile]], axis=1).astype(np.int64)
+    return np.stack([walk, kind.turns(kv_tile), problem.partial[walk, kv_tile]], axis=1).astype(np.int64)

@@ -131,7 +131,7 @@ class Problem:
         return _frozen(self.kept.sum(0))
 
     @cached_property
-    def ranks_per_q_tile(self) -> NDArray[np.int64]:
+    def turns_per_q_tile(self) -> NDArray[np.int64]:
         """Chains that add to each dQ tile of a head."""
         return _frozen(self.kept.sum(1))
 

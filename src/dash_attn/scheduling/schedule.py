@@ -100,7 +100,7 @@ def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[n
 
 FILLED = 9, 10  # a turn fills nine of ten workers
 MANY_KV_TILES = 64  # from which chains make up for reading their tiles once more
-HAND_OVER = 2  # steps it takes on an H200 until the next rank of a dQ tile may reduce
+HAND_OVER = 2  # steps it takes on an H200 until the next turn of a dQ tile may reduce
 CACHED = 2  # Q tiles of a filling of heads that stay in the cache of an H200, per row of a KV tile (the wider a head, the fewer rows)
 SIXTEENTHS = 16  # of a step: in which lags are counted
 LATE = 56  # sixteenths that a chain lags behind the one before it, in both kinds of head: nearly all start at the same Q tile
@@ -228,7 +228,7 @@ class Schedule:
         return self.order.kinds[self.order.kind_of(self.problem, part)]
 
     def tasks(self, part: int, kv_tile: int) -> tuple[Ints, Ints, Ints]:
-        """(q_tile, rank, member) of the tasks of a chain, in order."""
+        """(q_tile, turn, member) of the tasks of a chain, in order."""
         return self.order_of(part).tasks(kv_tile, len(self.problem.members(part)))
 
     def to_json(self) -> str:

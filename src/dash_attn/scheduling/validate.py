@@ -23,7 +23,7 @@ class ScheduleError(ValueError):
 
 
 class StuckOnWorkers(ScheduleError):
-    """Its walks and ranks are sound, but whole chains on so many workers would wait for each other for ever."""
+    """Its walks and turns are sound, but whole chains on so many workers would wait for each other for ever."""
 
 
 class TooFewWorkers(StuckOnWorkers):
@@ -43,14 +43,14 @@ class TooFewWorkers(StuckOnWorkers):
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError unless coverage, ranks, contiguity and freedom from deadlock all hold."""
+    """Raise ScheduleError unless coverage, turns, contiguity and freedom from deadlock all hold."""
     problem, order, placement = schedule.problem, schedule.order, schedule.placement
     for kind, head_order in enumerate(order.kinds):
         part = (kind - problem.head_offset * problem.parts) % len(order.kinds)
         first_head = problem.members(part).start  # the first query head of this kind
         _check_shape(problem, head_order)
         _check_coverage(problem, head_order, first_head)
-        _check_ranks(problem, head_order, first_head)
+        _check_turns(problem, head_order, first_head)
     check_starts(problem, order, placement.starts)
     if sum(placement.segments) != problem.kv_tiles or min(placement.segments) < 1:
         raise ScheduleError(f"segments must be sizes >= 1 that add up to {problem.kv_tiles} KV tiles; got {placement.segments}")
@@ -68,7 +68,7 @@ def check_starts(problem: Problem, order: Order, starts: tuple[Ints, ...]) -> No
 
 def _check_shape(problem: Problem, order: HeadOrder) -> None:
     tasks = len(order.q_tile)
-    sizes_fit = order.kv_tiles == problem.kv_tiles == len(order.first_step) and len(order.rank) == tasks
+    sizes_fit = order.kv_tiles == problem.kv_tiles == len(order.first_step) and len(order.turn) == tasks
     if not sizes_fit or order.offsets[0] != 0 or order.offsets[-1] != tasks or np.any(np.diff(order.offsets) < 0):
         raise ScheduleError(f"an order for {problem.kv_tiles} KV tiles needs one contiguous walk and one first step for each")
 
@@ -93,20 +93,20 @@ def _check_coverage(problem: Problem, order: HeadOrder, head: int) -> None:
     raise ScheduleError(f"{task} is kept by the mask but missing from the walk of kv{kv_tile}\n{_grid(order, 0, kv_tile)}")
 
 
-def _check_ranks(problem: Problem, order: HeadOrder, head: int) -> None:
-    expected = problem.ranks_per_q_tile
-    outside = (order.rank < 0) | (order.rank >= expected[order.q_tile])
+def _check_turns(problem: Problem, order: HeadOrder, head: int) -> None:
+    expected = problem.turns_per_q_tile
+    outside = (order.turn < 0) | (order.turn >= expected[order.q_tile])
     if outside.any():
         index = int(np.argmax(outside))
         allowed = int(expected[order.q_tile[index]])
-        raise ScheduleError(_at(order, index, head, f"has rank {order.rank[index]}; its Q tile has ranks 0..{allowed - 1}"))
+        raise ScheduleError(_at(order, index, head, f"has turn {order.turn[index]}; its Q tile has turns 0..{allowed - 1}"))
     earlier, later = order.hand_overs
-    twice = order.rank[earlier] == order.rank[later]
+    twice = order.turn[earlier] == order.turn[later]
     if twice.any():
         index = int(later[np.argmax(twice)])
         other = int(earlier[np.argmax(twice)])
         rival = Task(head, int(order.q_tile[other]), int(order.chain[other]))
-        raise ScheduleError(_at(order, index, head, f"has rank {order.rank[index]}, which {rival} also has"))
+        raise ScheduleError(_at(order, index, head, f"has turn {order.turn[index]}, which {rival} also has"))
 
 
 def _check_progress(schedule: Schedule) -> None:
@@ -146,10 +146,10 @@ def _too_large(schedule: Schedule) -> str:
 def _is_acyclic(order: HeadOrder) -> bool:
     """Whether a head runs to its end with all its chains resident."""
     if order.slack is None or order.slack >= 0:
-        return True  # steps grow along walks and never fall along ranks; ranks of one Q tile alone make no circle
+        return True  # steps grow along walks and never fall along turns; turns of one Q tile alone make no circle
     walks = [order.walk(kv)[::-1].tolist() for kv in range(order.kv_tiles)]
-    owner = dict(zip(zip(order.q_tile.tolist(), order.rank.tolist(), strict=True), order.chain.tolist(), strict=True))
-    turn = [0] * (int(order.q_tile.max()) + 1)  # the rank that each Q tile takes next
+    owner = dict(zip(zip(order.q_tile.tolist(), order.turn.tolist(), strict=True), order.chain.tolist(), strict=True))
+    turn = [0] * (int(order.q_tile.max()) + 1)  # the turn that each Q tile takes next
     runnable = list(range(order.kv_tiles))
     while runnable:
         chain = runnable.pop()
@@ -161,7 +161,7 @@ def _is_acyclic(order: HeadOrder) -> bool:
     return not any(walks)
 
 
-CYCLE = "on any number of workers: its walks and ranks wait for each other in a circle"
+CYCLE = "on any number of workers: its walks and turns wait for each other in a circle"
 
 
 def _reason(schedule: Schedule) -> str:
@@ -172,8 +172,8 @@ def _reason(schedule: Schedule) -> str:
 def _deadlock_report(schedule: Schedule, stuck: Stuck, acyclic: bool) -> str:
     blocked = stuck.blocked
     lines = [f"{schedule.name} would deadlock {_reason(schedule) if acyclic else CYCLE}; {len(blocked)} chains wait"]
-    for worker, task, rank, awaited in blocked[:4]:
-        lines.append(f"  worker {worker}: {task} (rank {rank}) waits for {awaited}")
+    for worker, task, turn, awaited in blocked[:4]:
+        lines.append(f"  worker {worker}: {task} (turn {turn}) waits for {awaited}")
     worker, task, _, _ = blocked[0]
     problem = schedule.problem
     order = schedule.order_of(next(part for part in range(problem.all_parts) if task.head in problem.members(part)))
@@ -188,16 +188,16 @@ def _at(order: HeadOrder, index: int, head: int, what: str) -> str:
 
 
 def _grid(order: HeadOrder, position: int, kv_tile: int, reach: int = 3) -> str:
-    """Steps x chains around one task, as q_tile:rank, with an arrow at the task. One worker runs one chain."""
+    """Steps x chains around one task, as q_tile:turn, with an arrow at the task. One worker runs one chain."""
     columns = range(max(0, kv_tile - reach), min(order.kv_tiles, kv_tile + reach + 1))
     here = int(order.first_step[kv_tile]) + position
-    lines = ["step x worker (one chain each), cells are q_tile:rank", "  step  " + "".join(f"{'kv' + str(kv):>11}" for kv in columns)]
+    lines = ["step x worker (one chain each), cells are q_tile:turn", "  step  " + "".join(f"{'kv' + str(kv):>11}" for kv in columns)]
     for step in range(here - reach, here + reach + 1):
         cells = []
         for kv in columns:
             index = step - int(order.first_step[kv])
-            walk, ranks = order.walk(kv), order.ranks(kv)
-            cell = f"q{walk[index]}:{ranks[index]}" if 0 <= index < len(walk) else "."
+            walk, turns = order.walk(kv), order.turns(kv)
+            cell = f"q{walk[index]}:{turns[index]}" if 0 <= index < len(walk) else "."
             cells.append(("-->" + cell if step == here and kv == kv_tile else cell).rjust(11))
         lines.append(f"{step:6d}  " + "".join(cells))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Compresses a walk and its ranks into runs: constant Q stride, ranks on a digital line (docs/how-a-call-runs.md, plan tables)."""
+"""Compresses a walk and its turns into runs: constant Q stride, turns on a digital line (docs/how-a-call-runs.md, plan tables)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Array = NDArray[np.int64]
 Run = tuple[int, int, int, int, int, int, int, int]
 
 NO_ENTRIES = -1
-LARGEST_DIVISOR = 32  # of a slope guessed from the ranks; tile ratios may be larger
+LARGEST_DIVISOR = 32  # of a slope guessed from the turns; tile ratios may be larger
 
 
-def compress(q_tile: Array, rank: Array, partial: Array, tile_slope: tuple[int, int], most: int) -> list[Run] | None:
+def compress(q_tile: Array, turn: Array, partial: Array, tile_slope: tuple[int, int], most: int) -> list[Run] | None:
     """The runs of one chain, or None when it needs more than `most`."""
     stretches = list(_straight(q_tile, partial, most))
     if len(stretches) > most:
@@ -25,7 +25,7 @@ def compress(q_tile: Array, rank: Array, partial: Array, tile_slope: tuple[int, 
     for first, stop in stretches:
         stride = int(q_tile[first + 1] - q_tile[first]) if stop - first > 1 else 1
         while first < stop:
-            length, line = _longest_line(rank[first:stop], tile_slope)
+            length, line = _longest_line(turn[first:stop], tile_slope)
             runs.append((int(q_tile[first]), stride, length, *line, int(partial[first]), NO_ENTRIES))
             first += length
             if len(runs) > most:
@@ -51,31 +51,31 @@ def _straight(q_tile: Array, partial: Array, most: int) -> Iterator[tuple[int, i
         first = stop
 
 
-def _longest_line(rank: Array, tile_slope: tuple[int, int]) -> tuple[int, tuple[int, int, int]]:
-    """Length of the longest prefix with rank[i] == (mul * i + add) // div, and that (mul, add, div)."""
-    if (rank == rank[0]).all():
-        return len(rank), (0, int(rank[0]), 1)
-    slopes = _candidate_slopes(rank, tile_slope)
+def _longest_line(turn: Array, tile_slope: tuple[int, int]) -> tuple[int, tuple[int, int, int]]:
+    """Length of the longest prefix with turn[i] == (mul * i + add) // div, and that (mul, add, div)."""
+    if (turn == turn[0]).all():
+        return len(turn), (0, int(turn[0]), 1)
+    slopes = _candidate_slopes(turn, tile_slope)
     mul, div = slopes[:, :1], slopes[:, 1:]
-    i = np.arange(len(rank))
-    # rank * div <= mul * i + add < (rank + 1) * div bounds `add` from both sides
-    least = np.maximum.accumulate(rank * div - mul * i, axis=1)
-    most = np.minimum.accumulate((rank + 1) * div - 1 - mul * i, axis=1)
+    i = np.arange(len(turn))
+    # turn * div <= mul * i + add < (turn + 1) * div bounds `add` from both sides
+    least = np.maximum.accumulate(turn * div - mul * i, axis=1)
+    most = np.minimum.accumulate((turn + 1) * div - 1 - mul * i, axis=1)
     fits = least <= most
-    lengths = np.where(fits.all(axis=1), len(rank), np.argmin(fits, axis=1))
+    lengths = np.where(fits.all(axis=1), len(turn), np.argmin(fits, axis=1))
     best = int(np.argmax(lengths))
     length = int(lengths[best])
     return length, (int(mul[best, 0]), int(least[best, length - 1]), int(div[best, 0]))
 
 
-def _candidate_slopes(rank: Array, tile_slope: tuple[int, int]) -> Array:
-    """Slopes (mul, div) worth trying: flat, the tile ratio, the first pace at which this walk's ranks change, and the mean pace."""
-    changes = np.flatnonzero(np.diff(rank))
-    rise = int(rank[changes[0] + 1] - rank[changes[0]])
-    pace = int(changes[1] - changes[0]) if len(changes) > 1 else len(rank)
+def _candidate_slopes(turn: Array, tile_slope: tuple[int, int]) -> Array:
+    """Slopes (mul, div) worth trying: flat, the tile ratio, the first pace at which this walk's turns change, and the mean pace."""
+    changes = np.flatnonzero(np.diff(turn))
+    rise = int(turn[changes[0] + 1] - turn[changes[0]])
+    pace = int(changes[1] - changes[0]) if len(changes) > 1 else len(turn)
     common = gcd(*tile_slope)
     a, b = tile_slope[0] // common, tile_slope[1] // common
-    mean = _simple_fraction(int(rank[changes[-1]] - rank[changes[0]]), int(changes[-1] - changes[0]))
+    mean = _simple_fraction(int(turn[changes[-1]] - turn[changes[0]]), int(changes[-1] - changes[0]))
     return np.array([(0, 1), (rise, 1), (rise, pace), (a, b), (-a, b), mean])
 
 

@@ -34,13 +34,13 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> LowerBounds:
     members = np.array([len(problem.members(part)) for part in range(problem.parts)])
     lengths = np.outer(members, problem.chain_lengths[problem.chain_lengths > 0]).ravel()  # of all chains of a KV head
     copies = problem.batch * problem.heads
-    most_ranks = int(problem.ranks_per_q_tile.max(initial=0))
+    most_turns = int(problem.turns_per_q_tile.max(initial=0))
     if not problem.tasks:
         return LowerBounds(Fraction(0), Fraction(0), Fraction(0), Fraction(0))
     return LowerBounds(
         work=(problem.tasks * pace + len(lengths) * copies * startup) / workers + tail,
         longest_chain=int(lengths.max()) * pace + startup + tail,
-        most_loaded_q_tile=Fraction(startup + compute + (most_ranks - 1) * max(reduce, latency) + reduce),
+        most_loaded_q_tile=Fraction(startup + compute + (most_turns - 1) * max(reduce, latency) + reduce),
         offsets=_pigeonhole(np.sort(lengths), copies, workers, pace, startup) + tail,
     )
 

@@ -17,7 +17,7 @@ Node = tuple[str, int]  # ("compute" or "reduce", task index) or ("add", adds be
 
 
 def critical_path(timeline: Timeline) -> list[tuple[Node, str]]:
-    """(node, cause) from first to last; the cause is what the node waited for: start, worker, compute, buffer, drain, rank."""
+    """(node, cause) from first to last; the cause is what the node waited for: start, worker, compute, buffer, drain, turn."""
     if not len(timeline.execution.reduce_start):
         return []
     back = _Backtrack(timeline)
@@ -38,7 +38,7 @@ class _Backtrack:
         self.adds = self.run.add_start.shape[1]
         self.add_start = self.run.add_start.ravel()
         self.ticket_of = np.repeat(np.arange(len(self.run.worker)), np.diff(self.run.offsets))
-        self.rank_before = rank_predecessors(timeline.schedule)
+        self.turn_before = turn_predecessors(timeline.schedule)
         self.sum_before = _sum_predecessors(timeline)
         self.chain_before = _previous_on_worker(timeline)
         self.hand_over = max(self.costs.reduce, self.costs.latency)
@@ -56,9 +56,9 @@ class _Backtrack:
         begin = self.run.reduce_start[index]
         if begin == self.run.compute_start[index] + self.costs.compute:
             return "compute", ("compute", index)
-        rival = int(self.rank_before[index])
+        rival = int(self.turn_before[index])
         if rival >= 0 and self.run.reduce_start[rival] + self.hand_over == begin:
-            return "rank", ("reduce", rival)
+            return "turn", ("reduce", rival)
         return "drain", ("reduce", index - max(1, self.costs.overlap))
 
     def compute(self, index: int) -> tuple[str, Node | None]:
@@ -79,7 +79,7 @@ class _Backtrack:
             return "compute", ("compute", end - 1)
         rival = int(self.sum_before[ticket])
         if rival >= 0 and self.add_start[rival * self.adds + piece] + self.hand_over == begin:
-            return "rank", ("add", rival * self.adds + piece)
+            return "turn", ("add", rival * self.adds + piece)
         reduces, place = self._reduces_of(ticket), end - first + piece
         drained = place - max(1, self.costs.overlap)
         if drained >= 0 and self._begin(reduces[drained]) + self.costs.reduce == begin:
@@ -116,20 +116,20 @@ def _previous_on_worker(timeline: Timeline) -> NDArray[np.int64]:
     return before
 
 
-def rank_predecessors(schedule: Schedule) -> NDArray[np.int64]:
-    """Index of the task with the next lower rank on the same dQ tile (-1 for rank 0)."""
+def turn_predecessors(schedule: Schedule) -> NDArray[np.int64]:
+    """Index of the task with the next lower turn on the same dQ tile (-1 for turn 0)."""
     problem = schedule.problem
-    keys, ranks = [], []
+    keys, turns = [], []
     for sequence, part, kv_tile in schedule.tickets.tolist():
-        q_tile, rank_of, member = schedule.tasks(part, kv_tile)
+        q_tile, turn_of, member = schedule.tasks(part, kv_tile)
         query_head = sequence * problem.heads * problem.group + problem.members(part).start + member
         keys.append(query_head * problem.q_tiles + q_tile)
-        ranks.append(rank_of)
-    key, rank = np.concatenate(keys), np.concatenate(ranks)
-    by_rank = np.lexsort((rank, key))
+        turns.append(turn_of)
+    key, turn = np.concatenate(keys), np.concatenate(turns)
+    by_turn = np.lexsort((turn, key))
     before = np.full(len(key), -1)
-    same = key[by_rank[1:]] == key[by_rank[:-1]]
-    before[by_rank[1:][same]] = by_rank[:-1][same]
+    same = key[by_turn[1:]] == key[by_turn[:-1]]
+    before[by_turn[1:][same]] = by_turn[:-1][same]
     return before
 
 

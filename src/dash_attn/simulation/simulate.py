@@ -27,7 +27,7 @@ class Machine:
     compute: the matrix products of a task.
     reduce: adding its partial result to dQ.
     overlap: finished tiles a worker may hold while their reduces go on behind the computes; 0 means it reduces itself.
-    latency: from the start of a reduce until the next rank may start, if that is longer than the reduce.
+    latency: from the start of a reduce until the next turn may start, if that is longer than the reduce.
     startup: of a chain, before its first compute.
     """
 
@@ -66,8 +66,8 @@ class Machine:
 class Stalls(NamedTuple):
     """Worker time lost inside chains, as a share of all worker time, by cause."""
 
-    order: float  # a reduce waits for the rank before it
-    buffer: float  # every staging buffer is full, though no rank is late
+    order: float  # a reduce waits for the turn before it
+    buffer: float  # every staging buffer is full, though no turn is late
     drain: float  # the chain's last reduces, after its last compute, and its dK and dV, where it adds them to a sum
 
     @property
@@ -76,7 +76,7 @@ class Stalls(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One event of the critical path and what it waited for: start, worker, compute, buffer, drain or rank."""
+    """One event of the critical path and what it waited for: start, worker, compute, buffer, drain or turn."""
 
     task: Task
     phase: str  # compute, reduce, or add: of dK and dV, after this task
@@ -142,14 +142,14 @@ class Timeline:
             return Stalls(self._share((run.reduce_start - compute_end).sum()), 0.0, self._share(drain))
         idle = np.zeros(len(compute_end), dtype=np.int64)
         idle[:-1] = np.where(last[:-1], 0, run.compute_start[1:] - compute_end[:-1])
-        # Compute i + 1 waits for the reduce that frees its buffer; what that reduce lost to its rank is the order's fault.
+        # Compute i + 1 waits for the reduce that frees its buffer; what that reduce lost to its turn is the order's fault.
         freeing = np.maximum(np.arange(len(idle)) - costs.overlap, 0)
-        rank_wait = self._rank_wait(compute_end)[freeing]
-        by_order = np.minimum(idle, rank_wait).sum()
+        turn_wait = self._turn_wait(compute_end)[freeing]
+        by_order = np.minimum(idle, turn_wait).sum()
         return Stalls(*(self._share(x) for x in (by_order, idle.sum() - by_order, drain)))
 
-    def _rank_wait(self, compute_end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How long each reduce waited for the rank before it, beyond its own compute and its drain."""
+    def _turn_wait(self, compute_end: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How long each reduce waited for the turn before it, beyond its own compute and its drain."""
         costs, run = self.machine.costs, self.execution
         drains = max(1, costs.overlap)
         ready = compute_end.copy()

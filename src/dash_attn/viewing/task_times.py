@@ -25,7 +25,7 @@ class TaskTable(NamedTuple):
     head: Indices  # query head
     q_tile: Indices
     kv_tile: Indices
-    rank: Indices
+    turn: Indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class TaskTimes:
     def waits(self) -> tuple[Floats, Floats]:
         """Start and end of the time that is lost after each task's compute (equal where none is).
 
-        A worker that reduces itself waits for its rank. With reduces in the background it waits for a free buffer,
+        A worker that reduces itself waits for its turn. With reduces in the background it waits for a free buffer,
         and at the end of a chain for the last reduces, unless it can start its next chain before.
         """
         if not self.drains:
@@ -112,11 +112,11 @@ class Recorded(NamedTuple):
 def task_table(schedule: Schedule) -> TaskTable:
     problem = schedule.problem
     chains = [schedule.tasks(part, kv_tile) for _, part, kv_tile in schedule.tickets.tolist()]
-    q_tile, rank, member = (np.concatenate(column).astype(np.int64) for column in zip(*chains, strict=True))
+    q_tile, turn, member = (np.concatenate(column).astype(np.int64) for column in zip(*chains, strict=True))
     ticket = np.repeat(np.arange(len(chains)), [len(chain[0]) for chain in chains])
     sequence, part, kv_tile = schedule.tickets[ticket].T
     first_member = np.array([problem.members(number).start for number in range(problem.all_parts)])
-    return TaskTable(ticket, sequence, first_member[part] + member, q_tile, kv_tile, rank)
+    return TaskTable(ticket, sequence, first_member[part] + member, q_tile, kv_tile, turn)
 
 
 def times_of(timeline: Timeline) -> TaskTimes:

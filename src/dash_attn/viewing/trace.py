@@ -50,18 +50,18 @@ def trace_events(run: Timeline | Recorded, process: int = 1) -> Iterator[Event]:
         *(column.tolist() for column in times),
         strict=True,
     )
-    for ticket, sequence, head, q_tile, kv_tile, rank, worker, position, *when in rows:
+    for ticket, sequence, head, q_tile, kv_tile, turn, worker, position, *when in rows:
         name = str(Task(head, q_tile, kv_tile, sequence))
         chain_name = f"h{head // schedule.problem.group}.kv{kv_tile}"
         chain_name = f"b{sequence}.{chain_name}" if sequence else chain_name
-        args = {"rank": rank, "chain": chain_name, "ticket": ticket, "step": position}
+        args = {"turn": turn, "chain": chain_name, "ticket": ticket, "step": position}
         thread = _thread(spans, worker)
         drain = thread + 1 + position % spans.drains if spans.drains else thread
         compute_start, compute_end, wait_start, wait_end, reduce_start, reduce_end = when
         yield _slice(name, "compute", (process, thread), (compute_start, compute_end), args)
         if wait_end > wait_start:
             yield _slice("wait", "wait", (process, thread), (wait_start, wait_end), {"after": name})
-        yield _slice(f"{name} reduce", "reduce", (process, drain), (reduce_start, reduce_end), {"rank": rank, "chain": chain_name})
+        yield _slice(f"{name} reduce", "reduce", (process, drain), (reduce_start, reduce_end), {"turn": turn, "chain": chain_name})
 
 
 def _thread(spans: TaskTimes, worker: int) -> int:

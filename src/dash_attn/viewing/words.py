@@ -43,10 +43,10 @@ def describe_machine(machine: Machine, workers: int) -> str:
     return f"{counted(workers, 'worker')}; {costs}, {background}{latency}{startup}"
 
 
-def describe_cluster(cluster: Cluster, devices: int, sharding: str, heads_together: int) -> str:
-    """One line: the devices, what lies between them, and how much of the work they take at once."""
+def describe_cluster(cluster: Cluster, ranks: int, sharding: str, heads_together: int) -> str:
+    """One line: the ranks, what lies between them, and how much of the work they take at once."""
     between = f"hop {plain_number(cluster.hop_latency_us)} us, {plain_number(cluster.bandwidth_GBs)} GB/s"
-    return f"{counted(devices, 'device')}, {sharding} sharding, {between}; {counted(heads_together, 'head')} side by side in a unit"
+    return f"{counted(ranks, 'rank')}, {sharding} sharding, {between}; {counted(heads_together, 'head')} side by side in a unit"
 
 
 def bytes_in_words(size: int) -> str:

@@ -4,7 +4,7 @@
 #include "decode/append.cuh"
 #include "decode/attention.cuh"
 #include "decode/cluster.cuh"
-#include "device_planning/mask_bits.cuh"
+#include "planning/mask_bits.cuh"
 #include "forward/attention.cuh"
 #include <random>
 #include <string>

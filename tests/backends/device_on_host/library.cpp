@@ -1,5 +1,5 @@
 // The device's planning code as a host library, for tests/backends/test_device_formulas.py.
-#include "device_planning/chains.cuh"
+#include "planning/chains.cuh"
 #include "fibers.h"
 
 constexpr int PIECES = 4, FIRST_SUM = 1000;
@@ -7,7 +7,7 @@ static PackedParams params;
 static std::vector<Sequence> sequences;
 static std::vector<SequenceStarts> starts;
 static std::vector<int2> tile_places;
-static std::vector<int> q_ranks;
+static std::vector<int> q_turns;
 static std::vector<PackedChain> chains;
 static std::vector<ChainRecord> tickets;
 static std::vector<int4> sum_places;
@@ -33,11 +33,11 @@ int plan(int q_rows, int kv_rows, const int* cu_q, const int* cu_k, int count, i
   sequences.assign(count, {});
   starts.assign(count, {});
   tile_places.assign(params.head_tiles, {});
-  q_ranks.assign(params.head_tiles, -1);
+  q_turns.assign(params.head_tiles, -1);
   chains.assign(2 * params.chain_rows, {});
   tickets.assign((size_t)params.chain_rows * heads * group, {-1});
   sum_places.assign(params.chain_rows, {-7, -7, -7, -7});
-  params.sequences = sequences.data(), params.starts = starts.data(), params.tile_places = tile_places.data(), params.q_ranks = q_ranks.data();
+  params.sequences = sequences.data(), params.starts = starts.data(), params.tile_places = tile_places.data(), params.q_turns = q_turns.data();
   params.chains = chains.data(), params.tickets = tickets.data(), params.ticket_count = &ticket_count;
   params.sum_places = sum_places.data();
   if (q_rows == 64 && kv_rows == 128) return plan_with<64, 128>();
@@ -59,7 +59,7 @@ int read_sum_places(int* out) {
   return sum_places.size();
 }
 int parts_of_group(int group, int q_len) { return parts_of(group, q_len); }
-// Steps of one query head, and (Q tile, rank) of each.
+// Steps of one query head, and (Q tile, turn) of each.
 int read_walk(int q_rows, int kv_rows, int ticket, int* out) {
   const int steps = tickets[ticket].walk >> 1;
   const PackedChain& chain = chains[tickets[ticket].first_run];
@@ -67,12 +67,12 @@ int read_walk(int q_rows, int kv_rows, int ticket, int* out) {
     const Step step = kv_rows == 64    ? PackedWalk<64, 64>::step(chain, i)
                       : q_rows == 128 ? PackedWalk<128, 128>::step(chain, i)
                                       : PackedWalk<64, 128>::step(chain, i);
-    out[2 * i] = step.q_tile, out[2 * i + 1] = step.rank;
+    out[2 * i] = step.q_tile, out[2 * i + 1] = step.turn;
   }
   return steps;
 }
 // Ranks of the Q tiles of a sequence.
-void read_ranks(int sequence, int q_tiles, int* out) { memcpy(out, &q_ranks[starts[sequence].first_tile], 4 * q_tiles); }
+void read_turns(int sequence, int q_tiles, int* out) { memcpy(out, &q_turns[starts[sequence].first_tile], 4 * q_tiles); }
 // (sequence, part, KV tile) of every ticket of a plan that was made on the host.
 void expand(const PlanTables* plan, int* out) {
   for (int i = 0; i < plan->tickets; i++) {

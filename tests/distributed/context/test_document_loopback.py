@@ -25,9 +25,9 @@ from dash_attn.distributed.context.mail import RankMail
 from dash_attn.distributed.context.moving import Movement
 from dash_attn.distributed.context.rows import sharding_for
 from dash_attn.distributed.peers import Peers
-from dash_attn.scheduling.devices import documents as dealing
-from dash_attn.scheduling.devices.sharding import CutTile
-from dash_attn.scheduling.devices.units import Unit
+from dash_attn.scheduling.ranks import documents as dealing
+from dash_attn.scheduling.ranks.sharding import CutTile
+from dash_attn.scheduling.ranks.units import Unit
 from document_cases import FEW, RowCase, each_alone, random_row, row
 from shared_cases import CAUSAL, Inputs
 
@@ -302,7 +302,7 @@ def test_states_of_documents_are_kept_until_they_have_arrived() -> None:
         assert document.ranks == (0, 1)
         plan = document.call.shared
         mail = RankMail(peers, plan, devices.tile_size(8, 8), torch.zeros(1), document.route, before=mail)
-        for unit in plan.by_device[0]:
+        for unit in plan.by_rank[0]:
             if unit.before is not None and plan.units[unit.before].device == 1:
                 mail.receive(unit)
             if plan.hops(unit):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Documents, backends, explain
-from dash_attn.backends.cpu.devices import DeviceBackward
+from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, explain_context_parallel
 from dash_attn.distributed.context import of_rank
@@ -28,7 +28,7 @@ from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.distributed.context.ulysses import HeadExchange, outer_sharding
 from dash_attn.distributed.peers import Peers, Pending
-from dash_attn.scheduling.devices.units import Unit
+from dash_attn.scheduling.ranks.units import Unit
 
 ROWS = ["call", "backend", "ranks", "schedule", "guarantees", "units", "hops", "sent forward", "sent backward", "memory", "predicted"]
 
@@ -125,7 +125,7 @@ class Case:
         outer = outer_sharding(self.chosen, self.ulysses)
         ends = self.mask.get("cu_seqlens")
         options, documents = documents_in(options, ends, self.rows)
-        call = shared_call(q, k, v, options, documents, outer, self.ulysses) if outer.devices > 1 else None
+        call = shared_call(q, k, v, options, documents, outer, self.ulysses) if outer.ranks > 1 else None
         exchange = HeadExchange(inside, self.chosen, rank - place)
         return OfRank(options, call, documents, exchange, outside, Peers.alone(), 0), inside, outside
 
@@ -175,26 +175,26 @@ def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPat
     """From the start of a gather until its keys are dropped."""
     kept: list[GatheredKeys] = []
     dropped, most = 0, 0
-    run, drop = DeviceBackward.run, DeviceBackward.drop_keys
+    run, drop = RankBackward.run, RankBackward.drop_keys
 
     class Watched(GatheredKeys):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             kept.append(self)
 
-    def watched_run(self: DeviceBackward, unit: Unit, state: Tensor) -> None:
+    def watched_run(self: RankBackward, unit: Unit, state: Tensor) -> None:
         nonlocal most
         most = max(most, len(kept[-1].started) - dropped)
         run(self, unit, state)
 
-    def watched_drop(self: DeviceBackward, first_head: int, heads: int) -> None:
+    def watched_drop(self: RankBackward, first_head: int, heads: int) -> None:
         nonlocal dropped
         dropped += 1
         drop(self, first_head, heads)
 
     monkeypatch.setattr(of_rank, "GatheredKeys", Watched)
-    monkeypatch.setattr(DeviceBackward, "run", watched_run)
-    monkeypatch.setattr(DeviceBackward, "drop_keys", watched_drop)
+    monkeypatch.setattr(RankBackward, "run", watched_run)
+    monkeypatch.setattr(RankBackward, "drop_keys", watched_drop)
     group = case.batch * case.rows * 2 * 16 * 4 * -(-case.kv_heads // 4)  # a gather has a fourth of the KV heads
     for number, said in enumerate(case.explain().each):
         rank, *_ = case.rank(number)
@@ -212,15 +212,15 @@ def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest
     q, k, v = case.tensors(case.rows, "cpu")
     call = SharedCall.of(q, k, v, options_for(Choices(**case.mask), 16), outer_sharding(case.chosen, ulysses=1))
     mailbox, ranks, most = Mailbox(), [], [0] * case.ranks
-    build, run = BackwardPass.__init__, DeviceBackward.run
+    build, run = BackwardPass.__init__, RankBackward.run
 
     def noted(self: BackwardPass, *arguments: Any) -> None:
         build(self, *arguments)
         ranks.append(self)
 
-    def watched(self: DeviceBackward, unit: Unit, state: Tensor) -> None:
+    def watched(self: RankBackward, unit: Unit, state: Tensor) -> None:
         there = [sum(x.nbytes for x in rank._states.values()) for rank in ranks]
-        there[unit.device] += state.nbytes
+        there[unit.rank] += state.nbytes
         for number, waiting in mailbox.states.items():
             after = call.shared.units[number].after
             assert after is not None
@@ -229,7 +229,7 @@ def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest
         run(self, unit, state)
 
     monkeypatch.setattr(BackwardPass, "__init__", noted)
-    monkeypatch.setattr(DeviceBackward, "run", watched)
+    monkeypatch.setattr(RankBackward, "run", watched)
     play_all_ranks(call, q, k, v, torch.zeros_like(q), mailbox)
     said = [rank.memory for rank in case.explain().each]
     assert [memory.states for memory in said] == most
@@ -345,10 +345,10 @@ def test_a_backend_that_cannot_share_is_not_explained(monkeypatch: pytest.Monkey
     q = meta(512, 2, 64, dtype=torch.bfloat16)
     assert explain_context_parallel(q, q, q, 2, causal=True, backend="hopper", ulysses=2).each[0].hops == 0
     find_spec = backends.find_spec
-    monkeypatch.setattr(backends, "find_spec", lambda name: None if name.endswith("hopper.devices") else find_spec(name))
-    backends.import_devices.cache_clear()
+    monkeypatch.setattr(backends, "find_spec", lambda name: None if name.endswith("hopper.ranks") else find_spec(name))
+    backends.import_ranks.cache_clear()
     try:
         with pytest.raises(NotImplementedError, match=r"backend 'hopper' .* cannot share a sequence between ranks"):
             explain_context_parallel(q, q, q, 2, causal=True, backend="hopper")
     finally:
-        backends.import_devices.cache_clear()
+        backends.import_ranks.cache_clear()

@@ -16,7 +16,7 @@ from dash_attn.distributed.context.rows import sharding_for
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.execution.rules import Deadlock, ExecutionError
-from dash_attn.scheduling.devices.units import Unit
+from dash_attn.scheduling.ranks.units import Unit
 from shared_cases import CAUSAL, Case, Inputs, on_one_process
 from shared_problems import random_case
 from unit_walks import any_order
@@ -144,7 +144,7 @@ def test_two_units_swapped_raise() -> None:
 
 def test_a_unit_before_its_state_raises() -> None:
     shared = shared_call(SMALL).shared
-    unit = next(unit for unit in shared.units if unit.before is not None and shared.units[unit.before].device != unit.device)
+    unit = next(unit for unit in shared.units if unit.before is not None and shared.units[unit.before].device != unit.rank)
     rest = [one for one in shared.units if one is not unit]
     with pytest.raises(KeyError):
         play(SMALL, units=[*rest[: unit.before], unit, *rest[unit.before :]])
@@ -172,7 +172,7 @@ def test_hops_left_out_change_bits_or_raise() -> None:
             play(SMALL, mailbox, units)
 
 
-def test_a_call_for_one_device_needs_no_mail() -> None:
+def test_a_call_for_one_rank_needs_no_mail() -> None:
     case = Case(1, 300, sharding=Sharding((300,), (0,)), call=CAUSAL)
     mailbox = Faulty()
     assert is_truth(case, play(case, mailbox))

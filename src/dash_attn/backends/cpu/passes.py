@@ -27,7 +27,7 @@ from ...execution.run import run_plan
 from ...masks import Documents, PatternPerHead
 from ...scheduling.order import reported
 from ...scheduling.plan import Plan
-from .devices import run_in_legs
+from .ranks import run_in_legs
 from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, arithmetic, fixed_arithmetic, forward_of_share, sink_gradients
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]

@@ -229,7 +229,7 @@ class BackwardTiles:
             # Rows without a weight have none.
             self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
         self.dq = torch.empty_like(self.q)
-        self.dq[:, :, [plan.ranks_per_q_tile[tile] == 0 for tile in share.q_tiles]] = 0
+        self.dq[:, :, [plan.turns_per_q_tile[tile] == 0 for tile in share.q_tiles]] = 0
         tiles = (plan.problem.batch, plan.problem.heads, len(share.kv_tiles), TILE_KV)
         dims = q.shape[-1], dout.shape[-1]
         self.sums = [tuple(self.q.new_empty(*tiles, dim) for dim in dims) for _ in range(plan.sums)]
@@ -266,12 +266,12 @@ class BackwardTiles:
         k, v = self._tiles_of(at)
         dk, dv = state
         head = self.problem.members(at.part).start + member
-        for q_tile, rank, partial in steps.tolist():
+        for q_tile, turn, partial in steps.tolist():
             place = at.sequence, head, self.share.place_of_q_tile[q_tile]
             weights, dscores = self._gradients(place, k, v, TilePlace(at.sequence, head, q_tile, at.kv_tile), bool(partial))
             dv.addmm_(weights.t(), self.dout[place])
             dk.addmm_(dscores.t(), self.q[place])
-            yield Contribution(member, q_tile, rank, torch.mm(dscores, k))
+            yield Contribution(member, q_tile, turn, torch.mm(dscores, k))
 
     def _tiles_of(self, at: ChainPlace) -> tuple[Tensor, Tensor]:
         k, v = self.keys[at.part // self.problem.parts]

@@ -12,11 +12,11 @@ from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...masks import Causal, Full, Mask, PatternPerHead, TilePattern, Window
 from ..gpus import is_hopper
-from .device.driver import ANY_DEVICE
+from .driver.launch import ANY_DEVICE
 from .tiles import KERNEL_DIMS
 
 LARGEST_DIM = KERNEL_DIMS[-1]
-MOST_KINDS = 2  # of head in a schedule: Pair in device/parameters.py
+MOST_KINDS = 2  # of head in a schedule: Pair in driver/parameters.py
 MOST_ROWS = 2**31  # LSE is indexed with 32 bits
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...masks import EMPTY, FULL, BooleanMask, PatternPerHead, TileMap, TilePattern
-from ...masks.packed_matrix import words_and_places
+from ...masks.bit_matrix import words_and_places
 from ..uploading import upload
 from .kept_tables import Tables, kept_on
 

@@ -14,7 +14,7 @@ from ...call.modifiers import Modifiers
 from ...call.options import Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..hosts import ATTENTION
 from ..peers import Group, Peers

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...scheduling.devices.peaks import highest, most_states
-from ...scheduling.devices.sharding import Sharding
-from ...scheduling.devices.units import Unit
+from ...scheduling.ranks.peaks import highest, most_states
+from ...scheduling.ranks.sharding import Sharding
+from ...scheduling.ranks.units import Unit
 from .gathering import sharding_of_tiles
 from .passes import gather_starts, gathers_of
 from .shared_call import SharedCall
@@ -64,7 +64,7 @@ class NumberBytes(NamedTuple):
 
 def costs_of_sharing(call: SharedCall, bytes_of: NumberBytes, sinks: bool) -> list[RankCosts]:
     """Of every rank that shares the sequence. Without Ulysses, that is all."""
-    ranks = range(call.sharding.devices)
+    ranks = range(call.sharding.ranks)
     gathered = _gather_bytes(call, bytes_of)
     more = _sink_bytes(call, bytes_of) if sinks else 0
     states = [tiles * tile_bytes(call, bytes_of) for tiles in most_states(call.shared)]
@@ -73,7 +73,7 @@ def costs_of_sharing(call: SharedCall, bytes_of: NumberBytes, sinks: bool) -> li
         sent = state_bytes_sent(call, rank, bytes_of)
         backward = Sent(keys=gathered, states=sent.states, final_states=sent.finals, sinks=more)
         memory = Memory(_most_keys(call, rank, bytes_of), states[rank], sum_bytes(call, rank, bytes_of))
-        found.append(RankCosts(len(call.shared.by_device[rank]), sent.hops, Sent(keys=gathered), backward, memory))
+        found.append(RankCosts(len(call.shared.by_rank[rank]), sent.hops, Sent(keys=gathered), backward, memory))
     return found
 
 
@@ -85,8 +85,8 @@ class SentStates(NamedTuple):
     finals: int
 
 
-def state_bytes_sent(call: SharedCall, device: int, bytes_of: NumberBytes) -> SentStates:
-    hopping = [unit for unit in call.shared.by_device[device] if call.shared.hops(unit)]
+def state_bytes_sent(call: SharedCall, rank: int, bytes_of: NumberBytes) -> SentStates:
+    hopping = [unit for unit in call.shared.by_rank[rank] if call.shared.hops(unit)]
     ending = [unit for unit in hopping if unit.after is not None and call.shared.units[unit.after].leg is None]
     finals, all_states = (sum(_state_bytes(call, unit, bytes_of) for unit in units) for units in (ending, hopping))
     return SentStates(len(hopping), all_states - finals, finals)
@@ -94,19 +94,19 @@ def state_bytes_sent(call: SharedCall, device: int, bytes_of: NumberBytes) -> Se
 
 def _most(sharding: Sharding) -> int:
     """A gather has one shape: every rank sends as many rows as the one with most."""
-    return max(len(sharding.rows_of(rank)) for rank in range(sharding.devices))
+    return max(len(sharding.rows_of(rank)) for rank in range(sharding.ranks))
 
 
 def _gather_bytes(call: SharedCall, bytes_of: NumberBytes) -> int:
     heads = call.batch * call.kv_heads * sum(call.dims)
-    return (call.sharding.devices - 1) * _most(call.sharding) * heads * bytes_of.tensor
+    return (call.sharding.ranks - 1) * _most(call.sharding) * heads * bytes_of.tensor
 
 
 def _sink_bytes(call: SharedCall, bytes_of: NumberBytes) -> int:
     """Two numbers of each row and query head, in whole tiles."""
     tile = call.problem.tile_q
     rows = _most(sharding_of_tiles(call.sharding, tile)) * tile
-    return (call.sharding.devices - 1) * 2 * call.batch * call.kv_heads * call.group * rows * bytes_of.state
+    return (call.sharding.ranks - 1) * 2 * call.batch * call.kv_heads * call.group * rows * bytes_of.state
 
 
 def _state_bytes(call: SharedCall, unit: Unit, bytes_of: NumberBytes) -> int:
@@ -115,7 +115,7 @@ def _state_bytes(call: SharedCall, unit: Unit, bytes_of: NumberBytes) -> int:
 
 def tile_bytes(call: SharedCall, bytes_of: NumberBytes) -> int:
     """The state of a KV tile."""
-    return call.devices.tile_size(*call.dims) * bytes_of.state
+    return call.of_backend.tile_size(*call.dims) * bytes_of.state
 
 
 def sum_bytes(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
@@ -126,7 +126,7 @@ def sum_bytes(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
 
 def _most_keys(call: SharedCall, rank: int, bytes_of: NumberBytes) -> int:
     """A gather is there from its start to its last use by this rank."""
-    last_use = {number: unit.number for unit in call.shared.by_device[rank] for number in gathers_of(call, unit)}
+    last_use = {number: unit.number for unit in call.shared.by_rank[rank] for number in gathers_of(call, unit)}
     each = call.batch * call.sharding.rows * sum(call.dims) * bytes_of.tensor
     sizes = {number: each * len(call.gathers[number]) for number in last_use}
     starts = gather_starts(call)

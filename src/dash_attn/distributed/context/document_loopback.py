@@ -30,7 +30,7 @@ def play_documents(
 ) -> Results:
     """Forward and backward of whole tensors, each rank with its own rows. mailbox: makes one for each document."""
     dlse = q.new_zeros(len(q), q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)) if dlse is None else dlse
-    own = [rows_of(row.sharding, rank, q.device) for rank in range(row.sharding.devices)]
+    own = [rows_of(row.sharding, rank, q.device) for rank in range(row.sharding.ranks)]
     moves = moves_of(row)
     dealt = _exchange(moves.to_workers, [(q[:, mine], dout[:, mine], by_row(dlse)[:, mine]) for mine in own])
     keys = _exchange(moves.keys, [(k[:, mine], v[:, mine]) for mine in own])
@@ -62,7 +62,7 @@ def _run(row: SharedDocuments, ranks: list[BackwardOfDocuments], mailbox: Callab
         own = [next(one for one in ranks[rank].own if one.document is document) for rank in document.ranks]
         works = [ranks[rank].start(one, letters) for rank, one in zip(document.ranks, own, strict=True)]
         for unit in document.call.shared.units:
-            works[unit.device].step(unit)
+            works[unit.rank].step(unit)
         for rank, one, work in zip(document.ranks, own, works, strict=True):
             ranks[rank].end(one, work)
 

@@ -26,7 +26,7 @@ class Moves:
 
 @lru_cache(maxsize=16)
 def moves_of(row: SharedDocuments) -> Moves:
-    documents, ranks = row.documents, range(row.sharding.devices)
+    documents, ranks = row.documents, range(row.sharding.ranks)
     own = [row.sharding.rows_of(rank).astype(np.int64) for rank in ranks]
     worked_on = [_joined([document.place.rows_of(rank) for document in documents]) for rank in ranks]
     keys = [_joined([np.array(document.place.rows) for document in documents if rank in document.ranks]) for rank in ranks]

@@ -26,7 +26,7 @@ class OwnDocument:
     """A document that a rank works on."""
 
     document: DocumentCall
-    device: int  # of the document's
+    rank: int  # of the document's
     rows: slice  # among those that the rank works on
     keys: slice  # among those that it got
 
@@ -59,7 +59,7 @@ def forward_of_documents(
     out = q.new_empty(*q.shape[:3], row.dims[1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     for own in own_documents(row, rank):
-        found = forward_pass(own.document.call, own.device, q[:, own.rows], own.keys_of(k, v), sinks, modifiers)
+        found = forward_pass(own.document.call, own.rank, q[:, own.rows], own.keys_of(k, v), sinks, modifiers)
         out[:, own.rows], lse[:, :, own.rows] = found
     return out, lse
 
@@ -87,7 +87,7 @@ class BackwardOfDocuments:
     def start(self, own: OwnDocument, mail: Mail) -> BackwardPass:
         rows = tuple(x[:, own.rows] for x in self.rows)
         lse, dlse = (x[:, :, own.rows] for x in self.of_rows)
-        return BackwardPass(own.document.call, own.device, rows, (lse, dlse), own.keys_of(*self.keys), mail, self.modifiers)
+        return BackwardPass(own.document.call, own.rank, rows, (lse, dlse), own.keys_of(*self.keys), mail, self.modifiers)
 
     def end(self, own: OwnDocument, work: BackwardPass) -> None:
         for whole, part in zip(self.gradients, work.finish(), strict=True):
@@ -110,7 +110,7 @@ class BackwardOfDocuments:
 
     def sums_of_sinks(self, tiles: Tensor, sinks: Tensor) -> Tensor:
         """(1, documents, batch, query heads): of documents whose first rank this is, from all their tiles."""
-        firsts = [self.kept[own.number] for own in self.own if own.device == 0]
+        firsts = [self.kept[own.number] for own in self.own if own.rank == 0]
         counts = [work.call.problem.q_tiles for work in firsts]
         found = [sinks.new_empty(0, self.row.batch, len(sinks), dtype=self.of_rows[0].dtype)]
         for work, part in zip(firsts, tiles[0].split(counts) if counts else (), strict=True):

@@ -50,7 +50,7 @@ def backward_on_ranks(
     def mail_of(document: DocumentCall) -> RankMail:
         nonlocal mail
         call = document.call
-        mail = RankMail(peers, call.shared, call.devices.tile_size(*call.dims), lse, document.route, before=mail)
+        mail = RankMail(peers, call.shared, call.of_backend.tile_size(*call.dims), lse, document.route, before=mail)
         return mail
 
     work.run(mail_of)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import Devices, import_devices, resolve
+from ...backends import Ranks, import_ranks, resolve
 from ...call.documents import of_a_document, runs_packed
 from ...call.options import AttentionOptions, refuse_given_schedule
 from ...call.planning import hash_of
 from ...masks import Documents, is_whole
-from ...scheduling.devices.documents import SharedDocument, deal_documents, in_turn
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.ranks.documents import SharedDocument, deal_documents, in_turn
+from ...scheduling.ranks.sharding import Sharding
 from .mail import Route
 from .shared_call import SharedCall
 
@@ -89,7 +89,7 @@ class DocumentCall:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self.place.devices
+        return self.place.ranks
 
     @property
     def route(self) -> Route:
@@ -130,8 +130,8 @@ class SharedDocuments:
         return made
 
     @property
-    def devices(self) -> Devices:
-        return import_devices(self.backend)
+    def of_backend(self) -> Ranks:
+        return import_ranks(self.backend)
 
     @property
     def documents(self) -> tuple[DocumentCall, ...]:
@@ -148,7 +148,7 @@ class SharedDocuments:
         plans = [document.call.plan for document in self.documents]
         longest = max(self.documents, key=lambda document: len(document.place.rows)).call.described(rank)
         names = " and ".join(dict.fromkeys(plan.schedule_name for plan in plans))
-        row = {"ranks": self.sharding.devices, "chunks": [list(self.sharding.lengths), list(self.sharding.owners)]}
+        row = {"ranks": self.sharding.ranks, "chunks": [list(self.sharding.lengths), list(self.sharding.owners)]}
         order = hash_of(*(plan.order_hash for plan in plans))
         return {**longest, **row, "schedule": names, "order_hash": order, "documents": list(self.lengths)}
 
@@ -156,7 +156,7 @@ class SharedDocuments:
 @lru_cache(maxsize=16)
 def _planned(row: SharedDocuments) -> tuple[DocumentCall, ...]:
     """States of different documents have different tags: these count on from document to document."""
-    places = deal_documents(row.sharding, row.lengths, math.lcm(*row.devices.backward_tiles(*row.dims)))
+    places = deal_documents(row.sharding, row.lengths, math.lcm(*row.of_backend.backward_tiles(*row.dims)))
     found, tag = [], 0
     for turn, number in enumerate(in_turn(places)):
         call = SharedCall(row.options, places[number].sharding, row.batch, row.kv_heads, row.group, row.dims, row.backend)

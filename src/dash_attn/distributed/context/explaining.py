@@ -16,11 +16,11 @@ from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import describe_call, hash_of
 from ...call.tensor_checks import check_flags, check_tensors
 from ...masks import Mask
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from ...scheduling.problem import whole_number
 from ...scheduling.schedule import Schedule
-from ...simulation.cluster import Cluster, simulate_devices
+from ...simulation.cluster import Cluster, simulate_ranks
 from ...simulation.simulate import Machine
 from .costs import Memory, NumberBytes, RankCosts, Sent, costs_of_sharing
 from .document_costs import costs_of_documents, makespan_of
@@ -32,7 +32,7 @@ from .ulysses import check_factor, outer_sharding
 
 IDEAL = Cluster(Machine(compute=1, reduce=0), workers=1, hop_latency_us=0, bandwidth_GBs=math.inf)  # tasks alone take time
 Shared = SharedCall | SharedDocuments
-NOTE = "of the backward, if a hop takes no time and a unit as long as its tasks; `dash-attn plan --devices` knows machines and links"
+NOTE = "of the backward, if a hop takes no time and a unit as long as its tasks; `dash-attn plan --ranks` knows machines and links"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _alone(backend: str, whole: list[Tensor], options: AttentionOptions, documen
 
 def _check_rows(q: Tensor, k: Tensor, sharding: Sharding) -> None:
     """Of some rank: which one is not known here."""
-    fitting = sorted({len(sharding.rows_of(rank)) for rank in range(sharding.devices)})
+    fitting = sorted({len(sharding.rows_of(rank)) for rank in range(sharding.ranks)})
     if q.shape[1] != k.shape[1] or q.shape[1] not in fitting:
         raise ValueError(
             f"a rank of this sharding has {' or '.join(map(str, fitting))} of the {sharding.rows} rows, queries and keys alike; got"
@@ -190,7 +190,7 @@ def _calls(
     backend: str,
 ) -> list[Shared | None]:
     """By place among the neighbours that exchange heads, because each place has heads of its own; None where nothing is shared."""
-    if outer.devices == 1:
+    if outer.ranks == 1:
         return [None] * ulysses
     each = k.shape[2] // ulysses
     own = [replace(options, head_offset=options.head_offset + place * each) for place in range(ulysses)]
@@ -203,7 +203,7 @@ def _costs(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, calls: list[Shar
     bytes_of = NumberBytes(q.element_size(), torch.promote_types(q.dtype, torch.float32).itemsize)
     of_place = [None if call is None else _costs_of(call, bytes_of, sink > 0) for call in calls]
     found = []
-    for rank in range(sharding.devices):
+    for rank in range(sharding.ranks):
         group, place = divmod(rank, ulysses)
         shared = of_place[place]
         mine = RankCosts(0, 0, Sent(), Sent(), Memory()) if shared is None else shared[group]
@@ -241,12 +241,12 @@ def _efficiency(calls: list[Shared | None]) -> float:
     there = [call for call in calls if call is not None]
     runs = [_run(call) for call in there]
     longest = max((makespan for _, makespan in runs), default=0.0)
-    return sum(alone for alone, _ in runs) / (sum(call.sharding.devices for call in there) * longest) if longest else 1.0
+    return sum(alone for alone, _ in runs) / (sum(call.sharding.ranks for call in there) * longest) if longest else 1.0
 
 
 def _run(call: Shared) -> tuple[float, float]:
     """How long one device takes alone, and all together."""
     if isinstance(call, SharedDocuments):
         return makespan_of(call)
-    run = simulate_devices(call.shared, IDEAL, "launch", "chunks")
-    return run.one_device, run.makespan
+    run = simulate_ranks(call.shared, IDEAL, "launch", "chunks")
+    return run.one_rank, run.makespan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.ranks.sharding import Sharding
 from ..peers import REACH_OTHERS, Peers, Pending
 from .rows import rows_of
 from .shared_call import SharedCall

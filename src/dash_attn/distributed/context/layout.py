@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.ranks.sharding import Sharding
 from ..hosts import UNSHARD
 from ..peers import Group, Peers
 from .gathering import gather_rows

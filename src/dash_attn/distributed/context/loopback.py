@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...call.modifiers import Modifiers
 from ...call.sums import sum_in_order
-from ...scheduling.devices.units import Unit
+from ...scheduling.ranks.units import Unit
 from .gathering import WholeKeys, sharding_of_tiles
 from .passes import BackwardPass, forward_pass
 from .rows import rows_of
@@ -59,20 +59,20 @@ def play_all_ranks(
     """Forward and backward of whole tensors, each rank with its own rows. dlse: the gradient of the LSE, where it was used. units: in
     the order to run them, if it is not their own."""
     mailbox = Mailbox() if mailbox is None else mailbox
-    keys, devices = WholeKeys(call, k, v), range(call.sharding.devices)
+    keys, numbers = WholeKeys(call, k, v), range(call.sharding.ranks)
     out, lse = torch.empty_like(dout), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     ranks = []
-    for device in devices:
-        mine = rows_of(call.sharding, device, q.device)
-        out[:, mine], lse[:, :, mine] = forward_pass(call, device, q[:, mine], keys, sinks, modifiers)
+    for rank in numbers:
+        mine = rows_of(call.sharding, rank, q.device)
+        out[:, mine], lse[:, :, mine] = forward_pass(call, rank, q[:, mine], keys, sinks, modifiers)
         of_rows = lse[:, :, mine], None if dlse is None else dlse[:, :, mine]
-        ranks.append(BackwardPass(call, device, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox, modifiers))
+        ranks.append(BackwardPass(call, rank, (dout[:, mine], q[:, mine], out[:, mine]), of_rows, keys, mailbox, modifiers))
     for unit in call.shared.units if units is None else units:
-        ranks[unit.device].step(unit)
+        ranks[unit.rank].step(unit)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    for device in devices:
-        mine = rows_of(call.sharding, device, q.device)
-        for whole, part in zip((dq, dk, dv), ranks[device].finish(), strict=True):
+    for rank in numbers:
+        mine = rows_of(call.sharding, rank, q.device)
+        for whole, part in zip((dq, dk, dv), ranks[rank].finish(), strict=True):
             whole[:, mine] = part
     return Results(out, lse, dq, dk, dv, None if sinks is None else _sink_gradient(call, ranks, sinks))
 
@@ -82,6 +82,6 @@ def _sink_gradient(call: SharedCall, ranks: list[BackwardPass], sinks: Tensor) -
     parts = [rank.backward.rows_of_sinks for rank in ranks]
     tiles = sharding_of_tiles(call.sharding, parts[0].shape[-1])
     whole = parts[0].new_empty(*parts[0].shape[:-2], tiles.rows, parts[0].shape[-1])
-    for device, part in enumerate(parts):
-        whole[..., rows_of(tiles, device, whole.device), :] = part
+    for rank, part in enumerate(parts):
+        whole[..., rows_of(tiles, rank, whole.device), :] = part
     return sum_in_order(ranks[0].backward.sink_gradients(whole, sinks)).to(sinks.dtype)

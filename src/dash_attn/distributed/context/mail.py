@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...scheduling.devices.units import SharedSchedule, Unit
+from ...scheduling.ranks.units import SharedSchedule, Unit
 from ..hosts import Lost
 from ..peers import Peers
 
@@ -30,9 +30,9 @@ class _Letter(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where the devices of a schedule are: some of the ranks, if these share more than one sequence."""
+    """Where the ranks of a schedule are: some of the ranks, if these share more than one sequence."""
 
-    ranks: Sequence[int]  # by device
+    ranks: Sequence[int]  # by rank
     first_tag: int = 0
     name: str = ""  # of the sequence, for errors
 
@@ -49,7 +49,7 @@ class RankMail:
         route: Route | None = None,
         before: RankMail | None = None,
     ) -> None:
-        """tile_size: numbers in the state of one KV tile. like: a tensor with the dtype and the device of states. route: unless device
+        """tile_size: numbers in the state of one KV tile. like: a tensor with the dtype and the rank of states. route: unless rank
         i is rank i. before: of the sequence that all ranks have worked on before this one."""
         self.peers, self.shared, self.tile_size, self.like = peers, shared, tile_size, like
         self.route = Route(range(peers.count)) if route is None else route
@@ -117,7 +117,7 @@ class RankMail:
 
     def _rank_of(self, number: int) -> int:
         """Of a unit."""
-        return self.route.ranks[self.shared.units[number].device]
+        return self.route.ranks[self.shared.units[number].rank]
 
     def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> Lost:
         way = "to" if what == "send" else "from"

@@ -20,7 +20,7 @@ from ...call.planning import hash_of
 from ...call.sums import sum_in_order
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
-from ...scheduling.devices.sharding import CutTile, Sharding
+from ...scheduling.ranks.sharding import CutTile, Sharding
 from ...scheduling.mask_json import mask_to_json
 from ..hosts import ATTENTION, BACKWARD
 from ..late_values import NAMES
@@ -95,7 +95,7 @@ class Asked(NamedTuple):
         options = options_for(self.choices, q.shape[-1])
         part = _Part.of(q, k, v, options, self.peers, self.sharing)
         shared = {"sharding": part.sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents}
-        code = None if part.call is None else part.call.devices.machine_code()
+        code = None if part.call is None else part.call.of_backend.machine_code()
         more = {"whether gradients are needed": self.differentiable, "the machine code": code}
         return part, _facts(q, k, v, options) | shared | self.given.facts | more
 
@@ -124,11 +124,11 @@ class _Part:
         own = replace(options, head_offset=options.head_offset + place * (k.shape[2] // ulysses))
         alone, documents = documents_in(own, sharing.cu_seqlens, sharding.rows)
         outer = outer_sharding(sharding, ulysses)
-        if outer.devices == 1 and sharing.cu_seqlens is None:
+        if outer.ranks == 1 and sharing.cu_seqlens is None:
             documents = None  # backends know masks of documents
         own = own if documents is None else alone
         try:
-            call = shared_call(q, k, v, own, documents, outer, ulysses) if outer.devices > 1 else None
+            call = shared_call(q, k, v, own, documents, outer, ulysses) if outer.ranks > 1 else None
         except CutTile as error:  # it speaks of outer chunks: with Ulysses, as many of the rank's own are one
             raise ValueError(f"{error.words}. {sharding.that_fit(error.unit // math.gcd(error.unit, ulysses))}") from error
         return cls(own, call, documents, sharding)
@@ -212,7 +212,7 @@ class OfRank:
     ) -> Gradients:
         dout, q, k, v, out = rows
         keys = GatheredKeys(call, self.outside, k, v)
-        mail = RankMail(self.outside, call.shared, call.devices.tile_size(*call.dims), lse)
+        mail = RankMail(self.outside, call.shared, call.of_backend.tile_size(*call.dims), lse)
         work = BackwardPass(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, mail, modifiers)
         for unit in work.units:
             work.step(unit)

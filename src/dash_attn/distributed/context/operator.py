@@ -11,7 +11,7 @@ from torch import Tensor
 from ...attention.mask_arguments import decode_mask, encode_mask
 from ...call.given_schedule import text_of
 from ...call.options import Choices, choose_mask
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
 from .of_rank import Asked, Given, OfRank, Sharing

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...backends import DeviceBackward
+from ...backends import RankBackward
 from ...call.modifiers import Modifiers
-from ...scheduling.devices.units import Unit
+from ...scheduling.ranks.units import Unit
 from .shared_call import SharedCall
 
 
@@ -34,7 +34,7 @@ class Mail(Protocol):
 
 
 def forward_pass(
-    call: SharedCall, device: int, q: Tensor, keys: Keys, sinks: Tensor | None, modifiers: Modifiers | None = None
+    call: SharedCall, rank: int, q: Tensor, keys: Keys, sinks: Tensor | None, modifiers: Modifiers | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of a rank's queries. While some KV heads are worked on, the keys of the next are on their way."""
     out = q.new_empty(*q.shape[:3], call.dims[1])
@@ -44,8 +44,8 @@ def forward_pass(
         heads = slice(kv_heads.start * call.group, kv_heads.stop * call.group)
         some_sinks = None if sinks is None else sinks[heads]
         more = () if modifiers is None else (modifiers.of_heads(heads),)
-        out[:, :, heads], lse[:, heads] = call.devices.forward(
-            q[:, :, heads], *keys.get(number), call.options, some_sinks, call.problem, call.sharding, device, *more
+        out[:, :, heads], lse[:, heads] = call.of_backend.forward(
+            q[:, :, heads], *keys.get(number), call.options, some_sinks, call.problem, call.sharding, rank, *more
         )
     return out, lse
 
@@ -56,7 +56,7 @@ class BackwardPass:
     def __init__(
         self,
         call: SharedCall,
-        device: int,
+        rank: int,
         rows: tuple[Tensor, ...],
         of_rows: tuple[Tensor, Tensor | None],
         keys: Keys,
@@ -66,8 +66,8 @@ class BackwardPass:
         """rows: dout, q and out of the rank; of_rows: its LSE and, where it was used, the gradient of that."""
         self.call, self.shared, self.keys, self.mail = call, call.shared, keys, mail
         more = {} if modifiers is None else {"modifiers": modifiers}
-        self.backward: DeviceBackward = call.devices.DeviceBackward(call.plan, call.shared, device, call.options, rows, of_rows, **more)
-        self.units = self.shared.by_device[device]
+        self.backward: RankBackward = call.of_backend.RankBackward(call.plan, call.shared, rank, call.options, rows, of_rows, **more)
+        self.units = self.shared.by_rank[rank]
         self._states: dict[int, Tensor] = {}  # of units whose next leg is here, too
         self._there: set[int] = set()  # gathers whose keys have come and are still needed
         self._starts = gather_starts(call)

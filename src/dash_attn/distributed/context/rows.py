@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...scheduling.devices.sharding import Sharding
+from ...scheduling.ranks.sharding import Sharding
 
 
 @lru_cache(maxsize=256)
@@ -22,8 +22,8 @@ def sharding_for(name: str | Sharding, rows: int, ranks: int) -> Sharding:
         if not isinstance(name, str):
             raise TypeError(f"sharding must be a name or a Sharding; got {type(name).__name__}")
         return Sharding.named(name, rows, ranks)
-    if name.devices != ranks:
-        raise ValueError(f"the sharding that was given is for {name.devices} ranks; the group has {ranks}")
+    if name.ranks != ranks:
+        raise ValueError(f"the sharding that was given is for {name.ranks} ranks; the group has {ranks}")
     if name.rows != rows:
         raise ValueError(f"the sharding that was given is for {name.rows} rows; got {rows}")
     return name

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ...backends import Devices, import_devices, resolve
+from ...backends import Ranks, import_ranks, resolve
 from ...call.documents import runs_packed
 from ...call.given_schedule import schedule_for
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, plan_for
-from ...scheduling.devices.in_legs import in_legs
-from ...scheduling.devices.sharding import Sharding
-from ...scheduling.devices.share import share
-from ...scheduling.devices.units import SharedSchedule
+from ...scheduling.ranks.in_legs import in_legs
+from ...scheduling.ranks.sharding import Sharding
+from ...scheduling.ranks.share import share
+from ...scheduling.ranks.units import SharedSchedule
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
 
@@ -59,12 +59,12 @@ class SharedCall:
         self.shared  # noqa: B018  raises where lengths do not fit, or where the order has circles
 
     @property
-    def devices(self) -> Devices:
-        return import_devices(self.backend)
+    def of_backend(self) -> Ranks:
+        return import_ranks(self.backend)
 
     @cached_property
     def problem(self) -> Problem:
-        rows, tiles = self.sharding.rows, self.devices.backward_tiles(*self.dims)
+        rows, tiles = self.sharding.rows, self.of_backend.backward_tiles(*self.dims)
         return Problem(self.options.mask, rows, rows, *tiles, self.kv_heads, self.group, self.batch, self.options.head_offset)
 
     @cached_property
@@ -79,15 +79,15 @@ class SharedCall:
             "schedule": plan.schedule_name,
             "order_hash": plan.order_hash,
             "backward_tiles": [self.problem.tile_q, self.problem.tile_kv],
-            "machine_code": self.devices.machine_code(),
-            "ranks": self.sharding.devices,
+            "machine_code": self.of_backend.machine_code(),
+            "ranks": self.sharding.ranks,
             "rank": rank,
             "chunks": [list(self.sharding.lengths), list(self.sharding.owners)],
         }
 
     @cached_property
     def shared(self) -> SharedSchedule:
-        return _shared(self.problem, self.options.schedule, self.sharding, self.devices.heads_together(self.problem, self.sharding))
+        return _shared(self.problem, self.options.schedule, self.sharding, self.of_backend.heads_together(self.problem, self.sharding))
 
     @property
     def gathers(self) -> list[range]:

@@ -1,7 +1,7 @@
 """The causal schedule that holds on real hardware: even heads walk up, odd heads walk down.
 
-Even heads rank the diagonal owner first and start the last KV tile first; odd heads, the mirror image in time, rank
-and start the first KV tile first. Chains of a head stay tile_kv / tile_q steps apart in both, workers stay balanced
+In even heads the diagonal owner has the first turn and the last KV tile starts first; in odd heads, the mirror image in time,
+the first KV tile has the first turn and starts first. Chains of a head stay tile_kv / tile_q steps apart in both, workers stay balanced
 over each pair of heads, and every chain waits only for earlier starts, so it cannot hang on any number of workers.
 
 A hand-over takes about two steps. Where tiles are so shaped that neighbours would follow closer, the KV tiles are
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import Schedule
 from ._walks import HAND_OVER, downward, upward
@@ -31,10 +31,10 @@ def alternating(problem: Problem, workers: int) -> Schedule:
     by_class = [kv[kv % classes == c] for c in range(classes)]
     delay = (kv % classes) * problem.q_tiles  # a class starts when the one before has ended
     chain, q_tile = upward(problem)
-    up = HeadOrder.build(chain, q_tile, rank_within(q_tile, chain % classes, -chain), delay)
+    up = HeadOrder.build(chain, q_tile, turn_within(q_tile, chain % classes, -chain), delay)
     chain, q_tile = downward(problem)
     end_together = problem.chain_lengths.max() - problem.chain_lengths
-    down = HeadOrder.build(chain, q_tile, rank_within(q_tile, chain % classes, chain), delay + end_together, last_member_first=True)
+    down = HeadOrder.build(chain, q_tile, turn_within(q_tile, chain % classes, chain), delay + end_together, last_member_first=True)
     starts = np.concatenate([c[::-1] for c in by_class]), np.concatenate(by_class)
     return Schedule.build(
         problem, Order("alternating", (up, down), ALL_GUARANTEES), starts, workers, tuple(map(len, by_class)), in_rounds=True

@@ -1,4 +1,4 @@
-"""Ranks frozen from a simulated unordered run: on hardware that behaves like the model, nobody waits.
+"""Turns frozen from a simulated unordered run: on hardware that behaves like the model, nobody waits.
 
 The run is one head on a fixed nominal machine with constants shipped here, so the order is a function of the problem
 alone. It helps only where the walk spreads the chains: walks are cyclic from each chain's own first Q tile.
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine import Costs, run_in_model_time
-from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import Schedule
 
@@ -23,7 +23,7 @@ NOMINAL_COSTS = Costs(compute=10, reduce=3, latency=20, overlap=2)
 def arrival(problem: Problem, workers: int) -> Schedule:
     chain, q_tile = _spread_walks(problem)
     no_delay = np.zeros(problem.kv_tiles, dtype=np.int64)
-    walks = HeadOrder.build(chain, q_tile, rank_within(q_tile, -chain), no_delay)
+    walks = HeadOrder.build(chain, q_tile, turn_within(q_tile, -chain), no_delay)
     start = np.arange(problem.kv_tiles)[::-1]
     one_head = replace(problem, heads=1, group=1, batch=1, head_offset=0, group_parts=1)
     unordered = Schedule.build(one_head, Order("arrival", (walks,)), (start,), NOMINAL_WORKERS)
@@ -33,8 +33,8 @@ def arrival(problem: Problem, workers: int) -> Schedule:
     for ticket, kv_tile in enumerate(start):
         arrived[walks.offsets[kv_tile] : walks.offsets[kv_tile + 1]] = run.reduce_start[run.offsets[ticket] : run.offsets[ticket + 1]]
         first_step[kv_tile] = run.chain_start[ticket] // NOMINAL_COSTS.compute
-    rank = rank_within(q_tile, arrived, np.argsort(start)[chain])
-    kind = HeadOrder.build(chain, q_tile, rank, first_step)
+    turn = turn_within(q_tile, arrived, np.argsort(start)[chain])
+    kind = HeadOrder.build(chain, q_tile, turn, first_step)
     return Schedule.build(problem, Order("arrival", (kind,), ALL_GUARANTEES), (start,), workers)
 
 

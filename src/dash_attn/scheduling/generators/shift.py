@@ -1,14 +1,14 @@
 """DASH's shift: chains start at different Q tiles and walk cyclically, so that no two meet. Full masks.
 
-KV tiles are cut into blocks. Chain i of a block starts `i * spacing` Q tiles in; ranks go by block, then by step, so
-consecutive ranks are `spacing` steps apart. The chains of a block wait for each other in a circle: a gang.
+KV tiles are cut into blocks. Chain i of a block starts `i * spacing` Q tiles in; turns go by block, then by step, so
+consecutive turns are `spacing` steps apart. The chains of a block wait for each other in a circle: a gang.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Order, turn_within
 from ..problem import Problem, whole_number
 from ..schedule import Schedule
 from ..validate import ScheduleError
@@ -50,6 +50,6 @@ def _build(problem: Problem, workers: int, name: str, largest: int, guarantees: 
     step = np.tile(np.arange(q_tiles), kv_tiles)
     chain = np.repeat(kv, q_tiles)
     q_tile = (place[chain] * spacing + step) % q_tiles
-    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, block[chain], step), block * q_tiles)
+    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, block[chain], step), block * q_tiles)
     sizes = tuple(np.bincount(block).tolist())
     return Schedule.build(problem, Order(name, (kind,), guarantees), (kv,), workers, sizes)

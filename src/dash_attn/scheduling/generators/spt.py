@@ -1,6 +1,6 @@
 """Shortest processing time first, the order FlashAttention-3 uses for causal masks today.
 
-Chains start from the shortest to the longest (causal: from the last KV tile to the first) and rank in that order.
+Chains start from the shortest to the longest (causal: from the last KV tile to the first) and have their turns in that order.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import Schedule
 from ._walks import upward
@@ -18,7 +18,7 @@ def spt(problem: Problem, workers: int) -> Schedule:
     start = shortest_first(problem)
     place = np.argsort(start)
     chain, q_tile = upward(problem)
-    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
+    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, place[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
     return Schedule.build(problem, Order("spt", (kind,), ALL_GUARANTEES), (start,), workers)
 
 

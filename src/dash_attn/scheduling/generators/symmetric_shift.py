@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..order import ALL_GUARANTEES, HeadOrder, Order, frozen_ints, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, frozen_ints, turn_within
 from ..problem import Problem, whole_number
 from ..schedule import Placement, Schedule
 from ..validate import ScheduleError
@@ -36,8 +36,8 @@ def symmetric_shift(problem: Problem, workers: int) -> Schedule:
     chain = np.repeat(np.arange(n), [len(w) for w in walks])
     q_tile = np.concatenate(walks)
     position = np.arange(len(chain)) - np.searchsorted(chain, chain, side="left")
-    rank = rank_within(q_tile, first_step[chain] + position, chain)
-    kind = HeadOrder.build(chain, q_tile, rank, first_step)
+    turn = turn_within(q_tile, first_step[chain] + position, chain)
+    kind = HeadOrder.build(chain, q_tile, turn, first_step)
     workers = whole_number("workers", workers)
     start = frozen_ints(np.arange(n))
     lanes = workers // max(1, half, kind.gang(start))  # the two chains of a pair follow each other on one worker

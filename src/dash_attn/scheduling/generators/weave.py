@@ -1,7 +1,7 @@
 """A schedule for any mask: chains claim Q tiles so that they follow each other at a distance.
 
 Chains are taken from the shortest to the longest; each walks its Q tiles in the order in which the chains before it
-release them (sorting by release time is optimal for one chain) and ranks behind them. Every chain waits only for
+release them (sorting by release time is optimal for one chain) and turns behind them. Every chain waits only for
 earlier starts: no gang, any number of workers.
 
 Where chains differ in length, or would meet too often, they are cut into blocks, longest chains first, so that the
@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..order import ALL_GUARANTEES, HeadOrder, Order, rank_within
+from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import Schedule
 from ._walks import HAND_OVER
@@ -41,7 +41,7 @@ def weave(problem: Problem, workers: int) -> Schedule:
     q_tile = np.concatenate(walks)
     block_of = np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])[place]
     first_step = block_of * int(problem.chain_lengths.max())
-    kind = HeadOrder.build(chain, q_tile, rank_within(q_tile, place[chain]), first_step)
+    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, place[chain]), first_step)
     sizes = tuple(map(len, blocks))
     fillings = 2 if _is_dense(problem) else 1
     return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, sizes, fillings=fillings)

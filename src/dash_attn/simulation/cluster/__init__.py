@@ -1,4 +1,4 @@
-"""Several devices that share a sequence, in model time: when each of their units runs, what they send, and their peers.
+"""Several ranks that share a sequence, in model time: when each of their units runs, what they send, and their peers.
 
 machines.py says what a cluster is, timeline.py runs a shared schedule on it by one of two models of a unit (chunks.py, tiles.py),
 traffic.py counts bytes, peers.py has ring attention and Ulysses. All of it is planning: nothing here was measured on several GPUs.
@@ -6,17 +6,17 @@ traffic.py counts bytes, peers.py has ring attention and Ulysses. All of it is p
 
 from .machines import Cluster, Widths
 from .peers import PeerEstimate, ring_attention, ulysses
-from .timeline import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES, DeviceTimeline, simulate_devices
+from .timeline import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES, RankTimeline, simulate_ranks
 
 __all__ = [
     "EXECUTIONS",
     "MODELS",
     "MOST_TASKS_OF_TILES",
     "Cluster",
-    "DeviceTimeline",
+    "RankTimeline",
     "PeerEstimate",
     "Widths",
     "ring_attention",
-    "simulate_devices",
+    "simulate_ranks",
     "ulysses",
 ]

@@ -1,4 +1,4 @@
-"""What a cluster is: the devices, what lies between them, and how wide what they send is."""
+"""What a cluster is: the ranks, what lies between them, and how wide what they send is."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Widths:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices. How many there are is the sharding's to say. Constants of `machine` are microseconds.
+    """Equal ranks. How many there are is the sharding's to say. Constants of `machine` are microseconds.
 
-    hop_latency_us: from the end of a unit until its states are on the next device, beside the transfer itself.
-    bandwidth_GBs: what a device can send, in 10^9 bytes per second. What it sends goes one after the other.
+    hop_latency_us: from the end of a unit until its states are on the next rank, beside the transfer itself.
+    bandwidth_GBs: what a rank can send, in 10^9 bytes per second. What it sends goes one after the other.
     """
 
     machine: Machine = H200[128]
-    workers: int = 132  # SMs of a device
+    workers: int = 132  # SMs of a rank
     hop_latency_us: float = 10.0
     bandwidth_GBs: float = 400.0
     widths: Widths = field(default_factory=Widths)

@@ -1,6 +1,6 @@
 """The tile model: every task of every unit, with the equations of the simulator (scheduling/engine.py).
 
-A leg is a chain with fewer tasks, and the ranks of a dQ tile go on from the legs before. The sequence of units puts each behind those
+A leg is a chain with fewer tasks, and the turns of a dQ tile go on from the legs before. The sequence of units puts each behind those
 that it waits for, and so do the chains of a unit: each chain runs to its end when it starts, else the sequence is wrong.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from heapq import heapreplace
 
-from ...scheduling.devices.units import SharedSchedule, Unit
+from ...scheduling.ranks.units import SharedSchedule, Unit
 from ...scheduling.engine import Chain, advance, chain_end
 from ...scheduling.order import members
 from ..simulate import Machine
@@ -26,9 +26,9 @@ class TileModel:
         self.costs = cluster.machine.costs
         self.landed = [0] * (problem.batch * problem.heads * problem.group * problem.q_tiles)
         self.available = self.landed.copy()
-        devices = shared.sharding.devices
-        self.free = [[0] * cluster.workers for _ in range(devices)]  # heaps: when each worker of a device is
-        self.floor = [0] * devices  # nothing of a device starts earlier
+        ranks = shared.sharding.ranks
+        self.free = [[0] * cluster.workers for _ in range(ranks)]  # heaps: when each worker of a rank is
+        self.floor = [0] * ranks  # nothing of a rank starts earlier
         self.legs: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
 
     @property
@@ -37,14 +37,14 @@ class TileModel:
 
     def run(self, unit: Unit, ready: float) -> tuple[float, float]:
         """Start and end of a unit whose states are there at `ready`."""
-        ready_ticks, device = math.ceil(ready * self.ticks), unit.device
+        ready_ticks, rank = math.ceil(ready * self.ticks), unit.rank
         if unit.leg is None and self.overlap:  # on the side: nothing but other endings waits for it
             start, end = self._ending(unit, ready_ticks)
             return start / self.ticks, end / self.ticks
-        earliest = max(self.floor[device], ready_ticks)
+        earliest = max(self.floor[rank], ready_ticks)
         start, end = self._ending(unit, earliest) if unit.leg is None else self._leg(unit, earliest)
         # Overlapped units still start in sequence; launched ones wait until the one before has ended.
-        self.floor[device] = earliest if self.overlap else end
+        self.floor[rank] = earliest if self.overlap else end
         return start / self.ticks, end / self.ticks
 
     def _ending(self, unit: Unit, earliest: int) -> tuple[int, int]:
@@ -54,33 +54,33 @@ class TileModel:
 
     def _leg(self, unit: Unit, earliest: int) -> tuple[int, int]:
         leg, heads = self.shared.leg_of(unit), unit.heads
-        free = self.free[unit.device]
+        free = self.free[unit.rank]
         if not self.overlap:
             free[:] = [earliest] * self.workers
         started, ended = [], []
         for kv_tile in leg.kv_tiles:
-            keys, ranks = self._tasks(unit, kv_tile)
+            keys, turns = self._tasks(unit, kv_tile)
             for head in heads:
                 start = max(free[0], earliest)
-                end = self._chain(start, self._base(unit, head), keys, ranks)
+                end = self._chain(start, self._base(unit, head), keys, turns)
                 heapreplace(free, end)
                 started.append(start)
                 ended.append(end)
         return min(started), max(ended)
 
-    def _chain(self, start: int, base: int, keys: list[int], ranks: list[int]) -> int:
-        chain = Chain(0, start, base, keys, ranks)
+    def _chain(self, start: int, base: int, keys: list[int], turns: list[int]) -> int:
+        chain = Chain(0, start, base, keys, turns)
         advance(chain, self.costs, True, self.landed, self.available, {}, [])
         assert chain.ended, "a unit comes behind those that it waits for, and so do its chains"
         return chain_end(chain, self.costs)
 
     def _tasks(self, unit: Unit, kv_tile: int) -> tuple[list[int], list[int]]:
-        """Q tiles and ranks of a leg of a chain."""
+        """Q tiles and turns of a leg of a chain."""
         assert unit.leg is not None
         place = (unit.kind, kv_tile, unit.leg)
         if place not in self.legs:
             order, steps = self.shared.schedule.order.kinds[unit.kind], self.shared.trips[unit.kind].steps(kv_tile, unit.leg)
-            self.legs[place] = order.walk(kv_tile)[steps].tolist(), order.ranks(kv_tile)[steps].tolist()
+            self.legs[place] = order.walk(kv_tile)[steps].tolist(), order.turns(kv_tile)[steps].tolist()
         return self.legs[place]
 
     def _base(self, unit: Unit, head: tuple[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""simulate_devices(shared, cluster) -> DeviceTimeline: when each unit of each device runs, and how busy that keeps them."""
+"""simulate_ranks(shared, cluster) -> RankTimeline: when each unit of each rank runs, and how busy that keeps them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...scheduling.devices.units import SharedSchedule, Unit
+from ...scheduling.ranks.units import SharedSchedule, Unit
 from ...scheduling.engine import Progress
 from ..simulate import simulate
 from .chunks import ChunkModel
 from .machines import Cluster
 from .tiles import TileModel
-from .traffic import PerDevice, gather_bytes, hops_by_device, state_bytes
+from .traffic import PerRank, gather_bytes, hops_by_rank, state_bytes
 
 EXECUTIONS = ("launch", "overlap")
 MODELS = ("tiles", "chunks")
-MOST_TASKS_OF_TILES = 10_000_000  # half a minute, with the one device to compare with
+MOST_TASKS_OF_TILES = 10_000_000  # half a minute, with the one rank to compare with
 Times = NDArray[np.float64]  # microseconds
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceTimeline:
+class RankTimeline:
     """A simulated backward of a shared schedule. Times are by the number of the unit.
 
-    arrival: when the states of a unit are on its device; 0 where they begin there.
+    arrival: when the states of a unit are on its rank; 0 where they begin there.
     """
 
     shared: SharedSchedule
@@ -37,96 +37,96 @@ class DeviceTimeline:
     start: Times
     end: Times
     arrival: Times
-    given_one_device: float | None = None
+    given_one_rank: float | None = None
 
     @property
-    def devices(self) -> int:
-        return self.shared.sharding.devices
+    def ranks(self) -> int:
+        return self.shared.sharding.ranks
 
     @property
     def makespan(self) -> float:
         return float(self.end.max(initial=0.0))
 
     @cached_property
-    def one_device(self) -> float:
-        """The same schedule on one device, by the same model."""
-        if self.given_one_device is not None:
-            return self.given_one_device
+    def one_rank(self) -> float:
+        """The same schedule on one rank, by the same model."""
+        if self.given_one_rank is not None:
+            return self.given_one_rank
         if self.model == "tiles":
             return simulate(self.shared.schedule, self.cluster.machine).makespan
         return self._work
 
     @property
     def efficiency(self) -> float:
-        """How many times as fast as one device, per device."""
-        return self._per_device(self.one_device)
+        """How many times as fast as one rank, per rank."""
+        return self._per_rank(self.one_rank)
 
     @property
     def work_efficiency(self) -> float:
         """Share of all workers' time that is computing."""
-        return self._per_device(self._work)
+        return self._per_rank(self._work)
 
-    def _per_device(self, time: float) -> float:
-        return time / (self.devices * self.makespan) if self.makespan else 1.0
+    def _per_rank(self, time: float) -> float:
+        return time / (self.ranks * self.makespan) if self.makespan else 1.0
 
     @property
     def _work(self) -> float:
         return self.shared.problem.tasks * self.cluster.machine.compute / self.cluster.workers
 
     @cached_property
-    def gathered(self) -> PerDevice:
-        """Bytes of K and V that each device sends: in the forward, and again in the backward."""
+    def gathered(self) -> PerRank:
+        """Bytes of K and V that each rank sends: in the forward, and again in the backward."""
         return gather_bytes(self.shared.problem, self.shared.sharding, self.cluster.widths)
 
     @cached_property
-    def states(self) -> PerDevice:
-        """Bytes of states that each device sends."""
+    def states(self) -> PerRank:
+        """Bytes of states that each rank sends."""
         return state_bytes(self.shared, self.cluster.widths)
 
     @property
-    def sent(self) -> PerDevice:
-        """Bytes that each device sends in the backward."""
+    def sent(self) -> PerRank:
+        """Bytes that each rank sends in the backward."""
         return tuple(keys + states for keys, states in zip(self.gathered, self.states, strict=True))
 
     @cached_property
-    def hops(self) -> PerDevice:
-        """How many times each device sends the states of a unit."""
-        return hops_by_device(self.shared)
+    def hops(self) -> PerRank:
+        """How many times each rank sends the states of a unit."""
+        return hops_by_rank(self.shared)
 
     @cached_property
-    def waiting(self) -> PerDevice:
-        """Most units of each device whose states are there and have to wait. Those in work, and those under way, come on top."""
+    def waiting(self) -> PerRank:
+        """Most units of each rank whose states are there and have to wait. Those in work, and those under way, come on top."""
         return self._most_at_once([1] * len(self.shared.units))
 
     @cached_property
-    def waiting_bytes(self) -> PerDevice:
+    def waiting_bytes(self) -> PerRank:
         """The same in bytes."""
         problem, widths = self.shared.problem, self.cluster.widths
         return self._most_at_once([widths.states(problem, self.shared.state_tiles(unit)) for unit in self.shared.units])
 
-    def _most_at_once(self, sizes: Sequence[int]) -> PerDevice:
-        events: list[list[tuple[float, int]]] = [[] for _ in range(self.devices)]
+    def _most_at_once(self, sizes: Sequence[int]) -> PerRank:
+        events: list[list[tuple[float, int]]] = [[] for _ in range(self.ranks)]
         for unit, size, start in zip(self.shared.units, sizes, self.start.tolist(), strict=True):
             arrival = float(self.arrival[unit.number])
             if unit.before is not None and arrival < start:
-                events[unit.device] += [(arrival, size), (start, -size)]
+                events[unit.rank] += [(arrival, size), (start, -size)]
         return tuple(int(np.cumsum([0, *(size for _, size in sorted(each))]).max()) for each in events)
 
 
-def simulate_devices(
+def simulate_ranks(
     shared: SharedSchedule,
     cluster: Cluster,
     execution: str = "launch",
     model: str = "tiles",
-    one_device: float | None = None,
+    one_rank: float | None = None,
     progress: Progress | None = None,
-) -> DeviceTimeline:
-    """Run the backward of a shared schedule in model time. Each device runs its units in the global sequence.
+) -> RankTimeline:
+    """Run the backward of a shared schedule in model time. Each rank runs its units in the global sequence.
 
-    execution: `launch` starts a unit when the one before it has ended on its device; `overlap` starts its chains in sequence as workers
+    execution: `launch` starts a unit when the one before it has ended on its rank; `overlap` starts its chains in sequence as workers
     become free, and adds dK and dV to their sums on the side. Either waits for all states of the unit.
     model: `tiles` knows every task, `chunks` the units alone.
-    one_device: what one device takes, where another run has found that out already.
+    one_rank: what one rank takes, where another run has found that out already.
 
     K and V are gathered from the beginning, one KV head after the other in the order of their first use, beside the hops.
     What it costs to load and to store a state is left out, and so is the forward.
@@ -144,7 +144,7 @@ def simulate_devices(
         times[:, unit.number] = start, end, arrival
         if progress is not None:
             progress(unit.number + 1, len(shared.units))
-    return DeviceTimeline(shared, cluster, execution, model, times[0], times[1], times[2], one_device)
+    return RankTimeline(shared, cluster, execution, model, times[0], times[1], times[2], one_rank)
 
 
 def _check(shared: SharedSchedule, cluster: Cluster, execution: str, model: str) -> None:
@@ -156,8 +156,8 @@ def _check(shared: SharedSchedule, cluster: Cluster, execution: str, model: str)
         return
     if shared.schedule.workers != cluster.workers:
         raise ValueError(
-            f"the tile model compares with the schedule on one device, which was made for {shared.schedule.workers} workers; the"
-            f" cluster's devices have {cluster.workers}"
+            f"the tile model compares with the schedule on one rank, which was made for {shared.schedule.workers} workers; the"
+            f" cluster's ranks have {cluster.workers}"
         )
     if shared.problem.tasks > MOST_TASKS_OF_TILES:
         raise ValueError(
@@ -166,19 +166,19 @@ def _check(shared: SharedSchedule, cluster: Cluster, execution: str, model: str)
 
 
 class _Links:
-    """When states and gathered keys arrive. A device sends one thing after the other; gathers have lanes of their own."""
+    """When states and gathered keys arrive. A rank sends one thing after the other; gathers have lanes of their own."""
 
     def __init__(self, shared: SharedSchedule, cluster: Cluster) -> None:
         self.shared, self.cluster = shared, cluster
-        self.free = [0.0] * shared.sharding.devices
+        self.free = [0.0] * shared.sharding.ranks
         self.arrival: dict[int, float] = {}  # by the number of the unit that the states go to
         self.gathered: dict[tuple[int, int], float] = {}  # by sequence and KV head
-        fewest = min(len(shared.sharding.rows_of(device)) for device in range(shared.sharding.devices))
+        fewest = min(len(shared.sharding.rows_of(rank)) for rank in range(shared.sharding.ranks))
         self.gather_us = cluster.transfer_us(cluster.widths.keys(shared.sharding.rows - fewest))
 
     def keys(self, unit: Unit) -> float:
         """When K and V of all its heads are there."""
-        if unit.leg is None or self.shared.sharding.devices == 1:
+        if unit.leg is None or self.shared.sharding.ranks == 1:
             return 0.0
         for sequence, part in unit.heads:
             head = sequence, part // self.shared.problem.parts
@@ -193,5 +193,5 @@ class _Links:
             self.arrival[unit.after] = end
             return
         size = self.cluster.widths.states(self.shared.problem, self.shared.state_tiles(unit))
-        self.free[unit.device] = max(self.free[unit.device], end) + self.cluster.transfer_us(size)
-        self.arrival[unit.after] = self.free[unit.device] + self.cluster.hop_latency_us
+        self.free[unit.rank] = max(self.free[unit.rank], end) + self.cluster.transfer_us(size)
+        self.arrival[unit.after] = self.free[unit.rank] + self.cluster.hop_latency_us

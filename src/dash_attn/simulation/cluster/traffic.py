@@ -1,33 +1,33 @@
-"""What devices send each other, in bytes."""
+"""What ranks send each other, in bytes."""
 
 from __future__ import annotations
 
-from ...scheduling.devices.sharding import Sharding
-from ...scheduling.devices.units import SharedSchedule
+from ...scheduling.ranks.sharding import Sharding
+from ...scheduling.ranks.units import SharedSchedule
 from ...scheduling.problem import Problem
 from .machines import Widths
 
-PerDevice = tuple[int, ...]
+PerRank = tuple[int, ...]
 
 
-def gather_bytes(problem: Problem, sharding: Sharding, widths: Widths) -> PerDevice:
-    """K and V of all heads: each device sends its own rows to every other one. The forward needs them, and the backward again."""
-    heads, others = problem.heads * problem.batch, sharding.devices - 1
-    return tuple(heads * others * widths.keys(len(sharding.rows_of(device))) for device in range(sharding.devices))
+def gather_bytes(problem: Problem, sharding: Sharding, widths: Widths) -> PerRank:
+    """K and V of all heads: each rank sends its own rows to every other one. The forward needs them, and the backward again."""
+    heads, others = problem.heads * problem.batch, sharding.ranks - 1
+    return tuple(heads * others * widths.keys(len(sharding.rows_of(rank))) for rank in range(sharding.ranks))
 
 
-def state_bytes(shared: SharedSchedule, widths: Widths) -> PerDevice:
-    """States that hop from leg to leg, and from the last leg to the device of the keys."""
-    sent = [0] * shared.sharding.devices
+def state_bytes(shared: SharedSchedule, widths: Widths) -> PerRank:
+    """States that hop from leg to leg, and from the last leg to the rank of the keys."""
+    sent = [0] * shared.sharding.ranks
     for unit in shared.units:
         if shared.hops(unit):
-            sent[unit.device] += widths.states(shared.problem, shared.state_tiles(unit))
+            sent[unit.rank] += widths.states(shared.problem, shared.state_tiles(unit))
     return tuple(sent)
 
 
-def hops_by_device(shared: SharedSchedule) -> PerDevice:
-    """How many times each device sends the states of a unit."""
-    sent = [0] * shared.sharding.devices
+def hops_by_rank(shared: SharedSchedule) -> PerRank:
+    """How many times each rank sends the states of a unit."""
+    sent = [0] * shared.sharding.ranks
     for unit in shared.units:
-        sent[unit.device] += shared.hops(unit)
+        sent[unit.rank] += shared.hops(unit)
     return tuple(sent)

@@ -41,8 +41,8 @@ def compilers(backend: str) -> dict[str, str | None]:
         from ...backends.triton.support import triton_version
 
         return {"triton": triton_version()}
-    from ...backends.hopper.device.compile import compiler_at_hand
-    from ...backends.hopper.device.packed import packed_compiler
+    from ...backends.hopper.driver.compile import compiler_at_hand
+    from ...backends.hopper.driver.shipped import packed_compiler
 
     return {"nvrtc": compiler_at_hand(), "packed_nvrtc": packed_compiler()}  # of the kernels that came with the package
 

@@ -11,7 +11,7 @@ from ...simulation.simulate import Machine
 from ...viewing.task_times import Floats, Indices, TaskTimes, task_table
 from .fit import DIGITS
 
-WAITED = 0.2  # of a compute: a reduce that started later than that after its compute has waited for its rank
+WAITED = 0.2  # of a compute: a reduce that started later than that after its compute has waited for its turn
 
 Run = tuple[Schedule, TaskTimes]
 
@@ -37,18 +37,18 @@ def _median(values: Sequence[Floats], otherwise: float | None = None) -> float:
 
 
 def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
-    """From the start of a reduce to the start of the next rank's, where that one waited for it."""
-    before = _rank_before(schedule)
+    """From the start of a reduce to the start of the next turn's, where that one waited for it."""
+    before = _turn_before(schedule)
     has_one = before >= 0
     late = has_one & (spans.reduce_start - spans.compute_end > waited)
     return spans.reduce_start[late] - spans.reduce_start[before[late]]
 
 
-def _rank_before(schedule: Schedule) -> Indices:
-    """The task with the next lower rank on the same dQ tile; -1 for rank 0."""
+def _turn_before(schedule: Schedule) -> Indices:
+    """The task with the next lower turn on the same dQ tile; -1 for turn 0."""
     table, problem = task_table(schedule), schedule.problem
     tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
-    order = np.lexsort((table.rank, tile))
+    order = np.lexsort((table.turn, tile))
     same = tile[order[1:]] == tile[order[:-1]]
     before = np.full(len(tile), -1)
     before[order[1:][same]] = order[:-1][same]

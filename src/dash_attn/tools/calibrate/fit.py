@@ -3,7 +3,7 @@
 A simulated makespan is a sum of constants along its critical path, so how often each one lies on that path is its exact
 derivative. The fit is Gauss and Newton's with Levenberg's damping, on logarithms: relative errors count, constants stay
 positive, and one that no observation depends on stays where it was. A schedule collapses where a hand-over takes longer
-than the steps between two ranks, so there are several valleys: the fit starts on both sides of such cliffs.
+than the steps between two turns, so there are several valleys: the fit starts on both sides of such cliffs.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def path_counts(timeline: Timeline) -> tuple[int, int, int, int]:
     for _, cause in critical_path(timeline):
         if cause == "compute":
             compute += 1
-        elif cause == "rank" and costs.latency >= costs.reduce:
+        elif cause == "turn" and costs.latency >= costs.reduce:
             latency += 1
-        elif cause in ("rank", "drain", "buffer", "worker"):
+        elif cause in ("turn", "drain", "buffer", "worker"):
             reduce += 1
         startup += cause in ("start", "worker")
     return compute, reduce, latency, startup

@@ -128,10 +128,10 @@ def _has_cuda_bindings() -> bool:
 
 def _kernels() -> str:
     """Those loaded so far by origin, else what the first call will find. Our own modules, which load no library."""
-    driver = sys.modules.get("dash_attn.backends.hopper.device.driver")
+    driver = sys.modules.get("dash_attn.backends.hopper.driver.launch")
     if driver is not None and driver.origins:
         return "; ".join(f"{count} {origin}" for origin, count in sorted(Counter(driver.origins.values()).items()))
-    compiler = import_module("dash_attn.backends.hopper.device.packed").packed_compiler()
+    compiler = import_module("dash_attn.backends.hopper.driver.shipped").packed_compiler()
     where = "none came with the package, so the NVRTC at hand compiles them" if compiler is None else f"packed, NVRTC {compiler}"
     return f"none loaded yet; {where}"
 

@@ -14,7 +14,7 @@ from ...backends import ALWAYS_ORDERED, has_cache, resolve
 from ...call.explanation import Explanation
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...execution.interleaving import interleaving
-from ...scheduling.devices.sharding import SHARDINGS
+from ...scheduling.ranks.sharding import SHARDINGS
 from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.validate import TooFewWorkers
 from .bits import Results, attend, difference, not_a_number

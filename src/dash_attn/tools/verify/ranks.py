@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...backends import import_devices, resolve
+from ...backends import import_ranks, resolve
 from ...call.options import Choices, options_for
 from ...distributed.context.attention import context_parallel_attention
 from ...distributed.context.document_loopback import play_documents
@@ -17,7 +17,7 @@ from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
-from ...scheduling.devices.sharding import SHARDINGS, Sharding
+from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from .bits import Results, attend, poisoned_memory, results_of
 from .cases import DTYPES, Case, Extras, Inputs
@@ -34,7 +34,7 @@ def check_ranks(cases: Sequence[Case], device: str, ranks: Sequence[int], backen
         return
     if min(ranks) < 1 or max(ranks) < 2:
         raise ValueError(f"ranks must be whole numbers >= 1, one of them above 1: one rank alone shares nothing; got {list(ranks)}")
-    import_devices(resolve(backend, torch.device(device)))  # raises where the backend cannot share a sequence
+    import_ranks(resolve(backend, torch.device(device)))  # raises where the backend cannot share a sequence
     for case in cases:
         like = torch.empty(case.batch, 1, case.heads, case.head_dim, dtype=DTYPES[case.dtype], device=device)
         for count in ranks:
@@ -86,7 +86,7 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
 
 
 def _check(case: Case, q: Tensor, sharding: Sharding) -> None:
-    if sharding.devices > 1:
+    if sharding.ranks > 1:
         _call(case, q, q[:, :, : case.kv_heads], sharding)
 
 

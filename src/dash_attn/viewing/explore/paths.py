@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from ...scheduling.schedule import Schedule
-from ...simulation.cluster import DeviceTimeline
-from ...simulation.critical_path import Node, rank_predecessors
+from ...simulation.cluster import RankTimeline
+from ...simulation.critical_path import Node, turn_predecessors
 from ..task_times import Indices, TaskTimes
 
 Event = tuple[Node, str]  # what happened, and what it waited for
@@ -26,7 +26,7 @@ def path_of_record(schedule: Schedule, times: TaskTimes) -> list[Event]:
 
 class _Record:
     def __init__(self, schedule: Schedule, times: TaskTimes) -> None:
-        self.times, self.rank_before = times, rank_predecessors(schedule)
+        self.times, self.turn_before = times, turn_predecessors(schedule)
         self.last_before = _last_tasks_before(times)
 
     def path(self) -> list[Event]:
@@ -42,8 +42,8 @@ class _Record:
         place, drains = int(self.times.position[index]), self.times.drains
         if phase == "reduce":
             yield float(self.times.compute_end[index]), "compute", ("compute", index)
-            if (rival := int(self.rank_before[index])) >= 0:
-                yield self._reduced(rival, "rank")
+            if (rival := int(self.turn_before[index])) >= 0:
+                yield self._reduced(rival, "turn")
             if place >= max(1, drains):
                 yield self._reduced(index - max(1, drains), "drain")
         elif place == 0:
@@ -70,8 +70,8 @@ def _last_tasks_before(times: TaskTimes) -> Indices:
     return found
 
 
-def path_of_devices(run: DeviceTimeline) -> list[tuple[int, str]]:
-    """Numbers of units from first to last, each with what its start waited for: states, ranks, device, keys or nothing (start)."""
+def path_of_ranks(run: RankTimeline) -> list[tuple[int, str]]:
+    """Numbers of units from first to last, each with what its start waited for: states, turns, rank, keys or nothing (start)."""
     if not len(run.end):
         return []
     number: int | None = int(np.argmax(run.end))
@@ -83,24 +83,24 @@ def path_of_devices(run: DeviceTimeline) -> list[tuple[int, str]]:
     return found[::-1]
 
 
-def _cause_of_start(run: DeviceTimeline, number: int) -> tuple[str, int | None]:
+def _cause_of_start(run: RankTimeline, number: int) -> tuple[str, int | None]:
     """What ended last before a unit started. All that it may wait for has lower numbers, so a path ends."""
     unit, start = run.shared.units[number], float(run.start[number])
-    earlier = _earlier_on_device(run, number)
+    earlier = _earlier_on_rank(run, number)
     candidates: list[tuple[float, str, int | None]] = [(0.0, "start", None)]
-    candidates += [(float(run.end[other]), "device", other) for other in earlier]
-    candidates += [(float(run.end[other]), "ranks", other) for other in run.shared.waits[number]]
+    candidates += [(float(run.end[other]), "rank", other) for other in earlier]
+    candidates += [(float(run.end[other]), "turns", other) for other in run.shared.waits[number]]
     if unit.before is not None:
         candidates.append((float(run.arrival[number]), "states", unit.before))
     latest, cause, before = max((c for c in candidates if c[0] <= start + TOLERANCE_US), key=lambda candidate: candidate[0])
     if start <= latest + TOLERANCE_US:
         return cause, before
     beside = [other for other in earlier if run.end[other] > start]  # overlapped: its workers became free one by one
-    return ("device", beside[-1]) if beside else ("keys", None)
+    return ("rank", beside[-1]) if beside else ("keys", None)
 
 
-def _earlier_on_device(run: DeviceTimeline, number: int) -> list[int]:
-    """Units of the same device before this one. The last ones are all that can have held its workers."""
-    mine = [unit.number for unit in run.shared.by_device[run.shared.units[number].device]]
+def _earlier_on_rank(run: RankTimeline, number: int) -> list[int]:
+    """Units of the same rank before this one. The last ones are all that can have held its workers."""
+    mine = [unit.number for unit in run.shared.by_rank[run.shared.units[number].rank]]
     place = bisect_left(mine, number)
     return mine[max(0, place - MOST_BESIDE) : place]

@@ -18,7 +18,7 @@ from .paths import Event, path_of_record
 
 MOST_TASKS = 2_000_000  # of a run: about 30 MB, and a second until it is drawn
 PHASES = ("compute", "reduce", "add")
-CAUSES = ("start", "worker", "compute", "buffer", "drain", "rank")
+CAUSES = ("start", "worker", "compute", "buffer", "drain", "turn")
 NANOSECONDS = 1000  # of a microsecond: ticks of a recording
 Answer = dict[str, Any]
 
@@ -92,7 +92,7 @@ def _figures(timeline: Timeline) -> list[list[str]]:
         ["gap", percent(timeline.gap)],
         ["utilised", percent(timeline.utilization)],
         ["stalled", percent(timeline.stalled)],
-        ["for ranks", percent(stalls.order)],
+        ["for turns", percent(stalls.order)],
         ["for buffers", percent(stalls.buffer)],
         ["for last reduces", percent(stalls.drain)],
         ["slack", "-" if slack is None else str(slack)],
@@ -118,7 +118,7 @@ def _tasks(table: TaskTable, spans: TaskTimes, ticks: int) -> Answer:
     )
     columns = {
         "q_tile": table.q_tile,
-        "rank": table.rank,
+        "turn": table.turn,
         "head": table.head,
         "compute_start": compute_start,
         "compute": _one_or_all(compute_end - compute_start),

@@ -5,6 +5,6 @@ its `layout` -> DenseForward, PackedForward, DenseBackward or PackedBackward. A 
 `backward_setup`: what shapes and options decide; `explain` also asks it), from `tables` on the device or, of packed sequences, from
 the kernels in `packed` that make them there, and from kernels by name (`kernel_names`); its `run` launches.
 
-Devices that share a sequence come through `device_forward` and `device_backward`, whose tables are made in `leg_tables` and kept by
+Ranks that share a sequence come through `rank_forward` and `rank_backward`, whose tables are made in `leg_tables` and kept by
 `legs_on_device`.
 """

@@ -13,8 +13,8 @@ from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....scheduling.validate import TooFewWorkers
-from ..device.driver import current_stream, on_device
-from ..device.parameters import (
+from ..driver.launch import current_stream, on_device
+from ..driver.parameters import (
     BackwardParams,
     Pair,
     PostprocessParams,
@@ -23,8 +23,8 @@ from ..device.parameters import (
     SumPlaces,
     TilePlaces,
 )
-from ..device.tensor_map import TensorMap
-from ..device.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
+from ..driver.tensor_map import TensorMap
+from ..driver.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..tiles import helper_blocks, threads_per_row
 from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
 from .few_workers import BackwardInLegs
@@ -218,7 +218,7 @@ class DenseBackward(BackwardCall):
         self.before.plan.split = setup.split
         self.after.sums.parts = Pair(*setup.plan.parts_of_sums)
         self.main.runs, self.main.entries = self.tables.params.runs, self.tables.params.entries
-        self.after.q_ranks = self.tables.tables["q_ranks"] if self.ordered else None
+        self.after.q_turns = self.tables.tables["q_turns"] if self.ordered else None
         self.bits = mask_bits(setup.plan.problem, False, self.device)
 
 
@@ -240,7 +240,7 @@ class PackedBackward(BackwardCall):
             params.tiles.sequences, params.tiles.tile_places = at["sequences"], at["tile_places"]
         self.main.chains = at["chains"]
         self.after.sums.places = at["sum_places"]
-        self.after.q_ranks = at["q_ranks"] if self.ordered else None
+        self.after.q_turns = at["q_turns"] if self.ordered else None
 
 
 def prepare(

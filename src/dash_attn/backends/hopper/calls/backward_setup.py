@@ -14,11 +14,11 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....call.planning import plan_for
 from ....masks import IntervalMask
-from ....scheduling.devices.units import SharedSchedule
+from ....scheduling.ranks.units import SharedSchedule
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
-from ..device.parameters import ChainRecord, GroupSplit
-from ..device.workspace import Workspace
+from ..driver.parameters import ChainRecord, GroupSplit
+from ..driver.workspace import Workspace
 from ..support import check_gang, check_kinds, is_modified, sm_count
 from ..tiles import backward_tiles
 from .kernel_names import MODIFIER_NOTE_BYTES, PACKED, BackwardKernels, Variant, backward_kernels

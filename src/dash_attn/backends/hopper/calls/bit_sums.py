@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...gpus import is_hopper
-from ..device.bit_sums_header import CHUNK_BYTES, CTAS_PER_SM, MOST_TENSORS, THREADS, BitSumsParams
-from ..device.driver import current_stream, on_device
+from ..driver.bit_sums_header import CHUNK_BYTES, CTAS_PER_SM, MOST_TENSORS, THREADS, BitSumsParams
+from ..driver.launch import current_stream, on_device
 from ..support import sm_count
 from .kernel_names import KernelName
 

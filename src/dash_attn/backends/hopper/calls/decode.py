@@ -17,11 +17,11 @@ from ....call.options import AttentionOptions
 from ....masks import Causal, Full, Mask, Window
 from ...recently_used import Kept
 from ...uploading import refuse_capture
-from ..device.driver import check, cuda_driver, current_stream, device_index, on_device
-from ..device.parameters import AppendParams, CacheParams, DecodeParams, Strides
-from ..device.tensor_map import TensorMap, is_tma_ready
-from ..device.trouble import raise_if_troubled, register_call, report_address
-from ..device.workspace import Workspace
+from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
+from ..driver.parameters import AppendParams, CacheParams, DecodeParams, Strides
+from ..driver.tensor_map import TensorMap, is_tma_ready
+from ..driver.trouble import raise_if_troubled, register_call, report_address
+from ..driver.workspace import Workspace
 from ..support import DTYPES, Unsupported, check_call, refuse_modifiers, sm_count
 from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
 from .kernel_names import KernelName, cluster_kernel, decode_kernel

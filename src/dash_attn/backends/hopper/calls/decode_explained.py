@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....call.cache_explanation import CACHE_GUARANTEES, CacheExplanation, bytes_at_most, call_in_words
 from ....call.kv_cache import CachePlaces, CacheTensors
 from ....call.options import AttentionOptions
-from ..device.driver import device_index
+from ..driver.launch import device_index
 from ..support import DTYPES
 from ..tiles import decode_tiles
 from .decode import APPEND, Work, check_cache_call

@@ -17,7 +17,7 @@ from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
 from ...document_offsets import offsets_of
-from ..device.cubin_files import Kernel
+from ..driver.cubin_files import Kernel
 from .backward_setup import BackwardSetup, DenseBackwardSetup, dense_setup, packed_setup
 from .few_workers import LegSetup
 from .forward_setup import ForwardSetup, dense_forward_setup, packed_forward_setup

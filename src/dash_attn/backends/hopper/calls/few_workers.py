@@ -9,10 +9,10 @@ from ....call.any_workers import walk_in_legs
 from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.sums import sum_in_order
-from ....scheduling.devices.peaks import most_states
-from ..device.workspace import Workspace
+from ....scheduling.ranks.peaks import most_states
+from ..driver.workspace import Workspace
 from .backward_setup import DenseBackwardSetup
-from .device_backward import DeviceBackward, tile_size
+from .rank_backward import RankBackward, tile_size
 from .kernel_names import LegKernels, leg_kernels
 from .leg_tables import LegTables, workspace_sizes
 
@@ -59,7 +59,7 @@ class BackwardInLegs:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q, k, v, dout, out = tensors
         assert self.setup.legs is not None
-        backward = DeviceBackward(self.setup.plan, self.setup.legs, 0, self.setup.options, (dout, q, out), (lse, dlse))
+        backward = RankBackward(self.setup.plan, self.setup.legs, 0, self.setup.options, (dout, q, out), (lse, dlse))
         backward.take_keys(k, v, 0)
         walk_in_legs(backward, self.setup.legs)
         dsinks = None

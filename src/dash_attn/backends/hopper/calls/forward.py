@@ -12,12 +12,12 @@ from torch import Tensor
 from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
-from ..device.driver import check, cuda_driver, current_stream, on_device
-from ..device.parameters import ForwardParams
-from ..device.stream_counters import prepare_counters, shared_counter
-from ..device.tensor_map import TensorMap
-from ..device.trouble import raise_if_troubled
-from ..device.workspace import Workspace
+from ..driver.launch import check, cuda_driver, current_stream, on_device
+from ..driver.parameters import ForwardParams
+from ..driver.stream_counters import prepare_counters, shared_counter
+from ..driver.tensor_map import TensorMap
+from ..driver.trouble import raise_if_troubled
+from ..driver.workspace import Workspace
 from ..support import sm_count
 from .backward_setup import dense_setup
 from .forward_setup import CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..device.driver import LoadedKernel, flag, load_kernel
+from ..driver.launch import LoadedKernel, flag, load_kernel
 from ..tiles import (
     CLUSTER_THREADS,
     DECODE_THREADS,

@@ -13,9 +13,9 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ...recently_used import Kept
 from ...uploading import refuse_capture
-from ..device.driver import device_index, on_device
-from ..device.parameters import Strides
-from ..device.tensor_map import tma_ready
+from ..driver.launch import device_index, on_device
+from ..driver.parameters import Strides
+from ..driver.tensor_map import tma_ready
 from ..support import DTYPES, check_call
 from ..tiles import backward_dims, kernel_dim
 

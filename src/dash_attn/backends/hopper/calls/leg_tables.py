@@ -1,6 +1,6 @@
-"""What the units of one device walk, as tables for the kernels: runs of legs, a record for each chain of a unit, and endings.
+"""What the units of one rank walk, as tables for the kernels: runs of legs, a record for each chain of a unit, and endings.
 
-A device has the rows of its chunks end to end, and the kernels know these rows alone: Q tiles and KV sums are counted from the device's
+A rank has the rows of its chunks end to end, and the kernels know these rows alone: Q tiles and KV sums are counted from the rank's
 first one. A band that masks rows of a chunk begins as many rows further on as the chunk's rows were moved.
 """
 
@@ -16,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....masks import Causal, Full, Window
-from ....scheduling.devices.sharding import Sharding
-from ....scheduling.devices.units import Head, SharedSchedule, Unit
+from ....scheduling.ranks.sharding import Sharding
+from ....scheduling.ranks.units import Head, SharedSchedule, Unit
 from ....scheduling.order import Ints, frozen_ints
 from ....scheduling.plan import RUN_FIELDS, Plan
 from ....scheduling.problem import Problem
-from ..device.parameters import ChainRecord, EndingRecord
+from ..driver.parameters import ChainRecord, EndingRecord
 from ..tiles import BackwardTiles
-from .device_masks import check_mask
+from .rank_masks import check_mask
 from .tables import band_of
 
-Q_FIRST, Q_STRIDE, LENGTH, RANK_MUL, RANK_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
+Q_FIRST, Q_STRIDE, LENGTH, TURN_MUL, TURN_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
 CHAIN_FIELDS, ENDING_FIELDS = ([field[0] for field in structure._fields_] for structure in (ChainRecord, EndingRecord))
 
 
@@ -38,17 +38,17 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceRows:
-    """The rows, Q tiles and KV tiles that a device has, counted from its first ones."""
+class RankRows:
+    """The rows, Q tiles and KV tiles that a rank has, counted from its first ones."""
 
     sharding: Sharding
-    device: int
+    rank: int
 
     @cached_property
     def moved(self) -> dict[int, int]:
-        """By chunk of the device: how many rows of the sequence are missing before it."""
+        """By chunk of the rank: how many rows of the sequence are missing before it."""
         found, kept = {}, 0
-        for chunk in self.sharding.chunks_of(self.device):
+        for chunk in self.sharding.chunks_of(self.rank):
             rows = self.sharding.rows_of_chunk(chunk)
             found[chunk] = rows.start - kept
             kept += len(rows)
@@ -59,23 +59,23 @@ class DeviceRows:
         return sum(self.sharding.lengths[chunk] for chunk in self.moved)
 
     def q_tiles(self, problem: Problem) -> Ints:
-        """The device's tiles of queries, by their numbers in the sequence."""
+        """The rank's tiles of queries, by their numbers in the sequence."""
         return self._own(self.sharding.chunk_of_tiles(problem.tile_q))
 
     def kv_tiles(self, problem: Problem) -> Ints:
         return self._own(self.sharding.chunk_of_kv_tiles(problem))
 
     def keys(self, problem: Problem) -> int:
-        """As many as queries, unless one device has all of them."""
-        return problem.kv_len if self.sharding.devices == 1 else self.count
+        """As many as queries, unless one rank has all of them."""
+        return problem.kv_len if self.sharding.ranks == 1 else self.count
 
     def _own(self, chunks: Ints) -> Ints:
         return frozen_ints(np.flatnonzero(np.isin(chunks, list(self.moved))))
 
 
 @dataclass(frozen=True)
-class DeviceSizes:
-    """How many tiles, states and sums a device has room for."""
+class RankSizes:
+    """How many tiles, states and sums a rank has room for."""
 
     batch: int
     q_heads: int
@@ -86,7 +86,7 @@ class DeviceSizes:
     kv_tiles: int  # of a KV head
     sums: int  # per KV tile
     pieces: int  # of a sum or state, each with a semaphore
-    states: int  # behind all legs of the device
+    states: int  # behind all legs of the rank
 
     @property
     def dq_tiles(self) -> int:
@@ -106,9 +106,9 @@ class DeviceSizes:
         return self.first_sum + self.all_sums * self.pieces
 
 
-def device_sizes(plan: Plan, shared: SharedSchedule, device: int, tiles: BackwardTiles) -> DeviceSizes:
-    problem, rows = plan.problem, DeviceRows(shared.sharding, device)
-    return DeviceSizes(
+def rank_sizes(plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTiles) -> RankSizes:
+    problem, rows = plan.problem, RankRows(shared.sharding, rank)
+    return RankSizes(
         batch=problem.batch,
         q_heads=problem.heads * problem.group,
         kv_heads=problem.heads,
@@ -118,12 +118,12 @@ def device_sizes(plan: Plan, shared: SharedSchedule, device: int, tiles: Backwar
         kv_tiles=len(rows.kv_tiles(problem)),
         sums=plan.sums,
         pieces=tiles.sum_pieces,
-        states=sum(shared.state_tiles(unit) for unit in shared.by_device[device] if unit.leg is not None),
+        states=sum(shared.state_tiles(unit) for unit in shared.by_rank[rank] if unit.leg is not None),
     )
 
 
-def workspace_sizes(sizes: DeviceSizes, tiles: BackwardTiles, dims: tuple[int, int]) -> dict[str, int]:
-    """Bytes that live through all units of a device. dims: those of the kernels, of q and k and of v."""
+def workspace_sizes(sizes: RankSizes, tiles: BackwardTiles, dims: tuple[int, int]) -> dict[str, int]:
+    """Bytes that live through all units of a rank. dims: those of the kernels, of q and k and of v."""
     rows = sizes.dq_tiles * tiles.q_rows
     return {
         "lse": 4 * rows,
@@ -136,7 +136,7 @@ def workspace_sizes(sizes: DeviceSizes, tiles: BackwardTiles, dims: tuple[int, i
 
 
 class LegRuns:
-    """The walks of a device's legs. A leg is a stretch of a chain's runs, so the first and the last run of it may be cut."""
+    """The walks of a rank's legs. A leg is a stretch of a chain's runs, so the first and the last run of it may be cut."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -162,7 +162,7 @@ class LegRuns:
         cut[LENGTH] = length
         if run[ENTRIES] < 0:
             cut[Q_FIRST] += skipped * run[Q_STRIDE] - moved_tiles
-            cut[RANK_ADD] += skipped * run[RANK_MUL]
+            cut[TURN_ADD] += skipped * run[TURN_MUL]
             return cut
         listed = self.plan.entries[run[ENTRIES] + skipped :][:length].astype(np.int64)
         self.entries.append(listed - np.array([moved_tiles, 0, 0]))
@@ -177,25 +177,25 @@ class LegRuns:
 
 
 class LegTables:
-    """The tables of a device. `records` of a unit, and `endings` of the last ones, follow each other in the order of its chains."""
+    """The tables of a rank. `records` of a unit, and `endings` of the last ones, follow each other in the order of its chains."""
 
-    def __init__(self, plan: Plan, shared: SharedSchedule, device: int, tiles: BackwardTiles) -> None:
+    def __init__(self, plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTiles) -> None:
         check_mask(plan.problem.mask)
-        self.plan, self.shared, self.rows = plan, shared, DeviceRows(shared.sharding, device)
-        self.sizes = device_sizes(plan, shared, device, tiles)
-        self.units = shared.by_device[device]
+        self.plan, self.shared, self.rows = plan, shared, RankRows(shared.sharding, rank)
+        self.sizes = rank_sizes(plan, shared, rank, tiles)
+        self.units = shared.by_rank[rank]
         self.semaphore_of = self._semaphores_of_states()
         self._legs: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
         self._runs = LegRuns(plan)
         self.records, self.chains = self._joined([unit for unit in self.units if unit.leg is not None], self.records_of, CHAIN_FIELDS)
         self.endings, self.ends = self._joined([unit for unit in self.units if unit.leg is None], self._endings_of, ENDING_FIELDS)
         self.runs, self.entries = self._runs.tables["runs"], self._runs.tables["entries"]
-        self.q_ranks = frozen_ints(plan.ranks_per_q_tile[self.rows.q_tiles(plan.problem)])
+        self.q_turns = frozen_ints(plan.turns_per_q_tile[self.rows.q_tiles(plan.problem)])
 
     @property
     def tables(self) -> dict[str, Ints]:
-        """What the device gets."""
-        return {name: getattr(self, name) for name in ("runs", "entries", "records", "endings", "q_ranks", "counters")}
+        """What the rank gets."""
+        return {name: getattr(self, name) for name in ("runs", "entries", "records", "endings", "q_turns", "counters")}
 
     def _semaphores_of_states(self) -> dict[int, int]:
         """By unit: the first one of the states that it leaves."""

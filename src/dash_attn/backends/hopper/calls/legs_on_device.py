@@ -5,25 +5,25 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ....scheduling.devices.units import Head, SharedSchedule, Unit
+from ....scheduling.ranks.units import Head, SharedSchedule, Unit
 from ....scheduling.plan import Plan
 from ...recently_used import Kept
-from ..device.parameters import ChainRecord, EndingRecord
+from ..driver.parameters import ChainRecord, EndingRecord
 from ..tiles import backward_tiles
-from .device_masks import MaskOfDevice
+from .rank_masks import MaskOfRank
 from .leg_tables import LegTables
 from .tables import DeviceTables
 
-MOST_TABLES = 64  # of shared schedules and devices that are kept
+MOST_TABLES = 64  # of shared schedules and ranks that are kept
 
 
 class LegsOnDevice:
-    """The tables of a device's legs in its memory."""
+    """The tables of a rank's legs on its device."""
 
-    def __init__(self, plan: Plan, shared: SharedSchedule, device: int, dims: tuple[int, int], where: torch.device) -> None:
-        self.host, self.where = LegTables(plan, shared, device, backward_tiles(*dims)), where
+    def __init__(self, plan: Plan, shared: SharedSchedule, rank: int, dims: tuple[int, int], where: torch.device) -> None:
+        self.host, self.where = LegTables(plan, shared, rank, backward_tiles(*dims)), where
         self.tables = DeviceTables(self.host.tables, where)
-        self.mask = MaskOfDevice(plan.problem, shared.sharding, device, where)
+        self.mask = MaskOfRank(plan.problem, shared.sharding, rank, where)
         self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
 
     def records(self, unit: Unit) -> int:
@@ -44,12 +44,12 @@ class LegsOnDevice:
 _kept: Kept[LegsOnDevice] = Kept(MOST_TABLES)
 
 
-def legs_on_device(plan: Plan, shared: SharedSchedule, device: int, dims: tuple[int, int], where: torch.device) -> LegsOnDevice:
+def legs_on_device(plan: Plan, shared: SharedSchedule, rank: int, dims: tuple[int, int], where: torch.device) -> LegsOnDevice:
     """Uploaded once for a shared schedule, which must be the same object."""
-    key = shared, device, dims, where
+    key = shared, rank, dims, where
     found = _kept.get(key)
     if found is None:
-        found = LegsOnDevice(plan, shared, device, dims, where)
+        found = LegsOnDevice(plan, shared, rank, dims, where)
         for old in _kept.put(key, found):
             torch.cuda.synchronize(old.where)  # launches on any stream may still read them; here they go
     return found

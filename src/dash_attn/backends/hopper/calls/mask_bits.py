@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....masks import BooleanMask, TileMap
-from ....masks.packed_matrix import PackedMatrix
+from ....masks.bit_matrix import PackedMatrix
 from ....scheduling.problem import Problem
 from ...uploading import lasting, refuse_capture, upload
-from ..device.driver import current_stream, device_index, flag, on_device
-from ..device.parameters import MaskBitsParams, MaskParams
+from ..driver.launch import current_stream, device_index, flag, on_device
+from ..driver.parameters import MaskBitsParams, MaskParams
 from ..support import Unsupported
 from ..tiles import helper_blocks
 from .kernel_names import KernelName
@@ -34,7 +34,7 @@ MOST_NUMBERS = 2**30  # a note has the number of a tile and one bit more
 
 @dataclass(frozen=True)
 class BitLayout:
-    """In which order a pass reads the bits of a tile: BitLayout of device_planning/mask_bits.cuh."""
+    """In which order a pass reads the bits of a tile: BitLayout of planning/mask_bits.cuh."""
 
     q_rows: int
     kv_rows: int
@@ -51,7 +51,7 @@ class BitLayout:
 
     def kernel(self) -> KernelName:
         name = f"pack_mask_bits<{self.q_rows}, {self.kv_rows}, {flag(self.forward)}>"
-        return KernelName("device_planning/mask_bits.cuh", name)
+        return KernelName("planning/mask_bits.cuh", name)
 
 
 class PartialTiles:

@@ -11,8 +11,8 @@ from torch import Tensor
 from ....call.dropout import LEVELS, threshold_of
 from ....call.modifiers import Modifiers
 from ....call.options import AttentionOptions
-from ..device.driver import Launch
-from ..device.parameters import ModifierNotesParams, ModifierParams, TilePlaces
+from ..driver.launch import Launch
+from ..driver.parameters import ModifierNotesParams, ModifierParams, TilePlaces
 from ..support import is_modified
 from ..tiles import helper_blocks
 from .kernel_names import KernelName

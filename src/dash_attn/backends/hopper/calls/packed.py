@@ -9,9 +9,9 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Mask
 from ....scheduling.generators.shift import largest_block
-from ..device.driver import flag
-from ..device.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceStarts
-from ..device.trouble import register_call, report_address
+from ..driver.launch import flag
+from ..driver.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceStarts
+from ..driver.trouble import register_call, report_address
 from ..support import sm_count
 from ..tiles import BackwardTiles, backward_tiles, helper_blocks
 from .kernel_names import KernelName
@@ -24,7 +24,7 @@ class SequenceLayout:
 
     def __init__(self, layout: PackedLayout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
         name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
-        kernel = KernelName("device_planning/chains.cuh", name).load(layout.device)
+        kernel = KernelName("planning/chains.cuh", name).load(layout.device)
         self.params = PackedParams(
             count=layout.count,
             q_tokens=layout.q_len,
@@ -57,14 +57,14 @@ def packed_sizes(layout: PackedLayout, head_tiles: int, chains: int) -> dict[str
     return {
         **sequence_sizes(layout),
         "tile_places": 8 * head_tiles,
-        "q_ranks": 4 * head_tiles,
+        "q_turns": 4 * head_tiles,
         "chains": PackedChain.bytes() * 2 * chains,
         "sum_places": 16 * chains,
     }
 
 
 def largest_gang(layout: PackedLayout, tiles: BackwardTiles, mask: Mask) -> int:
-    """Most chains that may wait for each other: in_ring of device_planning/chains.cuh, for the longest sequence.
+    """Most chains that may wait for each other: in_ring of planning/chains.cuh, for the longest sequence.
 
     A causal sequence of which every tile is kept has so few Q tiles that its blocks are single chains.
     """
@@ -84,12 +84,12 @@ class PackedPlanner:
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
         params = self._sequences.params
         params.head_offset, params.chain_rows, params.split = options.head_offset % 2, chains, split
-        kernel = KernelName("device_planning/chains.cuh", f"packed_plan<{rows}>").load(layout.device)
+        kernel = KernelName("planning/chains.cuh", f"packed_plan<{rows}>").load(layout.device)
         self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
 
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
         params = self._sequences.params  # both kernels take the same
-        for name in ("tile_places", "q_ranks", "chains", "sum_places", "tickets"):
+        for name in ("tile_places", "q_turns", "chains", "sum_places", "tickets"):
             setattr(params, name, at[name])
         self._sequences.launch(offsets, at, stream)
         self._launch.on(stream)
@@ -102,7 +102,7 @@ class PackedTiler:
         rows = f"{q_rows}, {kv_rows}"
         self.room = layout.tiles_of_queries(q_rows)
         self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
-        kernel = KernelName("device_planning/forward_tiles.cuh", f"packed_tiles<{rows}>").load(layout.device)
+        kernel = KernelName("planning/forward_tiles.cuh", f"packed_tiles<{rows}>").load(layout.device)
         self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
         self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
 

@@ -42,7 +42,7 @@ class RecordingCall(DenseBackward):
         check_size(problem)
         self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
         self.clocks = torch.zeros((2, self.workers, 2), dtype=torch.int64, device=self.device)  # struct ClockRecord
-        self.main.record, self.main.clocks, self.main.record_ranks = self.record.data_ptr(), self.clocks.data_ptr(), problem.kv_tiles
+        self.main.record, self.main.clocks, self.main.record_turns = self.record.data_ptr(), self.clocks.data_ptr(), problem.kv_tiles
 
 
 def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> TaskTimes:
@@ -75,12 +75,12 @@ def check_size(problem: Problem) -> None:
 
 
 def entries(problem: Problem) -> int:
-    """One for each dQ tile and rank it could have."""
+    """One for each dQ tile and turn it could have."""
     return problem.batch * problem.heads * problem.group * problem.q_tiles * problem.kv_tiles
 
 
 def read_record(schedule: Schedule, record: NDArray[Any], clocks: NDArray[Any], drains: int = 2) -> TaskTimes:
-    """TaskTimes from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and rank; per CTA both clocks, twice."""
+    """TaskTimes from what the kernel wrote: rows (ready, turn, landed, CTA) by dQ tile and turn; per CTA both clocks, twice."""
     table = task_table(schedule)
     rows = record[entry_of(schedule.problem, table)].astype(np.int64)
     missing = np.flatnonzero(rows[:, 3] == UNWRITTEN)
@@ -96,4 +96,4 @@ def read_record(schedule: Schedule, record: NDArray[Any], clocks: NDArray[Any], 
 def entry_of(problem: Problem, table: TaskTable) -> NDArray[Any]:
     """Where the kernel writes each task, as in backward/drain.cuh."""
     dq_tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
-    return dq_tile * problem.kv_tiles + table.rank
+    return dq_tile * problem.kv_tiles + table.turn

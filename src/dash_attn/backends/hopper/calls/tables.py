@@ -17,7 +17,7 @@ from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement
 from ...uploading import upload
-from ..device.parameters import MaskParams, Pair, PlanTables, VisitTables
+from ..driver.parameters import MaskParams, Pair, PlanTables, VisitTables
 
 FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
@@ -61,7 +61,7 @@ class PlanOnDevice:
                 "runs": plan.runs,
                 "entries": plan.entries,
                 "segments": np.cumsum([0, *placement.segments]),
-                "q_ranks": plan.ranks_per_q_tile,
+                "q_turns": plan.turns_per_q_tile,
             },
             device,
         )

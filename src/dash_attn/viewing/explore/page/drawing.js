@@ -63,12 +63,12 @@ function drawBars(chart) {
     for (let bar = first; bar < end; bar++) drawBar(chart, run.bars, bar, [top, tall], run.bars.phase[bar] === STALL ? hatch : palette.css[run.bars.colour[bar]]);
     if (run.back) drawBack(chart, lane, top + tall);
     if (run.byWorker && chart.laneHeight >= 10) outlineChains(chart, lane);
-    if (run.perDevice > 1 && lane % run.perDevice === 0 && lane) separateDevices(chart, lane);
+    if (run.perRank > 1 && lane % run.perRank === 0 && lane) separateRanks(chart, lane);
   }
 }
 
-/** Where a device has several lanes. */
-function separateDevices(chart, lane) {
+/** Where a rank has several lanes. */
+function separateRanks(chart, lane) {
   const { context, theme, plot } = chart;
   context.fillStyle = theme.muted;
   context.fillRect(plot.left, plot.top + (lane - chart.lanes.from) * chart.laneHeight - 0.5, plot.width, 1);

@@ -36,7 +36,7 @@ class Form {
     }
     const tokens = ["seqlen", "kv-seqlen", "tile-q", "tile-kv"].some((name) => name in options);
     this.form.elements.lengths.value = tokens ? "tokens" : "tiles";
-    document.getElementById("cluster").open = "devices" in options;
+    document.getElementById("cluster").open = "ranks" in options;
     this.extra = Object.fromEntries(Object.entries(options).filter(([name]) => !this.form.elements[name])); // has no field: --threads, --device
     this.adapt();
   }
@@ -48,7 +48,7 @@ class Form {
       for (const part of this.form.querySelectorAll(`[data-${name}]`)) part.hidden = part.dataset[name] !== value;
     }
     const headDim = this.form.querySelector('[data-machine="calibrated"]');
-    if (this.form.elements.measured.checked || this.form.elements.devices.value) headDim.hidden = false;
+    if (this.form.elements.measured.checked || this.form.elements.ranks.value) headDim.hidden = false;
   }
 
   options() {
@@ -58,7 +58,7 @@ class Form {
       if (field.type === "checkbox" ? field.checked : field.value.trim()) found[field.name] = field.type === "checkbox" ? true : field.value.trim();
     }
     const second = this.form.elements.second.value;
-    if (second && second !== found.schedule && !found.devices) found.schedule += `,${second}`;
+    if (second && second !== found.schedule && !found.ranks) found.schedule += `,${second}`;
     return found;
   }
 

@@ -7,11 +7,11 @@ const MEANING = {
   compute: "a compute",
   buffer: "an earlier reduce of its chain, which frees a buffer",
   drain: "a free drain",
-  rank: "the rank before",
-  device: "its device",
+  turn: "the turn before",
+  rank: "its rank",
   states: "its states, from the unit before",
-  ranks: "ranks of another unit",
-  keys: "keys and values, gathered from all devices",
+  turns: "turns of another unit",
+  keys: "keys and values, gathered from all ranks",
 };
 
 function showPath(box, charts, state) {

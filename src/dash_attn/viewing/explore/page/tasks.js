@@ -8,7 +8,7 @@ class TaskRun {
     this.chains = unpackedAll(data.chains);
     this.adds = unpackedAll(data.adds);
     this.readTimes(unpackedAll(data.tasks));
-    this.linkRanks();
+    this.linkTurns();
     this.orderChains();
     this.makeBars();
     this.readPath(unpackedAll(data.path));
@@ -30,21 +30,21 @@ class TaskRun {
       this.reduceEnd[i] = this.reduceStart[i] + of(tasks.reduce, i);
       this.lostEnd[i] = this.computeEnd[i] + tasks.lost[i];
     }
-    [this.qTile, this.rank, this.head, this.items] = [tasks.q_tile, tasks.rank, tasks.head, count];
+    [this.qTile, this.turn, this.head, this.items] = [tasks.q_tile, tasks.turn, tasks.head, count];
   }
 
   /** Who adds to a dQ tile before and after each task. */
-  linkRanks() {
+  linkTurns() {
     const keyOf = (i) => (this.chains.sequence[this.chainOf[i]] * this.heads + this.head[i]) * this.q_tiles + this.qTile[i];
     const keys = Int32Array.from({ length: this.items }, (_, i) => keyOf(i));
     const counts = new Int32Array(keys.reduce((most, key) => Math.max(most, key), -1) + 1);
     for (const key of keys) counts[key]++;
     const first = offsetsOf(counts);
     const inOrder = new Int32Array(this.items);
-    for (let i = 0; i < this.items; i++) inOrder[first[keys[i]] + this.rank[i]] = i;
-    this.rankBefore = (i) => (this.rank[i] > 0 ? inOrder[first[keys[i]] + this.rank[i] - 1] : -1);
-    this.rankAfter = (i) => (this.rank[i] + 1 < counts[keys[i]] ? inOrder[first[keys[i]] + this.rank[i] + 1] : -1);
-    this.ranksOf = (i) => counts[keys[i]];
+    for (let i = 0; i < this.items; i++) inOrder[first[keys[i]] + this.turn[i]] = i;
+    this.turnBefore = (i) => (this.turn[i] > 0 ? inOrder[first[keys[i]] + this.turn[i] - 1] : -1);
+    this.turnAfter = (i) => (this.turn[i] + 1 < counts[keys[i]] ? inOrder[first[keys[i]] + this.turn[i] + 1] : -1);
+    this.turnsOf = (i) => counts[keys[i]];
   }
 
   /** The chains of each worker, as they started. */
@@ -153,7 +153,7 @@ class TaskRun {
     const lost = (this.lostEnd[item] - this.computeEnd[item]) / this.ticks;
     return [
       ["worker", this.laneName(this.laneOf(item))],
-      ["rank", `${this.rank[item]} of 0 to ${this.ranksOf(item) - 1}`],
+      ["turn", `${this.turn[item]} of 0 to ${this.turnsOf(item) - 1}`],
       ["step", `${this.placeOf(item) + 1} of ${this.chains.tasks[chain]} of its chain`],
       ["ticket", String(chain)],
       ["compute", time(COMPUTE)],
@@ -183,8 +183,8 @@ class TaskRun {
 
   needsOfReduce(item) {
     const found = [{ phase: REDUCE, item, of: COMPUTE, words: "its own compute", at: this.computeEnd[item] }];
-    const rival = this.rankBefore(item);
-    if (rival >= 0) found.push({ phase: REDUCE, item: rival, of: REDUCE, words: `rank ${this.rank[rival]}`, at: this.handedOver(rival) });
+    const rival = this.turnBefore(item);
+    if (rival >= 0) found.push({ phase: REDUCE, item: rival, of: REDUCE, words: `turn ${this.turn[rival]}`, at: this.handedOver(rival) });
     const [place, drains] = [this.placeOf(item), Math.max(1, this.drains)];
     if (this.drains && place >= drains) {
       found.push({ phase: REDUCE, item: item - drains, of: REDUCE, words: "a free drain, the reduce of", at: this.reduceEnd[item - drains] });
@@ -207,8 +207,8 @@ class TaskRun {
     const [chain, place] = [this.chainOf[item], this.placeOf(item)];
     const [left, drains] = [this.chains.tasks[chain] - 1 - place, Math.max(1, this.drains)];
     const found = [];
-    const rival = this.rankAfter(item);
-    if (rival >= 0) found.push({ item: rival, of: REDUCE, words: `rank ${this.rank[rival]}` });
+    const rival = this.turnAfter(item);
+    if (rival >= 0) found.push({ item: rival, of: REDUCE, words: `turn ${this.turn[rival]}` });
     if (left >= 1) found.push({ item: item + 1, of: COMPUTE, words: "the next compute" });
     if (this.drains && left >= drains) found.push({ item: item + drains, of: REDUCE, words: "its drain, the reduce of" });
     if (this.drains && left >= 1 + this.drains) found.push({ item: item + 1 + this.drains, of: COMPUTE, words: "its buffer, the compute of" });
@@ -217,7 +217,7 @@ class TaskRun {
     return found;
   }
 
-  /** Why a worker stalls after a task: its reduce, or one that holds the buffer of the next compute, waits for a rank. */
+  /** Why a worker stalls after a task: its reduce, or one that holds the buffer of the next compute, waits for a turn. */
   stallOf(item) {
     const more = this.placeOf(item) + 1 < this.chains.tasks[this.chainOf[item]];
     const held = this.drains && more ? Math.max(item - this.drains, this.offsets[this.chainOf[item]]) : item;

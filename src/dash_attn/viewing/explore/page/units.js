@@ -1,4 +1,4 @@
-// A run of several devices that share a sequence: units on devices.
+// A run of several ranks that share a sequence: units on ranks.
 
 const ENDING = -1;
 
@@ -8,7 +8,7 @@ class UnitRun {
     this.makespan = data.makespan / data.ticks;
     this.bound = null;
     this.u = unpackedAll(data.units);
-    this.items = this.u.device.length;
+    this.items = this.u.rank.length;
     this.readWaits(unpackedAll(data.waits));
     this.dealLanes();
     this.makeBars();
@@ -16,7 +16,7 @@ class UnitRun {
     this.path = Array.from(path.index, (index, place) => ({ item: index, phase: COMPUTE, index, cause: path.causes[path.cause[place]] }));
     this.pathSpans = spansOf(this);
     this.back = null;
-    this.laneWord = "device";
+    this.laneWord = "rank";
     this.itemWord = "unit";
   }
 
@@ -32,14 +32,14 @@ class UnitRun {
     }
   }
 
-  /** Units of a device that overlap get lanes of their own. */
+  /** Units of a rank that overlap get lanes of their own. */
   dealLanes() {
-    this.onDevice = Array.from({ length: this.workers }, () => []);
-    for (let unit = 0; unit < this.items; unit++) this.onDevice[this.u.device[unit]].push(unit);
+    this.onRank = Array.from({ length: this.workers }, () => []);
+    for (let unit = 0; unit < this.items; unit++) this.onRank[this.u.rank[unit]].push(unit);
     this.lane = new Int32Array(this.items);
     this.place = new Int32Array(this.items);
     let most = 1;
-    for (const units of this.onDevice) {
+    for (const units of this.onRank) {
       units.sort((a, b) => this.u.start[a] - this.u.start[b] || a - b);
       units.forEach((unit, place) => (this.place[unit] = place));
       const free = [];
@@ -51,7 +51,7 @@ class UnitRun {
       }
       most = Math.max(most, free.length);
     }
-    this.perDevice = most;
+    this.perRank = most;
     this.lanes = this.workers * most;
   }
 
@@ -59,8 +59,8 @@ class UnitRun {
     this.bars = new Bars(this.items, this.lanes);
     for (let lane = 0; lane < this.lanes; lane++) {
       this.bars.beginLane(lane);
-      const [device, sub] = [Math.floor(lane / this.perDevice), lane % this.perDevice];
-      for (const unit of this.onDevice[device]) if (this.lane[unit] === sub) this.bars.add(this.u.start[unit], this.u.end[unit], unit, COMPUTE, this.colourOf(unit));
+      const [rank, sub] = [Math.floor(lane / this.perRank), lane % this.perRank];
+      for (const unit of this.onRank[rank]) if (this.lane[unit] === sub) this.bars.add(this.u.start[unit], this.u.end[unit], unit, COMPUTE, this.colourOf(unit));
     }
     this.bars.endLanes();
   }
@@ -75,11 +75,11 @@ class UnitRun {
   }
 
   laneName(lane) {
-    return lane % this.perDevice ? "" : String(Math.floor(lane / this.perDevice));
+    return lane % this.perRank ? "" : String(Math.floor(lane / this.perRank));
   }
 
   laneOf(item) {
-    return this.u.device[item] * this.perDevice + this.lane[item];
+    return this.u.rank[item] * this.perRank + this.lane[item];
   }
 
   label(item) {
@@ -97,7 +97,7 @@ class UnitRun {
   facts(item) {
     const arrival = this.u.before[item] < 0 ? "begin here" : `there at ${plain(this.u.arrival[item] / this.ticks)}`;
     return [
-      ["device", String(this.u.device[item])],
+      ["rank", String(this.u.rank[item])],
       ["does", this.u.names[this.u.name[item]]],
       ["heads", this.u.heads_of[this.u.heads[item]]],
       ["tasks", plain(this.u.tasks[item])],
@@ -109,21 +109,21 @@ class UnitRun {
   needs(item) {
     const [u, found] = [this.u, []];
     if (u.before[item] >= 0) found.push({ phase: COMPUTE, item: u.before[item], words: "states of", at: u.arrival[item] });
-    const earlier = this.onDevice[u.device[item]][this.place[item] - 1];
+    const earlier = this.onRank[u.rank[item]][this.place[item] - 1];
     const ended = earlier !== undefined && u.end[earlier] <= u.start[item];
-    if (ended) found.push({ phase: COMPUTE, item: earlier, words: "its device, which ran", at: u.end[earlier] });
-    for (const other of this.waitsFor[item]) found.push({ phase: COMPUTE, item: other, words: "ranks of", at: u.end[other] });
-    const inTime = found.filter((need) => need.at <= u.start[item] + 1); // overlapped units take ranks over while they run
+    if (ended) found.push({ phase: COMPUTE, item: earlier, words: "its rank, which ran", at: u.end[earlier] });
+    for (const other of this.waitsFor[item]) found.push({ phase: COMPUTE, item: other, words: "turns of", at: u.end[other] });
+    const inTime = found.filter((need) => need.at <= u.start[item] + 1); // overlapped units take turns over while they run
     const late = found.filter((need) => need.at > u.start[item] + 1).map((need) => ({ ...need, last: false }));
     return [...markLast(inTime), ...late].map((need) => ({ ...need, at: need.at / this.ticks }));
   }
 
   neededBy(item) {
     const [u, found] = [this.u, []];
-    if (u.after[item] >= 0) found.push({ item: u.after[item], words: u.device[u.after[item]] === u.device[item] ? "its states" : `its states hop to device ${u.device[u.after[item]]}` });
-    const later = this.onDevice[u.device[item]][this.place[item] + 1];
-    if (later !== undefined) found.push({ item: later, words: "its device, next" });
-    for (const other of this.waitedBy[item]) found.push({ item: other, words: "its ranks" });
+    if (u.after[item] >= 0) found.push({ item: u.after[item], words: u.rank[u.after[item]] === u.rank[item] ? "its states" : `its states hop to rank ${u.rank[u.after[item]]}` });
+    const later = this.onRank[u.rank[item]][this.place[item] + 1];
+    if (later !== undefined) found.push({ item: later, words: "its rank, next" });
+    for (const other of this.waitedBy[item]) found.push({ item: other, words: "its turns" });
     return found;
   }
 

@@ -1,7 +1,7 @@
 // Tile sizes, shared-memory layout, barriers and parameters of the backward kernel.
 #pragma once
 #include "common/mask.cuh"
-#include "device_planning/walk.cuh"
+#include "planning/walk.cuh"
 #include "common/ptx.cuh"
 
 constexpr int STAGES = 2;  // Q tiles in flight (also dO, dS and dQ buffers, where there is room)
@@ -110,10 +110,10 @@ template <typename C> DEVICE constexpr int state_quad(int wg, int first) {
   return first / C::SUM_REGISTERS * (C::SUM_FLOATS / 4) + wg * (C::SUM_FLOATS / 8) + first % C::SUM_REGISTERS / 4 * WARPGROUP;
 }
 
-// What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, rank.
+// What the planner tells the other roles about a step: first query, whether elements must be masked, query head, dQ tile, turn.
 struct StepNote {
   int rows;  // what a consumer wants, in one word
-  int q_head, dq_tile, rank;
+  int q_head, dq_tile, turn;
   static DEVICE int pack_rows(int q_row, int partial) { return 2 * q_row + partial; }  // MaskKind::Bits: see BitTables instead
   DEVICE int q_row() const { return rows >> 1; }
   DEVICE bool partial() const { return rows & 1; }

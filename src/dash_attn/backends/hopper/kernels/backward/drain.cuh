@@ -38,7 +38,7 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
     const u32 ready = RECORD ? cycles() : 0;
     const StepNote note = notes.step(number);
     bars.note_empty(number).arrive();
-    if (ORDERED && note.rank > 0) await_rank(note);
+    if (ORDERED && note.turn > 0) await_turn(note);
     if (RECORD && of_dq(note)) store_u32x2(record(note), ready, cycles());
 #pragma unroll 1
     for (int piece = 0; piece < C::DQ_PIECES; piece++) {
@@ -48,7 +48,7 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
     if (ORDERED) {
       bulk_wait();
       fence_async_global();
-      store_release(p.semaphores + note.dq_tile, note.rank + 1);
+      store_release(p.semaphores + note.dq_tile, note.turn + 1);
     }
     if (RECORD && of_dq(note)) store_u32x2((u32*)record(note) + 2, cycles(), cta_index());
   }
@@ -65,12 +65,12 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
 
   DEVICE void await_piece(int piece, u32 use) { bars.dq_full(W, C::piece_warpgroup(piece)).wait(C::piece_phase(piece, use)); }
 
-  // The first rank stores: dQ needs no zeroing.
+  // The first turn stores: dQ needs no zeroing.
   DEVICE void add_piece(const StepNote& note, int piece) {
     float* to = tile_of(note) + C::piece_offset(piece) / 4;
     const u32 source = shared + C::dq_staging(W, piece),
               bytes = C::DQ_PIECES > 1 || of_dq(note) ? C::piece_bytes(piece) : 4 * C::SUM_FLOATS;
-    if (ORDERED && note.rank == 0)
+    if (ORDERED && note.turn == 0)
       bulk_store(to, source, bytes);
     else if constexpr (C::DQ_PIECES > 1)  // unrolled: a register less
 #pragma unroll
@@ -83,13 +83,13 @@ template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> st
     bars.dq_empty(C::piece_empty(W, piece)).arrive();
   }
 
-  DEVICE void await_rank(const StepNote& note) {
-    await_semaphore<false>(p, note.dq_tile, note.rank);
+  DEVICE void await_turn(const StepNote& note) {
+    await_semaphore<false>(p, note.dq_tile, note.turn);
     fence_async_global();
   }
 
   // Written in two halves: registers are scarcer than anything.
-  DEVICE void* record(const StepNote& note) const { return p.record + ((u32)note.dq_tile * p.record_ranks + note.rank); }
+  DEVICE void* record(const StepNote& note) const { return p.record + ((u32)note.dq_tile * p.record_turns + note.turn); }
 
   // The two clocks at one moment: a tick of the shared one, which may stand still for a microsecond.
   DEVICE void note_clocks(u32 offset) {

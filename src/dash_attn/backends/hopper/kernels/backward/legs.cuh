@@ -2,7 +2,7 @@
 // before and behind them, as states, as the consumers have them in registers. Semaphores and dQ live through all launches of a device.
 //
 // Launches may overlap. CTAs of a launch start when all those of the one before have started, on SMs that are free; semaphores tell
-// them which ranks have landed and which states have been stored. Nothing waits in a circle: no launch waits for a later one.
+// them which turns have landed and which states have been stored. Nothing waits in a circle: no launch waits for a later one.
 #pragma once
 #include "backward/consumer.cuh"
 #include "backward/drain.cuh"

@@ -90,7 +90,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
       const int member = load_shared_i32(chain + WALK) & 1 ? load_shared_i32(chain + MEMBERS) - 1 - m : m;
       store_shared_i32x4(notes.step_at(number),
                          make_int4(rows_of(chain, step, member), load_shared_i32(chain + Q_HEAD) + member,
-                                   load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.rank));
+                                   load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.turn));
       bars.note_full(number).arrive();
     }
     return counts;

@@ -25,16 +25,16 @@ DEVICE int2 place_in_sum(int i, int e) {
 }
 
 // Blocks start where CTAs of the attention kernel have ended, while others still run: each waits for its tile only, until all
-// ranks have landed. Unordered, for the whole kernel. False: nothing was added, the accumulator was never written.
+// turns have landed. Unordered, for the whole kernel. False: nothing was added, the accumulator was never written.
 DEVICE bool await_sum(const PostprocessParams& p, int tile) {
-  if (p.q_ranks == nullptr) {
+  if (p.q_turns == nullptr) {
     await_kernel_before();
     return true;
   }
-  const int ranks = p.q_ranks[tile % p.tiles.head_tiles];
-  if (threadIdx.x == 0) await_semaphore<true>(p, tile, ranks);
+  const int turns = p.q_turns[tile % p.tiles.head_tiles];
+  if (threadIdx.x == 0) await_semaphore<true>(p, tile, turns);
   __syncthreads();
-  return ranks > 0;
+  return turns > 0;
 }
 
 // A finished tile, padded rows so that there are no bank conflicts, on its way from fragments to rows.
@@ -121,7 +121,7 @@ template <typename Half, int D, int DV, bool PACKED> struct SumFinisher {
     return __ldcg(from + wg * IN_PIECE + quad % IN_PIECE);
   }
   DEVICE void await(int first_parts, int second_parts) const {
-    if (p.q_ranks == nullptr) return await_kernel_before();  // unordered
+    if (p.q_turns == nullptr) return await_kernel_before();  // unordered
     if (threadIdx.x < 2 * C::SUM_PIECES) {
       const int sum = threadIdx.x / C::SUM_PIECES, parts = sum ? second_parts : first_parts;
       if (parts > 0) await_semaphore<true>(p, s.first_sum + first_piece(sum) + threadIdx.x % C::SUM_PIECES, parts);

@@ -1,5 +1,5 @@
 // Before the backward: delta = rowsum(dO * O) - dLSE, LSE in base 2 and padded to whole tiles, semaphores and ticket counter reset,
-// tickets expanded (those of packed sequences by device_planning/chains.cuh).
+// tickets expanded (those of packed sequences by planning/chains.cuh).
 #pragma once
 #include "common/plan_tables.cuh"
 #include "common/ptx.cuh"

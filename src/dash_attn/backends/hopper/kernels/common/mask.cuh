@@ -26,7 +26,7 @@ template <MaskKind KIND> struct KeyMask {
 };
 
 // MaskKind::Bits is any boolean matrix. A partial tile has bits of its own, in the order in which the threads of a warpgroup hold its
-// scores (device_planning/mask_bits.cuh), and a number: that of its bits. Here members of MaskParams have another meaning, because
+// scores (planning/mask_bits.cuh), and a number: that of its bits. Here members of MaskParams have another meaning, because
 // another member would move those behind it, and the machine code of all kernels with them.
 struct BitTables {
   const MaskParams& mask;

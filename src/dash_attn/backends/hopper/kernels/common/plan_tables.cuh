@@ -157,10 +157,10 @@ struct Walk {
     const int i = at++, listed = read(line.entries);
     if (listed >= 0) {
       const Step& entry = entries[listed + i];
-      return {read(entry.q_tile), read(entry.rank), read(entry.partial)};
+      return {read(entry.q_tile), read(entry.turn), read(entry.partial)};
     }
-    // Ranks lie on a digital line; the numerator is never negative, because ranks are not.
-    const u32 rank = (u32)(read(line.rank_mul) * i + read(line.rank_add)) / (u32)read(line.rank_div);
-    return {read(line.q_first) + i * read(line.q_stride), (int)rank, read(line.partial)};
+    // Turns lie on a digital line; the numerator is never negative, because turns are not.
+    const u32 turn = (u32)(read(line.turn_mul) * i + read(line.turn_add)) / (u32)read(line.turn_div);
+    return {read(line.q_first) + i * read(line.q_stride), (int)turn, read(line.partial)};
   }
 };

@@ -1,0 +1,125 @@
+"""Writes common/shared_with_python.cuh: the constants, enumerations and structures that Python and the kernels share.
+
+Python decides; the kernels read this header, and static assertions compare how the compiler lays structures out.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ....call import dropout
+from ....scheduling.generators._walks import HAND_OVER
+from ....scheduling.generators.alternating import MANY_MEMBERS, ONE_CAUSAL_CLASS, ONE_CLASS
+from ....scheduling.generators.auto import FEW_KV_TILES
+from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
+from ....scheduling.problem import ROWS_OF_A_CHAIN
+from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
+from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
+from . import parameters
+from .parameters import RAGGED, STRUCTURES, Structure
+
+NAME = "common/shared_with_python.cuh"
+MASK_KINDS = ("Band", "Rows", "Blocks", "Packed", "Bits")
+TROUBLES = {
+    "Hang": "HANG",
+    "BadLengths": "BAD_LENGTHS",
+    "CacheLength": "CACHE_LENGTH",
+    "CachePadding": "CACHE_PADDING",
+    "CacheRow": "CACHE_ROW",
+    "CachePage": "CACHE_PAGE",
+    "CacheShared": "CACHE_SHARED",
+    "CachePosition": "CACHE_POSITION",
+}
+
+
+@cache
+def shared_header() -> str:
+    """The text of the header."""
+    parts = [
+        "// Written by backends/hopper/driver/shared_header.py: what Python and the kernels share.",
+        '#pragma once\n#include "common/types.cuh"',
+        _constants(),
+        _generator(),
+        _enumerations(),
+        _tiles(),
+        "\n".join(f"struct {name};" for name in STRUCTURES),
+        *(structure_in_c(name, structure) for name, structure in STRUCTURES.items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _constants() -> str:
+    """Of the orders and placements that the device plans itself, for packed sequences."""
+    found = {
+        "FEW_KV_TILES": FEW_KV_TILES,
+        "ONE_CLASS": ONE_CLASS,
+        "ONE_CAUSAL_CLASS": ONE_CAUSAL_CLASS,
+        "MANY_MEMBERS": MANY_MEMBERS,
+        "ROWS_OF_A_CHAIN": ROWS_OF_A_CHAIN,
+        "LARGEST_BLOCK": LARGEST_BLOCK,
+        "SINGLE_CHAINS": SINGLE_CHAINS,
+        "HAND_OVER": HAND_OVER,
+        "MANY_KV_TILES": MANY_KV_TILES,
+        "FILLED_WORKERS": FILLED[0],
+        "FILLED_OF": FILLED[1],
+        "CACHED": CACHED,
+        "SIXTEENTHS": SIXTEENTHS,
+        "LATE": LATE,
+        "RAGGED": RAGGED,
+    }
+    return "\n".join(f"constexpr int {name} = {value};" for name, value in found.items())
+
+
+def _generator() -> str:
+    """Of dropout."""
+    words = {"PHILOX_MULTIPLIER": dropout.MULTIPLIER, "PHILOX_KEY_STEP": dropout.KEY_STEP}
+    longs = {"MIX_GAMMA": dropout.GAMMA, "MIX_1": dropout.MIX_1, "MIX_2": dropout.MIX_2}
+    lines = [f"constexpr int PHILOX_ROUNDS = {dropout.ROUNDS};"]
+    lines += [f"constexpr u32 {name} = {value:#x}u;" for name, value in words.items()]
+    lines += [f"constexpr u64 {name} = {value:#x}ull;" for name, value in longs.items()]
+    return "\n".join(lines)
+
+
+def _enumerations() -> str:
+    kinds = ", ".join(MASK_KINDS)
+    troubles = ", ".join(f"{name} = {getattr(parameters, constant)}" for name, constant in TROUBLES.items())
+    return f"enum class MaskKind {{ {kinds} }};\nenum class Trouble : int {{ None, {troubles} }};"
+
+
+def _tiles() -> str:
+    """Rows and shared memory, by head dim; in the backward by those of q and k, and of v."""
+    backward = {dims: backward_tiles(*dims) for dims in BACKWARD_DIMS}
+    forward = {dim: forward_tiles(dim, 2) for dim, _ in FORWARD_DIMS}
+    lines = [
+        _by_dims("backward_q_rows", {dims: tiles.q_rows for dims, tiles in backward.items()}),
+        _by_dims("backward_kv_rows", {dims: tiles.kv_rows for dims, tiles in backward.items()}),
+        _by_dims("backward_shared_bytes", {dims: tiles.shared_bytes for dims, tiles in backward.items()}),
+        _by_dim("forward_kv_rows", {dim: tiles.kv_rows for dim, tiles in forward.items()}),
+    ]
+    return "\n".join(lines)
+
+
+def _by_dim(name: str, values: dict[int, int]) -> str:
+    choices = "".join(f"dim == {dim} ? {value} : " for dim, value in values.items())
+    return f"__host__ __device__ constexpr int {name}(int dim) {{ return {choices}0; }}"
+
+
+def _by_dims(name: str, values: dict[tuple[int, int], int]) -> str:
+    choices = "".join(f"dim == {dim} && v_dim == {v_dim} ? {value} : " for (dim, v_dim), value in values.items())
+    return f"__host__ __device__ constexpr int {name}(int dim, int v_dim) {{ return {choices}0; }}"
+
+
+def structure_in_c(name: str, structure: type[Structure]) -> str:
+    """With assertions that the compiler lays it out as Python does."""
+    aligned = f"alignas({structure._alignment_}) " if structure._alignment_ > 1 else ""
+    lines = [f"struct {aligned}{name} {{"]
+    for c_type, names, note in structure._members_:
+        star, base = ("*", c_type[:-1]) if c_type.endswith("*") else ("", c_type)
+        member = f"  {base} {', '.join(star + name.strip() for name in names.split(','))};"
+        lines.append(f"{member}  // {note}" if note else member)
+    lines.append("};")
+    lines.append(f'static_assert(sizeof({name}) == {structure.bytes()}, "Python counts other bytes in {name}");')
+    for field, *_ in structure._fields_:
+        offset = getattr(structure, field).offset
+        lines.append(f'static_assert(OFFSET_OF({name}, {field}) == {offset}, "Python has {name}.{field} elsewhere");')
+    return "\n".join(lines)
