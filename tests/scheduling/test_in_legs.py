@@ -10,12 +10,12 @@ import pytest
 
 from dash_attn import Causal, Full, Mask, Prefix, Problem, Schedule, ScheduleError, Window, generate
 from dash_attn.call.any_workers import plan_on_any
+from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.trips import Circle, trips_of
 from dash_attn.scheduling.ranks.units import SharedSchedule
-from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.validate import StuckOnWorkers, TooFewWorkers
 
 ENOUGH = 1000
