@@ -27,7 +27,7 @@ from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.together import heads_that_fill
+from dash_attn.scheduling.ranks.share import heads_that_fill
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..scheduling.ranks.sharding import SHARDINGS, Sharding
 from ..scheduling.ranks.share import share
-from ..scheduling.ranks.together import heads_that_fill
+from ..scheduling.ranks.share import heads_that_fill
 from ..scheduling.ranks.units import SharedSchedule
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem, whole_number

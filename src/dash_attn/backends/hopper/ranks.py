@@ -11,7 +11,7 @@ from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
 from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.together import FILLINGS
+from ...scheduling.ranks.share import FILLINGS
 from ...scheduling.generators.shift import LARGEST_BLOCK
 from ...scheduling.problem import Problem
 from . import tiles

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...scheduling.ranks.peaks import highest, most_states
+from ...scheduling.ranks.units import highest, most_states
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.units import Unit
 from .gathering import sharding_of_tiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...scheduling.ranks.peaks import most_states
+from ...scheduling.ranks.units import most_states
 from .costs import Memory, NumberBytes, RankCosts, Sent, state_bytes_sent, sum_bytes, tile_bytes
 from .document_moves import Moves, moves_of
 from .document_passes import own_documents

@@ -9,7 +9,7 @@ from ....call.any_workers import walk_in_legs
 from ....call.modifiers import Modifiers
 from ....call.offsets import SequenceOffsets
 from ....call.sums import sum_in_order
-from ....scheduling.ranks.peaks import most_states
+from ....scheduling.ranks.units import most_states
 from ..driver.workspace import Workspace
 from .backward_setup import DenseBackwardSetup
 from .rank_backward import RankBackward, tile_size
