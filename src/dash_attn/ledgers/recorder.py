@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..tools.doctor import doctor
+from ..tools.machine import is_distributed, process_environment
 from .attention_plans import AttentionCalls
 from .collecting import Collector, UnderWay
 from .entries import Entry
-from .environment import environment
 from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
 from .hooks import ModuleHooks, sees_modules
 from .leaves import all_leaves
@@ -56,7 +57,8 @@ def ledger(
         raise TypeError(f"detail must be a range, a set or a list of steps, or True for all; got {detail!r}")
     number = _rank() if rank is None else rank
     file = LedgerFile(Path(folder) / f"rank-{number}.ledger", append=resume_from is not None)
-    head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment()}
+    environment = {**process_environment(), "doctor": {finding.id: finding.found for finding in doctor()}}
+    head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment}
     file.append((HEAD, as_json(head)))
     return Ledger(file, detail, keep, optimizer_every, resume_from or 0)
 
@@ -224,17 +226,13 @@ def _execution_order(entries: Sequence[Entry]) -> list[int]:
     return sorted(range(len(phases)), key=lambda place: (*where.get(phases[place], (1.0, float(place))), place))
 
 
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _rank() -> int:
-    return int(torch.distributed.get_rank()) if _distributed() else int(os.environ.get("RANK", "0"))
+    return int(torch.distributed.get_rank()) if is_distributed() else int(os.environ.get("RANK", "0"))
 
 
 def _world_size(rank_is_given: bool) -> int | None:
     """None: ranks are numbered by hand, and nobody says how many there are."""
-    if _distributed():
+    if is_distributed():
         return int(torch.distributed.get_world_size())
     size = os.environ.get("WORLD_SIZE")
     return int(size) if size else None if rank_is_given or "RANK" in os.environ else 1

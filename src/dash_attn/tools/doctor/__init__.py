@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .check import Finding
-from .checks import CHECKS, examine
+from ..machine import Snapshot
+from .checks import CHECKS, SEVERITIES, Finding
 from .show import print_findings
-from .snapshot import Snapshot, take_snapshot
 
-__all__ = ["CHECKS", "Finding", "Snapshot", "doctor", "examine", "print_findings", "take_snapshot"]
+__all__ = ["CHECKS", "Finding", "Snapshot", "doctor", "examine", "print_findings"]
 
 
 def doctor(show: bool = False) -> list[Finding]:
@@ -15,7 +14,13 @@ def doctor(show: bool = False) -> list[Finding]:
 
     Call it after all switches are set and before the first step. It changes nothing and does not initialise CUDA.
     """
-    findings = examine(take_snapshot())
+    findings = examine(Snapshot())
     if show:
         print_findings(findings)
     return findings
+
+
+def examine(process: Snapshot) -> list[Finding]:
+    """What is wrong, errors first."""
+    found = [finding for check in CHECKS if (finding := check.finding(process)) is not None]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

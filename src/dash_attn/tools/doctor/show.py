@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from .check import SEVERITIES, Check, Finding
+from .checks import SEVERITIES, Check, Finding
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 COLUMNS = ("severity", "check", "found", "why it matters", "fix")

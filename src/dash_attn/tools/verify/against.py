@@ -36,7 +36,7 @@ def differences(ours: Certificate, theirs: Certificate) -> list[str]:
         else:
             lines += [f"{case}: {line}" for line in _entry_differences(entry, known[case])]
     if lines:
-        lines += [f"for information, {line}" for line in _surroundings(ours, theirs)]
+        lines += [f"for information, {line}" for line in _environment(ours, theirs)]
     return lines
 
 
@@ -50,7 +50,7 @@ def _entry_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator
         yield from _compare(f"bits of {name}", digest, theirs["sha256"].get(name))
 
 
-def _surroundings(ours: Certificate, theirs: Certificate) -> Iterator[str]:
+def _environment(ours: Certificate, theirs: Certificate) -> Iterator[str]:
     for part in ("device", "versions"):
         for key, value in ours[part].items():
             yield from _compare(f"{part} {key}", value, theirs[part].get(key))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ...backends import resolve
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
-from ..bench.environment import commit, compilers, driver_facts
+from ..machine import device_facts, version_facts
 from .bits import hashes, sha256
 from .cases import INPUT_GENERATOR, SEED, Case
 from .fresh import fresh_results
@@ -69,8 +67,8 @@ def verify(
         "runs": runs,
         "ranks": list(ranks),
         "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
-        "device": _device(device),
-        "versions": _versions(device, backend),
+        "device": device_facts(device),
+        "versions": version_facts(device, backend),
         "cases": entries,
     }
 
@@ -83,29 +81,6 @@ def _entry(test: CaseTest, outcomes: list[Outcome]) -> dict[str, Any]:
         "inputs_sha256": sha256(test.inputs),
         "sha256": hashes(test.reference),
     }
-
-
-def _device(device: str) -> dict[str, Any]:
-    if device == "cpu":
-        return {"type": "cpu", "name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    capability = f"{properties.major}.{properties.minor}"
-    driver = driver_facts().get("driver_version")
-    return {"type": "cuda", "name": properties.name, "capability": capability, "sms": properties.multi_processor_count, "driver": driver}
-
-
-def _versions(device: str, backend: str) -> dict[str, str | None]:
-    found: dict[str, str | None] = {
-        "dash_attn": __version__,
-        "commit": commit(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }
-    if device == "cuda":
-        found |= compilers(backend)  # another version may give other machine code
-    return found
 
 
 def read(path: Path) -> Certificate:
