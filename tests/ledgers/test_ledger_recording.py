@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import dash_attn
 from dash_attn.attention.observers import observers
 from dash_attn.ledgers import LedgerError, collecting, compare_runs, read_run
-from dash_attn.ledgers.bit_sums import bit_sum
+from dash_attn.ledgers.collecting import HostCopies
 from dash_attn.ledgers.comparing import _compare_rank
-from dash_attn.ledgers.host_copies import HostCopies
-from dash_attn.ledgers.rank_pairs import RankPair
-from dash_attn.ledgers.reading import Segment, Step, read_rank
+from dash_attn.ledgers.reading import RankPair, Segment, Step, read_rank
 from dense import same_bits
+from tensor_sums import bit_sum
 from tiny_gpt import TinyGpt, Training
 
 FILE = "rank-0.ledger"
@@ -227,12 +226,12 @@ class Late:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.copies, self.on_host = HostCopies(tensors), False
 
-    def wait(self) -> bytes:
+    def wait(self) -> list[bytes]:
         return self.copies.wait()
 
 
 class Lost(Late):
-    def wait(self) -> bytes:
+    def wait(self) -> list[bytes]:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 

@@ -122,7 +122,7 @@ def show(found: Comparison) -> None:
 
 def verdict(found: Comparison) -> str:
     """In one line."""
-    from ..ledgers.surroundings import numbers
+    from ..ledgers.remarks import numbers
 
     steps = _in_words(found.steps)
     compared = f"{found.tensors:,} tensors of {steps}, {_plural('rank', found.ranks)} {numbers(found.ranks)}"

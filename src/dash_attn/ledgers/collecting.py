@@ -11,21 +11,51 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .bit_sums import PartSums, part_sums
 from .entries import Entry
-from .host_copies import HostCopies
-from .leaves import strided
+from .tensors import strided
 
 
-@dataclass(frozen=True)
-class Collected:
-    """The sum of each entry, and its first elements where they were kept."""
+class HostCopies:
+    """Tensors on their way to the host: one copy per device, into memory that a GPU writes to without anybody waiting.
 
-    sums: NDArray[np.uint64]
-    kept: tuple[bytes, ...]
+    Copies are under way when this is made; `wait` waits for them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._places = [(tensor.device, tensor.nbytes) for tensor in tensors]
+        devices = dict.fromkeys(device for device, _ in self._places)
+        joined = {device: torch.cat([tensor.view(torch.uint8) for tensor in tensors if tensor.device == device]) for device in devices}
+        self._copies = {device: _copy(octets) for device, octets in joined.items()}
+
+    @property
+    def on_host(self) -> bool:
+        return all(event is None for _, event in self._copies.values())
+
+    def wait(self) -> list[bytes]:
+        """Of each tensor."""
+        for _, event in self._copies.values():
+            if event is not None:
+                event.synchronize()
+        joined = {device: copy.numpy().tobytes() for device, (copy, _) in self._copies.items()}
+        starts, pieces = dict.fromkeys(joined, 0), []
+        for device, size in self._places:
+            pieces.append(joined[device][starts[device] : starts[device] + size])
+            starts[device] += size
+        return pieces
+
+
+def _copy(octets: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if octets.device.type != "cuda":
+        return octets.cpu(), None
+    copy = torch.empty(octets.shape, dtype=octets.dtype, pin_memory=True)
+    with torch.cuda.device(octets.device):
+        copy.copy_(octets, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return copy, event
 
 
 @dataclass(frozen=True)
@@ -34,28 +64,21 @@ class UnderWay:
 
     order: tuple[int, ...]  # places of the entries, as they are wanted
     owners: tuple[int, ...]  # of the sums
-    kept_sizes: dict[int, int]  # bytes, by place of the entry
+    keepers: tuple[int, ...]  # entries whose first elements were kept
     sums: HostCopies
     kept: HostCopies
 
     @property
     def on_host(self) -> bool:
-        """Whether everything was on the host from the beginning, so that `collected` waits for nothing."""
+        """Whether everything was on the host from the beginning, so that `wait` waits for nothing."""
         return self.sums.on_host and self.kept.on_host
 
-    def collected(self) -> Collected:
-        """Waits for the copies."""
+    def wait(self) -> bytes:
+        """The sum of each entry, then first elements where they were kept: as a record has them."""
         totals = np.zeros(max((*self.order, *self.owners), default=-1) + 1, dtype=np.uint64)
-        np.add.at(totals, np.array(self.owners, dtype=np.intp), np.frombuffer(self.sums.wait(), dtype=np.uint64))
-        return Collected(totals[list(self.order)], self._kept_bytes())
-
-    def _kept_bytes(self) -> tuple[bytes, ...]:
-        data, start = self.kept.wait(), 0
-        found: dict[int, bytes] = {}
-        for place, size in self.kept_sizes.items():
-            found[place] = data[start : start + size]
-            start += size
-        return tuple(found.get(place, b"") for place in self.order)
+        np.add.at(totals, np.array(self.owners, dtype=np.intp), np.frombuffer(b"".join(self.sums.wait()), dtype=np.uint64))
+        kept = dict(zip(self.keepers, self.kept.wait(), strict=True))
+        return totals[list(self.order)].astype(np.dtype("<u8")).tobytes() + b"".join(kept.get(place, b"") for place in self.order)
 
 
 @dataclass
@@ -82,13 +105,9 @@ class Collector:
 
     def collect(self, order: Sequence[int]) -> UnderWay:
         """Start to copy everything to the host. `order`: places of the entries, as they are wanted."""
-        return UnderWay(
-            tuple(order),
-            tuple(owner for part in self._sums for owner in part.owners),
-            {place: octets.numel() for place, octets in self._kept.items()},
-            HostCopies([part.sums for part in self._sums]),
-            HostCopies(list(self._kept.values())),
-        )
+        owners = tuple(owner for part in self._sums for owner in part.owners)
+        sums, kept = HostCopies([part.sums for part in self._sums]), HostCopies(list(self._kept.values()))
+        return UnderWay(tuple(order), owners, tuple(self._kept), sums, kept)
 
 
 def _first_octets(tensor: Tensor, count: int) -> Tensor:

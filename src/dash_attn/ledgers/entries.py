@@ -1,4 +1,7 @@
-"""What one recorded tensor is: where in a step it was, and its dtype and shape. Its bits are in the record of the step."""
+"""What one recorded tensor is: where in a step it was, its dtype and shape; and its elements that were kept, as numbers.
+
+The sum over its bits is in the record of the step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:  # ledgers are read and compared without PyTorch
     import torch
@@ -73,3 +78,47 @@ def _described(entry: Entry, name: str, dtype: torch.dtype, shape: torch.Size, k
 
 
 _made = lru_cache(maxsize=2**18)(Entry)  # layouts of one run, and of two, have most entries in common
+
+
+@dataclass(frozen=True)
+class Element:
+    """The first element that differs: its index, and value and bits in both runs."""
+
+    index: tuple[int, ...]
+    a: str
+    b: str
+
+
+def first_difference(entry: Entry, a: bytes, b: bytes) -> Element | None:
+    """None where all elements that both runs kept are equal."""
+    size = entry.itemsize
+    for place in range(min(len(a), len(b)) // size):
+        one, other = a[place * size : (place + 1) * size], b[place * size : (place + 1) * size]
+        if one != other:
+            return Element(_index(place, entry.shape), shown(one, entry.dtype), shown(other, entry.dtype))
+    return None
+
+
+def shown(data: bytes, dtype: str) -> str:
+    """The value, and its bits: two numbers may look alike, and NaNs do."""
+    return f"{_value(data, dtype)!r} (0x{data[::-1].hex()})"
+
+
+def _value(data: bytes, dtype: str) -> Any:
+    if dtype == "bfloat16":  # the upper half of a float32
+        data, dtype = bytes(2) + data, "float32"
+    if dtype in np.sctypeDict:
+        return np.frombuffer(data, dtype=dtype)[0].item()
+    import torch
+
+    if not hasattr(torch, dtype):
+        raise ValueError(f"this version of PyTorch has no dtype {dtype!r}")
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))[0].item()
+
+
+def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        index.append(rest)
+    return tuple(reversed(index))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .collecting import Collector
 from .entries import Entry
-from .leaves import Leaf, tensors_in
-from .state import plain_name, unwrapped
+from .tensors import Leaf, plain_name, tensors_in, unwrapped
 
 
 class ModuleHooks:
@@ -32,9 +32,8 @@ class ModuleHooks:
         self._takers: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[str]]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in _seen(unwrapped(model, compiled=False)):
-            before = module.register_forward_pre_hook(self._begins(name), with_kwargs=True)
-            after = module.register_forward_hook(self._ends(), with_kwargs=True)
-            self._handles += [before, after]
+            self._handles.append(module.register_forward_pre_hook(partial(self._begins, name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._ends, with_kwargs=True))
 
     def current_module(self) -> str | None:
         return self._running[-1].module if self._running else None
@@ -45,28 +44,23 @@ class ModuleHooks:
         self._handles.clear()
         self._takers.clear()
 
-    def _begins(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            phase = "recompute" if _in_backward() else "forward"
-            entry = Entry(phase, name, "", call=self._calls[phase, name], caller=self.current_module())
-            self._calls[phase, name] += 1
-            inputs = [*_arguments(args, kwargs)]
-            self._add(entry, input=inputs, parameter=_own(module._parameters), buffer=_own(module._buffers))
-            for path, tensor in inputs:
-                self._watch(replace(entry, phase="backward", role="input", tensor=path), tensor, taker=name)
-            self._running.append(entry)
+    def _begins(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        phase = "recompute" if _in_backward() else "forward"
+        entry = Entry(phase, name, "", call=self._calls[phase, name], caller=self.current_module())
+        self._calls[phase, name] += 1
+        arguments = {**{str(place): argument for place, argument in enumerate(args)}, **kwargs}
+        inputs = [leaf for path, argument in arguments.items() for leaf in tensors_in(argument, path)]
+        self._add(entry, input=inputs, parameter=_own(module._parameters), buffer=_own(module._buffers))
+        for path, tensor in inputs:
+            self._watch(replace(entry, phase="backward", role="input", tensor=path), tensor, taker=name)
+        self._running.append(entry)
 
-        return hook
-
-    def _ends(self) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            entry = self._running.pop()
-            outputs = list(tensors_in(result))
-            self._add(entry, output=outputs)
-            for path, tensor in outputs:
-                self._watch(replace(entry, phase="backward", role="output", tensor=path), tensor)
-
-        return hook
+    def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        entry = self._running.pop()
+        outputs = list(tensors_in(result))
+        self._add(entry, output=outputs)
+        for path, tensor in outputs:
+            self._watch(replace(entry, phase="backward", role="output", tensor=path), tensor)
 
     def _add(self, entry: Entry, **leaves: list[Leaf]) -> None:
         """Leaves by their role; all at once, so that they share a launch."""
@@ -98,13 +92,6 @@ def _seen(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
         if not hasattr(module, "_orig_mod"):
             for child, inner in module.named_children():
                 yield from _seen(inner, f"{name}.{child}" if name else child)
-
-
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Leaf]:
-    for place, argument in enumerate(args):
-        yield from tensors_in(argument, str(place))
-    for name, argument in kwargs.items():
-        yield from tensors_in(argument, name)
 
 
 def _own(tensors: dict[str, Any]) -> list[Leaf]:

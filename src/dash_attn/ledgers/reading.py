@@ -1,5 +1,6 @@
 """Ledgers as they were written: a run has ranks, a rank has segments (one per start of the process), a segment has steps.
 
+`read_runs` says which file of one run is compared with which of the other.
 Files are read record by record, and sums when they are asked for: a long run need not fit in memory.
 """
 
@@ -13,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .entries import Entry
-from .framing import END, FRAME_BYTES, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP_FIELDS, LedgerError, Record, from_json, records
+from .format import END, FRAME_BYTES, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP_FIELDS, LedgerError, Record, from_json, records
 
 if TYPE_CHECKING:
     from .attention_plans import Plan
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 FILE_NAME = re.compile(r"rank-(\d+)\.ledger")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # known by its identity: one may have many entries
 class Layout:
     entries: tuple[Entry, ...]
     attention: tuple[tuple[str | None, str], ...]  # (module, name of the plan) of every call
@@ -251,3 +252,57 @@ def world_size_of(run: Run) -> int | None:
     sizes = last | {step.world_size for step in run[min(run)].steps.values()}
     known = [size for size in sizes if size is not None]
     return max(known) if len(known) == len(sizes) else None
+
+
+class RankPair(NamedTuple):
+    """weights_only: a rank that one run alone has, beside one of the other that shares its weights, but not its work."""
+
+    rank: int
+    a: RankLedger
+    b: RankLedger
+    weights_only: bool = False
+
+
+class Runs(NamedTuple):
+    """one_rank: a rank was chosen, or a file was named in place of a folder. The other ranks are left out then."""
+
+    a: Run
+    b: Run
+    pairs: list[RankPair]
+    one_rank: bool
+
+
+def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -> Runs:
+    """rank: this one alone."""
+    a, b = read_run(path_a, rank), read_run(path_b, rank)
+    if rank is not None and set(a) != set(b):
+        a, b = read_run(path_a), read_run(path_b)  # a rank that one of them has not: compared with another one
+    alone = [Path(path).is_file() or world_size_of(run) in (1, None) for path, run in ((path_a, a), (path_b, b))]
+    named = Path(path_a).is_file() or Path(path_b).is_file()
+    pairs = _same_ranks(a, b, named and all(alone)) + ([] if named else _other_ranks(a, b))
+    chosen = [pair for pair in pairs if rank is None or pair.rank == rank]
+    if not chosen:
+        raise LedgerError(f"no rank {rank} can be compared: A has {sorted(a)}, B has {sorted(b)}")
+    if one_rank := named or rank is not None:
+        a = {number: ledger for number, ledger in a.items() if any(ledger is pair.a for pair in chosen)}
+        b = {number: ledger for number, ledger in b.items() if any(ledger is pair.b for pair in chosen)}
+    return Runs(a, b, chosen, one_rank)
+
+
+def _same_ranks(a: Run, b: Run, one_by_one: bool) -> list[RankPair]:
+    if one_by_one and len(a) == len(b) == 1:  # whatever their numbers are
+        return [RankPair(next(iter(a)), next(iter(a.values())), next(iter(b.values())))]
+    both = sorted(set(a) & set(b))
+    if not both:
+        raise LedgerError(f"no rank is in both runs: A has {sorted(a)}, B has {sorted(b)}")
+    return [RankPair(rank, a[rank], b[rank]) for rank in both]
+
+
+def _other_ranks(a: Run, b: Run) -> list[RankPair]:
+    """Ranks of the run that had more. On as many ranks, a rank without its like has lost its file, and others may hold other shards."""
+    sizes = world_size_of(a), world_size_of(b)
+    if None not in sizes and sizes[0] == sizes[1]:
+        return []
+    both = sorted(set(a) & set(b))
+    beside = {rank: both[rank % len(both)] for rank in sorted(set(a) ^ set(b))}
+    return [RankPair(rank, a.get(rank, a[like]), b.get(rank, b[like]), weights_only=True) for rank, like in beside.items()]

@@ -7,12 +7,10 @@ import sys
 import time
 import warnings
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,13 +19,21 @@ from ..tools.machine import is_distributed, process_environment
 from .attention_plans import AttentionCalls
 from .collecting import Collector, UnderWay
 from .entries import Entry
-from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
+from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, LedgerFile, as_json
 from .hooks import ModuleHooks, sees_modules
-from .leaves import all_leaves
-from .state import generators, gradients, optimizer_counts, optimizer_settings, optimizer_state, parameters_of, weights
-from .writing import LedgerFile
+from .tensors import (
+    all_leaves,
+    generators,
+    gradients,
+    optimizer_counts,
+    optimizer_settings,
+    optimizer_state,
+    parameters_of,
+    weights,
+)
 
 Steps = Container[int] | bool
+Records = list[tuple[bytes, bytes]]  # kind, payload
 MOST_SETTINGS = 8  # numbers of a hyper-parameter that are kept: betas are two
 
 
@@ -63,19 +69,6 @@ def ledger(
     return Ledger(file, detail, keep, optimizer_every, resume_from or 0)
 
 
-@dataclass(frozen=True)
-class _Unwritten:
-    """A step whose sums are on their way from a GPU."""
-
-    before: list[tuple[bytes, bytes]]
-    head: bytes
-    found: UnderWay
-
-    def records(self) -> list[tuple[bytes, bytes]]:
-        found = self.found.collected()
-        return [*self.before, (STEP, self.head + found.sums.astype(np.dtype("<u8")).tobytes() + b"".join(found.kept))]
-
-
 class Ledger:
     """Made by `dash_attn.ledger`. Call `step` once per step, after the backward and the update, before gradients are set to zero.
 
@@ -87,7 +80,7 @@ class Ledger:
         self._file, self._detail, self._keep, self._optimizer_every = file, detail, keep, optimizer_every
         self._layouts: dict[tuple[Any, ...], int] = {}
         self._plans_written: set[str] = set()
-        self._unwritten: _Unwritten | None = None
+        self._unwritten: tuple[Records, bytes, UnderWay] | None = None  # a step whose sums are on their way from a GPU
         self._collector, self._hooks = Collector(), None  # type: Collector, ModuleHooks | None
         self._attention = AttentionCalls(lambda: None if self._hooks is None else self._hooks.current_module())
         self._has_detail = detail if isinstance(detail, bool) else bool(getattr(detail, "__len__", lambda: 1)())
@@ -196,17 +189,18 @@ class Ledger:
         layout, before = self._layout(tuple(collector.entries[i] for i in order), tuple(calls))
         head = STEP_FIELDS.pack(step, time.time(), flags, layout)
         self._write_before()
-        self._unwritten = _Unwritten(before, head, collector.collect(order))
-        if self._unwritten.found.on_host:
+        found = collector.collect(order)
+        self._unwritten = before, head, found
+        if found.on_host:
             self._write_before()
 
     def _write_before(self) -> None:
         """The step before, whose copies had a whole step to arrive."""
         if self._unwritten is not None:
-            unwritten, self._unwritten = self._unwritten, None
-            self._file.append(*unwritten.records())
+            (before, head, found), self._unwritten = self._unwritten, None
+            self._file.append(*before, (STEP, head + found.wait()))
 
-    def _layout(self, entries: tuple[Entry, ...], calls: tuple[tuple[str | None, str], ...]) -> tuple[int, list[tuple[bytes, bytes]]]:
+    def _layout(self, entries: tuple[Entry, ...], calls: tuple[tuple[str | None, str], ...]) -> tuple[int, Records]:
         """Its number, and the records that have to be written before a step refers to it."""
         new = {name: self._attention.plans[name] for _, name in calls if name not in self._plans_written}
         before = [(PLAN, as_json({"name": name, **plan})) for name, plan in new.items()]
