@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +30,11 @@ from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
 from dash_attn.tools.machine import device_facts
 from dash_attn.tools.verify import guarantees, other_work
-from dash_attn.tools.verify.against import differences, refuse_failed
 from dash_attn.tools.verify.bits import NAMES, Results, attend, difference, sha256
 from dash_attn.tools.verify.cases import Case, default_cases, make_inputs
-from dash_attn.tools.verify.certificate import read, status_of, verify
+from dash_attn.tools.verify.certificate import differences, read, refuse_failed, status_of, table, verify
 from dash_attn.tools.verify.fresh import PROCESSES
-from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, overall
-from dash_attn.tools.verify.report import table
+from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, worst
 from dense import dense, largest_error
 from strategies import examples
 
@@ -465,10 +462,9 @@ def test_inputs_are_those_documented_and_the_results_are_attention() -> None:
 
 
 def test_the_worst_status_counts() -> None:
-    make = partial(Outcome, "a promise", detail="")
-    assert overall([make("pass")]) == "pass"
-    assert overall([make("pass"), make("inconclusive")]) == "inconclusive"
-    assert overall([make("inconclusive"), make("fail"), make("pass")]) == "fail"
+    assert worst(["pass"]) == "pass"
+    assert worst(["pass", "inconclusive"]) == "inconclusive"
+    assert worst(["inconclusive", "fail", "pass"]) == worst(["pass", None]) == "fail"
 
 
 def test_device_is_the_cpu_unless_there_is_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

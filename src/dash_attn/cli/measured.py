@@ -17,7 +17,7 @@ from .arguments import COSTS, read_machine, read_problem
 from .devices import choose
 
 if TYPE_CHECKING:
-    from ..tools.calibrate.estimate import Run
+    from ..tools.calibrate.fit import Run
     from ..tools.calibrate.measured import Device
 
 DEFAULT_HEAD_DIM = 128
@@ -78,7 +78,7 @@ def measure_all(
 
 def _machine(arguments: argparse.Namespace, runs: Sequence[Run]) -> Machine:
     """As given or calibrated; else read off these very runs."""
-    from ..tools.calibrate.estimate import estimate
+    from ..tools.calibrate.fit import estimate
 
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
     return read_machine(arguments) if given or not runs else estimate(runs)

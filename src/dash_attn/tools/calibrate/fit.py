@@ -1,4 +1,6 @@
-"""Least squares: the constants with which the simulator gives the measured times of some schedules.
+"""The constants with which the simulator gives the measured times of some schedules.
+
+`estimate` reads them straight off measured spans: medians of what each of them means. Where a fit starts. `fit` is least squares.
 
 A simulated makespan is a sum of constants along its critical path, so how often each one lies on that path is its exact
 derivative. The fit is Gauss and Newton's with Levenberg's damping, on logarithms: relative errors count, constants stay
@@ -13,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...scheduling.schedule import Schedule
 from ...simulation.critical_path import critical_path
 from ...simulation.simulate import Machine, Timeline, simulate
+from ...viewing.task_times import Floats, Indices, TaskTimes, task_table
 
 CONSTANTS = ("compute", "reduce", "latency", "startup")
 DIGITS = 4  # decimals of a constant, in microseconds
@@ -27,8 +29,9 @@ ITERATIONS = 25
 ENOUGH = 1e-4  # relative decrease of the sum of squares below which it is done
 MOST_DAMPING = 100.0
 LATENCIES = (0.5, 1.0, 2.0)  # of a compute: where fits start, beside what they are given
+WAITED = 0.2  # of a compute: a reduce that started later than that after its compute has waited for its rank
 
-Floats = NDArray[np.float64]
+Run = tuple[Schedule, TaskTimes]
 
 
 class Observation(NamedTuple):
@@ -122,3 +125,52 @@ def path_counts(timeline: Timeline) -> tuple[int, int, int, int]:
             reduce += 1
         startup += cause in ("start", "worker")
     return compute, reduce, latency, startup
+
+
+def estimate(runs: Sequence[Run]) -> Machine:
+    """Of all runs together. Without any wait a hand-over cannot be seen; it then counts as long as a reduce."""
+    if not runs:
+        raise ValueError("nothing to estimate from: at least one measured run is needed")
+    compute = _median([spans.compute_end - spans.compute_start for _, spans in runs])
+    reduce = _median([spans.reduce_end - spans.reduce_start for _, spans in runs])
+    latency = _median([_hand_overs(schedule, spans, WAITED * compute) for schedule, spans in runs], otherwise=reduce)
+    startup = max(0.0, _median([_starts(spans) for _, spans in runs], otherwise=0.0))
+    rounded = (round(value, DIGITS) for value in (compute, reduce, latency, startup))
+    compute, reduce, latency, startup = rounded
+    return Machine(compute, reduce, runs[0][1].drains, latency, startup)
+
+
+def _median(values: Sequence[Floats], otherwise: float | None = None) -> float:
+    pooled = np.concatenate(values)
+    if not len(pooled) and otherwise is not None:
+        return otherwise
+    return float(np.median(pooled))
+
+
+def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
+    """From the start of a reduce to the start of the next rank's, where that one waited for it."""
+    before = _rank_before(schedule)
+    has_one = before >= 0
+    late = has_one & (spans.reduce_start - spans.compute_end > waited)
+    return spans.reduce_start[late] - spans.reduce_start[before[late]]
+
+
+def _rank_before(schedule: Schedule) -> Indices:
+    """The task with the next lower rank on the same dQ tile; -1 for rank 0."""
+    table, problem = task_table(schedule), schedule.problem
+    tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
+    order = np.lexsort((table.rank, tile))
+    same = tile[order[1:]] == tile[order[:-1]]
+    before = np.full(len(tile), -1)
+    before[order[1:][same]] = order[:-1][same]
+    return before
+
+
+def _starts(spans: TaskTimes) -> Floats:
+    """From the end of a chain to the first compute of the next one on its worker."""
+    tickets, start, end = spans.chains
+    worker = spans.worker[tickets]
+    order = np.lexsort((start, worker))
+    same = worker[order[1:]] == worker[order[:-1]]
+    between: Floats = start[order[1:][same]] - end[order[:-1][same]]
+    return between

@@ -13,10 +13,8 @@ from ...call.options import AttentionOptions
 from ...masks import Causal, Full, Mask
 from ...scheduling.generators import generate
 from ...scheduling.problem import Problem
-from ...scheduling.schedule import Schedule
 from ...viewing.task_times import TaskTimes
-from .estimate import estimate
-from .fit import Fit, Observation, fit
+from .fit import Fit, Observation, Run, estimate, fit
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 Progress = Callable[[int, int], None]
@@ -61,7 +59,7 @@ CPU_SWEEP = Sweep(((Causal(), CAUSAL), (Full(), ("ascending",))), (384, 768), 76
 def calibrate(device: Device, head_dim: int, sweep: Sweep, progress: Progress | None = None) -> tuple[Fit, list[dict[str, Any]]]:
     """Constants of one head dim, and a row for every schedule that was measured."""
     chosen = list(sweep.problems(device.tiles[head_dim]))
-    runs: list[tuple[Schedule, TaskTimes]] = []
+    runs: list[Run] = []
     observations = []
     for number, (problem, name) in enumerate(chosen):
         if progress is not None:

@@ -22,7 +22,13 @@ INPUT_GENERATOR = (
     " torch.randint(-2**20, 2**20, (4, batch, seqlen, heads, head_dim), generator=g).sum(0).double() / 2**20, rounded to the dtype"
 )
 LARGEST_TILE = 128  # rows, in the backward of every backend
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
 
 
 class Extras(NamedTuple):
@@ -115,11 +121,10 @@ def cases_to_share(device: str, ranks: Sequence[int]) -> tuple[Case, ...]:
 
 def make_inputs(case: Case, device: str, seed: int = SEED, batch: int | None = None) -> Inputs:
     """q, k, v and dO. Sums of whole numbers, because the logarithms and cosines of `randn` are not the same everywhere."""
-    source = torch.Generator("cpu").manual_seed(seed)
+    source, dtype = torch.Generator("cpu").manual_seed(seed), DTYPES[case.dtype]
     lengths = (case.batch if batch is None else batch, case.seqlen)
-    q, k, v, dout = (_draw((*lengths, heads, case.head_dim), source) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads))
-    dtype = DTYPES[case.dtype]
-    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), dout.to(device, dtype)
+    drawn = [_draw((*lengths, heads, case.head_dim), source) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
+    return Inputs(*(x.to(device, dtype) for x in drawn))
 
 
 def make_extras(case: Case, device: str) -> Extras:

@@ -79,7 +79,7 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
     for rank in range(ranks):
         own, rows = torch.zeros_like(dout), rows_of(sharding, rank, dout.device)
         own[:, rows] = dout[:, rows]
-        found = attend((q, k, v, own), case.read_mask(), case.schedule)
+        found = attend(Inputs(q, k, v, own), case.read_mask(), case.schedule)
         dk += found.dk
         dv += found.dv
     return plain._replace(dk=dk.to(plain.dk.dtype), dv=dv.to(plain.dv.dtype))

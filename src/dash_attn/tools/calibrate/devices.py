@@ -1,6 +1,9 @@
-"""A Hopper GPU as a device to measure on."""
+"""Devices to measure on: the CPU executor in real threads, where one thread is one worker, and a Hopper GPU."""
 
 from __future__ import annotations
+
+import os
+import platform
 
 import torch
 
@@ -8,7 +11,31 @@ from ...call.options import AttentionOptions
 from ...viewing.task_times import TaskTimes
 from .measured import Device, Tensors
 
-RUNS, WARM_UP = 6, 2
+CPU_RUNS = 9
+CPU_HEAD_DIMS = (64, 128)
+GPU_RUNS, GPU_WARM_UP = 6, 2
+
+
+def cpu_device(workers: int | None = None) -> Device:
+    """`workers` threads; as many as there are processors, unless told otherwise."""
+    from ...backends.cpu.tiles import TILE_KV, TILE_Q
+
+    count = max(2, os.cpu_count() or 2) if workers is None else workers
+    if count < 1:
+        raise ValueError(f"workers must be a whole number >= 1; got {count}")
+
+    def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
+        from ...backends.cpu import forward
+        from ...backends.cpu.recorder import record_backward
+
+        q, k, v, dout = tensors
+        out, lse = forward(q, k, v, options)
+        runs = (record_backward(dout, q, k, v, out, lse, options, count) for _ in range(CPU_RUNS))
+        return min(runs, key=lambda spans: spans.makespan)  # whatever else runs here only adds time
+
+    tiles = dict.fromkeys(CPU_HEAD_DIMS, (TILE_Q, TILE_KV))
+    # Medians over tasks: a thread that is put aside now and then would lead a fit to whole times astray.
+    return Device(platform.processor() or platform.machine(), "cpu", count, tiles, torch.float32, "cpu", record)
 
 
 def hopper_device() -> Device:
@@ -24,10 +51,10 @@ def hopper_device() -> Device:
     # A reduce is hidden behind computes and hand-overs: no time depends on it apart from the start of a chain.
     free = ("compute", "latency", "startup")
     name = torch.cuda.get_device_name(index)
-    return Device(name, "hopper", workers, tiles, torch.bfloat16, "cuda", record, kernel_time, free)
+    return Device(name, "hopper", workers, tiles, torch.bfloat16, "cuda", _record, kernel_time, free)
 
 
-def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
+def _record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
     from ...backends.hopper import forward
     from ...backends.hopper.calls.recorder import record_backward
 
@@ -44,11 +71,11 @@ def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
 
     q, k, v, dout = tensors
     out, lse = forward(q, k, v, options)
-    for _ in range(WARM_UP):
+    for _ in range(GPU_WARM_UP):
         backward(dout, q, k, v, out, lse, options)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(RUNS):
+        for _ in range(GPU_RUNS):
             backward(dout, q, k, v, out, lse, options)
         torch.cuda.synchronize()
     (event,) = (e for e in profiled.key_averages() if "attention_backward" in e.key)
