@@ -1,13 +1,13 @@
-"""Findings as a table (rich where it is installed, text elsewhere), as JSON, and the checks as a page of documentation."""
+"""Findings as a table (rich where it is installed, text elsewhere) and as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from .checks import SEVERITIES, Check, Finding
+from .checks import SEVERITIES, Finding
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 COLUMNS = ("severity", "check", "found", "why it matters", "fix")
@@ -54,9 +54,3 @@ def _print_plain(findings: Sequence[Finding]) -> None:
     for finding in findings:
         print(f"{finding.severity}  {finding.id}: {finding.found}")
         print(f"    why: {finding.why}\n    fix: {finding.fix}\n    see: {finding.reference}")
-
-
-def markdown_table(checks: Iterable[Check]) -> str:
-    """The table of docs/doctor.md."""
-    rows = [f"| `{c.id}` | {c.severity} | {c.scope} | {c.why} | {c.fix} | {c.reference} |" for c in checks]
-    return "\n".join(["| check | severity | scope | why it matters | fix | reference |", "|---|---|---|---|---|---|", *rows])
