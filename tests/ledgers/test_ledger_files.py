@@ -181,7 +181,7 @@ def test_resuming_behind_a_record_that_was_cut_off(tmp_path: Path) -> None:
     assert sorted(read_rank(file).steps) == [0, 1]
     small_run(tmp_path / "b", steps=3, resume_from=2)
     found = read_rank(file)
-    assert (sorted(found.steps), found.unfinished, len(found.segments)) == ([0, 1, 2, 3, 4], 0, 2)
+    assert (sorted(found.steps), found.unfinished, len(found.heads)) == ([0, 1, 2, 3, 4], 0, 2)
     assert compare_runs(tmp_path / "a", tmp_path / "b").agree
 
 

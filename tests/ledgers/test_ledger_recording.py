@@ -19,7 +19,7 @@ from dash_attn.attention.observers import observers
 from dash_attn.ledgers import LedgerError, collecting, compare_runs, read_run
 from dash_attn.ledgers.collecting import HostCopies
 from dash_attn.ledgers.comparing import _compare_rank
-from dash_attn.ledgers.reading import RankPair, Segment, Step, read_rank
+from dash_attn.ledgers.reading import RankPair, Step, read_rank
 from dense import same_bits
 from tensor_sums import bit_sum
 from tiny_gpt import TinyGpt, Training
@@ -427,4 +427,4 @@ def test_a_run_that_raised_says_so(tmp_path: Path) -> None:
         raises()
     found = read_rank(tmp_path / FILE)
     assert found.ending() == "ended by ZeroDivisionError: a test"
-    assert isinstance(found.segments[0], Segment)
+    assert len(found.heads) == 1

@@ -95,7 +95,7 @@ def first_difference(entry: Entry, a: bytes, b: bytes) -> Element | None:
     for place in range(min(len(a), len(b)) // size):
         one, other = a[place * size : (place + 1) * size], b[place * size : (place + 1) * size]
         if one != other:
-            return Element(_index(place, entry.shape), shown(one, entry.dtype), shown(other, entry.dtype))
+            return Element(tuple(map(int, np.unravel_index(place, entry.shape))), shown(one, entry.dtype), shown(other, entry.dtype))
     return None
 
 
@@ -114,11 +114,3 @@ def _value(data: bytes, dtype: str) -> Any:
     if not hasattr(torch, dtype):
         raise ValueError(f"this version of PyTorch has no dtype {dtype!r}")
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))[0].item()
-
-
-def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        place, rest = divmod(place, size)
-        index.append(rest)
-    return tuple(reversed(index))

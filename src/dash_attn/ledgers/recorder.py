@@ -16,21 +16,12 @@ from torch import nn
 
 from ..tools.doctor import doctor
 from ..tools.machine import is_distributed, process_environment
+from . import tensors
 from .attention_plans import AttentionCalls
 from .collecting import Collector, UnderWay
 from .entries import Entry
 from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, LedgerFile, as_json
 from .hooks import ModuleHooks, sees_modules
-from .tensors import (
-    all_leaves,
-    generators,
-    gradients,
-    optimizer_counts,
-    optimizer_settings,
-    optimizer_state,
-    parameters_of,
-    weights,
-)
 
 Steps = Container[int] | bool
 Records = list[tuple[bytes, bytes]]  # kind, payload
@@ -101,7 +92,7 @@ class Ledger:
             return
         self._check_detail(model)
         start = Collector()
-        start.add(weights(model, parameters_of(model)))
+        start.add(tensors.weights(model, tensors.parameters_of(model)))
         self._add_others(start, model, optimizer, with_optimizer=True)
         self._write(self.next_step - 1, start, (), IS_START)
         self._prepare(model)
@@ -121,11 +112,11 @@ class Ledger:
         collector, calls = self._collector, self._attention.take()
         if detailed and not collector.entries:
             raise LedgerError(f"detail of step {number}: no module of the model ran where hooks see it; record it without torch.compile")
-        collector.add((Entry("batch", "", name), leaf) for name, leaf in all_leaves(batch, "batch"))
-        collector.add(((Entry("loss", "", name), leaf) for name, leaf in all_leaves(loss, "loss")), keep=1)
-        parameters = parameters_of(model)
-        collector.add(gradients(parameters))
-        collector.add(weights(model, parameters))
+        collector.add((Entry("batch", "", name), leaf) for name, leaf in tensors.all_leaves(batch, "batch"))
+        collector.add(((Entry("loss", "", name), leaf) for name, leaf in tensors.all_leaves(loss, "loss")), keep=1)
+        parameters = tensors.parameters_of(model)
+        collector.add(tensors.gradients(parameters))
+        collector.add(tensors.weights(model, parameters))
         self._add_others(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
         self._write(number, collector, calls, IS_DETAILED if detailed else 0)
         self.next_step = number + 1
@@ -179,10 +170,10 @@ class Ledger:
     def _add_others(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
         """What a training carries from step to step beside its weights."""
         if optimizer is not None:
-            collector.add((*optimizer_settings(optimizer), *optimizer_counts(optimizer)), keep=MOST_SETTINGS)
+            collector.add((*tensors.optimizer_settings(optimizer), *tensors.optimizer_counts(optimizer)), keep=MOST_SETTINGS)
             if with_optimizer:
-                collector.add(optimizer_state(model, optimizer))
-        collector.add(generators())
+                collector.add(tensors.optimizer_state(model, optimizer))
+        collector.add(tensors.generators())
 
     def _write(self, step: int, collector: Collector, calls: Iterable[tuple[str | None, str]], flags: int) -> None:
         order = _execution_order(collector.entries)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .aligning import Alignment, aligner
 from .format import LedgerError
-from .reading import Layout, RankLedger, read_runs
+from .reading import RankLedger, read_runs
 
 DIRECTIONS = ("forward", "backward", "update")
 DIRECTION_OF = {"batch": 0, "forward": 0, "loss": 0, "recompute": 1, "backward": 1, "gradient": 1, "weight": 2, "optimizer": 2}
@@ -64,30 +64,17 @@ def _modules_of(a: RankLedger, b: RankLedger) -> tuple[str, ...]:
     """All modules, and all that contain them. Those seen in a forward come as they ran, the others as they were recorded."""
     found: dict[str, None] = {"": None}
     layouts = {id(step.layout): step.layout for run in (a, b) for step in run.steps.values()}.values()
-    for layout in sorted(layouts, key=_has_no_forward):
+    for layout in sorted(layouts, key=lambda layout: not any(entry.phase == "forward" for entry in layout.entries)):
         for entry in layout.entries:
-            parts = entry.module.split(".")
-            for end in range(1, len(parts) + 1):
-                found.setdefault(".".join(parts[:end]))
-    return tuple(_as_tree(list(found)))
+            found.update(dict.fromkeys(_lineage(entry.module)))
+    number = {module: place for place, module in enumerate(found)}
+    return tuple(sorted(found, key=lambda module: [number[each] for each in _lineage(module)]))  # children right behind their parents
 
 
-def _has_no_forward(layout: Layout) -> bool:
-    return not any(entry.phase == "forward" for entry in layout.entries)
-
-
-def _as_tree(modules: list[str]) -> list[str]:
-    """Children right behind their parents, in the order in which they were found."""
-    children: dict[str, list[str]] = {}
-    for module in modules:
-        if module:
-            children.setdefault(module.rpartition(".")[0], []).append(module)
-    found, left = [], [""]
-    while left:
-        module = left.pop()
-        found.append(module)
-        left += reversed(children.get(module, []))
-    return found
+def _lineage(module: str) -> list[str]:
+    """The module, behind all that contain it but the model itself."""
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _rolled_up(counts: Counts, modules: tuple[str, ...]) -> Counts:
