@@ -15,9 +15,8 @@ import pytest
 import dash_attn
 from dash_attn.cli.doctor import is_bad, remarks_for_flags
 from dash_attn.cli.main import main
-from dash_attn.tools.doctor import CHECKS, Finding, Snapshot, examine
+from dash_attn.tools.doctor import CHECKS, Finding, Snapshot, examine, print_findings
 from dash_attn.tools.doctor.checks import backend_in_words
-from dash_attn.tools.doctor.show import print_findings
 from dash_attn.tools.machine import Gpu
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"

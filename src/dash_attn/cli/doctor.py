@@ -25,9 +25,8 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..tools.doctor import examine, print_findings
+    from ..tools.doctor import examine, print_findings, to_json
     from ..tools.doctor.checks import backend_in_words
-    from ..tools.doctor.show import to_json
     from ..tools.machine import Snapshot, current_gpu
 
     process = Snapshot(gpu=current_gpu())

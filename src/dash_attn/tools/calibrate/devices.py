@@ -8,6 +8,7 @@ import platform
 import torch
 
 from ...call.options import AttentionOptions
+from ...scheduling.problem import whole_number
 from ...viewing.task_times import TaskTimes
 from .measured import Device, Tensors
 
@@ -20,9 +21,7 @@ def cpu_device(workers: int | None = None) -> Device:
     """`workers` threads; as many as there are processors, unless told otherwise."""
     from ...backends.cpu.tiles import TILE_KV, TILE_Q
 
-    count = max(2, os.cpu_count() or 2) if workers is None else workers
-    if count < 1:
-        raise ValueError(f"workers must be a whole number >= 1; got {count}")
+    count = max(2, os.cpu_count() or 2) if workers is None else whole_number("workers", workers)
 
     def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
         from ...backends.cpu import forward

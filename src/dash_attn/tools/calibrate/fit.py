@@ -10,6 +10,7 @@ than the steps between two ranks, so there are several valleys: the fit starts o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -113,18 +114,10 @@ class _Fitter:
 
 def path_counts(timeline: Timeline) -> tuple[int, int, int, int]:
     """How often compute, reduce, latency and startup lie on the critical path; times the constants, they make the makespan."""
-    costs = timeline.machine.costs
-    compute = latency = startup = 0
-    reduce = 1  # the last
-    for _, cause in critical_path(timeline):
-        if cause == "compute":
-            compute += 1
-        elif cause == "rank" and costs.latency >= costs.reduce:
-            latency += 1
-        elif cause in ("rank", "drain", "buffer", "worker"):
-            reduce += 1
-        startup += cause in ("start", "worker")
-    return compute, reduce, latency, startup
+    costs, causes = timeline.machine.costs, Counter(cause for _, cause in critical_path(timeline))
+    latency = causes["rank"] if costs.latency >= costs.reduce else 0
+    reduce = 1 + causes["rank"] - latency + causes["drain"] + causes["buffer"] + causes["worker"]  # 1: the last
+    return causes["compute"], reduce, latency, causes["start"] + causes["worker"]
 
 
 def estimate(runs: Sequence[Run]) -> Machine:
@@ -135,8 +128,7 @@ def estimate(runs: Sequence[Run]) -> Machine:
     reduce = _median([spans.reduce_end - spans.reduce_start for _, spans in runs])
     latency = _median([_hand_overs(schedule, spans, WAITED * compute) for schedule, spans in runs], otherwise=reduce)
     startup = max(0.0, _median([_starts(spans) for _, spans in runs], otherwise=0.0))
-    rounded = (round(value, DIGITS) for value in (compute, reduce, latency, startup))
-    compute, reduce, latency, startup = rounded
+    compute, reduce, latency, startup = (round(value, DIGITS) for value in (compute, reduce, latency, startup))
     return Machine(compute, reduce, runs[0][1].drains, latency, startup)
 
 
@@ -148,29 +140,23 @@ def _median(values: Sequence[Floats], otherwise: float | None = None) -> float:
 
 
 def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
-    """From the start of a reduce to the start of the next rank's, where that one waited for it."""
-    before = _rank_before(schedule)
-    has_one = before >= 0
-    late = has_one & (spans.reduce_start - spans.compute_end > waited)
-    return spans.reduce_start[late] - spans.reduce_start[before[late]]
-
-
-def _rank_before(schedule: Schedule) -> Indices:
-    """The task with the next lower rank on the same dQ tile; -1 for rank 0."""
+    """From the start of a reduce to the start of the next rank's on the same dQ tile, where that one waited for it."""
     table, problem = task_table(schedule), schedule.problem
     tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
-    order = np.lexsort((table.rank, tile))
-    same = tile[order[1:]] == tile[order[:-1]]
-    before = np.full(len(tile), -1)
-    before[order[1:][same]] = order[:-1][same]
-    return before
+    before, after = _neighbours(tile, table.rank)
+    late = spans.reduce_start[after] - spans.compute_end[after] > waited
+    return spans.reduce_start[after[late]] - spans.reduce_start[before[late]]
 
 
 def _starts(spans: TaskTimes) -> Floats:
     """From the end of a chain to the first compute of the next one on its worker."""
     tickets, start, end = spans.chains
-    worker = spans.worker[tickets]
-    order = np.lexsort((start, worker))
-    same = worker[order[1:]] == worker[order[:-1]]
-    between: Floats = start[order[1:][same]] - end[order[:-1][same]]
-    return between
+    before, after = _neighbours(spans.worker[tickets], start)
+    return start[after] - end[before]
+
+
+def _neighbours(group: Indices, place: Indices | Floats) -> tuple[Indices, Indices]:
+    """Indices of all that follow each other directly in a group, by their places in it."""
+    order = np.lexsort((place, group))
+    same = group[order[1:]] == group[order[:-1]]
+    return order[:-1][same], order[1:][same]

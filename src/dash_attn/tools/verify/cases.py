@@ -13,6 +13,7 @@ from torch import Tensor
 from ...call.given_schedule import in_words, is_given, read_given
 from ...call.options import SCHEDULES
 from ...masks import Mask, parse_mask
+from ...scheduling.problem import whole_number
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 0
@@ -56,14 +57,15 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("seqlen", "heads", "kv_heads", "head_dim", "batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number >= 1; got {value!r}")
+            whole_number(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
-        _check_schedule(self.schedule)
+        if isinstance(self.schedule, str) and is_given(self.schedule):
+            read_given(self.schedule)
+        elif self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or the JSON text of a schedule; got {self.schedule!r}")
         if self.batch * self.seqlen * self.heads * self.head_dim > MOST_ELEMENTS:
             raise ValueError(f"batch x seqlen x heads x head_dim must be at most {MOST_ELEMENTS}; got {self}")
         if not isinstance(self.mask, str):
@@ -78,13 +80,6 @@ class Case:
         return (
             f"{self.mask} {self.seqlen}, {self.heads}/{self.kv_heads} heads x {self.head_dim}, batch {self.batch}, {self.dtype}{schedule}"
         )
-
-
-def _check_schedule(schedule: str) -> None:
-    if isinstance(schedule, str) and is_given(schedule):
-        read_given(schedule)
-    elif schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or the JSON text of a schedule; got {schedule!r}")
 
 
 def default_case(device: str) -> Case:

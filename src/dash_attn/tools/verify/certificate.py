@@ -179,7 +179,8 @@ def differences(ours: Certificate, theirs: Certificate) -> list[str]:
         else:
             lines += [f"{case}: {line}" for line in _entry_differences(entry, known[case])]
     if lines:
-        lines += [f"for information, {line}" for line in _environment(ours, theirs)]
+        changed = [line for part in ("device", "versions") for line in _compare(part, ours[part], theirs[part])]
+        lines += [f"for information, {line}" for line in changed]
     return lines
 
 
@@ -191,12 +192,6 @@ def _entry_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator
         yield from _compare(key, ours["explain"].get(key), theirs["explain"].get(key))
     for name, digest in ours["sha256"].items():
         yield from _compare(f"bits of {name}", digest, theirs["sha256"].get(name))
-
-
-def _environment(ours: Certificate, theirs: Certificate) -> Iterator[str]:
-    for part in ("device", "versions"):
-        for key, value in ours[part].items():
-            yield from _compare(f"{part} {key}", value, theirs[part].get(key))
 
 
 def _compare(what: str, ours: Any, theirs: Any) -> Iterator[str]:

@@ -40,7 +40,9 @@ def check_ranks(cases: Sequence[Case], device: str, ranks: Sequence[int], backen
         for count in ranks:
             for sharding in SHARDINGS:
                 try:
-                    _check(case, like, Sharding.named(sharding, case.seqlen, count))
+                    shared = Sharding.named(sharding, case.seqlen, count)
+                    if count > 1:
+                        _call(case, like, like[:, :, : case.kv_heads], shared)
                 except ValueError as error:
                     raise ValueError(f"{in_words(count)} cannot share {case} ({sharding}): {error}") from None
 
@@ -85,14 +87,8 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
     return plain._replace(dk=dk.to(plain.dk.dtype), dv=dv.to(plain.dv.dtype))
 
 
-def _check(case: Case, q: Tensor, sharding: Sharding) -> None:
-    if sharding.devices > 1:
-        _call(case, q, q[:, :, : case.kv_heads], sharding)
-
-
 def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall | SharedDocuments:
     options = options_for(Choices(mask=case.read_mask(), schedule=case.schedule), case.head_dim)
     options, documents = documents_in(options, None, sharding.rows)
-    return shared_call(
-        q, k, k, options, documents, outer_sharding(sharding, ulysses=1)
-    )  # as ranks do: neighbouring chunks of one rank are one
+    outer = outer_sharding(sharding, ulysses=1)  # as ranks do: neighbouring chunks of one rank are one
+    return shared_call(q, k, k, options, documents, outer)
