@@ -51,24 +51,20 @@ class AttentionCalls:
         key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, offsets is not None, None if shared is None else shared.key)
         name = self._names.get(key)
         if name is None:
-            plan = _plan_of(q, k, v, options, offsets) if shared is None else _shared_plan_of(q, k, v, options, shared)
+            # Of a shared call these are the rows of this rank; schedule and order are those of the whole sequence.
+            whole = None if shared is None else {"accumulation": options.accumulation, **shared.describe()}
+            plan = {"call": describe_call(q, k, v, options), **(whole or _decided(q, k, v, options, offsets))}
             name = sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:DIGITS]
             self._names[key], self.plans[name] = name, plan
         self._calls.append((self._current_module(), name))
 
 
-def _plan_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> Plan:
-    plan: Plan = {"call": describe_call(q, k, v, options)}
+def _decided(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> Plan:
     if offsets is not None:
         asked = {"backend": resolve(options.backend, q.device), "schedule": options.schedule, "accumulation": options.accumulation}
-        return {**plan, **asked, "order_hash": "planned sequence by sequence"}
+        return {**asked, "order_hash": "planned sequence by sequence"}
     try:
         explained = asdict(backend_for(options.backend, q.device).explain(q, k, v, options, predict_time=False))
     except (ValueError, NotImplementedError) as error:  # the forward has run; what is wrong with the backward, it says itself
-        return {**plan, "order_hash": f"not explained: {error}"}
-    return {**plan, **{name: explained[name] for name in TOLD}}
-
-
-def _shared_plan_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, shared: SharedPart) -> Plan:
-    """The call is that of this rank's rows; schedule and order are those of the whole sequence."""
-    return {"call": describe_call(q, k, v, options), "accumulation": options.accumulation, **shared.describe()}
+        return {"order_hash": f"not explained: {error}"}
+    return {name: explained[name] for name in TOLD}

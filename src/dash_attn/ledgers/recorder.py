@@ -170,7 +170,7 @@ class Ledger:
     def _add_others(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
         """What a training carries from step to step beside its weights."""
         if optimizer is not None:
-            collector.add((*tensors.optimizer_settings(optimizer), *tensors.optimizer_counts(optimizer)), keep=MOST_SETTINGS)
+            collector.add(tensors.optimizer_settings(optimizer), keep=MOST_SETTINGS)
             if with_optimizer:
                 collector.add(tensors.optimizer_state(model, optimizer))
         collector.add(tensors.generators())

@@ -46,10 +46,8 @@ def tensors_in(value: Any, path: str = "") -> Iterator[Leaf]:
 def all_leaves(value: Any, path: str) -> Iterator[Leaf]:
     """Tensors, and numbers and texts as tensors. What has no bits of its own raises."""
     for name, leaf in _leaves(value, path):
-        if isinstance(leaf, Tensor):
-            yield from strided(name, leaf)
-        elif leaf is not None:
-            yield name, _as_tensor(leaf, name)
+        if leaf is not None:
+            yield name, leaf if isinstance(leaf, Tensor) else _as_tensor(leaf, name)
 
 
 def of_text(text: str | bytes) -> Tensor:
@@ -145,15 +143,14 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> Named:
-    """Learning rates and all other numbers of the groups: few, and they explain much."""
+    """Learning rates and all other numbers of the groups: few, and they explain much.
+
+    Behind them two numbers that tell at every step whether an optimizer has lost its state; all of that is read at some.
+    """
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
                 yield from _setting(Entry("optimizer", "", f"group {number} {key}", role=SETTING), value)
-
-
-def optimizer_counts(optimizer: torch.optim.Optimizer) -> Named:
-    """Two numbers that tell at every step whether an optimizer has lost its state; all of that is read at some."""
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     yield Entry("optimizer", "", "of states", role=COUNT), torch.tensor(sum(map(len, states)))
     steps = next((state["step"] for state in states if "step" in state), None)
