@@ -25,7 +25,7 @@ MASKS: dict[str, Mask] = {str(mask): mask for mask in (Causal(), Full())}
 def measure(path: Path) -> None:
     import torch
 
-    from dash_attn.tools.calibrate.devices import kernel_time
+    from dash_attn.tools.calibrate.measured import kernel_time
     from dash_attn.tools.machine import gpu_environment
 
     rows = []

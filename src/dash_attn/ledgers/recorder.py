@@ -18,10 +18,9 @@ from ..tools.doctor import doctor
 from ..tools.machine import is_distributed, process_environment
 from . import tensors
 from .attention_plans import AttentionCalls
-from .collecting import Collector, UnderWay
+from .collecting import Collector, ModuleHooks, UnderWay, sees_modules
 from .entries import Entry
 from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, LedgerFile, as_json
-from .hooks import ModuleHooks, sees_modules
 
 Steps = Container[int] | bool
 Records = list[tuple[bytes, bytes]]  # kind, payload

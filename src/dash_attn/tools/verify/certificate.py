@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,8 @@ def verify(
     check_ranks(cases, device, ranks, backend)
     elsewhere = fresh_results(cases, device, backend) if fresh else {}
     total = len(cases) * comparisons(device, runs, len(elsewhere), ranks)
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(min(done, total), total)
-
+    done = count(1)
+    tick = None if progress is None else lambda: progress(min(next(done), total), total)
     entries = [
         _entry(CaseTest(case, device, runs, tick, ranks, backend), {what: results[number] for what, results in elsewhere.items()})
         for number, case in enumerate(cases)
