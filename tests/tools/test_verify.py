@@ -30,8 +30,7 @@ from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
 from dash_attn.tools.machine import device_facts
 from dash_attn.tools.verify import guarantees, other_work
-from dash_attn.tools.verify.bits import NAMES, Results, attend, difference, sha256
-from dash_attn.tools.verify.cases import Case, default_cases, make_inputs
+from dash_attn.tools.verify.cases import NAMES, Case, Results, attend, default_cases, difference, make_inputs, sha256
 from dash_attn.tools.verify.certificate import differences, read, refuse_failed, status_of, table, verify
 from dash_attn.tools.verify.fresh import PROCESSES
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, worst

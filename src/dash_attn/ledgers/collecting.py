@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .bit_sums import PartSums, part_sums
-from .entries import Entry
+from .format import Entry
 from .tensors import Leaf, plain_name, strided, tensors_in, unwrapped
 
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from .aligning import Alignment, Bools, Pair, aligner
 from .culprit import Culprit, culprit
-from .entries import PHASES
-from .format import LedgerError
+from .format import PHASES, LedgerError
 from .reading import RankPair, Runs, Step, read_runs
 from .remarks import Change, attention_changes, by_ranks, environment_changes, lacks, notes_on, numbers, span
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .aligning import Pair
-from .entries import COUNT, SETTING, Entry
+from .format import COUNT, SETTING, Entry
 
 BEFORE, FORWARD, BACKWARD, UPDATE = "before the forward", "forward", "backward", "update"
 RECORD = "record this step again with `detail` from a checkpoint to see the module (docs/ledger.md)"

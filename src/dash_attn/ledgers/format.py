@@ -1,4 +1,4 @@
-"""The file of a rank: a mark, then records that each have a kind, a length and a checksum.
+"""The file of a rank: a mark, then records that each have a kind, a length and a checksum. Entries say what was recorded in a step.
 
 Records are only ever appended, by one process at a time, so a crash can damage nothing but the end of the last one.
 A full disk stops the ledger, not the training.
@@ -10,13 +10,20 @@ import errno
 import fcntl
 import json
 import os
+import re
 import struct
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+if TYPE_CHECKING:  # ledgers are read and compared without PyTorch
+    import torch
+    from torch import Tensor
 
 VERSION = 1
 MARK = b"DASHLDG" + bytes([VERSION])
@@ -26,6 +33,10 @@ FRAME_BYTES = PREFIX.size + CHECKSUMS.size
 HEAD, LAYOUT, PLAN, STEP, END = KINDS = b"H", b"L", b"P", b"S", b"E"
 STEP_FIELDS = struct.Struct("<qdBI")  # step, time, flags, number of the layout; then the sums, then the elements that were kept
 IS_START, IS_DETAILED = 1, 2  # flags of a step
+# The order in which a step runs. `recompute`: a forward inside the backward (activation checkpointing).
+PHASES = ("batch", "forward", "loss", "backward", "recompute", "gradient", "weight", "optimizer", "rng")
+DETAIL = ("forward", "backward", "recompute")  # phases of modules, recorded at some steps
+SETTING, COUNT = "setting", "count"  # roles of what is recorded of an optimizer at every step
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without flock answer: some Lustre, some NFS
 
 
@@ -102,6 +113,66 @@ def _check_mark(path: Path, data: bytes) -> None:
     if data.startswith(MARK[:-1]):
         raise LedgerError(f"{path} has format {data[len(MARK) - 1]} of ledgers; this version of dash-attn reads format {VERSION}")
     raise LedgerError(f"{path} is not a ledger: it begins with {data!r}, a ledger with {MARK!r}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one recorded tensor is: where in a step it was, its dtype and shape. The sum over its bits is in the record of the step.
+
+    `module` is the name in the model, "" the model itself; `call` counts its calls within the step.
+
+    role: "input", "output", "parameter" or "buffer" of a module, "setting" or "count" of the optimizer; elsewhere "".
+    caller: the module that ran when the tensor was seen; None outside of all.
+    takers: modules that took the tensor as input, outermost first. Known for gradients in the backward.
+    """
+
+    phase: str
+    module: str
+    tensor: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    kept: int = 0
+    role: str = ""
+    call: int = 0
+    caller: str | None = None
+    takers: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        """Equal for the same tensor in two runs."""
+        return self.phase, self.module, self.role, self.tensor, self.call
+
+    def of(self, name: str, tensor: Tensor, keep: int) -> Entry:
+        """With what a tensor is. `name`: of the tensor, where it is a part of another one."""
+        kept = min(keep, tensor.numel()) if keep else 0
+        return _described(self, name, tensor.dtype, tensor.shape, kept)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element: names of dtypes have their bits, and those below a byte are stored in one."""
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        return 1 if bits is None else max(1, int(bits[1]) // 8)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.kept * self.itemsize
+
+    def to_json(self) -> list[Any]:
+        fields = (self.phase, self.module, self.tensor, self.dtype, list(self.shape), self.kept, self.role, self.call, self.caller)
+        return [*fields, list(self.takers)]
+
+    @staticmethod
+    def from_json(fields: list[Any]) -> Entry:
+        phase, module, tensor, dtype, shape, kept, role, call, caller, takers = fields
+        return _made(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
+
+
+@lru_cache(maxsize=2**16)  # steps record the same tensors, and the host's time is the run's
+def _described(entry: Entry, name: str, dtype: torch.dtype, shape: torch.Size, kept: int) -> Entry:
+    return replace(entry, tensor=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), kept=kept)
+
+
+_made = lru_cache(maxsize=2**18)(Entry)  # layouts of one run, and of two, have most entries in common
 
 
 class LedgerFile:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .entries import Entry
-from .format import END, FRAME_BYTES, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, Record, from_json, records
+from .format import END, FRAME_BYTES, HEAD, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerError, Record, from_json, records
 
 if TYPE_CHECKING:
     from .attention_plans import Plan
@@ -49,7 +48,6 @@ class Step:
 
     number: int
     is_start: bool
-    is_detailed: bool
     layout: Layout
     generators: dict[str, int]  # states of random number generators, as sums
     world_size: int | None
@@ -160,7 +158,7 @@ class RankLedger:
         sums = np.frombuffer(record.payload, dtype=np.dtype("<u8"), count=len(layout.entries), offset=STEP_FIELDS.size)
         states = {name: int(sums[place]) for name, place in layout.generators.items()}
         place = record.place + FRAME_BYTES + STEP_FIELDS.size
-        return Step(number, bool(flags & IS_START), bool(flags & IS_DETAILED), layout, states, self.world_size, self.path, place)
+        return Step(number, bool(flags & IS_START), layout, states, self.world_size, self.path, place)
 
     def _add(self, step: Step) -> None:
         (self.starts if step.is_start else self.steps)[step.number] = step

@@ -19,8 +19,7 @@ from ..tools.machine import is_distributed, process_environment
 from . import tensors
 from .attention_plans import AttentionCalls
 from .collecting import Collector, ModuleHooks, UnderWay, sees_modules
-from .entries import Entry
-from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, LedgerFile, as_json
+from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerError, LedgerFile, as_json
 
 Steps = Container[int] | bool
 Records = list[tuple[bytes, bytes]]  # kind, payload

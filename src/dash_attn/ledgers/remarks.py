@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .aligning import aligner, share_alike
 from .culprit import name_of
-from .entries import DETAIL
+from .format import DETAIL
 from .reading import RankLedger, RankPair, Run, Runs, took_part, world_size_of
 
 Change = tuple[str, str, str]  # what, in A, in B

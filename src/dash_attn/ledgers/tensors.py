@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .entries import COUNT, SETTING, Entry
+from .format import COUNT, SETTING, Entry
 
 Leaf = tuple[str, Tensor]
 Named = Iterator[tuple[Entry, Tensor]]

@@ -16,8 +16,7 @@ from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
 from ..machine import device_facts, version_facts
-from .bits import Results, hashes, sha256
-from .cases import INPUT_GENERATOR, SEED, Case
+from .cases import INPUT_GENERATOR, SEED, Case, Results, hashes, sha256
 from .fresh import fresh_results
 from .guarantees import CaseTest, Status, comparisons, worst
 from .ranks import check_ranks

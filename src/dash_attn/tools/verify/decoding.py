@@ -12,8 +12,7 @@ from torch import Tensor
 from ...attention.functions import flash_attn_func
 from ...attention.kv_cache import flash_attn_with_kvcache
 from ...masks import Causal, Full, Mask, Window
-from .bits import Results, poisoned_memory
-from .cases import Case, Inputs
+from .cases import Case, Inputs, Results, poisoned_memory
 
 PAGE_SIZES = (0, 16, 48)  # 0: rows
 STEPS = (1, 1, 1, 4, 64)  # behind a prompt of half the sequence; the rest comes at once

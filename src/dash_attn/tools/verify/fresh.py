@@ -20,8 +20,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ...attention.functions import flash_attn_func
-from .bits import Results, attend
-from .cases import Case, make_inputs
+from .cases import Case, Results, attend, make_inputs
 
 PROCESSES = ("a fresh process with a cold cache", "a fresh process with a warm cache")
 

@@ -17,8 +17,7 @@ from ...execution.interleaving import interleaving
 from ...scheduling.devices.sharding import SHARDINGS
 from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.validate import TooFewWorkers
-from .bits import Results, attend, difference, not_a_number
-from .cases import Case, Extras, Inputs, make_extras, make_inputs
+from .cases import Case, Extras, Inputs, Results, attend, difference, make_extras, make_inputs, not_a_number
 from .decoding import DETAIL, PAGE_SIZES, can_decode, recombined_halves, through_caches
 from .other_work import other_work
 from .ranks import added_up, name_of, on_ranks

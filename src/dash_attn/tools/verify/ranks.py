@@ -19,8 +19,7 @@ from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
 from ...scheduling.devices.sharding import SHARDINGS, Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
-from .bits import Results, attend, poisoned_memory, results_of
-from .cases import DTYPES, Case, Extras, Inputs
+from .cases import DTYPES, Case, Extras, Inputs, Results, attend, poisoned_memory, results_of
 
 
 def name_of(ranks: Sequence[int]) -> str:
