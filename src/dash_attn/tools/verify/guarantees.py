@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -38,23 +39,22 @@ class Outcome:
 Compared = Iterator[tuple[str, Results, Results]]  # what it is, as it came out, as it should
 
 
+@dataclass
 class CaseTest:
-    """One case, its inputs, and the first result, which every other one is compared with."""
+    """One case, its inputs, and the first result, which every other one is compared with.
 
-    def __init__(
-        self,
-        case: Case,
-        device: str,
-        runs: int,
-        tick: Callable[[], None] | None = None,
-        ranks: Sequence[int] = (),
-        backend: str = "auto",
-    ) -> None:
-        """`tick` is called after every comparison. `ranks`: numbers of ranks that shall share the sequence."""
-        self.backend = backend
-        self.case, self.device, self.runs, self.tick, self.ranks = case, device, runs, tick, ranks
-        self.mask = case.read_mask()
-        self.inputs = make_inputs(case, device)
+    `tick` is called after every comparison. `ranks`: numbers of ranks that shall share the sequence.
+    """
+
+    case: Case
+    device: str
+    runs: int
+    tick: Callable[[], None] | None = None
+    ranks: Sequence[int] = ()
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        self.mask, self.inputs = self.case.read_mask(), make_inputs(self.case, self.device)
         self.reference = self._run()
 
     def _run(self, inputs: Inputs | None = None, accumulation: str = "ordered") -> Results:
@@ -67,9 +67,12 @@ class CaseTest:
 
     def outcomes(self, fresh: dict[str, Results]) -> Iterator[Outcome]:
         """`fresh`: what other processes computed, by their description; empty if none was asked."""
-        yield self._judge("same bits in repeated runs", self._repeats())
+        seeds = range(1, self.runs + 1)
+        yield self._judge("same bits in repeated runs", self._inside((f"run {run}", nullcontext()) for run in seeds[1:]))
         if self.device == "cpu":  # a GPU interleaves by itself
-            yield self._judge("same bits in any interleaving", self._interleavings())
+            ways = [(seed, threads, " in threads" if threads else "") for seed in seeds for threads in (False, True)]
+            interleaved = ((f"interleaving {seed}{how}", interleaving(seed, threads)) for seed, threads, how in ways)
+            yield self._judge("same bits in any interleaving", self._inside(interleaved))
             if promises(self.explain().guarantees, WORKER_INVARIANT):
                 yield self._worker_counts()
         yield self._judge("same bits while other work runs", self._loaded())
@@ -97,30 +100,20 @@ class CaseTest:
                 return Outcome(guarantee, "fail", f"{what}: {found}")
         return Outcome(guarantee, "pass", f"{count} compared{about}")
 
-    def _repeats(self) -> Compared:
-        for run in range(2, self.runs + 1):
-            yield f"run {run}", self._run(), self.reference
-
-    def _interleavings(self) -> Compared:
-        for seed in range(1, self.runs + 1):
-            for threads in (False, True):
-                with interleaving(seed, threads):
-                    result = self._run()
-                yield f"interleaving {seed}{' in threads' if threads else ''}", result, self.reference
+    def _inside(self, named: Iterable[tuple[str, AbstractContextManager[Any]]]) -> Compared:
+        """A run inside of each context."""
+        for what, context in named:
+            with context:
+                result = self._run()
+            yield what, result, self.reference
 
     def _worker_counts(self) -> Outcome:
         """Equal bits on every number of workers. A refusal breaks the promise, too."""
         promise = "same bits on any number of workers"
         try:
-            return self._judge(promise, self._on_workers())
+            return self._judge(promise, self._inside((f"{count} workers", interleaving(count, workers=count)) for count in WORKERS))
         except TooFewWorkers as error:
             return Outcome(promise, "fail", f"refused on {error.workers} workers: {error}".splitlines()[0])
-
-    def _on_workers(self) -> Compared:
-        for workers in WORKERS:
-            with interleaving(workers, workers=workers):
-                result = self._run()
-            yield f"{workers} workers", result, self.reference
 
     def _loaded(self) -> Compared:
         with other_work(self.device):
