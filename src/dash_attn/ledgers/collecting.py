@@ -5,16 +5,20 @@ Nothing waits for a GPU: copies are under way when a step returns, and are read 
 Of a step with detail, hooks collect inputs and outputs of every module, forward and backward, in execution order.
 Gradients are heard of by hooks on tensors, which leave the graph as it is. (Backward hooks of modules insert nodes into it, forbid
 changes in place, and could change the order in which gradients are added.) So a gradient is that of a tensor, summed over all who took it.
+
+Of every call of attention there is what decides its bits: schedule, hash of the order, hashes of the kernels.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -22,9 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention.observers import SharedPart, observers
+from ..backends import backend_for, resolve
+from ..call.offsets import SequenceOffsets
+from ..call.options import AttentionOptions
+from ..call.planning import describe_call
 from .bit_sums import PartSums, part_sums
-from .format import Entry
+from .format import Entry, Plan
 from .tensors import Leaf, plain_name, strided, tensors_in, unwrapped
+
+DIGITS = 16  # of the hash that names a plan
+TOLD = ("backend", "schedule", "accumulation", "order_hash", "backward_tiles", "forward_tiles", "kernels")  # what decides bits
 
 
 class HostCopies:
@@ -203,3 +215,52 @@ def _own(tensors: dict[str, Any]) -> list[Leaf]:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+class AttentionCalls:
+    """Calls since the last step, each as (module, name of its plan). A kind of call is explained once."""
+
+    def __init__(self, current_module: Callable[[], str | None]) -> None:
+        self.plans: dict[str, Plan] = {}
+        self._calls: list[tuple[str | None, str]] = []
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._current_module = current_module
+        observers.append(self._observe)
+
+    def take(self) -> tuple[tuple[str | None, str], ...]:
+        calls, self._calls = tuple(self._calls), []
+        return calls
+
+    def stop(self) -> None:
+        if self._observe in observers:
+            observers.remove(self._observe)
+
+    def _observe(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        offsets: SequenceOffsets | None,
+        shared: SharedPart | None,
+    ) -> None:
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, offsets is not None, None if shared is None else shared.key)
+        name = self._names.get(key)
+        if name is None:
+            # Of a shared call these are the rows of this rank; schedule and order are those of the whole sequence.
+            whole = None if shared is None else {"accumulation": options.accumulation, **shared.describe()}
+            plan = {"call": describe_call(q, k, v, options), **(whole or _decided(q, k, v, options, offsets))}
+            name = sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:DIGITS]
+            self._names[key], self.plans[name] = name, plan
+        self._calls.append((self._current_module(), name))
+
+
+def _decided(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> Plan:
+    if offsets is not None:
+        asked = {"backend": resolve(options.backend, q.device), "schedule": options.schedule, "accumulation": options.accumulation}
+        return {**asked, "order_hash": "planned sequence by sequence"}
+    try:
+        explained = asdict(backend_for(options.backend, q.device).explain(q, k, v, options, predict_time=False))
+    except (ValueError, NotImplementedError) as error:  # the forward has run; what is wrong with the backward, it says itself
+        return {"order_hash": f"not explained: {error}"}
+    return {name: explained[name] for name in TOLD}

@@ -143,7 +143,7 @@ class _OfRank:
         if not moment.is_start:
             self.steps.append(moment.number)
             self.differing += [moment.number] * differs
-            self.alone.update(moment.aligned.alone)
+            self.alone.update(sorted(moment.aligned.alone))  # in one order in every process
 
 
 def compare_runs(

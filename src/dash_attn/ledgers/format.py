@@ -37,6 +37,7 @@ IS_START, IS_DETAILED = 1, 2  # flags of a step
 PHASES = ("batch", "forward", "loss", "backward", "recompute", "gradient", "weight", "optimizer", "rng")
 DETAIL = ("forward", "backward", "recompute")  # phases of modules, recorded at some steps
 SETTING, COUNT = "setting", "count"  # roles of what is recorded of an optimizer at every step
+Plan = dict[str, Any]  # what decides the bits of a call of attention
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without flock answer: some Lustre, some NFS
 
 

@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .format import END, FRAME_BYTES, HEAD, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerError, Record, from_json, records
-
-if TYPE_CHECKING:
-    from .attention_plans import Plan
+from .format import END, FRAME_BYTES, HEAD, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerError, Plan, Record, from_json, records
 
 FILE_NAME = re.compile(r"rank-(\d+)\.ledger")
 

@@ -17,8 +17,7 @@ from torch import nn
 from ..tools.doctor import doctor
 from ..tools.machine import is_distributed, process_environment
 from . import tensors
-from .attention_plans import AttentionCalls
-from .collecting import Collector, ModuleHooks, UnderWay, sees_modules
+from .collecting import AttentionCalls, Collector, ModuleHooks, UnderWay, sees_modules
 from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerError, LedgerFile, as_json
 
 Steps = Container[int] | bool
