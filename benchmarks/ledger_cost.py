@@ -17,7 +17,7 @@ import torch
 from training import REAL, example
 
 import dash_attn
-from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.machine import gpu_environment
 
 STEPS, WARM_UP = 12, 2
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead of it
@@ -68,7 +68,7 @@ def main() -> None:
     }
     print(json.dumps(found))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"environment": gpu_environment(), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ MASKS: dict[str, Mask] = {str(mask): mask for mask in (Causal(), Full())}
 def measure(path: Path) -> None:
     import torch
 
-    from dash_attn.tools.bench.environment import environment
-    from dash_attn.tools.calibrate.hopper import kernel_time
+    from dash_attn.tools.calibrate.measured import kernel_time
+    from dash_attn.tools.machine import gpu_environment
 
     rows = []
     for dim, seqlen, mask in product((128, 64), (1024, 4096, 16384), MASKS.values()):
@@ -39,7 +39,7 @@ def measure(path: Path) -> None:
                 continue
             rows.append({"head_dim": dim, "mask": str(mask), "seqlen": seqlen, "schedule": name, "measured_us": round(measured, 1)})
             print(rows[-1], file=sys.stderr, flush=True)
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": gpu_environment(), "rows": rows}, indent=1) + "\n")
 
 
 def predicted(row: dict[str, Any], workers: int) -> float:

@@ -26,7 +26,7 @@ from dash_attn.distributed import context_parallel_attention
 from dash_attn.distributed.context.of_rank import Asked, Given, OfRank, Sharing
 from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers
-from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.machine import gpu_environment
 
 MESSAGES, CALLS, ROUNDS, WARM_UP = 500, 20, 10, 5
 AHEAD = 300_000_000  # cycles that the GPU sleeps while hosts compare
@@ -116,7 +116,7 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:24} {'-' if value is None else f'{value:.0f} us'}")
     if arguments.json:
-        about = environment() if device == "cuda" else {"gpu": None}
+        about = gpu_environment() if device == "cuda" else {"gpu": None}
         report = {"environment": about, "ranks": arguments.ranks, "microseconds": found}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import dash_attn
 import dash_attn.nn
 from dash_attn.ledgers import compare_runs
-from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.machine import gpu_environment
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
@@ -213,7 +213,7 @@ def main() -> None:
             rows.append(measure(name, settings, Path(folder) / str(place)))
             print(json.dumps(rows[-1]), flush=True)
             if arguments.json:
-                about = environment() if torch.cuda.is_available() else {"gpu": None}
+                about = gpu_environment() if torch.cuda.is_available() else {"gpu": None}
                 arguments.json.write_text(json.dumps({"settings": settings, "environment": about, "rows": rows}, indent=1) + "\n")
 
 

@@ -329,16 +329,16 @@ def check(arguments: argparse.Namespace) -> int:
 
 def timed(arguments: argparse.Namespace) -> int:
     from dash_attn.tools.bench.candidates import ours
-    from dash_attn.tools.bench.environment import environment
     from dash_attn.tools.bench.flex import flex
     from dash_attn.tools.bench.measure import measure
     from dash_attn.tools.bench.pytorch_peers import pytorch_peers
     from dash_attn.tools.bench.suites import choose
     from dash_attn.tools.bench.timing import CudaStopwatch
+    from dash_attn.tools.machine import gpu_environment
 
     candidates = [*ours(schedules=False, backend="triton"), *(peer for peer in pytorch_peers() if peer.deterministic), flex()]
     shapes = choose("paper", arguments.seqlens, arguments.head_dims, arguments.masks)
-    results: dict[str, Any] = {"environment": environment("triton"), "repeats": arguments.repeats, "rows": []}
+    results: dict[str, Any] = {"environment": gpu_environment("triton"), "repeats": arguments.repeats, "rows": []}
     missed = 0
     for shape in shapes:
         rows = measure(shape, candidates, arguments.repeats, CudaStopwatch, DEVICE)

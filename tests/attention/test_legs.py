@@ -17,8 +17,8 @@ from dash_attn.call.any_workers import plan_on_any
 from dash_attn.call.options import AttentionOptions
 from dash_attn.execution.interleaving import TaskTime, interleaving
 from dash_attn.execution.rules import ExecutionError
-from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
+from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.scheduling.validate import TooFewWorkers
 from dense import Results, assert_same_bits, random_inputs, repeated, run_dense, run_ours, same_bits
 from inputs import Inputs

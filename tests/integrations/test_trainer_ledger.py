@@ -82,7 +82,7 @@ def test_a_resumed_trainer_appends(tmp_path: Path) -> None:
     train(tmp_path / "b", steps=2, save_at=2)
     train(tmp_path / "b", resume=True)
     run = read_run(tmp_path / "b/ledger")[0]
-    assert [segment.first_step for segment in run.segments] == [0, 2]
+    assert [head["first_step"] for head in run.heads] == [0, 2]
     found = compare_runs(tmp_path / "a/ledger", tmp_path / "b/ledger")
     assert found.agree, found.first
     assert found.steps == (0, 1, 2, 3)

@@ -14,8 +14,7 @@ import pytest
 from clusters import blocks, random_shared, shared
 from dash_attn import Machine, Problem, generate, parse_mask, simulate
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.share import share
-from dash_attn.scheduling.ranks.share import heads_that_fill
+from dash_attn.scheduling.ranks.share import heads_that_fill, share
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from dash_attn.simulation.cluster import (
     EXECUTIONS,

@@ -14,13 +14,13 @@ from dash_attn.cli.main import main
 from dash_attn.masks import Causal
 from dash_attn.tools.bench.candidates import Candidate, Runner, Tensors, make_tensors, ours
 from dash_attn.tools.bench.checks import dense
-from dash_attn.tools.bench.environment import short_name
 from dash_attn.tools.bench.host import CALLS, host_time, measure_host
 from dash_attn.tools.bench.measure import measure
 from dash_attn.tools.bench.peers import peers
 from dash_attn.tools.bench.pytorch_peers import deterministic_algorithms
 from dash_attn.tools.bench.suites import SUITES, Shape, choose
 from dash_attn.tools.bench.timing import WARM_UP, interleaved
+from dash_attn.tools.machine import short_name
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,7 @@ from dash_attn.cli.main import main
 from dash_attn.distributed.context.loopback import Mailbox
 from dash_attn.scheduling.order import CONTEXT_PARALLEL_INVARIANT, promises
 from dash_attn.tools.verify import guarantees
-from dash_attn.tools.verify.bits import Results, attend, difference
-from dash_attn.tools.verify.cases import Case, cases_to_share, make_extras, make_inputs
+from dash_attn.tools.verify.cases import Case, Results, attend, cases_to_share, difference, make_extras, make_inputs
 from dash_attn.tools.verify.certificate import verify
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons
 from dash_attn.tools.verify.ranks import check_ranks, name_of, on_ranks

@@ -19,9 +19,9 @@ from ..call.kv_cache import CachePlaces, CacheTensors
 from ..call.modifiers import Modifiers
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
+from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import Sharding
 from ..scheduling.ranks.units import Unit
-from ..scheduling.problem import Problem
 from .gpus import is_hopper
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda", "triton": "cuda"}

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..scheduling.ranks.in_legs import in_legs
-from ..scheduling.ranks.units import SharedSchedule, Unit
 from ..scheduling.order import WORKER_INVARIANT
 from ..scheduling.plan import Plan, lower
 from ..scheduling.problem import Problem
+from ..scheduling.ranks.in_legs import in_legs
+from ..scheduling.ranks.units import SharedSchedule, Unit
 from ..scheduling.schedule import Schedule
 from ..scheduling.validate import StuckOnWorkers
 from .given_schedule import is_given, schedule_for

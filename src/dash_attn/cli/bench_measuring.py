@@ -49,10 +49,10 @@ def measure_here(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     host = arguments.suite == HOST_SUITE
     shapes = [] if host else choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
     require_gpu(arguments.backend)
-    from ..tools.bench.environment import environment, short_name
     from ..tools.bench.results import FORMAT, save
+    from ..tools.machine import gpu_environment, short_name
 
-    where = environment(arguments.backend)
+    where = gpu_environment(arguments.backend)
     kind = ("" if arguments.backend == "auto" else f"-{arguments.backend}") + ("" if arguments.sustained is None else "-sustained")
     path = arguments.output / f"{short_name(where['gpu'])}-{arguments.suite}{kind}.json"
     results: dict[str, Any] = {"format": FORMAT, "suite": arguments.suite, "repeats": arguments.repeats, "environment": where, "rows": []}

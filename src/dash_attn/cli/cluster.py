@@ -8,19 +8,18 @@ import sys
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from ..scheduling.ranks.sharding import SHARDINGS, Sharding
-from ..scheduling.ranks.share import share
-from ..scheduling.ranks.share import heads_that_fill
-from ..scheduling.ranks.units import SharedSchedule
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem, whole_number
+from ..scheduling.ranks.sharding import SHARDINGS, Sharding
+from ..scheduling.ranks.share import heads_that_fill, share
+from ..scheduling.ranks.units import SharedSchedule
 from ..simulation.cluster import (
     EXECUTIONS,
     MODELS,
     MOST_TASKS_OF_TILES,
     Cluster,
-    RankTimeline,
     PeerEstimate,
+    RankTimeline,
     Widths,
     ring_attention,
     simulate_ranks,

@@ -20,8 +20,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def choose(arguments: argparse.Namespace) -> Device:
     """The device to measure on; an error if it is not there."""
-    from ..tools.calibrate.cpu import cpu_device
-    from ..tools.calibrate.hopper import hopper_device
+    from ..tools.calibrate.measured import cpu_device, hopper_device
 
     if choose_device(arguments.device) == "cpu":
         return cpu_device(arguments.threads)

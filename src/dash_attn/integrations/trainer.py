@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..ledgers.framing import LedgerError
+from ..ledgers.format import LedgerError
 from ..ledgers.recorder import Ledger, ledger
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from ...call.options import AttentionOptions
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Landed
 from ...execution.run import run_chains
-from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.units import SharedSchedule, Unit
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
+from ...scheduling.ranks.sharding import Sharding
+from ...scheduling.ranks.units import SharedSchedule, Unit
 from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, State, fixed_arithmetic, forward_of_share, sink_gradients
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS
-from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.share import FILLINGS
 from ...scheduling.generators.shift import LARGEST_BLOCK
 from ...scheduling.problem import Problem
+from ...scheduling.ranks.sharding import Sharding
+from ...scheduling.ranks.share import FILLINGS
 from . import tiles
 from .calls.rank_backward import RankBackward, tile_size
 from .calls.rank_forward import forward as forward_of_rows

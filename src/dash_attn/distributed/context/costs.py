@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...scheduling.ranks.units import highest, most_states
 from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.units import Unit
+from ...scheduling.ranks.units import Unit, highest, most_states
 from .gathering import sharding_of_tiles
 from .passes import gather_starts, gathers_of
 from .shared_call import SharedCall

@@ -17,10 +17,9 @@ from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
-from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
-from .bits import Results, attend, poisoned_memory, results_of
-from .cases import DTYPES, Case, Extras, Inputs
+from ...scheduling.ranks.sharding import SHARDINGS, Sharding
+from .cases import DTYPES, Case, Extras, Inputs, Results, attend, poisoned_memory, results_of
 
 
 def name_of(ranks: Sequence[int]) -> str:
@@ -40,7 +39,9 @@ def check_ranks(cases: Sequence[Case], device: str, ranks: Sequence[int], backen
         for count in ranks:
             for sharding in SHARDINGS:
                 try:
-                    _check(case, like, Sharding.named(sharding, case.seqlen, count))
+                    shared = Sharding.named(sharding, case.seqlen, count)
+                    if count > 1:
+                        _call(case, like, like[:, :, : case.kv_heads], shared)
                 except ValueError as error:
                     raise ValueError(f"{in_words(count)} cannot share {case} ({sharding}): {error}") from None
 
@@ -79,20 +80,14 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
     for rank in range(ranks):
         own, rows = torch.zeros_like(dout), rows_of(sharding, rank, dout.device)
         own[:, rows] = dout[:, rows]
-        found = attend((q, k, v, own), case.read_mask(), case.schedule)
+        found = attend(Inputs(q, k, v, own), case.read_mask(), case.schedule)
         dk += found.dk
         dv += found.dv
     return plain._replace(dk=dk.to(plain.dk.dtype), dv=dv.to(plain.dv.dtype))
 
 
-def _check(case: Case, q: Tensor, sharding: Sharding) -> None:
-    if sharding.ranks > 1:
-        _call(case, q, q[:, :, : case.kv_heads], sharding)
-
-
 def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall | SharedDocuments:
     options = options_for(Choices(mask=case.read_mask(), schedule=case.schedule), case.head_dim)
     options, documents = documents_in(options, None, sharding.rows)
-    return shared_call(
-        q, k, k, options, documents, outer_sharding(sharding, ulysses=1)
-    )  # as ranks do: neighbouring chunks of one rank are one
+    outer = outer_sharding(sharding, ulysses=1)  # as ranks do: neighbouring chunks of one rank are one
+    return shared_call(q, k, k, options, documents, outer)

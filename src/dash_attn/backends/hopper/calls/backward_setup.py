@@ -14,9 +14,9 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....call.planning import plan_for
 from ....masks import IntervalMask
-from ....scheduling.ranks.units import SharedSchedule
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
+from ....scheduling.ranks.units import SharedSchedule
 from ..driver.parameters import ChainRecord, GroupSplit
 from ..driver.workspace import Workspace
 from ..support import check_gang, check_kinds, is_modified, sm_count

@@ -12,9 +12,9 @@ from ....call.sums import sum_in_order
 from ....scheduling.ranks.units import most_states
 from ..driver.workspace import Workspace
 from .backward_setup import DenseBackwardSetup
-from .rank_backward import RankBackward, tile_size
 from .kernel_names import LegKernels, leg_kernels
 from .leg_tables import LegTables, workspace_sizes
+from .rank_backward import RankBackward, tile_size
 
 
 class LegSetup:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ....call.options import AttentionOptions
 from ....scheduling.ranks.sharding import Sharding
 from ..support import refuse_modifiers
-from .rank_masks import check_mask, mask_of_rows
 from .forward import forward as forward_of_batch
+from .rank_masks import check_mask, mask_of_rows
 
 
 def forward(
