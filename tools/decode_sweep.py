@@ -56,7 +56,7 @@ def inputs(model: Any, sides: tuple[str, ...], prompt: int) -> dict[str, Tensor]
 
 def decoding(kind: str, model_type: str) -> dict[str, Outcome]:
     """What becomes of each way. Where padded rows raise, beams and static caches have whole ones."""
-    huggingface.register()
+    huggingface.enable()
     eager, ours = (build(kind, model_type, implementation) for implementation in ("eager", "dash_attn"))
     found: dict[str, Outcome] = {}
     for way, (sides, choices) in (SOURCES if kind == "encoder-decoder" else WAYS).items():

@@ -9,8 +9,7 @@ import torch
 
 import dash_attn
 from dash_attn import distributed
-from dash_attn.integrations import huggingface
-from dash_attn.integrations.megatron import DashCoreAttention, use_dash_attn
+from dash_attn.integrations import huggingface, megatron
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from misuse import ACCEPTED, MISUSE, PREPARATION
 from page_parts import code, table
@@ -24,7 +23,7 @@ class Outcome(NamedTuple):
 def namespace() -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(dash_attn, name) for name in dash_attn.__all__}
     names |= {"torch": torch, "huggingface": huggingface, "scaled_dot_product_attention": scaled_dot_product_attention}
-    names |= {"SimpleNamespace": SimpleNamespace, "DashCoreAttention": DashCoreAttention, "use_dash_attn": use_dash_attn}
+    names |= {"SimpleNamespace": SimpleNamespace, "DashCoreAttention": megatron.DashCoreAttention, "megatron": megatron}
     names |= {name: getattr(distributed, name) for name in distributed.__all__}
     exec(PREPARATION, names)
     return names

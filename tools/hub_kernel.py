@@ -33,6 +33,7 @@ INIT = '''"""dash-attn {version}: attention whose gradients have the same bits i
 from .attention.functions import explain
 from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from .integrations.hub import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .integrations.huggingface import disable, enable
 from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
 
 __version__ = "{version}"
@@ -45,21 +46,15 @@ __all__ = [
     "Prefix",
     "TileMap",
     "Window",
+    "disable",
+    "enable",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
-    "register",
 ]
-
-
-def register() -> None:
-    """Models of transformers then take attn_implementation="dash_attn", with the masks that they ask for."""
-    from .integrations import huggingface
-
-    huggingface.register()
 '''
 CARD = """---
 library_name: kernels

@@ -149,7 +149,7 @@ OTHERS = (
         "`attention_dropout=0.0` in Megatron's `TransformerConfig` ([Megatron-Core](migration.md#from-megatron-core)).",
     ),
     (
-        "use_dash_attn(SimpleNamespace(core_attention=None))",
+        "megatron.enable(SimpleNamespace(core_attention=None))",
         "The `ModuleSpec` of a layer or a block, as Megatron's functions return it.",
     ),
     (

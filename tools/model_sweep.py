@@ -74,7 +74,7 @@ def influence_of_source(model: Any, ids: Tensor) -> float:
 
 def outcome(kind: str, model_type: str, side: str = "") -> Outcome:
     """What becomes of an architecture: one step of training as eager makes it, or an error of ours."""
-    huggingface.register()
+    huggingface.enable()
     try:
         eager = build(kind, model_type, "eager")
         ids = tokens(eager)

@@ -43,11 +43,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    huggingface.register()
+    huggingface.enable()
     made = Recorder()
     transformers.AttentionInterface.register(huggingface.NAME, made.attention)
     yield made
-    huggingface.register()
+    huggingface.enable()
 
 
 def model_of(name: str, implementation: str = "dash_attn", dtype: torch.dtype = torch.float32) -> Any:
@@ -104,7 +104,7 @@ def test_sdpa_has_other_bits(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("choices", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_beams_and_speculation_choose_eagers_tokens(choices: dict[str, Any]) -> None:
-    huggingface.register()
+    huggingface.enable()
     prompt = PROMPT[:1, :30].repeat(1, 3)
     ours, eager = (sampled(model_of("llama", kind), prompt, **choices) for kind in ("dash_attn", "eager"))
     assert torch.equal(ours, eager)
@@ -136,7 +136,7 @@ def test_a_chunk_is_a_sequence_of_its_own(way: str, recorder: Recorder) -> None:
 
 
 def test_several_chunks_with_keys_before_them_are_refused() -> None:
-    huggingface.register()
+    huggingface.enable()
     with pytest.raises(NotImplementedError, match="this mask is none of them"):
         sampled(chunked_attention("dash_attn"), PROMPT, prefill_chunk_size=80)
 
@@ -210,7 +210,7 @@ def test_places_of_padded_rows(mask: str, queries: int) -> None:
 
 
 def test_chunks_and_padding_are_refused() -> None:
-    huggingface.register()
+    huggingface.enable()
     padding = torch.ones_like(PROMPT)
     padding[1, :9] = 0
     with pytest.raises(ValueError, match="with it rows cannot be padded on the left"):
@@ -220,7 +220,7 @@ def test_chunks_and_padding_are_refused() -> None:
 
 
 def test_gradients_through_a_cache_that_dropped_keys_are_refused() -> None:
-    huggingface.register()
+    huggingface.enable()
     model = model_of("mistral")
     with torch.no_grad():
         cache = model(input_ids=PROMPT, use_cache=True).past_key_values
@@ -233,7 +233,7 @@ def test_gradients_through_a_cache_that_dropped_keys_are_refused() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_gradients_through_a_static_cache_are_those_of_the_plain_model(name: str) -> None:
     """Slots that are not in use get none."""
-    huggingface.register()
+    huggingface.enable()
     model = model_of(name, dtype=torch.float64)
     cache = transformers.StaticCache(config=model.config, max_cache_len=200)
     prompt = PROMPT[:, :35]
@@ -262,7 +262,7 @@ def test_a_mask_of_another_kind_needs_a_dynamic_cache() -> None:
 @pytest.mark.slow
 def test_compiled_steps_have_the_same_bits(recorder: Recorder) -> None:
     """As `generate` compiles them on a GPU. The length of a static cache is a tensor there, so the programs do not multiply."""
-    huggingface.register()
+    huggingface.enable()
     plain = sampled(model_of("llama"), return_dict_in_generate=True, output_logits=True)
     config = transformers.CompileConfig(backend="eager")
     config._compile_all_devices = True
@@ -338,7 +338,7 @@ def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.Monkey
     """transformers replaces implementations that it does not know where flash-attn is installed."""
     from transformers.generation.continuous_batching import continuous_api
 
-    huggingface.register()
+    huggingface.enable()
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
     model = model_of("llama")
     with monkeypatch.context() as patch:

@@ -34,7 +34,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     quiet()
-    huggingface.register()
+    huggingface.enable()
 
 
 IDS = torch.randint(16, 80, (2, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -23,7 +23,7 @@ from hf_models import CONFIGS, PACKED, SIZES, TOKENS, model_of, step  # noqa: E4
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    huggingface.register()
+    huggingface.enable()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -344,4 +344,4 @@ def test_functions_of_the_caller_and_unaligned_queries_are_refused() -> None:
 def test_register_says_what_is_missing_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="transformers"):
-        huggingface.register()
+        huggingface.enable()

@@ -30,7 +30,7 @@ BLOOM = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     transformers.logging.set_verbosity_error()
-    huggingface.register()
+    huggingface.enable()
 
 
 def llama(**changes: Any) -> Any:
@@ -191,7 +191,7 @@ def test_check_is_for_models_changed_by_hand() -> None:
 
 def test_registering_twice_wraps_once() -> None:
     before = transformers.PreTrainedModel.post_init, transformers.PreTrainedModel.__init__
-    huggingface.register()
+    huggingface.enable()
     assert (transformers.PreTrainedModel.post_init, transformers.PreTrainedModel.__init__) == before
 
 

@@ -114,7 +114,7 @@ NOT_LOOKED_AT = ("opt",)  # it does not, so that documents are mixed in eager
 def test_odd_positions_mean_what_they_mean_to_eager(model_type: str, positions: str, with_mask: bool) -> None:
     if model_type in NOT_LOOKED_AT and not with_mask and positions != "skip":
         pytest.skip("transformers has not looked; see the next test")
-    huggingface.register()
+    huggingface.enable()
     found = []
     for implementation in ("dash_attn", "eager"):
         model = build("causal", model_type, implementation).eval()
@@ -128,7 +128,7 @@ def test_odd_positions_mean_what_they_mean_to_eager(model_type: str, positions: 
 
 @pytest.mark.parametrize("model_type", NOT_LOOKED_AT)
 def test_where_transformers_does_not_look_positions_are_documents_or_refused(model_type: str) -> None:
-    huggingface.register()
+    huggingface.enable()
     model = build("causal", model_type, "dash_attn").eval()
     ids = tokens(model)
     packed = logits(model, ids, position_ids=ODD_POSITIONS["packed"].expand(len(ids), -1))
@@ -140,7 +140,7 @@ def test_where_transformers_does_not_look_positions_are_documents_or_refused(mod
 
 
 def test_steps_of_training_repeat_bit_by_bit() -> None:
-    huggingface.register()
+    huggingface.enable()
     runs = []
     for _ in range(2):
         model = build("causal", "mixtral", "dash_attn")

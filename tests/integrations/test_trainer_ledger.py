@@ -28,7 +28,7 @@ def _settings_restored() -> Iterator[None]:
 
 
 def train(folder: Path, seed: int = 1, steps: int = 4, resume: bool = False, save_at: int = 0, **options: Any) -> None:
-    huggingface.register()
+    huggingface.enable()
     source = torch.Generator().manual_seed(0)
     rows = [torch.randint(64, (24,), generator=source).tolist() for _ in range(32)]
     arguments = transformers.TrainingArguments(

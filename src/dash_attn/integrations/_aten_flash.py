@@ -15,6 +15,8 @@ from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
 
+NAMED = ("scale", "window_size_left", "window_size_right")  # keyword arguments of the operators that are honoured
+
 
 def sdpa_forward(
     query: Tensor,
@@ -29,92 +31,49 @@ def sdpa_forward(
     """aten::_scaled_dot_product_flash_attention, layout (batch, heads, length, head dim)."""
     _check_square(query, key, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, *rest = flash_forward(q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask, scale=scale)
-    return _laid_out_like(query, out.transpose(1, 2)), lse, None, None, q.shape[1], k.shape[1], *rest
+    lengths = q.shape[1], k.shape[1]
+    out, lse, *rest = flash_forward(q, k, v, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale)
+    return _laid_out_like(query, out.transpose(1, 2)), lse, None, None, *lengths, *rest
 
 
 def sdpa_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor | None,
-    philox_offset: Tensor | None,
-    *,
-    scale: float | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *given: Any, scale: float | None = None
 ) -> tuple[Tensor, ...]:
-    """aten::_scaled_dot_product_flash_attention_backward."""
-    _check_square(query, key, is_causal)
+    """aten::_scaled_dot_product_flash_attention_backward. given: as in flash_backward."""
+    _check_square(query, key, is_causal=given[5])
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    unused = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
-    gradients = flash_backward(dout, q, k, v, o, logsumexp, None, None, *unused, scale=scale)
+    gradients = flash_backward(dout, q, k, v, o, logsumexp, None, None, *given[2:], scale=scale)
     return tuple(_laid_out_like(x, g.transpose(1, 2)) for x, g in zip((query, key, value), gradients, strict=True))
 
 
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **rest: Any,
-) -> tuple[Any, ...]:
-    """aten::_flash_attention_forward, layout (batch, length, heads, head dim), or (tokens, heads, head dim) with cum_seq."""
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> tuple[Any, ...]:
+    """aten::_flash_attention_forward, layout (batch, length, heads, head dim), or (tokens, heads, head dim) with cum_seq.
+
+    given: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask
+    """
+    *asked, return_debug_mask = given
     if return_debug_mask:
         raise ValueError("dash_attn keeps no attention weights: return_debug_mask must be False")
-    if rest.pop("num_splits", None) not in (None, 0, 1):
+    if named.pop("num_splits", None) not in (None, 0, 1):
         raise ValueError("dash_attn never splits keys, so that bits depend on nothing else: num_splits must be None or 1")
-    unsupported = [name for name, value in rest.items() if value is not None]
+    unsupported = [name for name, value in named.items() if value is not None and name not in NAMED]
     if unsupported:
         raise ValueError(f"dash_attn does not support {', '.join(unsupported)} in PyTorch's flash attention")
-    check_tensors(query, key, value, ndim=4 if cum_seq_q is None else 3)
-    options = _options(query, value, dropout_p, is_causal, scale, (window_size_left, window_size_right))
-    out, lse = attention_forward(query, key, value, options, _offsets(cum_seq_q, cum_seq_k, max_q, max_k))
+    check_tensors(query, key, value, ndim=4 if asked[0] is None else 3)
+    out, lse = attention_forward(query, key, value, _options(query, value, *asked[4:], **named), _offsets(*asked[:4]))
     # The random state of dropout. There is no dropout, so nobody reads these.
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     return _laid_out_like(query, out), lse, seed, offset, query.new_empty(0)
 
 
 def flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor | None,
-    unused: Tensor | None,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *given: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    """aten::_flash_attention_backward."""
-    options = _options(query, value, dropout_p, is_causal, scale, (window_size_left, window_size_right))
-    offsets = _offsets(cum_seq_q, cum_seq_k, max_q, max_k)
+    """aten::_flash_attention_backward.
+
+    given: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, and what dropout would need
+    """
+    options, offsets = _options(query, value, *given[4:6], **named), _offsets(*given[:4])
     *gradients, _ = attention_backward(grad_out, query, key, value, out, logsumexp, options, offsets)
     return tuple(_laid_out_like(x, gradient) for x, gradient in zip((query, key, value), gradients, strict=True))
 
@@ -143,9 +102,8 @@ OPERATORS = {
 }
 
 
-def _options(
-    query: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, window: tuple[int | None, int | None]
-) -> AttentionOptions:
+def _options(query: Tensor, value: Tensor, dropout_p: float, is_causal: bool, **named: Any) -> AttentionOptions:
+    """named: those of NAMED that were given."""
     if not is_zero(dropout_p):
         raise ValueError(
             "dash_attn has no dropout in PyTorch's flash attention, whose operators have no place for our seeds (flash_attn_func has):"
@@ -153,8 +111,9 @@ def _options(
         )
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(f"PyTorch's flash attention has one head dim; got {query.shape[-1]} and {value.shape[-1]}")
-    left, right = (-1 if width is None else width for width in window)
-    return options_for(Choices(causal=is_causal, window_size=(left, right), softmax_scale=scale), query.shape[-1])
+    scale, left, right = (named.get(name) for name in NAMED)
+    window = -1 if left is None else left, -1 if right is None else right
+    return options_for(Choices(causal=is_causal, window_size=window, softmax_scale=scale), query.shape[-1])
 
 
 def _offsets(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> SequenceOffsets | None:

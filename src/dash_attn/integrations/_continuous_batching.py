@@ -6,6 +6,7 @@ bits; where its sequence begins does, so requests that have grown past a sliding
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -17,13 +18,14 @@ from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Window
 from ._documents import offsets_of_arguments
+from ._door import Change
 from ._layer_mask import NAME, LayerMask
 
 # What the model is given for the cache, and not for us.
 FOR_THE_CACHE = ("cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
 
 
-def keep_implementation() -> None:
+def kept_implementation() -> Iterator[Change]:
     """transformers lets continuous batching run with implementations that it knows, and would replace ours or refuse it."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -39,7 +41,7 @@ def keep_implementation() -> None:
             original(self, model, *args, **kwargs)
 
     switch_to_cb_friendly_attn.keeps_dash_attn = True  # type: ignore[attr-defined]
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    yield Change(ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch_to_cb_friendly_attn)
 
 
 def attend_to_pages(

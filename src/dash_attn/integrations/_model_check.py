@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ._door import Change
 from ._first_forward import is_attention, not_ours, watch_first_forward
 from ._given_documents import note_documents
 from ._layer_mask import NAME
@@ -23,7 +24,7 @@ OWN_ATTENTION = {"softmax", "scaled_dot_product_attention", "multi_head_attentio
 def check(model: nn.Module) -> None:
     """Raise ValueError if a layer of the model has attention that does not go through dash_attn, going by its code.
 
-    After `register()` every model that is built with attn_implementation="dash_attn" is checked, and watched in its first
+    After `enable()` every model that is built with attn_implementation="dash_attn" is checked, and watched in its first
     forward. This is for models whose configuration was changed by hand.
     """
     from transformers import PreTrainedModel
@@ -74,8 +75,8 @@ def _names_of_code(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def watch_models() -> None:
-    """From now on, models are checked as they are built, and when their implementation is set. Once is enough."""
+def checks_of_models() -> Iterator[Change]:
+    """With which models are checked as they are built, and when their implementation is set. Once is enough."""
     from transformers import PreTrainedModel
 
     for method, wrapper in (("__init__", _choosing), ("post_init", _checking), ("set_attn_implementation", _insisting)):
@@ -83,7 +84,7 @@ def watch_models() -> None:
         if not getattr(original, "checks_dash_attn", False):
             wrapped = wrapper(original)
             wrapped.checks_dash_attn = True
-            setattr(PreTrainedModel, method, wrapped)
+            yield Change(PreTrainedModel, method, wrapped)
 
 
 def _choosing(original: Any) -> Any:

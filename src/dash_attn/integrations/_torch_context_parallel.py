@@ -17,11 +17,11 @@ from torch.nn import functional
 HERE = "torch"  # context_parallel="torch"
 MODULE = "torch.distributed.tensor.experimental"
 SEQUENCE = 2  # the dimension in (batch, heads, length, head dim)
-ENTER_BEFORE = 'enter replace_sdpa(context_parallel="torch") before it'
+ENTER_BEFORE = 'enter sdpa.enable(context_parallel="torch") before it'
 
 
 def check_block(context_parallel: Any, sharding: Any) -> None:
-    """Whether replace_sdpa with these options may begin here. Inside PyTorch's block a rank has only some of the rows."""
+    """Whether sdpa.enable with these options may begin here. Inside PyTorch's block a rank has only some of the rows."""
     if isinstance(context_parallel, str) and context_parallel != HERE:
         raise ValueError(f'context_parallel must be a ProcessGroup, a DeviceMesh of one dimension or "torch"; got {context_parallel!r}')
     if not is_inside():
@@ -94,7 +94,7 @@ def _check(name: str, x: Any, query: Any, context_parallel: Any) -> None:
     placed = f"{name} is a DTensor with placements {tuple(x.placements)} on a mesh of {x.device_mesh.ndim} dimensions"
     if context_parallel != HERE:
         raise ValueError(
-            f'{placed}: replace_sdpa(context_parallel="torch") takes those of PyTorch\'s context_parallel. Of others, pass x.to_local()'
+            f'{placed}: sdpa.enable(context_parallel="torch") takes those of PyTorch\'s context_parallel. Of others, pass x.to_local()'
         )
     if len(x.placements) != 1 or not x.placements[0].is_shard(SEQUENCE):
         raise ValueError(f"{placed}: PyTorch's context_parallel shards dimension {SEQUENCE}, the sequence, on a mesh of one dimension")
@@ -114,6 +114,6 @@ def _of_torch(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(
             f'context_parallel="torch" cannot find out what PyTorch {torch.__version__} has done: {owner} has no {name}.'
-            " Use replace_sdpa(context_parallel=mesh, sharding=...) inside its block"
+            " Use sdpa.enable(context_parallel=mesh, sharding=...) inside its block"
         )
     return getattr(owner, name)

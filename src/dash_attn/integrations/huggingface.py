@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `register()`, then models take `attn_implementation="dash_attn"`.
+"""Hugging Face transformers: `enable()`, then models take `attn_implementation="dash_attn"`.
 
 transformers asks once per forward for a mask (`mask_for`) and hands the answer to every layer's attention
 (`attention`). The answer is an object of ours, with the documents' offsets where a batch is packed, and the rows' where it is
@@ -8,6 +8,7 @@ padded. What we have no mask for raises, as does a model whose attention does no
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,24 +21,29 @@ from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
 from ._cached_keys import attend_to_cache, goes_to_cache
 from ._call_arguments import refuse_contradiction, refuse_dropout_with_cache, refuse_unknown
-from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implementation
+from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, kept_implementation
 from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
+from ._door import Change, Door
 from ._first_forward import note_call, watched_model
 from ._given_documents import ON_THE_HOST, are_noted, given_documents
 from ._layer_mask import NAME, LayerMask
 from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal, read_chunks
 from ._mask_patterns import mask_of_pattern
-from ._model_check import check, watch_models
+from ._model_check import check, checks_of_models
 from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._tensor_parallel import first_kv_head
 from ._torch_context_parallel import refuse_inside
 
-__all__ = ["NAME", "attention", "check", "mask_for", "register"]
+__all__ = ["NAME", "attention", "check", "disable", "enable", "mask_for"]
 _positions = PositionReader()
 
 
-def register() -> None:
-    """Make "dash_attn" an attention implementation of transformers, here and in models loaded before.
+DOOR = Door("huggingface")
+
+
+def enable() -> AbstractContextManager[object]:
+    """Make "dash_attn" an attention implementation of transformers, also in models loaded before: until `disable()`, or with this as a
+    context manager inside its block.
 
     Models that are built with it are checked: one whose attention does not go through dash_attn raises when it is
     built, or at its first forward.
@@ -45,10 +51,13 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask_for)
-    watch_models()
-    keep_implementation()
+    tables = ((AttentionInterface, attention), (AttentionMaskInterface, mask_for))
+    return DOOR.open(*(Change(table._global_mapping, NAME, ours) for table, ours in tables), *checks_of_models(), *kept_implementation())
+
+
+def disable() -> None:
+    """transformers does not know "dash_attn" any more, however often `enable()` was called. Models that have it raise."""
+    DOOR.close()
 
 
 def attention(

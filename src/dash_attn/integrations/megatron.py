@@ -1,4 +1,4 @@
-"""Megatron-Core: `DashCoreAttention` stands where a layer's spec names its core attention; `use_dash_attn(spec)` puts it there.
+"""Megatron-Core: `DashCoreAttention` stands where a layer's spec names its core attention; `enable(spec)` puts it there.
 
 Megatron is imported inside functions, so this module can be imported without it.
 """
@@ -17,7 +17,7 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ._megatron_checks import WHO, check_config, check_tensors, mask_of, offsets_of, refuse_tensors
 
-__all__ = ["DashCoreAttention", "use_dash_attn"]
+__all__ = ["DashCoreAttention", "enable"]
 REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")
 
 
@@ -111,7 +111,7 @@ class DashCoreAttention(nn.Module):
         return sinks
 
 
-def use_dash_attn(spec: Any) -> Any:
+def enable(spec: Any) -> Any:
     """A copy of a layer's or block's spec (ModuleSpec) in which every core attention is `DashCoreAttention`.
 
     Raises if there is none, or if one is neither Megatron's nor Transformer Engine's dot-product attention.

@@ -5,8 +5,8 @@ What dash-attn cannot do raises; no call goes back to PyTorch's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -21,15 +21,19 @@ from ..attention.kept_options import kept_options
 from ..call.options import check_dropout, is_finite, is_zero
 from ..call.tensor_checks import DTYPES
 from ..masks import Causal, Full, Mask, Window
+from ._door import Change, Door
 from ._torch_context_parallel import HERE, RowsOfTorch, check_block, has_placement
 
 OF_GROUPS = ("context_parallel", "sharding", "ulysses")
 OPTIONS = ("schedule", "accumulation", "backend", "head_offset", *OF_GROUPS)
 
 
-@contextmanager
-def replace_sdpa(**options: Any) -> Iterator[None]:
-    """Inside the block, torch.nn.functional.scaled_dot_product_attention is the function below.
+DOOR = Door("sdpa")
+
+
+def enable(**options: Any) -> AbstractContextManager[object]:
+    """From now on torch.nn.functional.scaled_dot_product_attention is the function below: until `disable()`, or with this as a context
+    manager inside its block.
 
     options: schedule, accumulation, backend or head_offset, as in flash_attn_func. With context_parallel=group (a ProcessGroup or a
     DeviceMesh of one dimension) each call is one of context_parallel_attention: query, key and value are this rank's rows of a
@@ -37,20 +41,18 @@ def replace_sdpa(**options: Any) -> Iterator[None]:
     PyTorch's own context_parallel (or Accelerate's), which then calls us: its mesh is the group, and it deals the rows. Calls
     outside its block are plain ones.
 
-    Code that imported the function by name before the block keeps PyTorch's. Blocks nest. The name is one for the
-    whole process: other threads also see the replacement, so enter and leave blocks on one thread. Gradients may be
-    taken after the block.
+    Code that imported the function by name before keeps PyTorch's. Blocks nest. The name is one for the whole process: other threads
+    also see the replacement, so enter and leave blocks on one thread. Gradients may be taken after the block.
     """
     _check_options(options)
     check_block(options.get("context_parallel"), options.get("sharding", "zigzag"))
-    replacement = _with(kept_options(options))
-    get_overridable_functions()  # PyTorch makes this list once: made inside the block, it would have our function in it for good
-    before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = replacement
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = before
+    get_overridable_functions()  # PyTorch makes this list once: made from now on, it would have our function in it for good
+    return DOOR.open(Change(functional, "scaled_dot_product_attention", _with(kept_options(options))))
+
+
+def disable() -> None:
+    """PyTorch's own function again, however often `enable()` was called."""
+    DOOR.close()
 
 
 def scaled_dot_product_attention(
@@ -146,7 +148,7 @@ def _first_aligned(q_len: int, kv_len: int) -> Mask:
 def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(f"got an unexpected keyword argument {name!r}; the options of replace_sdpa are {', '.join(OPTIONS)}")
+            raise TypeError(f"got an unexpected keyword argument {name!r}; the options of sdpa.enable are {', '.join(OPTIONS)}")
     alone = [name for name in ("sharding", "ulysses") if name in options and options.get("context_parallel") is None]
     if alone:
         raise TypeError(f"{alone[0]} is for ranks that share a sequence: it needs context_parallel=group")

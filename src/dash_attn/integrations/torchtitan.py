@@ -1,4 +1,4 @@
-"""torchtitan: `use_dash_attn(model_config)`, or by name, `--override.imports dash_attn.integrations.torchtitan.dash_attention`.
+"""torchtitan: `enable(model_config)`, or by name, `--override.imports dash_attn.integrations.torchtitan.dash_attention`.
 
 torchtitan looks overrides up in the module that it imports, so this module imports torchtitan.
 """
@@ -18,7 +18,7 @@ from torchtitan.protocols.module import Module
 
 from ._torchtitan_calls import WHO, Asked, attend, attend_documents, refuse_arguments, refuse_masks
 
-__all__ = ["DashDocumentAttention", "DashScaledDotProductAttention", "dash_attention", "use_dash_attn"]
+__all__ = ["DashDocumentAttention", "DashScaledDotProductAttention", "dash_attention", "enable"]
 KNOWN = (VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
 
 
@@ -93,7 +93,7 @@ class DashScaledDotProductAttention(_Ranks, ScaledDotProductAttention):  # type:
         return attend(q_BLNH, k_BLNH, v_BLNH, Asked(scale, self.head_offset(k_BLNH), (-1, 0 if is_causal else -1)))
 
 
-def use_dash_attn(config: Any) -> Any:
+def enable(config: Any) -> Any:
     """Replace every inner attention in a model's config, in place, and return it. Raises if one cannot be replaced, or none is there."""
     found = [place for kind in KNOWN for place in config.traverse(kind)]
     ours = [_ours(config, name, inner) for name, inner, _, _ in found]  # all, before anything is changed
@@ -133,5 +133,5 @@ def _check_flex(model: Any, name: str) -> None:
 
 @override(target=BaseModel.Config, description="bitwise reproducible attention of dash-attn")  # type: ignore[untyped-decorator]
 def dash_attention(config: Any) -> Any:
-    """torchtitan's name for `use_dash_attn`. It claims the whole model, so that a model without a known attention raises."""
-    return use_dash_attn(config)
+    """torchtitan's name for `enable`. It claims the whole model, so that a model without a known attention raises."""
+    return enable(config)
