@@ -91,7 +91,7 @@ def test_the_sweep_sees_padding_that_is_attended(monkeypatch: pytest.MonkeyPatch
 def test_the_sweep_sees_attention_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: unchecked, a model that ignores the setting is not taken for one that works."""
     monkeypatch.setattr("dash_attn.integrations._model_check._check_one", lambda model: None)
-    monkeypatch.setattr("dash_attn.integrations._model_check.watch_first_forward", lambda model: None)
+    monkeypatch.setattr("dash_attn.integrations._model_check._is_to_be_watched", lambda model: False)
     assert outcome("causal", "openai-gpt") == Outcome("wrong", "dash_attn was not called")
 
 

@@ -22,14 +22,12 @@ from ..masks import Causal, Full, Mask, Window
 from ._cached_keys import attend_to_cache, goes_to_cache
 from ._call_arguments import refuse_contradiction, refuse_dropout_with_cache, refuse_unknown
 from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, kept_implementation
-from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
+from ._documents import ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
 from ._door import Change, Door
-from ._first_forward import note_call, watched_model
-from ._given_documents import ON_THE_HOST, are_noted, given_documents
 from ._layer_mask import NAME, LayerMask
 from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal, read_chunks
 from ._mask_patterns import mask_of_pattern
-from ._model_check import check, checks_of_models
+from ._model_check import check, checks_of_models, note_call, watched_model
 from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._tensor_parallel import first_kv_head
 from ._torch_context_parallel import refuse_inside
