@@ -1,23 +1,63 @@
-"""The page docs/support.md: what every backend can do, as the code itself answers."""
+"""The page docs/support.md: what every backend can do, as the code itself answers.
+
+The CPU backend runs each question, forward and backward, on small tensors. GPU backends are asked through `explain` with tensors on the
+meta device, which makes every check that a call makes and needs no GPU.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
+import dash_attn
+from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window, flash_attn_func
 from dash_attn.backends import DEVICE_OF, import_cache
+from dash_attn.backends.hopper.calls.layout import Layout
+from dash_attn.backends.hopper.support import sm_count
+from dash_attn.backends.triton import support as triton_support
+from dash_attn.backends.triton.setup import Call
 from dash_attn.backends.triton.tiles import listed
+from dash_attn.call.offsets import SequenceOffsets
+from dash_attn.call.options import AttentionOptions
 from dash_attn.call.tensor_checks import DTYPES
 from page_parts import code, numbers_in_words, table
-from questions import LENGTH, Question, capabilities, refusal, refusal_of_packed
 
+LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
+BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16, "triton": torch.bfloat16}
+CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+REFUSALS = (ValueError, NotImplementedError, ScheduleError)  # other errors are mistakes of ours and are not caught
 LARGEST_DIM = 512
 SOME_DIMS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call. `heads` are query and KV heads, `lengths` queries and keys, `dims` those of q and k, and of v.
+
+    An option that is a tensor is given as a function of the device.
+    """
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (2, 2)
+    lengths: tuple[int, int] = (LENGTH, LENGTH)
+    dims: tuple[int, int] = (64, 64)
+    dtype: torch.dtype | None = None
+
+    def tensors(self, backend: str) -> tuple[torch.Tensor, ...]:
+        (q_len, kv_len), (q_heads, kv_heads), (dim, v_dim) = self.lengths, self.heads, self.dims
+        shapes = ((q_len, q_heads, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, v_dim))
+        device, dtype = "cpu" if backend == "cpu" else "meta", self.dtype or BASE_DTYPE[backend]
+        return tuple(torch.zeros(1, *shape, device=device, dtype=dtype) for shape in shapes)
+
+
 MASKS: dict[str, Mask] = {
     "`Full`": Full(),
     "`Causal`": Causal(),
@@ -78,6 +118,55 @@ GPU_NOTES = (
     "A GPU that the table of tiles does not list takes those of a relative, or of 8.6, which need least shared memory.",
 )
 ASKED_BY_NAME = {"q", "k", "v", "schedule", "backend"}
+
+
+def refusal(backend: str, question: Question, run: bool = True) -> str | None:
+    """The error a call gets; None if the backend serves it. `run=False`: explain the call on every backend."""
+    q, k, v = question.tensors(backend)
+    options = {name: value(q.device) if callable(value) else value for name, value in question.options.items()}
+    try:
+        if backend == "cpu" and run:
+            _run(q, k, v, options)
+        else:
+            dash_attn.explain(q, k, v, backend=backend, predict_time=False, **options)
+    except REFUSALS as error:
+        return str(error)
+    return None
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> None:
+    result = flash_attn_func(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), **options)
+    out = result[0] if isinstance(result, tuple) else result
+    out.sum().backward()
+
+
+def refusal_of_packed(backend: str, question: Question) -> str | None:
+    """The error a packed batch of one sequence gets. For the GPU, the check that its kernels make before anything else is asked."""
+    q, k, v = (tensor[0] for tensor in question.tensors(backend))
+    ends = torch.tensor([0, LENGTH], dtype=torch.int32, device=q.device)
+    try:
+        if backend == "cpu":
+            dash_attn.flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
+        else:
+            options, offsets = AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH)
+            Layout.of((q, k, v), options, offsets) if backend == "hopper" else Call.of(q, k, v, options, offsets)
+    except REFUSALS as error:
+        return str(error)
+    return None
+
+
+def capabilities(backend: str) -> list[str]:
+    """Compute capabilities of GPUs that a backend takes."""
+    taken = []
+    for major, minor in CAPABILITIES:
+        properties = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=1)
+        with patch("torch.cuda.get_device_properties", return_value=properties), patch.object(triton_support, "check_triton"):
+            try:  # past their caches
+                sm_count.__wrapped__(0) if backend == "hopper" else triton_support.architecture_of.__wrapped__(torch.device("cuda"))
+            except REFUSALS:
+                continue
+        taken.append(f"{major}.{minor}")
+    return taken
 
 
 def unasked_arguments() -> set[str]:

@@ -57,6 +57,9 @@ SIZES = {
 }
 TINY = {name: size for size, names in SIZES.items() for name in names.split()}
 LAYERS = 2
+QWEN4_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4}
+# Two layers share their weights.
+ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64}
 # What the rules above cannot know. "no default": the default configuration leaves it out, and the model needs it.
 ODD: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # by default no layer attends
@@ -76,34 +79,14 @@ ODD: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},  # no default
     "nemotron": {"num_key_value_heads": 2},  # no default
     "neomme": {"head_dim": 16},  # rotates a quarter of it, in fours
-    "qwen4_exp_text": {
-        "ngram_vocab_size_base": 64,
-        **{
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 4,
-        },  # no default
-    },
+    "qwen4_exp_text": {"ngram_vocab_size_base": 64, **QWEN4_INDEXER},  # no default
     "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer attends
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 5)},  # must make up the hidden size and the length
     "whisper": {"max_source_positions": 40},
     "xmod": {"default_language": "en_XX"},  # no default
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_hidden_size": 64,
-    },  # two layers share their weights
-    "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "mamba_headdim": 8,
-        "attention_hidden_size": 64,
-    },  # as zamba
+    "zamba": ZAMBA,
+    "zamba2": {**ZAMBA, "mamba_headdim": 8},
 }
-
-
 TWO_MODELS = {"bert2bert": ("bert", "bert"), "bert2gpt2": ("bert", "gpt2")}  # an encoder, and a decoder with cross attention
 
 

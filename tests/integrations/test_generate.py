@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
-from dash_attn.integrations import _cached_keys, _continuous_batching, huggingface  # noqa: E402
+from dash_attn.integrations import _caches, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._padding import places_in_cache  # noqa: E402
 from dense import same_bits  # noqa: E402
@@ -144,13 +144,13 @@ def test_several_chunks_with_keys_before_them_are_refused() -> None:
 def test_the_kernel_for_caches_runs_the_decode_steps(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts do not: the forward is faster for many queries, and has the same bits."""
     calls: list[int] = []
-    cached = _cached_keys.flash_attn_with_kvcache
+    cached = _caches.flash_attn_with_kvcache
 
     def counted(q: Tensor, *rest: Any, **options: Any) -> Any:
         calls.append(q.shape[1])
         return cached(q, *rest, **options)
 
-    monkeypatch.setattr(_cached_keys, "flash_attn_with_kvcache", counted)
+    monkeypatch.setattr(_caches, "flash_attn_with_kvcache", counted)
     for way in ("dynamic", "static"):
         calls.clear()
         sampled(model_of("llama"), **WAYS[way])
@@ -320,7 +320,7 @@ def test_continuous_batching_past_a_window(name: str, recorder: Recorder) -> Non
 
 def test_pages_that_do_not_say_what_was_dropped_have_other_bits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: positions counted from the first key that is left."""
-    monkeypatch.setattr(_continuous_batching, "_first_positions", lambda offsets, positions, window: [0])
+    monkeypatch.setattr(_caches, "_first_positions", lambda offsets, positions, window: [0])
     sampled_together(model_of("mistral"), [PROMPT[0, :115].tolist()], tokens=30)
     assert len(recorder.differing()) == 2, "both layers"
 
@@ -329,9 +329,9 @@ def test_positions_tell_what_was_dropped() -> None:
     ends = torch.tensor([0, 1, 1, 4], dtype=torch.int32), torch.tensor([0, 40, 40, 62], dtype=torch.int32)
     offsets = SequenceOffsets(*ends, 3, 40)
     positions = torch.tensor([[99, 19, 20, 21]])
-    assert _continuous_batching._first_positions(offsets, positions, 40) == [60, 0, 0]
+    assert _caches._first_positions(offsets, positions, 40) == [60, 0, 0]
     with pytest.raises(NotImplementedError, match="needs position_ids to tell which keys a cache with a window of 40 dropped"):
-        _continuous_batching._first_positions(offsets, None, 40)
+        _caches._first_positions(offsets, None, 40)
 
 
 def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from dash_attn.integrations import _documents, huggingface  # noqa: E402
-from model_inputs import LENGTH, changed, tokens  # noqa: E402
-from sweep_models import NAMES, build, outcome_of, quiet  # noqa: E402
+from sweep_models import LENGTH, NAMES, build, changed, outcome_of, quiet, tokens  # noqa: E402  # noqa: E402
 
 FIRST = 15  # tokens of the first document
 PACKED = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)])[None]

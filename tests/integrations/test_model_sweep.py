@@ -11,9 +11,16 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from dash_attn.integrations import huggingface  # noqa: E402
-from model_inputs import tokens  # noqa: E402
 from model_sweep import RECORD, SIDES, logits, outcome, recorded, step  # noqa: E402
-from sweep_models import NAMES, TOLERANCE, Outcome, architectures, build, quiet  # noqa: E402
+from sweep_models import (  # noqa: E402
+    NAMES,
+    TOLERANCE,
+    Outcome,
+    architectures,
+    build,
+    quiet,
+    tokens,
+)
 
 # The best known, and one of every way in which models went wrong in silence.
 WELL_KNOWN = {
@@ -73,7 +80,7 @@ def test_the_record_has_every_model_and_none_is_wrong() -> None:
 
 def test_the_sweep_sees_a_missing_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the mask that was given before, plain attention, the same comparison fails."""
-    monkeypatch.setattr(huggingface, "_plain_mask", lambda kv_len, window: huggingface.Full())
+    monkeypatch.setattr(huggingface, "Causal", huggingface.Full)
     found = outcome("causal", "llama")
     assert found.status == "wrong"
     assert "off by" in found.detail

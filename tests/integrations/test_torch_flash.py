@@ -12,7 +12,7 @@ from torch.nn import attention, functional
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.integrations import torch_flash
-from dash_attn.integrations._aten_flash import OPERATORS
+from dash_attn.integrations.torch_flash import OPERATORS
 from dense import random_inputs, run_ours, same_bits
 
 if not hasattr(attention, "register_flash_attention_impl"):

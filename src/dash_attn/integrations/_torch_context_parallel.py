@@ -6,7 +6,6 @@ Names that start with an underscore are PyTorch's own. Where one is missing we r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -60,32 +59,21 @@ def has_placement(x: Any) -> bool:
     return hasattr(x, "placements")
 
 
-@dataclass(frozen=True)
-class RowsOfTorch:
-    """query, key and value of a call that PyTorch's context_parallel makes."""
+def rows_of_torch(context_parallel: Any, **tensors: Any) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """This rank's rows of query, key and value of a call that PyTorch's context_parallel makes, and the options that say whose rows they
+    are. Raises where they are not such a call's."""
+    for name, x in tensors.items():
+        _check(name, x, tensors["query"], context_parallel)
+    if not _dispatcher_is_on():
+        raise ValueError('context_parallel="torch" takes DTensors inside PyTorch\'s context_parallel only; here it is not active')
+    query, key, value = (x.to_local() for x in tensors.values())
+    return (query, key, value), {"context_parallel": tensors["query"].device_mesh, "sharding": dealt_by_torch()}
 
-    tensors: tuple[Tensor, Tensor, Tensor]
-    mesh: Any
 
-    @classmethod
-    def of(cls, context_parallel: Any, **tensors: Any) -> RowsOfTorch:
-        """Raises where they are not such a call's."""
-        for name, x in tensors.items():
-            _check(name, x, tensors["query"], context_parallel)
-        if not _dispatcher_is_on():
-            raise ValueError('context_parallel="torch" takes DTensors inside PyTorch\'s context_parallel only; here it is not active')
-        query, key, value = (x.to_local() for x in tensors.values())
-        return cls((query, key, value), tensors["query"].device_mesh)
+def placed_like(query: Any, out: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, Shard
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"context_parallel": self.mesh, "sharding": dealt_by_torch()}
-
-    def placed(self, out: Tensor) -> Tensor:
-        """Like query."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        return DTensor.from_local(out, self.mesh, [Shard(SEQUENCE)], run_check=False)
+    return DTensor.from_local(out, query.device_mesh, [Shard(SEQUENCE)], run_check=False)
 
 
 def _check(name: str, x: Any, query: Any, context_parallel: Any) -> None:

@@ -1,11 +1,15 @@
-"""What the layers of transformers' models pass to an attention function: what is used, what says nothing, and what is refused."""
+"""What the layers of transformers' models pass to an attention function: what is used, what says nothing, and what is refused. And which
+of the model's KV heads a layer has under tensor parallelism (tp_plan), so that a rank keeps the whole model's bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ..masks import Causal, Mask
 from ._documents import OFFSETS
+from ._torch_context_parallel import has_placement
 
 USED = ("position_ids", *OFFSETS)
 # Known to say nothing about what is attended, or how; each with the reason.
@@ -22,6 +26,7 @@ WITHOUT_EFFECT = {
     "seq_idx": "for state-space layers; position_ids or cu_seq_lens_q come with it and tell the documents",
 }
 ONLY_FALSE = ("output_attentions",)  # the weights are never there to give
+KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "key", "qkv_proj", "query_key_value")  # of which the keys' heads are the rows, in order
 
 
 def refuse_unknown(arguments: dict[str, Any], layer: str) -> None:
@@ -56,3 +61,22 @@ def refuse_contradiction(mask: Mask, kv_len: int, is_causal: bool | None, slidin
         )
     if sliding_window is not None and sliding_window < kv_len and isinstance(mask, Causal):
         raise ValueError(f"dash_attn got sliding_window={sliding_window} with a causal mask that has no window")
+
+
+def first_kv_head(module: nn.Module, kv_heads: int) -> int:
+    """The index, in the whole model, of the first KV head of a layer that has `kv_heads` of them here. 0 without a plan."""
+    for name in KEY_PROJECTIONS:
+        weight: Any = getattr(getattr(module, name, None), "weight", None)
+        if weight is not None and has_placement(weight):
+            return _first_row(weight) * kv_heads // int(weight.to_local().shape[0])
+    return 0
+
+
+def _first_row(weight: Any) -> int:
+    """Of this rank's rows. Every rank has as many as the first, as far as there are some left."""
+    first, rows = 0, weight.shape[0]
+    for size, place, placement in zip(weight.device_mesh.shape, weight.device_mesh.get_coordinate(), weight.placements, strict=True):
+        if placement.is_shard(0):
+            rows = -(-rows // size)
+            first += place * rows
+    return first
