@@ -62,15 +62,8 @@ class SelfAttention(nn.Module):
         if rotate is not None:
             q, k = rotate(q, k)
             q, k, v = under_autocast(q, k, v)  # angles in fp32 make q and k fp32 again
-        attended = flash_attn_func(
-            q,
-            k,
-            v,
-            self.dropout_p if self.training else 0.0,
-            alibi_slopes=self.alibi_slopes,
-            dropout_seed=dropout_seed,
-            **self.options,
-        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        attended = flash_attn_func(q, k, v, dropout_p, alibi_slopes=self.alibi_slopes, dropout_seed=dropout_seed, **self.options)
         out: Tensor = self.out(attended.flatten(-2))
         return out
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func  # noqa: E402
-from dash_attn.integrations import _documents, _layer_calls, huggingface  # noqa: E402
+from dash_attn.integrations import _documents, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._mask_functions import mask_of_pattern, read_causal  # noqa: E402
 from dense import element_mask, largest_error, random_inputs  # noqa: E402
@@ -184,7 +184,7 @@ CALLS: list[tuple[dict[str, Any], Mask]] = [
     ({"position_ids": POSITIONS}, Causal()),
     ({"position_ids": POSITIONS * 3}, Causal()),  # skips, and never goes back
     ({"position_ids": POSITIONS % 30, "attention_mask": own(Full())}, Full()),
-    (dict.fromkeys(_layer_calls.WITHOUT_EFFECT, 1), Causal()),
+    (dict.fromkeys(huggingface.WITHOUT_EFFECT, 1), Causal()),
     ({"output_attentions": False, "position_bias": None}, Causal()),
 ]
 

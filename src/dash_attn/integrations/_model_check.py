@@ -72,17 +72,14 @@ def _check_one(model: Any) -> None:
             raise ValueError(_not_ours(type(model).__name__, f"{layer.__name__} computes attention of its own"))
 
 
-def _own_layers(model: Any) -> Iterator[nn.Module]:
+def _own_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The model's layers, without those of parts that asked for another implementation."""
     from transformers import PreTrainedModel
 
-    stack: list[nn.Module] = [model]
-    while stack:
-        layer = stack.pop()
-        yield layer
-        for child in layer.children():
-            if not isinstance(child, PreTrainedModel) or child.config._attn_implementation == NAME:
-                stack.append(child)
+    yield model
+    for child in model.children():
+        if not isinstance(child, PreTrainedModel) or child.config._attn_implementation == NAME:
+            yield from _own_layers(child)
 
 
 def _names(layer: type) -> set[str]:
@@ -107,58 +104,41 @@ def checks_of_models() -> Iterator[Change]:
     """With which models are checked as they are built, and when their implementation is set. Once is enough."""
     from transformers import PreTrainedModel
 
-    for method, wrapper in (("__init__", _choosing), ("post_init", _checking), ("set_attn_implementation", _insisting)):
+    for method, then in (("__init__", _refuse_table_of_classes), ("post_init", check), ("set_attn_implementation", _insist)):
         original = getattr(PreTrainedModel, method)
         if not getattr(original, "checks_dash_attn", False):
-            wrapped = wrapper(original)
-            wrapped.checks_dash_attn = True
-            yield Change(PreTrainedModel, method, wrapped)
+            yield Change(PreTrainedModel, method, _followed_by(original, then))
 
 
-def _choosing(original: Any) -> Any:
-    """Some models choose a class of layers by the implementation, from a table without ours: a KeyError while they are built."""
-
+def _followed_by(original: Callable[..., Any], then: Callable[..., None]) -> Any:
     @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.config._attn_implementation == NAME and _has_table_of_classes(type(self)):
-            raise ValueError(
-                _not_ours(type(self).__name__, "it has a class of attention layers for each implementation, and none for this")
-            )
-
-    return __init__
-
-
-def _has_table_of_classes(model: type) -> bool:
-    tables = [value for value in vars(sys.modules[model.__module__]).values() if isinstance(value, dict) and "eager" in value]
-    return any(NAME not in table and all(isinstance(entry, type) for entry in table.values()) for table in tables)
-
-
-def _checking(original: Any) -> Any:
-    @wraps(original)
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        check(self)
+        then(self, *args, **kwargs)
         return result
 
-    return post_init
+    method.checks_dash_attn = True  # type: ignore[attr-defined]
+    return method
 
 
-def _insisting(original: Any) -> Any:
+def _refuse_table_of_classes(model: Any, *_: Any, **__: Any) -> None:
+    """Some models choose a class of layers by the implementation, from a table without ours: a KeyError while they are built."""
+    tables = [value for value in vars(sys.modules[type(model).__module__]).values() if isinstance(value, dict) and "eager" in value]
+    without_ours = any(NAME not in table and all(isinstance(entry, type) for entry in table.values()) for table in tables)
+    if model.config._attn_implementation == NAME and without_ours:
+        why = "it has a class of attention layers for each implementation, and none for this"
+        raise ValueError(_not_ours(type(model).__name__, why))
+
+
+def _insist(model: Any, attn_implementation: Any, *_: Any, **__: Any) -> None:
     """transformers only warns about a model, or a part of one, that cannot be set."""
     from transformers import PreTrainedModel
 
-    @wraps(original)
-    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, attn_implementation, *args, **kwargs)
-        asked = {id(config) for config in _configurations_of_ours(self.config, attn_implementation)}
-        for part in self.modules():
-            if isinstance(part, PreTrainedModel) and id(part.config) in asked and part.config._attn_implementation != NAME:
-                raise ValueError(_not_ours(type(part).__name__, "transformers cannot set its attention implementation"))
-        check(self)
-        return result
-
-    return set_attn_implementation
+    asked = {id(config) for config in _configurations_of_ours(model.config, attn_implementation)}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and id(part.config) in asked and part.config._attn_implementation != NAME:
+            raise ValueError(_not_ours(type(part).__name__, "transformers cannot set its attention implementation"))
+    check(model)
 
 
 def _configurations_of_ours(config: Any, asked: Any) -> Iterator[Any]:

@@ -18,18 +18,34 @@ from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
-from ..masks import Causal, Full, Window
+from ..masks import Causal, Full, Mask, Window
 from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
-from ._documents import ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
+from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
 from ._door import Change, Door
-from ._layer_calls import first_kv_head, refuse_contradiction, refuse_dropout_with_cache, refuse_unknown
 from ._layer_mask import NAME, LayerMask
 from ._mask_functions import MaskFunction, is_bidirectional, is_causal, is_plain_window, mask_of_pattern, read_causal, read_chunks
 from ._model_check import check, checks_of_models, note_call, watched_model
 from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
-from ._torch_context_parallel import refuse_inside
+from ._torch_context_parallel import has_placement, refuse_inside
 
 __all__ = ["NAME", "attention", "check", "disable", "enable", "mask_for"]
+# What layers pass to an attention function: what is used, what says nothing, and what is refused.
+USED = ("position_ids", *OFFSETS)
+# Known to say nothing about what is attended, or how; each with the reason.
+WITHOUT_EFFECT = {
+    "use_cache": "the layer has joined the cache's keys to its own before it calls",
+    "cache_position": "the mask says where the queries are",
+    "past_key_values": "as use_cache",
+    "deterministic": "a switch of flash-attn; attention here is always deterministic",
+    "output_hidden_states": "the model collects them",
+    "output_router_logits": "for the experts' layers",
+    "return_dict": "for the model's answer",
+    "num_items_in_batch": "for the loss",
+    "logits_to_keep": "for the last layer",
+    "seq_idx": "for state-space layers; position_ids or cu_seq_lens_q come with it and tell the documents",
+}
+ONLY_FALSE = ("output_attentions",)  # the weights are never there to give
+KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "key", "qkv_proj", "query_key_value")  # of which the keys' heads are the rows, in order
 _positions = PositionReader()
 
 
@@ -82,7 +98,7 @@ def attention(
     note_call()
     layer = type(module).__name__
     paged = kwargs.get("cache") is not None
-    refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
+    _refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
     if not isinstance(given, LayerMask):
         raise ValueError(
@@ -92,14 +108,14 @@ def attention(
     given.check(query.shape[2], key.shape[2])
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
-        refuse_dropout_with_cache(dropout, layer)
+        _refuse_dropout_with_cache(dropout, layer)
         return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
-    refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
+    _refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     k, v = k[:, given.first_key :], v[:, given.first_key :]
     offsets = _packed_offsets(given, len(query), kwargs)
     if offsets is None and goes_to_cache(q, k, v, given, s_aux):
-        refuse_dropout_with_cache(dropout, layer)
+        _refuse_dropout_with_cache(dropout, layer)
         return attend_to_cache(q, k, v, given, options), None
     if offsets is None and given.padding is not None:
         offsets = given.padding.offsets(type(module))
@@ -140,6 +156,59 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
             " without one every query attends every key, which only a layer with is_causal=False and no sliding_window can mean"
         )
     return LayerMask(Full(), (query.shape[2], key.shape[2]))
+
+
+def _refuse_unknown(arguments: dict[str, Any], layer: str) -> None:
+    """Raise for an argument that nothing here is known about: it may choose what is attended."""
+    unknown = [name for name, value in arguments.items() if value is not None and not _is_known(name, value)]
+    if unknown:
+        named = ", ".join(_short(name, arguments[name]) for name in unknown)
+        raise ValueError(f"dash_attn does not support {named}, which {layer} was given")
+
+
+def _is_known(name: str, value: Any) -> bool:
+    return name in USED or name in WITHOUT_EFFECT or (name in ONLY_FALSE and value is False)
+
+
+def _short(name: str, value: Any) -> str:
+    return f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"{name} (a {type(value).__name__})"
+
+
+def _refuse_dropout_with_cache(dropout: float, layer: str) -> None:
+    if dropout:
+        raise ValueError(
+            f"dash_attn has no attention dropout for keys of a cache; {layer} asks for {dropout}. Call model.eval() to generate, or"
+            " set it to 0 in the configuration (attention_dropout, attn_pdrop, attention_probs_dropout_prob)"
+        )
+
+
+def _refuse_contradiction(mask: Mask, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
+    """Eager attention goes by the mask alone, others by these arguments. Where they disagree nobody can be right."""
+    if is_causal is False and isinstance(mask, Causal):
+        raise ValueError(
+            "dash_attn got is_causal=False with a causal mask. Set is_causal in the model's configuration, which makes the mask"
+        )
+    if sliding_window is not None and sliding_window < kv_len and isinstance(mask, Causal):
+        raise ValueError(f"dash_attn got sliding_window={sliding_window} with a causal mask that has no window")
+
+
+def first_kv_head(module: nn.Module, kv_heads: int) -> int:
+    """The index, in the whole model, of the first KV head of a layer that has `kv_heads` of them here. 0 without a plan."""
+    for name in KEY_PROJECTIONS:
+        weight: Any = getattr(getattr(module, name, None), "weight", None)
+        if weight is not None and has_placement(weight):
+            return _first_row(weight) * kv_heads // int(weight.to_local().shape[0])
+    return 0
+
+
+def _first_row(weight: Any) -> int:
+    """Of this rank's rows. Every rank has as many as the first, as far as there are some left."""
+    first, rows = 0, weight.shape[0]
+    for size, place, placement in zip(weight.device_mesh.shape, weight.device_mesh.get_coordinate(), weight.placements, strict=True):
+        if placement.is_shard(0):
+            rows = -(-rows // size)
+            first += place * rows
+    return first
 
 
 class _Asked(NamedTuple):

@@ -68,7 +68,8 @@ class DashCoreAttention(nn.Module):
         self.window = _window_of_layer(config, layer_number)
         self.tp_group = _tensor_parallel_group(pg_collection)
         rank, ranks = (0, 1) if self.tp_group is None else (self.tp_group.rank(), self.tp_group.size())
-        self.heads = _share("num_attention_heads", config.num_attention_heads, ranks), _share("num_query_groups", _groups(config), ranks)
+        groups = config.num_attention_heads if config.num_query_groups is None else config.num_query_groups
+        self.heads = _share("num_attention_heads", config.num_attention_heads, ranks), _share("num_query_groups", groups, ranks)
         self.head_offset = rank * self.heads[1]
         self.softmax_offset = self._learnable_sinks() if config.softmax_type == "learnable" else None
 
@@ -181,10 +182,6 @@ def _window_of_layer(config: Any, layer_number: int) -> tuple[int, int] | None:
     return tuple(config.window_size) if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number) else None
 
 
-def _groups(config: Any) -> int:
-    return int(config.num_attention_heads if config.num_query_groups is None else config.num_query_groups)
-
-
 def _share(name: str, count: int, ranks: int) -> int:
     if count % ranks:
         raise ValueError(f"{WHO} needs {name} to be a multiple of the tensor-parallel ranks; got {count} heads on {ranks} ranks")
@@ -283,13 +280,12 @@ def _check_fields(packed: Any) -> None:
         raise ValueError(f"{WHO} takes packed_seq_params with qkv_format='thd'; got {packed.qkv_format!r}")
     given = {field.name: getattr(packed, field.name) for field in fields(packed)}
     for name, value in given.items():
-        if value is None or name in USED + WITHOUT_EFFECT:
+        if value is None or value is False or name in USED + WITHOUT_EFFECT or (name == "local_cp_size" and value == 1):
             continue
-        if name in ONE_TENSOR:
-            if value is not given[ONE_TENSOR[name]]:
-                raise ValueError(
-                    f"{WHO} takes packed sequences that lie end to end: {name} must be None or the tensor {ONE_TENSOR[name]};"
-                    " got another tensor"
-                )
-        elif not (name == "local_cp_size" and value == 1) and value is not False:
+        if name not in ONE_TENSOR:
             raise ValueError(f"{WHO} does not support {name} of packed_seq_params; got {value!r}")
+        if value is not given[ONE_TENSOR[name]]:
+            raise ValueError(
+                f"{WHO} takes packed sequences that lie end to end: {name} must be None or the tensor {ONE_TENSOR[name]};"
+                " got another tensor"
+            )
