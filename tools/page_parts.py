@@ -14,6 +14,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [row(header), row(["---"] * len(header)), *map(row, rows)]
 
 
+def section(title: str, *blocks: Iterable[str]) -> list[str]:
+    """With its heading; blocks of lines stand apart."""
+    return ["", f"## {title}", *(line for block in blocks for line in ("", *block))]
+
+
 def row(entry: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in entry)} |"
 

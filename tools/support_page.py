@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from dash_attn.backends.triton.tiles import listed
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.call.tensor_checks import DTYPES
-from page_parts import code, numbers_in_words, table
+from page_parts import code, numbers_in_words, section, table
 
 LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
 BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16, "triton": torch.bfloat16}
@@ -117,56 +118,67 @@ GPU_NOTES = (
     "Nobody has run it there. `dash-attn verify` tests the promises on the machine it runs on.",
     "A GPU that the table of tiles does not list takes those of a relative, or of 8.6, which need least shared memory.",
 )
+SCHEDULE_NOTES = (
+    "The same on `cpu` and `hopper`. `raises` is a `ScheduleError` that says which masks the schedule serves.",
+    "`triton` takes `auto` alone: it sums dQ in a pass of its own, so there is no order between SMs to choose.",
+)
 ASKED_BY_NAME = {"q", "k", "v", "schedule", "backend"}
 
 
-def refusal(backend: str, question: Question, run: bool = True) -> str | None:
-    """The error a call gets; None if the backend serves it. `run=False`: explain the call on every backend."""
+def asked(call: Callable[..., object]) -> Callable[..., str | None]:
+    """A function that makes a call and returns the error it gets; None if the backend serves it."""
+
+    @wraps(call)
+    def error_of(*args: Any, **kwargs: Any) -> str | None:
+        try:
+            call(*args, **kwargs)
+        except REFUSALS as error:
+            return str(error)
+        return None
+
+    return error_of
+
+
+@asked
+def refusal(backend: str, question: Question, run: bool = True) -> None:
+    """`run=False`: explain the call on every backend."""
     q, k, v = question.tensors(backend)
     options = {name: value(q.device) if callable(value) else value for name, value in question.options.items()}
-    try:
-        if backend == "cpu" and run:
-            _run(q, k, v, options)
-        else:
-            dash_attn.explain(q, k, v, backend=backend, predict_time=False, **options)
-    except REFUSALS as error:
-        return str(error)
-    return None
-
-
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> None:
+    if backend != "cpu" or not run:
+        dash_attn.explain(q, k, v, backend=backend, predict_time=False, **options)
+        return
     result = flash_attn_func(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), **options)
-    out = result[0] if isinstance(result, tuple) else result
-    out.sum().backward()
+    (result[0] if isinstance(result, tuple) else result).sum().backward()
 
 
-def refusal_of_packed(backend: str, question: Question) -> str | None:
-    """The error a packed batch of one sequence gets. For the GPU, the check that its kernels make before anything else is asked."""
+@asked
+def refusal_of_packed(backend: str, question: Question) -> None:
+    """Of a packed batch of one sequence. For the GPU, the check that its kernels make before anything else is asked."""
     q, k, v = (tensor[0] for tensor in question.tensors(backend))
     ends = torch.tensor([0, LENGTH], dtype=torch.int32, device=q.device)
-    try:
-        if backend == "cpu":
-            dash_attn.flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
-        else:
-            options, offsets = AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH)
-            Layout.of((q, k, v), options, offsets) if backend == "hopper" else Call.of(q, k, v, options, offsets)
-    except REFUSALS as error:
-        return str(error)
-    return None
+    if backend == "cpu":
+        dash_attn.flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
+    else:
+        options, offsets = AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH)
+        Layout.of((q, k, v), options, offsets) if backend == "hopper" else Call.of(q, k, v, options, offsets)
 
 
-def capabilities(backend: str) -> list[str]:
-    """Compute capabilities of GPUs that a backend takes."""
-    taken = []
-    for major, minor in CAPABILITIES:
-        properties = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=1)
-        with patch("torch.cuda.get_device_properties", return_value=properties), patch.object(triton_support, "check_triton"):
-            try:  # past their caches
-                sm_count.__wrapped__(0) if backend == "hopper" else triton_support.architecture_of.__wrapped__(torch.device("cuda"))
-            except REFUSALS:
-                continue
-        taken.append(f"{major}.{minor}")
-    return taken
+@asked
+def refusal_of_cache(backend: str, _: Question) -> None:
+    import_cache(backend)
+
+
+@asked
+def refusal_of_gpu(backend: str, major: int, minor: int) -> None:
+    properties = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=1)
+    with patch("torch.cuda.get_device_properties", return_value=properties), patch.object(triton_support, "check_triton"):
+        # past their caches
+        sm_count.__wrapped__(0) if backend == "hopper" else triton_support.architecture_of.__wrapped__(torch.device("cuda"))
+
+
+def capabilities(backend: str) -> str:
+    """Of GPUs that a backend takes."""
+    return ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES if refusal_of_gpu(backend, major, minor) is None)
 
 
 def unasked_arguments() -> set[str]:
@@ -213,11 +225,8 @@ def _unequal_dims(backend: str) -> str:
 
 def gpus() -> list[list[str]]:
     """Which backend `auto` takes, and whose tiles the Triton backend takes."""
-    rows = []
-    for name, capability, ran in GPUS:
-        backend = "`hopper`" if capability == "9.0" else "`triton`"
-        rows.append([name, capability, backend, listed(capability), ran])
-    return rows
+    auto = {"9.0": "`hopper`"}
+    return [[name, capability, auto.get(capability, "`triton`"), listed(capability), ran] for name, capability, ran in GPUS]
 
 
 def schedules() -> list[str]:
@@ -245,44 +254,27 @@ def packed_sequences() -> list[str]:
     return by_backend("call", questions, refusal_of_packed)
 
 
-def refusal_of_cache(backend: str, _: Question) -> str | None:
-    try:
-        import_cache(backend)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
 def page() -> str:
-    hardware = [
-        ["`cpu`", DEVICE_OF["cpu"], "any CPU"],
-        *([code(name), DEVICE_OF[name], f"compute capability {', '.join(capabilities(name))}"] for name in ("hopper", "triton")),
-    ]
+    hardware = [["`cpu`", DEVICE_OF["cpu"], "any CPU"]]
+    hardware += [[code(name), DEVICE_OF[name], f"compute capability {capabilities(name)}"] for name in ("hopper", "triton")]
     dtypes = [Question(code(str(dtype)), dtype=dtype) for dtype in DTYPES]
+    which = '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'
+    gpu_table = table(["GPUs", "compute capability", "backend", "tiles of", "was run"], gpus())
     lines = [
         "# What is supported",
         "",
         "This page is written by `make pages`, which asks the code: the CPU backend runs every question forward and backward, the GPU",
         "backends answer through `dash_attn.explain(..., backend=...)`. A test fails when the page is out of date.",
         "What is not supported raises an error that says what is. Nothing falls back.",
-        *("", "## Devices", "", *table(["backend", "tensors on", "hardware"], hardware)),
-        *("", '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'),
-        *("", "## GPUs", "", *table(["GPUs", "compute capability", "backend", "tiles of", "was run"], gpus()), "", *GPU_NOTES),
-        *("", "## Dtypes", "", *by_backend("dtype", dtypes)),
-        *("", "## Head dims", "", *head_dims()),
-        *("", "## Masks", "", *by_backend("mask", [Question(name, {"mask": mask}) for name, mask in MASKS.items()])),
-        *("", "## Shapes and options", "", *by_backend("call", OPTIONS)),
-        *(
-            "",
-            "## Schedules",
-            "",
-            "The same on `cpu` and `hopper`. `raises` is a `ScheduleError` that says which masks the schedule serves.",
-            "`triton` takes `auto` alone: it sums dQ in a pass of its own, so there is no order between SMs to choose.",
-            "",
-        ),
-        *schedules(),
-        *("", "## Arguments of `flash_attn_func`", "", "Decided before any backend is asked.", "", *arguments()),
-        *("", "## Variable lengths: `flash_attn_varlen_func`", "", *packed_sequences()),
-        *("", "## Caches: `flash_attn_with_kvcache`", "", *by_backend("call", [Question("a cache of keys and values")], refusal_of_cache)),
+        *section("Devices", table(["backend", "tensors on", "hardware"], hardware), [which]),
+        *section("GPUs", gpu_table, GPU_NOTES),
+        *section("Dtypes", by_backend("dtype", dtypes)),
+        *section("Head dims", head_dims()),
+        *section("Masks", by_backend("mask", [Question(name, {"mask": mask}) for name, mask in MASKS.items()])),
+        *section("Shapes and options", by_backend("call", OPTIONS)),
+        *section("Schedules", SCHEDULE_NOTES, schedules()),
+        *section("Arguments of `flash_attn_func`", ["Decided before any backend is asked."], arguments()),
+        *section("Variable lengths: `flash_attn_varlen_func`", packed_sequences()),
+        *section("Caches: `flash_attn_with_kvcache`", by_backend("call", [Question("a cache of keys and values")], refusal_of_cache)),
     ]
     return "\n".join(lines) + "\n"

@@ -21,7 +21,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dash_attn.integrations import _caches, huggingface
 from tiny_models import TOKENS, TWO_MODELS, tiny_config, tiny_pair
 
-SEQ_TO_SEQ = (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES)
+# By kind, the tables of modeling_auto that have its models.
+TASKS = {"causal": ("CAUSAL_LM",), "masked": ("MASKED_LM",), "encoder-decoder": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")}
+
+
+def _names(kind: str) -> list[str]:
+    names = [name for task in TASKS[kind] for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")]
+    return names if kind != "encoder-decoder" else [*sorted({*filter(_has_an_encoder, names)}), *TWO_MODELS]
 
 
 def _has_an_encoder(name: str) -> bool:
@@ -30,16 +36,7 @@ def _has_an_encoder(name: str) -> bool:
     return getattr(config, "is_encoder_decoder", False) and not name.endswith("encoder-decoder")
 
 
-NAMES = {
-    "causal": list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "masked": list(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    "encoder-decoder": [*sorted(name for name in {**SEQ_TO_SEQ[0], **SEQ_TO_SEQ[1]} if _has_an_encoder(name)), *TWO_MODELS],
-}
-MAPPINGS = {
-    "causal": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,),
-    "masked": (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,),
-    "encoder-decoder": (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING),
-}
+NAMES = {kind: _names(kind) for kind in TASKS}
 # Eager takes the softmax in float32 also of float64 scores; gemma4, with the largest scores, is off by 2e-5, by 3e-14 from sdpa.
 TOLERANCE = 5e-5
 SHARPER = 4.0  # times the initial weights, with which scores are all nearly 0 and any mask is nearly right
@@ -78,7 +75,8 @@ def _classes(kind: str, model_type: str) -> tuple[Any, Any]:
     if model_type in TWO_MODELS:
         return transformers.EncoderDecoderModel, tiny_pair(model_type)
     config = tiny_config(CONFIG_MAPPING[model_type], model_type)
-    model_class = next(mapping[type(config)] for mapping in MAPPINGS[kind] if type(config) in mapping)
+    mappings = (getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING") for task in TASKS[kind])
+    model_class = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
     model_class = model_class[0] if isinstance(model_class, tuple) else model_class
     part = config.get_text_config(decoder=True)
     if not isinstance(config, model_class.config_class) and isinstance(part, model_class.config_class):

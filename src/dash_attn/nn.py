@@ -80,12 +80,11 @@ def _slopes(slopes: Tensor, heads: int) -> Tensor:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    for name in MORE_RESULTS:
-        if name in options:
-            raise TypeError(f"SelfAttention returns its output alone: it does not take {name}; got {name}={options[name]!r}")
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise TypeError(f"SelfAttention got an unexpected keyword argument {unknown[0]!r}; besides its own it takes {', '.join(OPTIONS)}")
+    for name, value in options.items():
+        if name in MORE_RESULTS:
+            raise TypeError(f"SelfAttention returns its output alone: it does not take {name}; got {name}={value!r}")
+        if name not in OPTIONS:
+            raise TypeError(f"SelfAttention got an unexpected keyword argument {name!r}; besides its own it takes {', '.join(OPTIONS)}")
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:

@@ -45,13 +45,11 @@ def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tens
             f"dash_attn got a mask without a window, and a cache that dropped the keys before position {given.first_position}"
         )
     # Padded rows get there with one query, or with none that is padding: places_in_cache refuses others.
-    return dropped or (not trains and _has_few_queries(q, given))
-
-
-def _has_few_queries(q: Tensor, given: LayerMask) -> bool:
-    """And many keys. The GPU's kernel reads a cache where it lies, which takes rows of 16 bytes."""
     few = q.shape[1] < given.keys and q.shape[1] <= (FEW_QUERIES if given.padding is None else 1)
-    return few and isinstance(given.mask, (Full, Causal, Window)) and q.shape[-1] % 8 == 0
+    readable = (
+        isinstance(given.mask, (Full, Causal, Window)) and q.shape[-1] % 8 == 0
+    )  # the GPU's kernel reads rows of 16 bytes where they lie
+    return dropped or (not trains and few and readable)
 
 
 def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: dict[str, Any]) -> Tensor:

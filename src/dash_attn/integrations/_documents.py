@@ -70,8 +70,9 @@ def _offsets_of_positions(positions: Tensor, batch: int, kv_len: int) -> Sequenc
     """
     if positions.ndim not in (2, 3) or positions.shape[-1] < 2:
         return None
-    if positions.ndim == 3:
-        _refuse_to_go_back(positions)
+    if positions.ndim == 3:  # in time, height and width, or also in the text, which comes first; within a document no first row goes back
+        if bool((positions[0].diff(dim=1) < 0).any()):
+            raise ValueError(f"dash_attn cannot tell documents by position_ids that go back and are {len(positions)} per token. {SAY_IT}")
         return None
     if len(positions) not in (1, batch):
         raise ValueError(
@@ -86,13 +87,6 @@ def _offsets_of_positions(positions: Tensor, batch: int, kv_len: int) -> Sequenc
     if positions.shape[1] != kv_len:
         raise NotImplementedError("dash_attn does not support packed documents after keys of a cache: pass use_cache=False")
     return _offsets_of_starts(torch.cat([torch.ones_like(starts[:, :1]), starts], 1).expand(batch, -1))
-
-
-def _refuse_to_go_back(positions: Tensor) -> None:
-    """(3 or 4, batch, length): in time, height and width, or also in the text, which comes first. Within a document none of the first
-    row goes back."""
-    if bool((positions[0].diff(dim=1) < 0).any()):
-        raise ValueError(f"dash_attn cannot tell documents by position_ids that go back and are {len(positions)} per token. {SAY_IT}")
 
 
 def _offsets_of_starts(starts: Tensor) -> SequenceOffsets:

@@ -21,33 +21,21 @@ class ForeignUse(AttributeError, TypeError):
 
 @dataclass(slots=True, eq=False, repr=False)
 class LayerMask:
-    """A mask and the lengths it is for, with the documents' offsets where the batch is packed.
-
-    keys: how many of the keys that a layer gets are attended; all if it is not given. A static cache has slots behind them.
-    first_key: where they begin among those. Chunked attention does not look at the chunks before.
-    first_position: that of the first of them. A cache of a window dropped those before.
-    lengths_on_device: `keys` as a tensor with one number per sequence, where the cache is static.
-    windows: of a causal mask, its sliding window, or None without one; None if nothing of the kind is known.
-    documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
-    noted: what the model was given that tells documents (`_documents.py`).
-    padding: of rows that may be padded.
-    places: of such rows in a cache, where each row's keys are (`_padding.py`); None if they are from slot 0 and first_position on.
-    model: the name of the configuration it was made for, for messages.
-    """
+    """A mask and the lengths it is for, with the documents' offsets where the batch is packed."""
 
     mask: Mask
     lengths: tuple[int, int]
     offsets: SequenceOffsets | None = None
-    keys: int = -1
-    first_key: int = 0
-    first_position: int = 0
-    lengths_on_device: Tensor | None = None
-    windows: tuple[int | None] | None = None
-    documents_are_known: bool = False
-    noted: dict[str, Any] = field(default_factory=dict)
-    padding: Padding | None = None
-    places: dict[str, Tensor] | None = None
-    model: str = "this model"
+    keys: int = -1  # how many of the keys that a layer gets are attended; -1 for all. A static cache has slots behind them
+    first_key: int = 0  # where they begin among those. Chunked attention does not look at the chunks before
+    first_position: int = 0  # that of the first of them. A cache of a window dropped those before
+    lengths_on_device: Tensor | None = None  # `keys` as a tensor with one number per sequence, where the cache is static
+    windows: tuple[int | None] | None = None  # of a causal mask, its window, or None without one; None if nothing of the kind is known
+    documents_are_known: bool = False  # False where nothing has said yet whether rows hold documents, so that position_ids may
+    noted: dict[str, Any] = field(default_factory=dict)  # what the model was given that tells documents (`_documents.py`)
+    padding: Padding | None = None  # of rows that may be padded
+    places: dict[str, Tensor] | None = None  # of such rows in a cache (`_padding.py`); None if keys are from slot 0 and first_position on
+    model: str = "this model"  # the name of the configuration it was made for, for messages
     ndim: ClassVar[int] = 4  # transformers asks whether it has made this mask already: of four dimensions it has
 
     def __post_init__(self) -> None:

@@ -160,18 +160,12 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
 
 def _refuse_unknown(arguments: dict[str, Any], layer: str) -> None:
     """Raise for an argument that nothing here is known about: it may choose what is attended."""
-    unknown = [name for name, value in arguments.items() if value is not None and not _is_known(name, value)]
+    known = {*USED, *WITHOUT_EFFECT, *(name for name in ONLY_FALSE if arguments.get(name) is False)}
+    unknown = {name: value for name, value in arguments.items() if value is not None and name not in known}
     if unknown:
-        named = ", ".join(_short(name, arguments[name]) for name in unknown)
-        raise ValueError(f"dash_attn does not support {named}, which {layer} was given")
-
-
-def _is_known(name: str, value: Any) -> bool:
-    return name in USED or name in WITHOUT_EFFECT or (name in ONLY_FALSE and value is False)
-
-
-def _short(name: str, value: Any) -> str:
-    return f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"{name} (a {type(value).__name__})"
+        plain = (bool, int, float, str)
+        named = (f"{name}={value}" if isinstance(value, plain) else f"{name} (a {type(value).__name__})" for name, value in unknown.items())
+        raise ValueError(f"dash_attn does not support {', '.join(named)}, which {layer} was given")
 
 
 def _refuse_dropout_with_cache(dropout: float, layer: str) -> None:
