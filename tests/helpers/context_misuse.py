@@ -22,7 +22,7 @@ from dash_attn import Documents, Full, TileMap, Window
 from dash_attn.distributed import Sharding, context_parallel_attention, positions, shard, unshard
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.context.passes import BackwardPass
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import sdpa
 from dash_attn.scheduling.ranks.units import Unit
 from processes import said
 from shared_cases import CAUSAL, F64, RANKS, Case, results
@@ -180,7 +180,7 @@ def _groups() -> dict[str, Any]:
 def _through_the_door() -> Tensor:
     """Padding, it may be, on one rank."""
     mask = torch.ones(ROWS, ROWS, dtype=torch.bool) if dist.get_rank() == ODD else None
-    with replace_sdpa(context_parallel=dist.group.WORLD):
+    with sdpa.enable(context_parallel=dist.group.WORLD):
         return functional.scaled_dot_product_attention(*(torch.ones(1, 4, ROWS, 8) for _ in range(3)), attn_mask=mask)
 
 

@@ -1,11 +1,16 @@
-"""Continuous batching of transformers (`generate_batch`): requests of any lengths in one packed batch, their keys in pages.
+"""Queries that attend what a cache of transformers holds: with the bits of a training forward on the whole sequence.
 
-The cache writes the new keys into its pages and gathers those of every request, end to end. Where a key lay does not matter to the
-bits; where its sequence begins does, so requests that have grown past a sliding window are told apart.
+The layer has joined its new keys to the cache's. Of a static cache it gets all slots, those in use first; of a cache that keeps a
+window, what is left. KV tiles are cut by position, so the position of the first key goes along.
+
+In continuous batching (`generate_batch`) requests of any lengths are in one packed batch, their keys in pages. The cache writes the new
+keys into its pages and gathers those of every request, end to end. Where a key lay does not matter to the bits; where its sequence
+begins does, so requests that have grown past a sliding window are told apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -15,15 +20,57 @@ from torch import Tensor, nn
 from ..attention.kv_cache import flash_attn_with_kvcache
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
-from ..masks import Causal, Window
+from ..masks import Causal, Full, Mask, Window
 from ._documents import offsets_of_arguments
+from ._door import Change
 from ._layer_mask import NAME, LayerMask
 
-# What the model is given for the cache, and not for us.
+FEW_QUERIES = 64  # up to which the kernel for caches is the faster one; the bits are the same
+# What the model is given for the cache of continuous batching, and not for us.
 FOR_THE_CACHE = ("cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
 
 
-def keep_implementation() -> None:
+def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tensor | None) -> bool:
+    """Whether a cache is attended, and the kernel for caches is the one to do it: that of flash_attn_func has the same bits, and a
+    backward. It cannot count positions from elsewhere than the first key."""
+    dropped = given.first_position > 0
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if dropped and trains:
+        raise ValueError(
+            f"dash_attn has no backward for a cache that dropped keys, here those before position {given.first_position}:"
+            " call the model under torch.no_grad(), or train on the whole sequence with use_cache=False"
+        )
+    if dropped and given.windows == (None,):
+        raise NotImplementedError(
+            f"dash_attn got a mask without a window, and a cache that dropped the keys before position {given.first_position}"
+        )
+    # Padded rows get there with one query, or with none that is padding: places_in_cache refuses others.
+    few = q.shape[1] < given.keys and q.shape[1] <= (FEW_QUERIES if given.padding is None else 1)
+    readable = (
+        isinstance(given.mask, (Full, Causal, Window)) and q.shape[-1] % 8 == 0
+    )  # the GPU's kernel reads rows of 16 bytes where they lie
+    return dropped or (not trains and few and readable)
+
+
+def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: dict[str, Any]) -> Tensor:
+    """Attention of (batch, length, heads, dim) tensors."""
+    lengths = given.keys if given.lengths_on_device is None else given.lengths_on_device
+    places: dict[str, Any] = {"cache_seqlens": lengths, "first_position": given.first_position}
+    if given.places is not None:
+        places |= {name: numbers.to(q.device) for name, numbers in given.places.items()}
+    out: Tensor = flash_attn_with_kvcache(q, k, v, **places, **_mask_arguments(given.mask), **options)
+    return out
+
+
+def _mask_arguments(mask: Mask) -> dict[str, Any]:
+    if isinstance(mask, Window):
+        return {"window_size": (mask.left, mask.right)}
+    if isinstance(mask, (Full, Causal)):
+        return {"causal": isinstance(mask, Causal)}
+    raise NotImplementedError(f"dash_attn takes a cache that dropped keys with a full or causal mask or a window; got {mask}")
+
+
+def kept_implementation() -> Iterator[Change]:
     """transformers lets continuous batching run with implementations that it knows, and would replace ours or refuse it."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -39,7 +86,7 @@ def keep_implementation() -> None:
             original(self, model, *args, **kwargs)
 
     switch_to_cb_friendly_attn.keeps_dash_attn = True  # type: ignore[attr-defined]
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    yield Change(ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch_to_cb_friendly_attn)
 
 
 def attend_to_pages(
