@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from dash_attn.tools.bench.matrices import Matrix
-from dash_attn.tools.bench.suites import SUITES, Cases, Shape
+from dash_attn.tools.bench.shape import Shape
+
+from .matrices import Matrix
+from .suites import SUITES, Cases
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "src"

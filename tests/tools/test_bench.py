@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from bench_stand_ins import SMALL, FakeStopwatch, math_attention, spoiled
-from dash_attn.cli.main import main
+from benchmarks.peers import peers
+from benchmarks.suite import main
+from benchmarks.suites import SUITES, choose
 from dash_attn.masks import Causal
 from dash_attn.tools.bench.candidates import Candidate, Runner, Tensors, make_tensors, ours
 from dash_attn.tools.bench.checks import dense
 from dash_attn.tools.bench.environment import short_name
 from dash_attn.tools.bench.host import CALLS, host_time, measure_host
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.peers import peers
 from dash_attn.tools.bench.pytorch_peers import deterministic_algorithms
-from dash_attn.tools.bench.suites import SUITES, Shape, choose
+from dash_attn.tools.bench.shape import Shape
 from dash_attn.tools.bench.timing import WARM_UP, interleaved
 
 CPU = torch.device("cpu")
@@ -212,11 +213,11 @@ def test_host_suite_runs_ours_and_flash() -> None:
 
 
 def test_without_leaves_a_peer_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", "paper", "--list", "--without", "cuDNN"]) == 0
+    assert main(["paper", "--list", "--without", "cuDNN"]) == 0
     listed = capsys.readouterr().out
     assert "not installed: cuDNN (--without)" in listed
     assert "run it: dash-attn, dash-attn unordered, cuDNN," not in listed
-    assert main(["bench", "--suite", "ranks", "--list", "--without", "FlexAttention"]) == 0  # not in this suite anyway
+    assert main(["ranks", "--list", "--without", "FlexAttention"]) == 0  # not in this suite anyway
     capsys.readouterr()
-    assert main(["bench", "--list", "--without", "cuBNN"]) == 2
+    assert main(["--list", "--without", "cuBNN"]) == 2
     assert "no such kernel: cuBNN" in capsys.readouterr().err

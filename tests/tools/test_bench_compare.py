@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
-from dash_attn.tools.bench.suites import Cases, Shape
+from benchmarks.suites import Cases
+from dash_attn.tools.bench.shape import Shape
 
 SMALL = (
     Shape("causal", 64, 1, 2, 1, 16, softcap=5.0),

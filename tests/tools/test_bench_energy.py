@@ -11,11 +11,12 @@ import torch
 
 from bench_results import made_up_results
 from bench_stand_ins import SMALL, FakeStopwatch, math_attention, spoiled
-from dash_attn.tools.bench import energy
+from benchmarks import power as energy
+from benchmarks.power import Meter, NoCounter, NvmlCounter
+from benchmarks.report import print_report
 from dash_attn.tools.bench.candidates import Candidate
-from dash_attn.tools.bench.energy import Meter, NoCounter, NvmlCounter
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.report import print_report, table
+from dash_attn.tools.bench.report import table
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .candidates import Candidate, Runner, Tensors, make_tensors
+from .candidates import CUDNN, EQUAL_HEADS, UNORDERED, Candidate, Runner, Tensors, first_line, is_ours, make_tensors
 from .checks import Reference, not_as_promised, repeats_differ
-from .names import CUDNN, EQUAL_HEADS, UNORDERED, is_ours
-from .packages import first_line
 from .shape import PASSES, Shape
 from .timing import Spread, Stopwatch, interleaved
 
@@ -65,7 +63,7 @@ def measure(
     device: torch.device,
     scale: Scale | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (peers.who_runs says why)."""
+    """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (candidates.who_runs says why)."""
     tensors = make_tensors(shape, device)
     reference = Reference(shape, tensors)
     rows: list[Row] = []

@@ -1,47 +1,52 @@
-"""Results as tables: one per pass and kind of shape, candidates below each other, sequence lengths side by side."""
+"""Results: a JSON file, the few numbers that sum it up, and tables: one per pass and kind of shape, candidates below each other."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from .matrix_tables import planning_costs, tile_rates
-from .names import CUDNN, OURS
-from .relative import relative_table
-from .results import Results, kind, shape_of, unique
-from .shape import Shape
+from .candidates import CUDNN, OURS, UNORDERED
+from .shape import PASSES, Shape
 
+FORMAT = 1
 PIPE_WIDTH = 400  # a pipe or file has no width; nothing may be cut off there
+Results = dict[str, Any]
+Row = dict[str, Any]
 Cells = list[list[str]]
 
 
+def save(results: Results, path: Path) -> None:
+    """Write aside, then rename: an interrupted benchmark leaves the shapes it finished."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(aside, path)
+
+
 def print_report(results: Results) -> None:
-    environment = results["environment"]
+    print_tables(results)
+    print_reasons(results)
+
+
+def print_tables(results: Results) -> None:
+    environment, rows = results["environment"], results["rows"]
     print(f"{environment.get('gpu')}, driver {environment.get('driver_version', 'unknown')}, torch {environment.get('torch')}", end=", ")
     often = f"{results['repeats']}" + (f" in {results['processes']} processes" if "processes" in results else "")
-    unit = "TB/s of keys and values" if any(shape_of(row).cache for row in results["rows"]) else "TFLOP/s"
+    unit = "TB/s of keys and values" if any(shape_of(row).cache for row in rows) else "TFLOP/s"
     print(f"cuDNN {environment.get('cudnn')}: {unit} and (speed relative to {CUDNN}), medians of {often}")
-    if any(_baseline(row) == "*" for row in results["rows"]):
+    if any(_baseline(row) == "*" for row in rows):
         print(f"* {CUDNN} cannot run this: speed relative to the fastest kernel that is not ours")
-    rows = results["rows"]
     for direction in unique(row["pass"] for row in rows):
         for key in unique(kind(row) for row in rows):
             header, cells = table([row for row in rows if row["pass"] == direction and kind(row) == key])
             print_cells(f"{direction}: {key}", header, cells)
-        if "processes" in results:
-            title = f"{direction}: {OURS} relative to each, median (lowest-highest) of {results['processes']} processes"
-            print_cells(title, *relative_table(results, direction))
-        _print_sustained(direction, [row for row in rows if row["pass"] == direction and "sustained" in row])
-    for title, (header, cells) in {
-        "boolean matrices: TFLOP/s of their tiles relative to those of a full mask": tile_rates(results),
-        "a new boolean mask, once: ms of the host beyond those of one that is known": planning_costs(results),
-    }.items():
-        if cells:
-            print_cells(title, header, cells)
     if results.get("host"):
-        print_cells(
-            "host time of a warm forward and backward", ["", "us per call", "20-80 %"], [host_cells(row) for row in results["host"]]
-        )
-    print_reasons(results)
+        cells = [host_cells(row) for row in results["host"]]
+        print_cells("host time of a warm forward and backward", ["", "us per call", "20-80 %"], cells)
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[str], Cells]:
@@ -60,18 +65,6 @@ def _labels(shapes: list[Shape]) -> dict[Shape, str]:
     """Lengths, and the batch where one length occurs with several."""
     lengths = [shape.length for shape in shapes]
     return {shape: shape.length if lengths.count(shape.length) == 1 else f"{shape.batch} x {shape.length}" for shape in shapes}
-
-
-def _print_sustained(direction: str, rows: list[dict[str, Any]]) -> None:
-    for shape in unique(shape_of(row) for row in rows):
-        mine = [row for row in rows if shape_of(row) == shape]
-        title = f"{direction}, sustained for {mine[0]['sustained']['seconds']:g} s: {shape}"
-        print_cells(title, ["", "TFLOP/s", "W", "SM MHz", "J per step"], [sustained_cells(row) for row in mine])
-
-
-def sustained_cells(row: dict[str, Any]) -> list[str]:
-    run = row["sustained"]
-    return [row["candidate"], f"{run['tflops']:.0f}", f"{run['watts']:.0f}", f"{run['sm_mhz']:.0f}", f"{run['joules']:.3g}"]
 
 
 def energy_cell(row: dict[str, Any] | None) -> str:
@@ -150,3 +143,43 @@ def _print_plain(title: str, header: list[str], cells: Cells) -> None:
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     for row in (header, *cells):
         print("  ".join(text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))))
+
+
+def shape_of(row: dict[str, Any]) -> Shape:
+    return Shape.from_json(row["shape"])
+
+
+def kind(row: dict[str, Any]) -> str:
+    """What a panel or table has in common, in words: everything of a shape but its length."""
+    return shape_of(row).kind
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in order of appearance."""
+    return list(dict.fromkeys(values))
+
+
+def summary(results: Results, path: Path) -> dict[str, Any]:
+    """Geometric means over the shapes: ours over cuDNN per pass, and ordered over unordered."""
+    ours = [row for row in results["rows"] if row["candidate"] == OURS]
+    said: dict[str, Any] = {"path": str(path), "suite": results["suite"], "shapes": len({json.dumps(row["shape"]) for row in ours})}
+    for direction in PASSES:
+        for what in ("ratio_to_cudnn", "ratio_to_fastest_peer"):
+            said[f"{direction}_{what}"] = _mean([row[what] for row in ours if row["pass"] == direction and row.get(what)])
+    said["backward_ordered_over_unordered"] = _mean(_ordered_over_unordered(results["rows"]))
+    said["failed"] = sum(row["status"] != "ok" for row in ours)
+    if results.get("host"):
+        said["host_us"] = {row["candidate"]: round(row["median_us"], 1) for row in results["host"] if row["status"] == "ok"}
+    return said
+
+
+def _ordered_over_unordered(rows: list[dict[str, Any]]) -> list[float]:
+    times = {
+        (row["candidate"], json.dumps(row["shape"])): row["median_ms"] for row in rows if row["pass"] == "backward" and "median_ms" in row
+    }
+    shapes = [shape for name, shape in times if name == OURS and (UNORDERED, shape) in times]
+    return [times[UNORDERED, shape] / times[OURS, shape] for shape in shapes]
+
+
+def _mean(ratios: list[float]) -> float | None:
+    return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 4) if ratios else None
