@@ -40,9 +40,13 @@ class Cache:
     table: Tensor | None = None  # int32, (batch, pages of a sequence)
 
 
+def copies_of(shape: Shape, tensors: Tensors) -> int:
+    """As many as it takes. On the CPU, where nothing is timed, one."""
+    return 1 if tensors.q.device.type == "cpu" else max(1, -(-L2_BYTES // shape.cache_bytes))
+
+
 def caches(shape: Shape, tensors: Tensors) -> list[Cache]:
-    """As many copies as it takes. On the CPU, where nothing is timed, one."""
-    count = 1 if tensors.q.device.type == "cpu" else max(1, -(-L2_BYTES // shape.cache_bytes))
+    count = copies_of(shape, tensors)
     lengths = torch.full((shape.batch,), shape.seqlen, dtype=torch.int32, device=tensors.k.device)
     if not shape.page_size:
         return [Cache(tensors.k.clone(), tensors.v.clone(), lengths) for _ in range(count)]

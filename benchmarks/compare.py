@@ -9,8 +9,6 @@ Each row has medians, their spread, and a verdict: whether this tree is more tha
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from dash_attn.tools.bench.environment import commit
+from dash_attn.tools.bench.report import save
 from dash_attn.tools.bench.shape import Shape
 
 from .matrices import Matrix
+from .one_tree import HERE, gpu_and_torch, measured_in
 from .suites import SUITES, Cases
 
-ROOT = Path(__file__).resolve().parent.parent
-HERE = ROOT / "src"
 RUNS = 12
 LIMIT = 0.01  # slower by more than this is told
 SHORT = tuple(
@@ -48,24 +47,15 @@ Found = dict[str, Any]
 
 
 @contextmanager
-def requested(shapes: Sequence[Shape], forward: bool, graphs: bool, runs: int) -> Iterator[Path]:
-    """A file that says what to measure. Matrices lie beside it, so that no tree draws its own."""
+def described(shapes: Sequence[Shape]) -> Iterator[list[dict[str, Any]]]:
+    """As other trees read them. Matrices lie in files, so that no tree draws its own."""
     with TemporaryDirectory() as folder:
-        described = [shape.to_json() for shape in shapes]
+        made = [shape.to_json() for shape in shapes]
         for number, shape in enumerate(shapes):
             if isinstance(shape.attended, Matrix):
-                described[number]["matrix"] = f"{folder}/{number}.npy"
-                np.save(described[number]["matrix"], np.packbits(shape.attended.elements(shape.q_seqlen, shape.seqlen), axis=1))
-        request = Path(folder, "request.json")
-        request.write_text(json.dumps({"shapes": described, "forward": forward, "graphs": graphs, "runs": runs}), encoding="utf-8")
-        yield request
-
-
-def measure(tree: Path, request: Path) -> list[Found]:
-    """What a fresh process finds, shape by shape."""
-    command = [sys.executable, "-m", "benchmarks.one_tree", str(tree.resolve()), str(request)]
-    lines = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    return [json.loads(line) for line in lines]
+                made[number]["matrix"] = f"{folder}/{number}.npy"
+                np.save(made[number]["matrix"], np.packbits(shape.attended.elements(shape.q_seqlen, shape.seqlen), axis=1))
+        yield made
 
 
 def row_of(shape: Shape, by_tree: Sequence[Sequence[Found]]) -> dict[str, Any]:
@@ -93,14 +83,6 @@ def in_words(shape: Shape, row: dict[str, Any]) -> str:
     return f"{shape}: {said}: {verdict}{'' if row['same_bits'] else ', OTHER BITS'}"
 
 
-def surroundings() -> dict[str, str]:
-    """GPU, PyTorch and commit. A child asks PyTorch, so that this process holds no memory of the GPU."""
-    asked = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'); print(torch.__version__)"
-    gpu, version = subprocess.run([sys.executable, "-c", asked], check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
-    return {"gpu": gpu, "torch": version, "commit": commit.stdout.strip()}
-
-
 def main(words: list[str] | None = None) -> int:
     """1 if a row is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,10 +96,10 @@ def main(words: list[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     trees, shapes = [*arguments.others, HERE], COMPARED[arguments.suite].shapes()
     processes = []
-    with requested(shapes, arguments.forward, arguments.graphs, arguments.runs) as request:
+    with described(shapes) as asked:
         for number in range(arguments.processes):
             print(f"process {number + 1} of {arguments.processes} of each tree", file=sys.stderr, flush=True)
-            processes.append([measure(tree, request) for tree in trees])
+            processes.append([measured_in(tree, "measure", asked, arguments.forward, arguments.graphs, arguments.runs) for tree in trees])
     rows = []
     for number, shape in enumerate(shapes):
         rows.append(row_of(shape, [[found[number] for found in of_tree] for of_tree in zip(*processes, strict=True)]))
@@ -125,10 +107,10 @@ def main(words: list[str] | None = None) -> int:
     slower, others = sum(row["slower"] for row in rows), sum(not row["same_bits"] for row in rows)
     print(f"{slower} of {len(rows)} rows more than {LIMIT:.0%} slower, {others} with other bits")
     if arguments.json:
-        direction = "forward" if arguments.forward else "backward"
-        head = {"relative_to": "cuDNN", "pass": direction, "graphs": arguments.graphs, **surroundings()}
-        head |= {"suite": arguments.suite, "others": [str(tree) for tree in arguments.others]}
-        arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        gpu, version = gpu_and_torch()
+        head = {"relative_to": "cuDNN", "suite": arguments.suite, "pass": "forward" if arguments.forward else "backward"}
+        head |= {"graphs": arguments.graphs, "gpu": gpu, "torch": version, "commit": commit()}
+        save({**head, "others": [str(tree) for tree in arguments.others], "rows": rows}, arguments.json)
     return int(slower > 0)
 
 

@@ -1,4 +1,4 @@
-"""What a step of a ledger costs, with the model of benchmarks/training.py: python benchmarks/ledger_cost.py [--json FILE]
+"""What a step of a ledger costs, with the model of benchmarks/training.py: python -m benchmarks.ledger_cost [--json FILE]
 
 Milliseconds of the host, which prepares the kernels, and of the GPU, which runs them; and how long the GPU takes to read the same bytes.
 """
@@ -14,10 +14,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from training import REAL, example
 
 import dash_attn
 from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.bench.report import save
+
+from .training import REAL, example
 
 STEPS, WARM_UP = 12, 2
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead of it
@@ -68,7 +70,7 @@ def main() -> None:
     }
     print(json.dumps(found))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
+        save({"environment": environment(), **found}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The part of compare.py that runs once per process, in one source tree: python -m benchmarks.one_tree TREE REQUEST.json
+"""The part of compare.py and memory.py that runs in one source tree, in a process of its own, and how they start it.
 
-Of the package it uses only what every version has: the attention functions, masks by name, and BooleanMask.
+Of the package it uses only what every version has: the attention functions, masks by name, BooleanMask, and explain.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import accumulate
@@ -18,21 +19,28 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from . import ROOT
 from .timing import Call, milliseconds, replayed
 
+HERE = ROOT / "src"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Shape = dict[str, Any]
 Attend = Callable[..., Tensor]
 
 
-def tensors_of(shape: Shape) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and perhaps sinks, which want gradients; and dO."""
-    source = torch.Generator(DEVICE).manual_seed(0)
+def sizes_of(shape: Shape) -> list[tuple[int, ...]]:
+    """Of q, k, v and dO."""
     rows, keys, heads, dim = shape.get("q_seqlen", shape["seqlen"]), shape["seqlen"], shape["q_heads"], shape["head_dim"]
     v_dim = shape.get("v_head_dim", dim)
     sizes = [(rows, heads, dim), (keys, shape["kv_heads"], dim), (keys, shape["kv_heads"], v_dim), (rows, heads, v_dim)]
-    q, k, v, dout = (torch.randn(shape["batch"], *size, generator=source, device=DEVICE).to(_dtype(shape)) for size in sizes)
-    sinks = [torch.randn(heads, generator=source, device=DEVICE).to(_dtype(shape))] if shape.get("sinks") else []
+    return [(shape["batch"], *size) for size in sizes]
+
+
+def tensors_of(shape: Shape) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and perhaps sinks, which want gradients; and dO."""
+    source = torch.Generator(DEVICE).manual_seed(0)
+    sizes = [*sizes_of(shape), *([(shape["q_heads"],)] if shape.get("sinks") else [])]
+    q, k, v, dout, *sinks = (torch.randn(size, generator=source, device=DEVICE).to(_dtype(shape)) for size in sizes)
     return [x.requires_grad_() for x in (q, k, v, *sinks)], dout
 
 
@@ -100,16 +108,50 @@ def bit_sum(x: Tensor) -> int:
     return int((bits * (torch.arange(len(bits), device=x.device) % 65521 + 1)).sum())
 
 
-def main(tree: str, request: str) -> None:
+def memory(shape: Shape) -> dict[str, Any]:
+    """Bytes of the workspace that a causal backward tells of; on a GPU also by how much the memory in use rises, without gradients."""
+    from dash_attn import explain
+
+    meta = [torch.empty(size, dtype=_dtype(shape), device="meta") for size in sizes_of(shape)[:3]]
+    found = {"workspace_bytes": explain(*meta, causal=True, backend="hopper", predict_time=False).workspace_bytes}
+    if DEVICE == "cuda":
+        inputs, dout = tensors_of(shape)
+        out = attention_of(shape)(*inputs)
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)  # compiles, and allocates what stays
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        torch.cuda.synchronize()
+        found["measured_bytes"] = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
+    return found
+
+
+def measured_in(tree: Path, what: str, shapes: list[Shape], *options: Any) -> list[dict[str, Any]]:
+    """What `measure` or `memory` finds in a tree, shape by shape, in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.one_tree", str(tree.resolve()), what]
+    asked = json.dumps([shapes, options])
+    lines = subprocess.run(command, check=True, cwd=ROOT, input=asked, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def gpu_and_torch() -> tuple[str, str]:
+    """A child asks PyTorch, so that this process holds no memory of the GPU."""
+    asked = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'); print(torch.__version__)"
+    gpu, version = subprocess.run([sys.executable, "-c", asked], check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return gpu, version
+
+
+def main(tree: str, what: str) -> None:
     sys.path.insert(0, tree)
     import dash_attn
 
     found = Path(dash_attn.__file__).resolve()
     if Path(tree).resolve() not in found.parents:
         raise SystemExit(f"dash_attn was imported from {found}, not from {tree}")
-    asked = json.loads(Path(request).read_text(encoding="utf-8"))
-    for shape in asked["shapes"]:
-        print(json.dumps(measure(shape, asked["forward"], asked["graphs"], asked["runs"])), flush=True)
+    shapes, options = json.load(sys.stdin)
+    for shape in shapes:
+        print(json.dumps({"measure": measure, "memory": memory}[what](shape, *options)), flush=True)
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
 

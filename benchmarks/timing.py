@@ -14,16 +14,17 @@ WARM_UP = 3
 Call = Callable[[], Any]
 
 
-def milliseconds(calls: Sequence[Call], runs: int) -> list[float]:
-    """The median time of each. Calls take turns, so that clocks and heat meet all of them alike."""
-    one = _of_gpu if torch.cuda.is_available() else _of_host
-    times = [[one(call) for call in calls] for _ in range(WARM_UP + runs)][WARM_UP:]
+def milliseconds(calls: Sequence[Call], runs: int, lead_in: int = LEAD_IN) -> list[float]:
+    """The median time of each. Calls take turns, so that clocks and heat meet all of them alike. lead_in 0: host time counts."""
+    on_gpu = torch.cuda.is_available()
+    times = [[_of_gpu(call, lead_in) if on_gpu else _of_host(call) for call in calls] for _ in range(WARM_UP + runs)][WARM_UP:]
     return [median(of_call) for of_call in zip(*times, strict=True)]
 
 
-def _of_gpu(call: Call) -> float:
+def _of_gpu(call: Call, lead_in: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(LEAD_IN)
+    if lead_in:
+        torch.cuda._sleep(lead_in)
     start.record()
     call()
     end.record()

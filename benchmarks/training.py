@@ -1,5 +1,5 @@
 """examples/train.py at a real size on one GPU:
-python benchmarks/training.py [--small] [--steps N] [--size N] [--only NAME ...] [--json FILE]
+python -m benchmarks.training [--small] [--steps N] [--size N] [--only NAME ...] [--json FILE]
 
 Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is installed), with all of PyTorch deterministic and with
 nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,
@@ -32,6 +32,7 @@ import dash_attn
 import dash_attn.nn
 from dash_attn.ledgers import compare_runs
 from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.bench.report import save
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
@@ -194,6 +195,10 @@ def _bytes(folder: Path) -> int:
     return (folder / "rank-0.ledger").stat().st_size
 
 
+def surroundings() -> dict[str, Any]:
+    return environment() if torch.cuda.is_available() else {"gpu": None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
@@ -213,8 +218,7 @@ def main() -> None:
             rows.append(measure(name, settings, Path(folder) / str(place)))
             print(json.dumps(rows[-1]), flush=True)
             if arguments.json:
-                about = environment() if torch.cuda.is_available() else {"gpu": None}
-                arguments.json.write_text(json.dumps({"settings": settings, "environment": about, "rows": rows}, indent=1) + "\n")
+                save({"settings": settings, "environment": surroundings(), "rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """An experiment: the Triton backward in one pass, with hand-overs of dQ in the order of a plan, beside the two passes that are kept.
 
-python benchmarks/triton_one_pass.py [--output FILE]
+python -m benchmarks.triton_one_pass [--output FILE]
 
 A program draws a ticket, which is a chain of the plan; so whatever a chain waits for has started before it, and a schedule without a
 gang cannot hang. Rank 0 of a dQ tile stores, rank r adds after rank r - 1 was released. A tile is released one step late, when its
@@ -11,32 +11,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src")]
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from torch import Tensor  # noqa: E402
-from triton_sweep import milliseconds  # noqa: E402
+from dash_attn import Causal, Full, Mask, Problem
+from dash_attn.backends.triton import setup, tiles
+from dash_attn.backends.triton.kernels.tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows
+from dash_attn.backends.triton.kernels.visits import row_bounds
+from dash_attn.backends.triton.launch import Launch
+from dash_attn.backends.triton.tiles import Tile
+from dash_attn.call.options import AttentionOptions
+from dash_attn.call.planning import plan_for
+from dash_attn.scheduling.plan import Plan
 
-from dash_attn import Causal, Full, Mask, Problem  # noqa: E402
-from dash_attn.backends.triton import setup, tiles  # noqa: E402
-from dash_attn.backends.triton.kernels.tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows  # noqa: E402
-from dash_attn.backends.triton.kernels.visits import row_bounds  # noqa: E402
-from dash_attn.backends.triton.launch import Launch  # noqa: E402
-from dash_attn.backends.triton.tiles import Tile  # noqa: E402
-from dash_attn.call.options import AttentionOptions  # noqa: E402
-from dash_attn.call.planning import plan_for  # noqa: E402
-from dash_attn.scheduling.plan import Plan  # noqa: E402
+from .triton_sweep import time_of
 
 FIELDS = 7  # of a chain: sequence, head, KV tile, first step, and where its full steps begin and end, end
 SCHEDULES = ("alternating", "descending")
@@ -300,13 +297,13 @@ def compare(dim: int, length: int, mask: Mask) -> dict[str, Any]:
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     passes: tuple[Launch, ...] = setup.gradient_launches(call, dout, rows, (dq, dk, dv))
     found: dict[str, Any] = {"dim": dim, "length": length, "mask": str(mask)}
-    found["two passes"] = milliseconds(passes, RUNS)
+    found["two passes"] = time_of(passes, RUNS)
     for tile in TILES[dim]:
         for schedule, ordered in (*((name, True) for name in SCHEDULES), (SCHEDULES[0], False)):
             name = f"{schedule if ordered else 'unordered'}, {tile}"
             try:
                 one = OnePass((q, k, v, dout), rows, mask, tile, schedule, ordered)
-                found[name] = milliseconds((one,), RUNS)
+                found[name] = time_of((one,), RUNS)
                 first = one.dq.clone()
                 off = max((a.float() - b.float()).norm() / b.float().norm() for a, b in ((one.dq, dq), (one.dk, dk), (one.dv, dv))).item()
                 assert off < 0.02, f"off by {off:.3g}"

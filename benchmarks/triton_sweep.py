@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from math import log
-from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,10 +21,13 @@ from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.options import AttentionOptions
 
+from .timing import milliseconds
+
 BF16 = torch.bfloat16
 Limits = dict[tuple[Any, ...], float]  # milliseconds, by direction, head dim, mask and length
 
 APART, TOGETHER = False, True  # whether the two passes of the backward are two launches or one
+LEAD_IN = 1_000_000  # cycles
 LEFT_OUT = 0.02  # ms: row statistics are part of a peer's backward and of no sweep
 # Loops over partial tiles of one stage make ptxas serialise every product of a Hopper kernel.
 SWEEP: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -108,25 +110,9 @@ def to_compile(job: Job) -> tuple[Launch, ...]:
     return launches_of(job, (1, 256, 1), Causal(), partial(torch.empty, dtype=BF16, device="meta"))
 
 
-def milliseconds(launches: Iterable[Any], runs: int) -> float:
-    """The median of `runs`. Launches are run one after the other; each has a method for it."""
-
-    def run() -> None:
-        for launch in launches:
-            launch.run()
-
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
+def time_of(launches: Iterable[Any], runs: int) -> float:
+    """The median of `runs` in milliseconds. Launches are run one after the other; each has a method for it."""
+    return milliseconds([lambda: [launch.run() for launch in launches]], runs, LEAD_IN)[0]
 
 
 def measure_tiles(
@@ -144,7 +130,7 @@ def measure_tiles(
                         continue
                     try:
                         memory = partial(torch.randn, device=device, dtype=BF16)
-                        times[job.key] = milliseconds(launches_of(job, (16384 // length, length, 2048 // dim), mask, memory), repeats)
+                        times[job.key] = time_of(launches_of(job, (16384 // length, length, 2048 // dim), mask, memory), repeats)
                     except Exception as error:
                         failures[what] = f"{type(error).__name__}: {str(error)[:200]}"
                 rows.append({"dim": dim, "pass": name, "length": length, "mask": str(mask), "ms": times})

@@ -43,8 +43,8 @@ def add_command(commands: Any) -> None:
 
 def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     """What is measured, and where the results go; also for benchmarks/suite.py."""
-    parser.add_argument("--seqlens", type=_numbers, metavar="N,N", help="these lengths instead of the suite's")
-    parser.add_argument("--head-dims", type=_numbers, metavar="N,N", help="these head dims instead of the suite's")
+    parser.add_argument("--seqlens", type=numbers, metavar="N,N", help="these lengths instead of the suite's")
+    parser.add_argument("--head-dims", type=numbers, metavar="N,N", help="these head dims instead of the suite's")
     parser.add_argument("--masks", type=words, metavar="NAME,NAME", help="these masks instead of the suite's")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
     passes_help = f"of {', '.join(PASSES)} (default: both)"
@@ -142,7 +142,7 @@ def require_gpu(backend: str) -> None:
         raise ValueError(trouble)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in words(text))
     except ValueError:
