@@ -35,7 +35,7 @@ from inputs import make_inputs
 from played_devices import Case, play_devices, play_forward
 
 from .kernels import compile_ahead
-from .timing import milliseconds, replayed
+from .timing import milliseconds, replayed, timed
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 ROUNDS = 7
@@ -213,24 +213,12 @@ def times_of_device(run: Callable[[bool], Any]) -> Iterator[tuple[str, float]]:
         yield f"launched{name}", time_of(call)
         yield f"replayed{name}", time_of(replayed(lambda call=call: call))
         if not overlap:
-            yield "host", host_milliseconds(call)
+            yield "host", min(timed(call, lead_in=0).host for _ in range(3))
 
 
 def time_of(call: Callable[[], Any]) -> float:
     """With what the host takes to launch it."""
     return milliseconds([call], ROUNDS, lead_in=0)[0]
-
-
-def host_milliseconds(call: Callable[[], Any]) -> float:
-    """Until the call returns; the GPU may still work."""
-    found = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        found.append(1e3 * (time.perf_counter() - began))
-    torch.cuda.synchronize()
-    return min(found)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -19,6 +17,7 @@ import dash_attn
 from dash_attn.tools.bench.environment import environment
 from dash_attn.tools.bench.report import save
 
+from .timing import timed
 from .training import REAL, example
 
 STEPS, WARM_UP = 12, 2
@@ -36,20 +35,6 @@ def model_with_gradients() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def timed(call: Any) -> tuple[float, float]:
-    """Milliseconds of the host and of the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(AHEAD)
-    start = time.perf_counter()
-    begin.record()
-    call()
-    end.record()
-    host = 1000 * (time.perf_counter() - start)
-    end.synchronize()
-    return host, begin.elapsed_time(end)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
@@ -59,8 +44,8 @@ def main() -> None:
     tensors = [x for parameter in model.parameters() for x in (parameter.detach(), parameter.grad)]
     with tempfile.TemporaryDirectory() as folder, dash_attn.ledger(folder) as ledger:
         ledger.watch(model, optimizer)
-        steps = [timed(lambda: ledger.step(model, optimizer, **given)) for _ in range(STEPS)][WARM_UP:]
-    read = [timed(lambda: torch._foreach_norm(tensors, 1))[1] for _ in range(STEPS)][WARM_UP:]
+        steps = [timed(lambda: ledger.step(model, optimizer, **given), AHEAD) for _ in range(STEPS)][WARM_UP:]
+    read = [timed(lambda: torch._foreach_norm(tensors, 1), AHEAD).gpu for _ in range(STEPS)][WARM_UP:]
     found = {
         "tensors": len(tensors),
         "bytes": sum(x.nbytes for x in tensors if x is not None),

@@ -49,24 +49,17 @@ class Meter:
         The counter moves some ten times a second, so both ends of the measurement are waited for: steps are counted from
         one of its moves to another.
         """
+        chunk = max(1, round(CHUNK * 1000 / expected_ms))
         try:
-            return self._per_step(step, max(1, round(CHUNK * 1000 / expected_ms)))
+            self._run_until_it_moves(step, chunk)
+            begun, start, steps = self.joules(), self.clock(), 0
+            while not steps or self.clock() - start < SECONDS:
+                steps += self._run_until_it_moves(step, chunk)
+            return (self.joules() - begun) / steps
         except NoCounter:
             return None
 
-    def _per_step(self, step: Callable[[], Any], chunk: int) -> float | None:
-        if self._run_until_it_moves(step, chunk) is None:
-            return None
-        begun, start, steps = self.joules(), self.clock(), 0
-        while True:
-            more = self._run_until_it_moves(step, chunk)
-            if more is None:
-                return None
-            steps += more
-            if self.clock() - start >= SECONDS:
-                return (self.joules() - begun) / steps
-
-    def _run_until_it_moves(self, step: Callable[[], Any], chunk: int) -> int | None:
+    def _run_until_it_moves(self, step: Callable[[], Any], chunk: int) -> int:
         """How many steps that took."""
         before, start, steps = self.joules(), self.clock(), 0
         while self.clock() - start <= PATIENCE * SECONDS:
@@ -76,7 +69,7 @@ class Meter:
             steps += chunk
             if self.joules() != before:
                 return steps
-        return None
+        raise NoCounter("the GPU's energy counter stands still")
 
 
 def gpu_meter() -> Meter:

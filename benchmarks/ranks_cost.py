@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers
 from dash_attn.tools.bench.report import save
 
+from .timing import host_milliseconds
 from .training import surroundings
 
 MESSAGES, CALLS, ROUNDS, WARM_UP = 500, 20, 10, 5
@@ -36,12 +36,7 @@ ROWS, HEADS, DIM = 256, 2, 64
 
 
 def microseconds(action: Callable[[], object], count: int) -> list[float]:
-    found = []
-    for _ in range(count):
-        start = time.perf_counter()
-        action()
-        found.append(1e6 * (time.perf_counter() - start))
-    return found
+    return [1e3 * host_milliseconds(action) for _ in range(count)]
 
 
 @contextmanager

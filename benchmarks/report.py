@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from dash_attn.cli import bench
 from dash_attn.tools.bench.candidates import OURS
-from dash_attn.tools.bench.report import Cells, Results, Row, print_cells, print_reasons, print_tables, shape_of, unique
+from dash_attn.tools.bench.report import Cells, Results, Row, Table, shape_of, tables, unique
 from dash_attn.tools.bench.shape import PASSES, Shape
 
 from .matrices import Matrix
@@ -15,27 +17,26 @@ COSTS = {"mask": "BooleanMask", "forward": "first forward", "backward": "first b
 
 
 def print_report(results: Results) -> None:
-    print_tables(results)
+    bench.show(results, (*tables(results), *more_tables(results)))
+
+
+def more_tables(results: Results) -> Iterator[Table]:
     rows = results["rows"]
     for direction in unique(row["pass"] for row in rows):
         if "processes" in results:
             title = f"{direction}: {OURS} relative to each, median (lowest-highest) of {results['processes']} processes"
-            print_cells(title, *relative_table(results, direction))
-        _print_sustained(direction, [row for row in rows if row["pass"] == direction and "sustained" in row])
+            yield title, *relative_table(results, direction)
+        sustained = [row for row in rows if row["pass"] == direction and "sustained" in row]
+        for shape in unique(shape_of(row) for row in sustained):
+            mine = [row for row in sustained if shape_of(row) == shape]
+            title = f"{direction}, sustained for {mine[0]['sustained']['seconds']:g} s: {shape}"
+            yield title, ["", "TFLOP/s", "W", "SM MHz", "J per step"], [sustained_cells(row) for row in mine]
     for title, (header, cells) in {
         "boolean matrices: TFLOP/s of their tiles relative to those of a full mask": tile_rates(results),
         "a new boolean mask, once: ms of the host beyond those of one that is known": planning_costs(results),
     }.items():
         if cells:
-            print_cells(title, header, cells)
-    print_reasons(results)
-
-
-def _print_sustained(direction: str, rows: list[Row]) -> None:
-    for shape in unique(shape_of(row) for row in rows):
-        mine = [row for row in rows if shape_of(row) == shape]
-        title = f"{direction}, sustained for {mine[0]['sustained']['seconds']:g} s: {shape}"
-        print_cells(title, ["", "TFLOP/s", "W", "SM MHz", "J per step"], [sustained_cells(row) for row in mine])
+            yield title, header, cells
 
 
 def sustained_cells(row: Row) -> list[str]:

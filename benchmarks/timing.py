@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,23 +16,32 @@ Call = Callable[[], Any]
 
 def milliseconds(calls: Sequence[Call], runs: int, lead_in: int = LEAD_IN) -> list[float]:
     """The median time of each. Calls take turns, so that clocks and heat meet all of them alike. lead_in 0: host time counts."""
-    on_gpu = torch.cuda.is_available()
-    times = [[_of_gpu(call, lead_in) if on_gpu else _of_host(call) for call in calls] for _ in range(WARM_UP + runs)][WARM_UP:]
+    times = [[timed(call, lead_in).gpu for call in calls] for _ in range(WARM_UP + runs)][WARM_UP:]
     return [median(of_call) for of_call in zip(*times, strict=True)]
 
 
-def _of_gpu(call: Call, lead_in: int) -> float:
+class Timed(NamedTuple):
+    """Milliseconds until a call returned, and until the GPU was through with it (without a GPU: the same)."""
+
+    host: float
+    gpu: float
+
+
+def timed(call: Call, lead_in: int = LEAD_IN) -> Timed:
+    if not torch.cuda.is_available():
+        return Timed(*(host_milliseconds(call),) * 2)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
     if lead_in:
         torch.cuda._sleep(lead_in)
     start.record()
-    call()
+    host = host_milliseconds(call)
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end))
+    return Timed(host, float(start.elapsed_time(end)))
 
 
-def _of_host(call: Call) -> float:
+def host_milliseconds(call: Call) -> float:
     start = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - start)

@@ -14,10 +14,12 @@ from ..tools.bench.shape import PASSES, Shape
 from ..tools.bench.suites import HOST_SUITE, SUITES, choose
 from .devices import GPU_BACKENDS, gpu_trouble
 from .files import check_folder
+from .table import print_rows
 
 if TYPE_CHECKING:
     from ..tools.bench.candidates import Candidate
     from ..tools.bench.measure import Scale
+    from ..tools.bench.report import Table
 
 REPEATS = 30
 EXAMPLES = """examples:
@@ -59,14 +61,14 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..tools.bench.candidates import ours
     from ..tools.bench.pytorch_peers import pytorch_peers
-    from ..tools.bench.report import print_report
+    from ..tools.bench.report import tables
 
     check_options(arguments)
     shapes = choose(SUITES, arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
     path, results = begin(arguments)
     kernels = [*ours(arguments.schedules, arguments.backend), *([] if arguments.no_peers else pytorch_peers())]
     measure_suite(results, path, shapes, in_passes(kernels, arguments.passes))
-    print_report(results)
+    show(results, tables(results))
     return conclude(results, path)
 
 
@@ -115,6 +117,17 @@ def measure_suite(results: Results, path: Path, shapes: Sequence[Shape], kernels
         save(results, path)
         torch.cuda.empty_cache()
     save(results, path)
+
+
+def show(results: Results, tables: Iterable[Table]) -> None:
+    from ..tools.bench.candidates import OURS
+    from ..tools.bench.report import heading, reasons
+
+    print(heading(results))
+    for title, columns, cells in tables:
+        print_rows(title, columns, list(map(tuple, cells)), [row[0] == OURS for row in cells])
+    for reason in reasons(results):
+        print(f"  {reason}")
 
 
 def conclude(results: Results, path: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from .candidates import CUDNN, OURS, UNORDERED
 from .shape import PASSES, Shape
 
 FORMAT = 1
-PIPE_WIDTH = 400  # a pipe or file has no width; nothing may be cut off there
 Results = dict[str, Any]
 Row = dict[str, Any]
 Cells = list[list[str]]
+Table = tuple[str, list[str], Cells]  # title, names of columns, rows
 
 
 def save(results: Results, path: Path) -> None:
@@ -27,29 +27,28 @@ def save(results: Results, path: Path) -> None:
     os.replace(aside, path)
 
 
-def print_report(results: Results) -> None:
-    print_tables(results)
-    print_reasons(results)
-
-
-def print_tables(results: Results) -> None:
-    environment, rows = results["environment"], results["rows"]
-    print(f"{environment.get('gpu')}, driver {environment.get('driver_version', 'unknown')}, torch {environment.get('torch')}", end=", ")
+def heading(results: Results) -> str:
+    where, rows = results["environment"], results["rows"]
     often = f"{results['repeats']}" + (f" in {results['processes']} processes" if "processes" in results else "")
     unit = "TB/s of keys and values" if any(shape_of(row).cache for row in rows) else "TFLOP/s"
-    print(f"cuDNN {environment.get('cudnn')}: {unit} and (speed relative to {CUDNN}), medians of {often}")
+    said = f"{where.get('gpu')}, driver {where.get('driver_version', 'unknown')}, torch {where.get('torch')}, cuDNN {where.get('cudnn')}"
+    said += f": {unit} and (speed relative to {CUDNN}), medians of {often}"
     if any(_baseline(row) == "*" for row in rows):
-        print(f"* {CUDNN} cannot run this: speed relative to the fastest kernel that is not ours")
+        said += f"\n* {CUDNN} cannot run this: speed relative to the fastest kernel that is not ours"
+    return said
+
+
+def tables(results: Results) -> Iterator[Table]:
+    rows = results["rows"]
     for direction in unique(row["pass"] for row in rows):
         for key in unique(kind(row) for row in rows):
-            header, cells = table([row for row in rows if row["pass"] == direction and kind(row) == key])
-            print_cells(f"{direction}: {key}", header, cells)
+            yield f"{direction}: {key}", *table([row for row in rows if row["pass"] == direction and kind(row) == key])
     if results.get("host"):
         cells = [host_cells(row) for row in results["host"]]
-        print_cells("host time of a warm forward and backward", ["", "us per call", "20-80 %"], cells)
+        yield "host time of a warm forward and backward", ["", "us per call", "20-80 %"], cells
 
 
-def table(rows: list[dict[str, Any]]) -> tuple[list[str], Cells]:
+def table(rows: list[Row]) -> tuple[list[str], Cells]:
     shapes: list[Shape] = unique(shape_of(row) for row in rows)
     found = {(row["candidate"], shape_of(row)): row for row in rows}
     names = unique(row["candidate"] for row in rows)
@@ -67,12 +66,12 @@ def _labels(shapes: list[Shape]) -> dict[Shape, str]:
     return {shape: shape.length if lengths.count(shape.length) == 1 else f"{shape.batch} x {shape.length}" for shape in shapes}
 
 
-def energy_cell(row: dict[str, Any] | None) -> str:
+def energy_cell(row: Row | None) -> str:
     """Joules of a step. What was not measured is not zero."""
     return f"{row['energy_j']:.3g}" if row is not None and "energy_j" in row else "-"
 
 
-def cell(row: dict[str, Any] | None) -> str:
+def cell(row: Row | None) -> str:
     """A speed, or why there is none."""
     if row is None:
         return "-"
@@ -82,74 +81,42 @@ def cell(row: dict[str, Any] | None) -> str:
     return _speed(row) + (f" ({ratio:.2f}{_baseline(row)})" if ratio is not None else "")
 
 
-def _speed(row: dict[str, Any]) -> str:
+def _speed(row: Row) -> str:
     """Attention to a cache is bound by what it reads."""
     shape = shape_of(row)
     return f"{shape.cache_bytes / row['median_ms'] / 1e9:.2f}" if shape.cache else f"{row['tflops']:.0f}"
 
 
-def _baseline(row: dict[str, Any]) -> str:
+def _baseline(row: Row) -> str:
     """A star where cuDNN is not what a speed is relative to."""
     return "*" if row.get("ratio_to_cudnn") is None and row.get("ratio_to_fastest_peer") else ""
 
 
-def host_cells(row: dict[str, Any]) -> list[str]:
+def host_cells(row: Row) -> list[str]:
     if row["status"] != "ok":
         return [row["candidate"], row["status"], "-"]
     return [row["candidate"], f"{row['median_us']:.1f}", f"{row['p20_us']:.1f} - {row['p80_us']:.1f}"]
 
 
-def print_reasons(results: Results) -> None:
+def reasons(results: Results) -> list[str]:
     """Nothing is dropped silently: who is missing, who failed, and why."""
-    reasons = [f"{name}: not installed ({why})" for name, why in results.get("missing", {}).items()]
+    said = [f"{name}: not installed ({why})" for name, why in results.get("missing", {}).items()]
     if results.get("energy", {}).get("missing"):
-        reasons.append(f"energy: not measured ({results['energy']['missing']})")
+        said.append(f"energy: not measured ({results['energy']['missing']})")
     for case in results.get("cases", []):
-        reasons += [f"{name}, {case['case']}: cannot ({why})" for name, why in case["cannot"].items()]
+        said += [f"{name}, {case['case']}: cannot ({why})" for name, why in case["cannot"].items()]
     for row in [*results["rows"], *results.get("host", [])]:
         if row["status"] != "ok":
             what = f" {row['pass']}, {kind(row)}" if "shape" in row else ""
-            reasons.append(f"{row['candidate']}{what}: {row['status']} ({row['reason']})")
-    for reason in unique(reasons):
-        print(f"  {reason}")
+            said.append(f"{row['candidate']}{what}: {row['status']} ({row['reason']})")
+    return unique(said)
 
 
-def print_cells(title: str, header: list[str], cells: Cells) -> None:
-    try:
-        _print_rich(title, header, cells)
-    except ModuleNotFoundError:
-        _print_plain(title, header, cells)
-
-
-def _print_rich(title: str, header: list[str], cells: Cells) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    made = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(header):
-        made.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
-    for row in cells:
-        made.add_row(*map(Text, row), style="bold green" if row[0] == OURS else "")
-    console.print(made)
-
-
-def _print_plain(title: str, header: list[str], cells: Cells) -> None:
-    print(f"\n{title}")
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    for row in (header, *cells):
-        print("  ".join(text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))))
-
-
-def shape_of(row: dict[str, Any]) -> Shape:
+def shape_of(row: Row) -> Shape:
     return Shape.from_json(row["shape"])
 
 
-def kind(row: dict[str, Any]) -> str:
+def kind(row: Row) -> str:
     """What a panel or table has in common, in words: everything of a shape but its length."""
     return shape_of(row).kind
 
@@ -173,7 +140,7 @@ def summary(results: Results, path: Path) -> dict[str, Any]:
     return said
 
 
-def _ordered_over_unordered(rows: list[dict[str, Any]]) -> list[float]:
+def _ordered_over_unordered(rows: list[Row]) -> list[float]:
     times = {
         (row["candidate"], json.dumps(row["shape"])): row["median_ms"] for row in rows if row["pass"] == "backward" and "median_ms" in row
     }
