@@ -75,41 +75,32 @@ VARIANTS: dict[str, tuple[Callable[[], Attend], bool]] = {
 }
 
 
-class NoLedger:
-    def __enter__(self) -> NoLedger:
-        return self
+class SomeSteps:
+    """A ledger of every second step, those with even numbers; or of none."""
 
-    def __exit__(self, *_: Any) -> None: ...
-
-    def watch(self, *_: Any, **__: Any) -> None: ...
-
-    def step(self, *_: Any, **__: Any) -> None: ...
-
-
-class EverySecondStep:
-    """Steps with even numbers are recorded."""
-
-    def __init__(self, ledger: dash_attn.ledgers.Ledger) -> None:
+    def __init__(self, ledger: dash_attn.ledgers.Ledger | None) -> None:
         self.ledger, self.number = ledger, 0
 
-    def __enter__(self) -> EverySecondStep:
+    def __enter__(self) -> SomeSteps:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.ledger.__exit__(*error)
+        if self.ledger is not None:
+            self.ledger.__exit__(*error)
 
     def watch(self, *given: Any) -> None:
-        self.ledger.watch(*given)
+        if self.ledger is not None:
+            self.ledger.watch(*given)
 
     def step(self, *given: Any, **named: Any) -> None:
-        if self.number % 2 == 0:
+        if self.ledger is not None and self.number % 2 == 0:
             self.ledger.step(*given, **named)
         self.number += 1
 
 
 LEDGER_OF: dict[str, Callable[..., Any]] = {
-    "none": lambda *_, **__: NoLedger(),
-    "every second step": lambda *given, **named: EverySecondStep(dash_attn.ledger(*given, **named)),
+    "none": lambda *_, **__: SomeSteps(None),
+    "every second step": lambda *given, **named: SomeSteps(dash_attn.ledger(*given, **named)),
 }
 
 
