@@ -23,7 +23,7 @@ from dash_attn.tools.bench.candidates import OURS, ours
 from dash_attn.tools.bench.environment import environment
 from dash_attn.tools.bench.measure import measure
 from dash_attn.tools.bench.report import Row, save
-from dash_attn.tools.bench.timing import CudaStopwatch
+from dash_attn.tools.bench.timing import cuda_times
 
 from .peers import flex, pytorch_peers
 from .suites import choose
@@ -41,7 +41,7 @@ def timed(arguments: argparse.Namespace) -> int:
     results: dict[str, Any] = {"environment": environment("triton"), "repeats": arguments.repeats, "rows": []}
     missed = 0
     for shape in shapes:
-        rows = measure(shape, candidates, arguments.repeats, CudaStopwatch, DEVICE)
+        rows = measure(shape, candidates, arguments.repeats, cuda_times, DEVICE)
         results["rows"] += rows
         save(results, arguments.output)
         for direction in TARGETS:

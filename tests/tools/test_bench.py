@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench_stand_ins import SMALL, FakeStopwatch, math_attention, spoiled
+from bench_stand_ins import SMALL, Clock, fake_times, math_attention, spoiled
 from benchmarks.peers import peers
 from benchmarks.suite import main
 from benchmarks.suites import SUITES, choose
@@ -57,11 +57,11 @@ def test_interleaving_rotates_and_tells_candidates_apart() -> None:
     def call(i: int, took: float) -> Any:
         def work() -> None:
             calls.append(i)
-            FakeStopwatch.now += took
+            Clock.now += took
 
         return work
 
-    spreads = interleaved([call(0, 1.0), call(1, 2.0), call(2, 5.0)], 4, FakeStopwatch())
+    spreads = interleaved([call(0, 1.0), call(1, 2.0), call(2, 5.0)], 4, fake_times)
     assert calls[3 * WARM_UP :] == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
     assert [s.median for s in spreads] == [1.0, 2.0, 5.0]
     assert all(s.low == s.median == s.high for s in spreads)
@@ -76,7 +76,7 @@ def refuses(shape: Shape, tensors: Tensors) -> Runner:
 
 
 def rows_of(candidates: list[Candidate], shape: Shape = SMALL) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 3, FakeStopwatch, CPU)}
+    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 3, fake_times, CPU)}
 
 
 BAD = [
@@ -110,7 +110,7 @@ def slow(ms: float) -> Any:
         good = math_attention(shape, tensors)
 
         def backward() -> tuple[Tensor, ...]:
-            FakeStopwatch.now += ms
+            Clock.now += ms
             return good.backward()
 
         return Runner(good.forward, backward, good.leaves)

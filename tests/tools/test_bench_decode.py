@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench_results import made_up_results, made_up_row
-from bench_stand_ins import FakeStopwatch
+from bench_stand_ins import fake_times
 from benchmarks import cache_peers
 from benchmarks.report import print_report
 from benchmarks.suite import main
@@ -174,7 +174,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(shape: Shape) -> dict[str, dict[str, Any]]:
     found, missing = cache_peers.decode_candidates()
     assert missing == {}
-    rows = measure(shape, found, 2, FakeStopwatch, CPU)
+    rows = measure(shape, found, 2, fake_times, CPU)
     assert {row["pass"] for row in rows} == {"forward"}
     return {row["candidate"]: row for row in rows}
 
@@ -223,7 +223,7 @@ def test_other_bits_than_those_of_training_are_seen(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cache_peers, "flash_attn_with_kvcache", nearly)
     found, _ = cache_peers.decode_candidates(with_peers=False)
-    (row,) = measure(SMALL["pages"], found, 2, FakeStopwatch, CPU)
+    (row,) = measure(SMALL["pages"], found, 2, fake_times, CPU)
     assert (row["status"], row["reason"]) == ("failed check", "1 of 256 elements have other bits than the training forward")
     out = torch.ones(3)
     assert not_as_promised((out,), out.clone()) is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench_stand_ins import FakeStopwatch
+from bench_stand_ins import fake_times
 from benchmarks import peers as all_peers
 from benchmarks.peers import Package, package_peers, peers
 from benchmarks.suite import main
@@ -149,7 +149,7 @@ def test_the_reference_sees_a_wrong_sink() -> None:
 
 @each_kind
 def test_ours_runs_or_says_why_not(shape: Shape) -> None:
-    rows = {row["candidate"]: row for row in measure(shape, ours(schedules=False), 2, FakeStopwatch, CPU) if row["pass"] == "backward"}
+    rows = {row["candidate"]: row for row in measure(shape, ours(schedules=False), 2, fake_times, CPU) if row["pass"] == "backward"}
     row = rows["dash-attn"]
     takes_sinks = "sinks" in flash_attn_func.__kwdefaults__
     if shape.sinks and not takes_sinks:
@@ -182,7 +182,7 @@ def test_flex_computes_what_is_timed(kind: str) -> None:
 
 
 def test_flex_without_a_gpu_is_unavailable_and_says_why() -> None:
-    row = next(row for row in measure(SMALL["window"], [all_peers.flex()], 2, FakeStopwatch, CPU) if row["pass"] == "backward")
+    row = next(row for row in measure(SMALL["window"], [all_peers.flex()], 2, fake_times, CPU) if row["pass"] == "backward")
     assert row["status"] == "unavailable"
     assert "CPU" in row["reason"]
 
@@ -248,7 +248,7 @@ def flash_attn_func_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[
 
 def rows_of(package: Package, shape: Shape) -> dict[str, Any]:
     candidates = [package.candidate("package", False), package.candidate("package deterministic", True)]
-    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, FakeStopwatch, CPU)}
+    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, fake_times, CPU)}
 
 
 @each_kind
@@ -315,7 +315,7 @@ def test_a_mask_tensor_is_the_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -
     sdpa = pytorch_peers.sdpa
     monkeypatch.setattr(pytorch_peers, "sdpa", lambda backend, shape, **mask: sdpa("MATH", shape, **mask))
     masked = next(c for c in all_peers.pytorch_peers() if c.name == all_peers.CUDNN_MASKED)
-    rows = measure(SMALL[kind], [masked], 2, FakeStopwatch, CPU)
+    rows = measure(SMALL[kind], [masked], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
 
 
@@ -335,7 +335,7 @@ def old_varlen(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, n: int, m:
 def test_pytorch_varlen_of_any_version(function: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
     flash = [c for c in all_peers.pytorch_peers() if c.name.startswith(pytorch_peers.FLASH)]
-    rows = measure(SMALL[kind], flash, 2, FakeStopwatch, CPU)
+    rows = measure(SMALL[kind], flash, 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok"] * 3, [row["reason"] for row in rows]
 
 
@@ -343,7 +343,7 @@ def test_pytorch_flash_without_a_gpu_has_neither_windows_nor_packed_sequences() 
     """The operators are called, and say themselves that they need a GPU."""
     for kind in ("window", "varlen"):
         flash = next(c for c in all_peers.pytorch_peers() if c.name == pytorch_peers.FLASH)
-        row = measure(SMALL[kind], [flash], 2, FakeStopwatch, CPU)[0]
+        row = measure(SMALL[kind], [flash], 2, fake_times, CPU)[0]
         assert row["status"] == "unavailable"
         assert "_flash_attention_forward" in row["reason"] or "varlen" in row["reason"] or "CUDA" in row["reason"], row["reason"]
 
@@ -363,7 +363,7 @@ def test_who_cannot_is_not_run() -> None:
     def never(shape: Shape, tensors: Tensors) -> Any:
         raise AssertionError("it was prepared")
 
-    assert measure(SMALL["prefix"], [Candidate("x", never, refuses=lambda shape: "has no prefix")], 2, FakeStopwatch, CPU) == []
+    assert measure(SMALL["prefix"], [Candidate("x", never, refuses=lambda shape: "has no prefix")], 2, fake_times, CPU) == []
 
 
 def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:

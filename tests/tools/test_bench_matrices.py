@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench_results import made_up_row
-from bench_stand_ins import FakeStopwatch
+from bench_stand_ins import fake_times
 from benchmarks.matrices import DRAWN, Matrix, planning_ms
 from benchmarks.peers import peers, rule_of
 from benchmarks.report import planning_costs, tile_rates
@@ -84,7 +84,7 @@ def test_who_runs_them() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ours_is_checked_and_timed(name: str) -> None:
-    rows = measure(small(name), ours(schedules=False)[:1], 2, FakeStopwatch, CPU)
+    rows = measure(small(name), ours(schedules=False)[:1], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
 
 
@@ -93,7 +93,7 @@ def test_another_matrix_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None
     shape = small("elements")
     other = Matrix("elements", seed=7).mask(512, 512)
     monkeypatch.setattr(Shape, "argument", property(lambda self: other))
-    assert {row["status"] for row in measure(shape, ours(schedules=False)[:1], 2, FakeStopwatch, CPU)} == {"failed check"}
+    assert {row["status"] for row in measure(shape, ours(schedules=False)[:1], 2, fake_times, CPU)} == {"failed check"}
 
 
 def test_flex_gets_the_same_rule() -> None:

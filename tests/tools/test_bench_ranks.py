@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench_results import made_up_results, made_up_row
-from bench_stand_ins import FakeStopwatch, spoiled
+from bench_stand_ins import fake_times, spoiled
 from benchmarks import peers as all_peers
 from benchmarks import pictures_of_cases
 from benchmarks.peers import Package, equal_heads, peers
@@ -120,7 +120,7 @@ def test_the_reference_is_attention(shape: Shape, monkeypatch: pytest.MonkeyPatc
 @each_kind
 def test_ours_runs_and_equal_heads_where_they_are_shared(shape: Shape) -> None:
     candidates = [*ours(schedules=False), equal_heads()]
-    rows = {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, FakeStopwatch, CPU)}
+    rows = {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, fake_times, CPU)}
     assert {row["status"] for row in rows.values()} == {"ok"}, [row["reason"] for row in rows.values()]
     mine = rows["dash-attn", "backward"]
     assert mine["ratio_to_unordered"] == 1.0
@@ -183,7 +183,7 @@ def test_sdpa_gets_the_mask_of_short_queries(kind: str, monkeypatch: pytest.Monk
     sdpa = pytorch_peers.sdpa
     monkeypatch.setattr(pytorch_peers, "sdpa", lambda backend, shape, **mask: sdpa("MATH", shape, **mask))
     cudnn = [c for c in all_peers.pytorch_peers() if c.name.startswith("cuDNN")]
-    rows = measure(SMALL[kind], cudnn, 2, FakeStopwatch, CPU)
+    rows = measure(SMALL[kind], cudnn, 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
 
 
@@ -194,7 +194,7 @@ def test_sdpa_itself_would_be_wrong() -> None:
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         return runner(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), tensors, heads_first=True)
 
-    rows = measure(SMALL["short causal queries"], [Candidate("sdpa", prepare)], 2, FakeStopwatch, CPU)
+    rows = measure(SMALL["short causal queries"], [Candidate("sdpa", prepare)], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["failed check"] * 2
 
 
@@ -207,7 +207,7 @@ def test_the_operator_gets_both_lengths(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     flash = next(c for c in all_peers.pytorch_peers() if c.name == pytorch_peers.FLASH)
-    rows = measure(SMALL["short causal queries"], [flash], 2, FakeStopwatch, CPU)
+    rows = measure(SMALL["short causal queries"], [flash], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
     assert given[0] == (None, None, 70, 300, 0.0, True, False)
 
@@ -219,7 +219,7 @@ def test_packages_take_them(shape: Shape) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, deterministic: bool = False) -> Tensor:
         return flash_attn_func(q, k, v, causal=causal)
 
-    rows = measure(shape, [Package(function, None).candidate("package", True)], 2, FakeStopwatch, CPU)
+    rows = measure(shape, [Package(function, None).candidate("package", True)], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok"], [row["reason"] for row in rows]
 
 
@@ -288,6 +288,6 @@ def test_cases_have_short_names_where_those_tell_them_apart() -> None:
 
 def test_spoiled_equal_heads_get_no_figure() -> None:
     bad = Candidate(EQUAL_HEADS, spoiled(lambda dq, dk, dv: (dq, dk * 2, dv)), True, ("backward",))
-    rows = {row["candidate"]: row for row in measure(SMALL["few KV heads"], [*ours(False), bad], 2, FakeStopwatch, CPU)}
+    rows = {row["candidate"]: row for row in measure(SMALL["few KV heads"], [*ours(False), bad], 2, fake_times, CPU)}
     assert rows[EQUAL_HEADS]["status"] == "failed check"
     assert "ratio_to_equal_heads" not in rows["dash-attn"]

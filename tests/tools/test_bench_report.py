@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench_results import failed, made_up_results
-from bench_stand_ins import FakeStopwatch
+from bench_stand_ins import fake_times
 from benchmarks.report import print_report
 from benchmarks.result_files import read
 from benchmarks.suite import main
@@ -114,11 +114,11 @@ def test_no_gpu(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole command with a small suite, a stopwatch that does not wait and no GPU."""
+    """The whole command with a small suite, a timer that does not wait and no GPU."""
     monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
     monkeypatch.setattr(bench, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr("dash_attn.tools.bench.environment.environment", lambda backend: {"gpu": "NVIDIA N100"})
-    monkeypatch.setattr("dash_attn.tools.bench.timing.CudaStopwatch", FakeStopwatch)
+    monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
     monkeypatch.setitem(SHORT, "quick", Suite((128,), (32,), ("causal",), ((2, 2),)))
     monkeypatch.setattr("dash_attn.tools.bench.suites.TOKENS", 128)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench_results import failed, made_up_results, made_up_row
-from bench_stand_ins import SMALL, FakeStopwatch, math_attention, spoiled
+from bench_stand_ins import SMALL, fake_times, math_attention, spoiled
 from benchmarks import pictures_of_cases, power, result_files, suite
 from benchmarks.power import SUSTAINED_CHUNK, WARM_UP, Endurance, NoCounter, NvmlCounter, Sample, summed_up
 from benchmarks.report import print_report
@@ -128,7 +128,7 @@ def test_rows_have_what_the_scale_read() -> None:
 
     rows = {
         (row["candidate"], row["pass"]): row
-        for row in measure(SMALL, [Candidate("good", math_attention), bad], 2, FakeStopwatch, CPU, Scale())
+        for row in measure(SMALL, [Candidate("good", math_attention), bad], 2, fake_times, CPU, Scale())
     }
     found = rows["good", "backward"]["sustained"]
     assert found["tflops"] == pytest.approx(SMALL.tflops("backward", found["ms"]))
@@ -305,11 +305,11 @@ def test_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole command with one small suite, a stopwatch that does not wait and no GPU."""
+    """The whole command with one small suite, a timer that does not wait and no GPU."""
     monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
     monkeypatch.setattr(bench, "current_device", lambda: CPU)
     monkeypatch.setattr("dash_attn.tools.bench.environment.environment", lambda backend: {"gpu": "NVIDIA N100"})
-    monkeypatch.setattr("dash_attn.tools.bench.timing.CudaStopwatch", FakeStopwatch)
+    monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
     monkeypatch.setitem(SUITES, "ranks", Cases((Shape("causal", 130, 1, 2, 1, 32), Shape("full", 130, 1, 1, 1, 32, q_seqlen=60))))
 
 

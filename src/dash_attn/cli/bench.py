@@ -105,7 +105,7 @@ def measure_suite(results: Results, path: Path, shapes: Sequence[Shape], kernels
     from ..tools.bench.host import SHAPE, measure_host
     from ..tools.bench.measure import measure
     from ..tools.bench.report import save
-    from ..tools.bench.timing import CudaStopwatch
+    from ..tools.bench.timing import cuda_times
 
     if results["suite"] == HOST_SUITE:
         results |= {"host_shape": str(SHAPE), "host": measure_host(current_device(), torch.cuda.synchronize)}
@@ -113,7 +113,7 @@ def measure_suite(results: Results, path: Path, shapes: Sequence[Shape], kernels
         results["cases"] = [who_runs(shape, kernels) for shape in shapes]
     for number, shape in enumerate(shapes, start=1):
         print(f"[{number}/{len(shapes)}] {shape}", file=sys.stderr, flush=True)
-        results["rows"] += measure(shape, kernels, results["repeats"], CudaStopwatch, current_device(), scale)
+        results["rows"] += measure(shape, kernels, results["repeats"], cuda_times, current_device(), scale)
         save(results, path)
         torch.cuda.empty_cache()
     save(results, path)
