@@ -162,7 +162,7 @@ def draw_schedules(results: Results, path: Path) -> None:
     """Draw every schedule that was timed; one that does not serve a mask is left out of its panels."""
     rows = relative_rows(results["rows"])
     if not any(is_schedule(row["candidate"]) for row in rows):
-        raise ValueError(f"these results hold no schedules next to {UNORDERED!r} (bench --schedules times them): nothing to draw")
+        raise ValueError(f"these results hold no schedules next to {UNORDERED!r} (--schedules times them): nothing to draw")
     write(path, lambda: _schedules_figure(results, rows))
 
 

@@ -1,6 +1,8 @@
-"""The scripts under benchmarks/ that compile kernels ahead ask for kernels that exist."""
+"""The scripts under benchmarks/ that compile kernels ahead ask for kernels that exist; what one says of targets."""
 
 from __future__ import annotations
+
+import pytest
 
 from benchmarks import decode, devices
 from kernel_variants import VARIANTS
@@ -16,3 +18,19 @@ def test_kernels_of_devices() -> None:
     needed = set.union(*map(devices.kernels_of, devices.timed_cases()))
     assert needed
     assert needed <= set(VARIANTS)
+
+
+def test_targets_beside_peers() -> None:
+    """What is missed, and what has no figure, counts."""
+    pytest.importorskip("triton")
+    from benchmarks.triton_backend import beside_peers
+
+    mine = {"candidate": "dash-attn", "median_ms": 2.0, "tflops": 300.0}
+    rows = {"dash-attn": mine, "PyTorch flash deterministic": {"median_ms": 2.3}, "FlexAttention": {"median_ms": 1.9}}
+    said, missed = beside_peers("backward", rows)
+    assert said == "2.000 ms, 300 TFLOP/s, 1.15 x PyTorch flash deterministic, 0.95 x FlexAttention (MISSED: 1.0)"
+    assert missed == 1
+    assert beside_peers("forward", rows)[1] == 0
+    without = {"dash-attn": mine, "FlexAttention": {"reason": "none"}}
+    assert beside_peers("backward", without) == ("2.000 ms, 300 TFLOP/s, PyTorch flash deterministic: not there, FlexAttention: none", 2)
+    assert beside_peers("forward", {"dash-attn": {"status": "failed check", "reason": "dq is off"}}) == ("failed check: dq is off", 1)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from bench_results import made_up_results, made_up_row
 from bench_stand_ins import fake_times
-from benchmarks import cache_peers
+from benchmarks import cache_peers, decode
 from benchmarks.report import print_report
 from benchmarks.suite import main
 from benchmarks.suites import SUITES, choose
+from cached import CacheCase
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.tools.bench.candidates import CUDNN, OURS, make_tensors
 from dash_attn.tools.bench.checks import not_as_promised
@@ -276,3 +277,25 @@ def test_a_picture_of_caches_is_of_the_forward(tmp_path: Path, capsys: pytest.Ca
     assert main(["--from", str(stored), "--plot", str(picture)]) == 0
     assert "on caches, forward on" in picture.read_text()
     assert "pages of 64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", [decode.SMALL[5], decode.SMALL[10], decode.SMALL[11], decode.SMALL[13]], ids=decode.in_words)
+def test_benchmarks_decode_compares_bits(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is appended and of what is not; a last bit that is off is seen in each."""
+    assert decode.wrong_with(case) == ""
+
+    def nearly(*tensors: Tensor, **options: Any) -> Any:
+        found = flash_attn_with_kvcache(*tensors, **options)
+        (found[0] if isinstance(found, tuple) else found).view(torch.int16)[0, -1, 0, 5] ^= 1
+        return found
+
+    monkeypatch.setattr(decode, "flash_attn_with_kvcache", nearly)
+    assert decode.wrong_with(case) == "a call that appends nothing"
+    monkeypatch.setattr("cached.flash_attn_with_kvcache", nearly)
+    assert "out of sequence 0" in decode.wrong_with(case)
+
+
+def test_benchmarks_decode_has_its_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [control() for control in (decode.check_graph, decode.check_shift, decode.check_sdpa)] == [""] * 3
+    monkeypatch.setattr(decode, "flash_attn_with_kvcache", lambda q, *_, **__: torch.zeros_like(q))
+    assert decode.check_graph() == "problem 0 has other bits"
