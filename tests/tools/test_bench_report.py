@@ -129,7 +129,8 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert command(["bench", "--repeats", "2", "--output", str(tmp_path)]) == 0
     results = read(tmp_path / "n100-quick.json")
     found = {(row["candidate"], row["pass"]): row["status"] for row in results["rows"]}
-    assert {name for name, _ in found} == {"dash-attn", "dash-attn unordered", "cuDNN", "PyTorch flash", "PyTorch flash deterministic"}
+    of_pytorch = {"cuDNN", "PyTorch flash", "PyTorch flash deterministic", "PyTorch efficient"}
+    assert {name for name, _ in found} == {"dash-attn", "dash-attn unordered", *of_pytorch}
     assert found["dash-attn", "forward"] == found["dash-attn", "backward"] == found["PyTorch flash", "backward"] == "ok"
     out = capsys.readouterr().out
     assert "backward: causal, head dim 32" in out

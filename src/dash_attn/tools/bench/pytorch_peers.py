@@ -1,4 +1,4 @@
-"""The kernels that PyTorch brings, behind scaled_dot_product_attention: cuDNN's and FlashAttention-2's."""
+"""The kernels that PyTorch brings, behind scaled_dot_product_attention: cuDNN's, FlashAttention-2's and its memory-efficient one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch import Tensor
 from .candidates import CUDNN, Candidate, Runner, Tensors, runner
 from .shape import Shape
 
-FLASH = "PyTorch flash"
+FLASH, EFFICIENT = "PyTorch flash", "PyTorch efficient"
 Attention = Callable[..., Tensor]
+Prepare = Callable[[Shape, Tensors], Runner]
 
 
 def pytorch_peers() -> list[Candidate]:
     return [
-        Candidate(CUDNN, _cudnn, refuses=_refused_by_cudnn),
+        Candidate(CUDNN, by_sdpa("CUDNN_ATTENTION"), refuses=_refused_by_sdpa),
         Candidate(FLASH, plain_flash, refuses=_refused_by_flash),
         Candidate(f"{FLASH} deterministic", deterministic(plain_flash), True, ("backward",), refuses=_refused_by_flash),
+        Candidate(EFFICIENT, by_sdpa("EFFICIENT_ATTENTION"), refuses=_refused_by_sdpa),
     ]
 
 
@@ -30,22 +32,21 @@ def lacks(shape: Shape) -> str | None:
     return "has no softcap" if shape.softcap else "has no sinks" if shape.sinks else None
 
 
-def _refused_by_cudnn(shape: Shape) -> str | None:
+def _refused_by_sdpa(shape: Shape) -> str | None:
     if shape.causal and shape.shift:
         return "scaled_dot_product_attention aligns the first query with the first key"
     return lacks(shape) or (None if shape.plain else "scaled_dot_product_attention has causal and full masks only")
 
 
 def _refused_by_flash(shape: Shape) -> str | None:
-    return "takes only values as wide as keys" if shape.v_head_dim != shape.head_dim else _refused_by_cudnn(shape)
+    return "takes only values as wide as keys" if shape.v_head_dim != shape.head_dim else _refused_by_sdpa(shape)
 
 
-def _cudnn(shape: Shape, tensors: Tensors) -> Runner:
-    return runner(sdpa("CUDNN_ATTENTION", shape, is_causal=shape.causal), tensors, heads_first=True)
+def by_sdpa(backend: str) -> Prepare:
+    return lambda shape, tensors: runner(sdpa(backend, shape, is_causal=shape.causal), tensors, heads_first=True)
 
 
-def plain_flash(shape: Shape, tensors: Tensors) -> Runner:
-    return runner(sdpa("FLASH_ATTENTION", shape, is_causal=shape.causal), tensors, heads_first=True)
+plain_flash = by_sdpa("FLASH_ATTENTION")
 
 
 def sdpa(backend: str, shape: Shape, **mask: Any) -> Attention:
@@ -59,7 +60,7 @@ def sdpa(backend: str, shape: Shape, **mask: Any) -> Attention:
     return attention
 
 
-def deterministic(prepare: Callable[[Shape, Tensors], Runner]) -> Callable[[Shape, Tensors], Runner]:
+def deterministic(prepare: Prepare) -> Prepare:
     """The same with its backward under PyTorch's switch."""
 
     def prepare_both(shape: Shape, tensors: Tensors) -> Runner:
