@@ -99,7 +99,9 @@ def main(words: list[str] | None = None) -> int:
     with described(shapes) as asked:
         for number in range(arguments.processes):
             print(f"process {number + 1} of {arguments.processes} of each tree", file=sys.stderr, flush=True)
-            processes.append([measured_in(tree, "measure", asked, arguments.forward, arguments.graphs, arguments.runs) for tree in trees])
+            turn = slice(None, None, -1 if number % 2 else 1)  # another one begins each time
+            options = arguments.forward, arguments.graphs, arguments.runs
+            processes.append([measured_in(tree, "measure", asked, *options) for tree in trees[turn]][turn])
     rows = []
     for number, shape in enumerate(shapes):
         rows.append(row_of(shape, [[found[number] for found in of_tree] for of_tree in zip(*processes, strict=True)]))
