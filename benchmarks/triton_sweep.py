@@ -68,24 +68,21 @@ class Job(NamedTuple):
     tiles: tuple[Any, ...]
 
     @property
-    def key(self) -> str:
-        if self.name == "forward":
-            return " ".join(map(str, self.tiles))
-        keys, queries, together = self.tiles
-        return f"{' '.join(map(str, keys))} and {' '.join(map(str, queries))}{', together' if together else ''}"
-
-    def of_call(self) -> Tiles:
-        if self.name == "forward":
-            return Tiles("a sweep", *(Tile(*self.tiles),) * 3)
-        keys, queries, together = self.tiles
-        return Tiles("a sweep", Tile(*keys), Tile(*keys), Tile(*queries), together)
-
     def entry(self) -> dict[str, Any]:
         """Of tiles.json."""
         if self.name == "forward":
             return {"forward": list(self.tiles)}
         keys, queries, together = self.tiles
         return {"key_gradients": list(keys), "query_gradients": list(queries), "together": together}
+
+    @property
+    def key(self) -> str:
+        tiles = " and ".join(" ".join(map(str, tile)) for tile in self.entry.values() if isinstance(tile, list))
+        return f"{tiles}{', together' if self.entry.get('together') else ''}"
+
+    def of_call(self) -> Tiles:
+        tiles = [Tile(*tile) for tile in self.entry.values() if isinstance(tile, list)]
+        return Tiles("a sweep", tiles[0], tiles[0], tiles[-1], self.entry.get("together", False))
 
 
 def jobs_of(dims: tuple[int, ...]) -> list[Job]:
@@ -175,7 +172,7 @@ def table_with(architecture: str, chosen: list[Job], width: str = "16 bits") -> 
     """The text of tiles.json with the chosen tiles in it."""
     table = json.loads(json.dumps(read_table()))
     for job in chosen:
-        table["tiles"][architecture][width][str(job.dim)] |= job.entry()
+        table["tiles"][architecture][width][str(job.dim)] |= job.entry
     return table_text(table)
 
 
