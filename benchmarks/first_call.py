@@ -1,4 +1,4 @@
-"""How long the first call of a fresh process takes from a wheel, and which kernels it runs: python benchmarks/first_call.py dist/*.whl
+"""How long the first call of a fresh process takes from a wheel, and which kernels it runs: python -m benchmarks.first_call dist/*.whl
 
 Needs a Hopper GPU. Time begins when PyTorch has started, made a context, and run a forward and a backward of its own. The wheel is
 unpacked into a folder of its own. The same call without NVRTC must have the same hashes and bits; without the packed kernels it compiles.

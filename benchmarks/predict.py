@@ -1,7 +1,7 @@
 """Compares the backward kernel's time under every schedule with the simulator's prediction (machines.H200).
 
-On a Hopper GPU:  python benchmarks/predict.py measure FILE.json
-Then, anywhere:   python benchmarks/predict.py compare FILE.json     adds the predictions
+On a Hopper GPU:  python -m benchmarks.predict measure FILE.json
+Then, anywhere:   python -m benchmarks.predict compare FILE.json     adds the predictions
 """
 
 from __future__ import annotations

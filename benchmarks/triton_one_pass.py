@@ -1,6 +1,6 @@
 """An experiment: the Triton backward in one pass, with hand-overs of dQ in the order of a plan, beside the two passes that are kept.
 
-python benchmarks/triton_one_pass.py [--output FILE]
+python -m benchmarks.triton_one_pass [--output FILE]
 
 A program draws a ticket, which is a chain of the plan; so whatever a chain waits for has started before it, and a schedule without a
 gang cannot hang. Rank 0 of a dQ tile stores, rank r adds after rank r - 1 was released. A tile is released one step late, when its
@@ -10,33 +10,30 @@ adds have landed. Dense calls with equal heads and a band for a mask: enough to 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src")]
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from torch import Tensor  # noqa: E402
-from triton_sweep import milliseconds  # noqa: E402
+from dash_attn import Causal, Full, Mask, Problem
+from dash_attn.backends.triton import setup, tiles
+from dash_attn.backends.triton.kernels.tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows
+from dash_attn.backends.triton.kernels.visits import row_bounds
+from dash_attn.backends.triton.launch import Launch
+from dash_attn.backends.triton.tiles import Tile
+from dash_attn.call.options import AttentionOptions
+from dash_attn.call.planning import plan_for
+from dash_attn.scheduling.plan import Plan
+from dash_attn.tools.bench.report import save
 
-from dash_attn import Causal, Full, Mask, Problem  # noqa: E402
-from dash_attn.backends.triton import setup, tiles  # noqa: E402
-from dash_attn.backends.triton.kernels.tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows  # noqa: E402
-from dash_attn.backends.triton.kernels.visits import row_bounds  # noqa: E402
-from dash_attn.backends.triton.launch import Launch  # noqa: E402
-from dash_attn.backends.triton.tiles import Tile  # noqa: E402
-from dash_attn.call.options import AttentionOptions  # noqa: E402
-from dash_attn.call.planning import plan_for  # noqa: E402
-from dash_attn.scheduling.plan import Plan  # noqa: E402
+from .triton_sweep import time_of
 
 FIELDS = 7  # of a chain: sequence, head, KV tile, first step, and where its full steps begin and end, end
 SCHEDULES = ("alternating", "descending")
@@ -54,7 +51,7 @@ def one_pass(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
     heads, q_tiles, q_len, kv_len, row_units, left, right, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    PARTIAL_STAGES: tl.constexpr, ORDERED: tl.constexpr, IN_ASM: tl.constexpr,
+    PARTIAL_STAGES: tl.constexpr, ORDERED: tl.constexpr,
 ):
     chain = chains + tl.atomic_add(counter, 1) * 7
     sequence = tl.load(chain)
@@ -76,23 +73,16 @@ def one_pass(
     dv_sum = tl.zeros([BLOCK_KV, BLOCK_DIM], tl.float32)
     landing = begin * 0 - 1  # the dQ tile whose adds are on the way
     landed = begin * 0
-    for i in tl.range(begin, full_begin, num_stages=PARTIAL_STAGES):
-        dk_sum, dv_sum, landing, landed = step(
-            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse + of_rows, delta + of_rows, dq_at, semaphore, landing,
-            landed, q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, True,
-        )
-    for i in tl.range(full_begin, full_end):
-        dk_sum, dv_sum, landing, landed = step(
-            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse + of_rows, delta + of_rows, dq_at, semaphore, landing,
-            landed, q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, False,
-        )
-    for i in tl.range(full_end, end, num_stages=PARTIAL_STAGES):
-        dk_sum, dv_sum, landing, landed = step(
-            i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse + of_rows, delta + of_rows, dq_at, semaphore, landing,
-            landed, q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, IN_ASM, True,
-        )
+    for part in tl.static_range(3):  # partial tiles, full ones, partial ones
+        low = begin if part == 0 else full_begin if part == 1 else full_end
+        high = full_begin if part == 0 else full_end if part == 1 else end
+        for i in tl.range(low, high, num_stages=None if part == 1 else PARTIAL_STAGES):
+            dk_sum, dv_sum, landing, landed = step(
+                i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse + of_rows, delta + of_rows, dq_at, semaphore,
+                landing, landed, q_row, do_row, q_len, kv_len, left, right, scale_log2, HEAD_DIM, BLOCK_DIM, BLOCK_Q, ORDERED, part != 1,
+            )
     if ORDERED:
-        release(semaphore, landing, landed, IN_ASM)
+        release(semaphore, landing, landed)
     stride = heads * (HEAD_DIM // 8)
     dk_at = start_of(dk, sequence, sequence * 0, head, kv_len.to(tl.int64) * stride, stride, HEAD_DIM // 8)
     dv_at = start_of(dv, sequence, sequence * 0, head, kv_len.to(tl.int64) * stride, stride, HEAD_DIM // 8)
@@ -105,7 +95,7 @@ def step(
     i, steps, dk_sum, dv_sum, keys, values, column, q_at, do_at, minus_lse, delta, dq_at, semaphore, landing, landed,
     q_row, do_row, q_len, kv_len, left, right, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
-    ORDERED: tl.constexpr, IN_ASM: tl.constexpr, PARTIAL: tl.constexpr,
+    ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
 ):
     tile = tl.load(steps + 2 * i)
     rank = tl.load(steps + 2 * i + 1)
@@ -129,8 +119,8 @@ def step(
     inside = (row[:, None] < q_len) & (tl.arange(0, BLOCK_DIM)[None, :] < HEAD_DIM)
     first = rank == 0
     if ORDERED:
-        release(semaphore, landing, landed, IN_ASM)
-        turn = wait(semaphore + tile, rank, IN_ASM)
+        release(semaphore, landing, landed)
+        turn = wait(semaphore + tile, rank)
         place += turn - rank  # 0, but known only when the turn has come
         tl.store(place, dq_part, mask=inside & first)
         inside &= rank != 0
@@ -139,51 +129,42 @@ def step(
 
 
 @triton.jit
-def wait(semaphore, rank, IN_ASM: tl.constexpr):
+def wait(semaphore, rank):
     """Until a tile has as many ranks. In assembly, because Triton prefetches nothing in a loop that has another loop or a barrier."""
-    if IN_ASM:
-        turn = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred waits;
-            .reg .u32 found;
-            poll:
-            ld.acquire.gpu.global.u32 found, [$1];
-            setp.ne.u32 waits, found, $2;
-            @waits bra poll;
-            mov.u32 $0, found;
-            }
-            """,
-            "=r,l,r", [semaphore.to(tl.int64), rank], dtype=tl.int32, is_pure=False, pack=1,
-        )
-    else:
-        turn = tl.atomic_add(semaphore, 0, sem="acquire")
-        while turn != rank:
-            turn = tl.atomic_add(semaphore, 0, sem="acquire")
-    return turn
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred waits;
+        .reg .u32 found;
+        poll:
+        ld.acquire.gpu.global.u32 found, [$1];
+        setp.ne.u32 waits, found, $2;
+        @waits bra poll;
+        mov.u32 $0, found;
+        }
+        """,
+        "=r,l,r", [semaphore.to(tl.int64), rank], dtype=tl.int32, is_pure=False, pack=1,
+    )
 
 
 @triton.jit
-def release(semaphore, tile, value, IN_ASM: tl.constexpr):
+def release(semaphore, tile, value):
     """Let the next rank of a tile add; -1: there is none. The adds of all threads come before the release of one."""
-    if IN_ASM:
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred first, there;
-            .reg .u32 thread;
-            bar.sync 0;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            setp.ge.and.s32 there, $2, 0, first;
-            @there st.release.gpu.global.u32 [$1], $3;
-            mov.u32 $0, $3;
-            }
-            """,
-            "=r,l,r,r", [(semaphore + tile).to(tl.int64), tile, value], dtype=tl.int32, is_pure=False, pack=1,
-        )
-    elif tile >= 0:
-        tl.atomic_xchg(semaphore + tile, value, sem="release")
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred first, there;
+        .reg .u32 thread;
+        bar.sync 0;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        setp.ge.and.s32 there, $2, 0, first;
+        @there st.release.gpu.global.u32 [$1], $3;
+        mov.u32 $0, $3;
+        }
+        """,
+        "=r,l,r,r", [(semaphore + tile).to(tl.int64), tile, value], dtype=tl.int32, is_pure=False, pack=1,
+    )
 
 
 @triton.jit
@@ -220,14 +201,7 @@ class OnePass:
     """A backward of tensors (q, k, v, dO) and what the row statistics gave, prepared."""
 
     def __init__(
-        self,
-        tensors: tuple[Tensor, ...],
-        rows: setup.RowValues,
-        mask: Mask,
-        tile: Tile,
-        schedule: str,
-        ordered: bool = True,
-        in_asm: bool = True,
+        self, tensors: tuple[Tensor, ...], rows: setup.RowValues, mask: Mask, tile: Tile, schedule: str, ordered: bool = True
     ) -> None:
         q, k, v, dout = tensors
         batch, length, heads, dim = q.shape
@@ -242,32 +216,18 @@ class OnePass:
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         self.scale, self.tile, self.ordered, self.shape = dim**-0.5, tile, ordered, (batch, length, heads, dim)
         call = setup.Call.of(q, k, v, AttentionOptions(mask, self.scale), None)
+        masked = call.masked(tile)
         self.numbers = {
-            **{
-                "q": q,
-                "k": k,
-                "v": v,
-                "dout": dout,
-                "minus_lse": rows.minus_lse,
-                "delta": rows.delta,
-                "row_units": rows.units,
-                "dq": self.dq_sum,
-                "dk": self.dk,
-                "dv": self.dv,
-            },
+            **{"q": q, "k": k, "v": v, "dout": dout, "dq": self.dq_sum, "dk": self.dk, "dv": self.dv},
+            **{"minus_lse": rows.minus_lse, "delta": rows.delta, "row_units": rows.units},
             **{"counter": self.counters[:1], "semaphores": self.counters[4:], "chains": self.chains, "steps": self.steps},
-            **setup.strides("q", q),
-            **setup.strides("k", k),
-            **setup.strides("v", v),
-            **setup.strides("do", dout),
-            **{"heads": heads, "q_tiles": problem.q_tiles, "q_len": length, "kv_len": k.shape[1], "scale": self.scale},
-            "scale_log2": call.scales()["scale_log2"],
-            "left": call.masked(tile).left,
-            "right": call.masked(tile).right,
+            **{name: value for x, of in (("q", q), ("k", k), ("v", v), ("do", dout)) for name, value in setup.strides(x, of).items()},
+            **{"heads": heads, "q_tiles": problem.q_tiles, "q_len": length, "kv_len": k.shape[1]},
+            **{"left": masked.left, "right": masked.right, "scale": self.scale, "scale_log2": call.scales()["scale_log2"]},
         }
         self.constants = {
             **{"HEAD_DIM": dim, "BLOCK_DIM": setup.block_of(dim), "BLOCK_Q": tile.q_rows, "BLOCK_KV": tile.kv_rows},
-            **{"PARTIAL_STAGES": tile.partial_stages, "ORDERED": ordered, "IN_ASM": in_asm},
+            **{"PARTIAL_STAGES": tile.partial_stages, "ORDERED": ordered},
         }
 
     def run(self) -> None:
@@ -300,13 +260,13 @@ def compare(dim: int, length: int, mask: Mask) -> dict[str, Any]:
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     passes: tuple[Launch, ...] = setup.gradient_launches(call, dout, rows, (dq, dk, dv))
     found: dict[str, Any] = {"dim": dim, "length": length, "mask": str(mask)}
-    found["two passes"] = milliseconds(passes, RUNS)
+    found["two passes"] = time_of(passes, RUNS)
     for tile in TILES[dim]:
         for schedule, ordered in (*((name, True) for name in SCHEDULES), (SCHEDULES[0], False)):
             name = f"{schedule if ordered else 'unordered'}, {tile}"
             try:
                 one = OnePass((q, k, v, dout), rows, mask, tile, schedule, ordered)
-                found[name] = milliseconds((one,), RUNS)
+                found[name] = time_of((one,), RUNS)
                 first = one.dq.clone()
                 off = max((a.float() - b.float()).norm() / b.float().norm() for a, b in ((one.dq, dq), (one.dk, dk), (one.dv, dv))).item()
                 assert off < 0.02, f"off by {off:.3g}"
@@ -359,7 +319,7 @@ def main() -> None:
             for length in arguments.lengths:
                 rows.append(compare(dim, length, mask))
                 print(in_words(rows[-1]), flush=True)
-                arguments.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                save(rows, arguments.output)
 
 
 if __name__ == "__main__":

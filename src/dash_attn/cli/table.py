@@ -9,7 +9,7 @@ from ..simulation.simulate import Timeline
 from ..viewing.words import percent, plain_number
 
 COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
-PIPE_WIDTH = 200  # a pipe or file has no width; nothing may be cut off there
+PIPE_WIDTH = 400  # a pipe or file has no width; nothing may be cut off there
 Named = tuple[str, Timeline]  # the name that was asked for, and its run
 
 

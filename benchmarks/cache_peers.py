@@ -1,29 +1,91 @@
-"""Who attends caches: our kernel, PyTorch's, FlashAttention's, FlashInfer's and vLLM's, where they can be imported."""
+"""Who attends caches: our kernel, PyTorch's, FlashAttention's, FlashInfer's and vLLM's, where they can be imported.
+
+The keys and values of a shape are caches as servers have them: rows or pages, in copies that no L2 cache holds together.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ...attention.functions import flash_attn_func
-from ...attention.kv_cache import flash_attn_with_kvcache
-from ...masks import Window
-from .caches import Cache, caches, in_turn, window_of
-from .candidates import Candidate, Runner, Tensors
-from .names import CUDNN, OURS
-from .packages import PACKAGES, first_line
-from .pytorch_peers import FLASH
-from .shape import Shape
+from dash_attn import Window, flash_attn_func, flash_attn_with_kvcache
+from dash_attn.tools.bench.candidates import CUDNN, OURS, Candidate, Runner, Tensors, first_line
+from dash_attn.tools.bench.pytorch_peers import FLASH
+from dash_attn.tools.bench.shape import Shape
 
+from .peers import PACKAGES, first
+
+L2_BYTES = 200 * 2**20  # several times that of an H200: what is read in turn is read from memory
 FORWARD = ("forward",)
 FLASHINFER, VLLM = "FlashInfer", "vLLM FlashAttention"
 WORKSPACE = 128 * 2**20  # bytes, as FlashInfer's documentation has it
+
+
+@dataclass(frozen=True)
+class Cache:
+    """k and v are (batch, keys, heads, dim) or, with a table, (pages, page size, heads, dim)."""
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor  # int32, (batch,)
+    table: Tensor | None = None  # int32, (batch, pages of a sequence)
+
+
+def copies_of(shape: Shape, tensors: Tensors) -> int:
+    """As many as it takes. On the CPU, where nothing is timed, one."""
+    return 1 if tensors.q.device.type == "cpu" else max(1, -(-L2_BYTES // shape.cache_bytes))
+
+
+def caches(shape: Shape, tensors: Tensors) -> list[Cache]:
+    count = copies_of(shape, tensors)
+    lengths = torch.full((shape.batch,), shape.seqlen, dtype=torch.int32, device=tensors.k.device)
+    if not shape.page_size:
+        return [Cache(tensors.k.clone(), tensors.v.clone(), lengths) for _ in range(count)]
+    return [_paged(shape, tensors, lengths) for _ in range(count)]
+
+
+def _paged(shape: Shape, tensors: Tensors, lengths: Tensor) -> Cache:
+    columns = -(-shape.seqlen // shape.page_size)
+    order = torch.randperm(shape.batch * columns, generator=torch.Generator().manual_seed(0)).to(tensors.k.device)
+
+    def stored(x: Tensor) -> Tensor:
+        filled = pad(x, (0, 0, 0, 0, 0, columns * shape.page_size - shape.seqlen))
+        pages = filled.reshape(len(order), shape.page_size, *x.shape[2:])
+        return torch.empty_like(pages).index_copy_(0, order, pages)
+
+    return Cache(stored(tensors.k), stored(tensors.v), lengths, order.view(shape.batch, columns).int())
+
+
+def in_turn(calls: Sequence[Callable[[], Tensor]]) -> Runner:
+    """A forward that reads the next copy each time. There is no backward."""
+    turn = cycle(calls)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return next(turn)()
+
+    def backward() -> Any:
+        raise NotImplementedError("attention to a cache has no backward")
+
+    return Runner(forward, backward)
+
+
+def window_of(shape: Shape, unlimited: int | None = -1) -> tuple[int | None, int | None]:
+    """Keys before and after a query."""
+    mask = shape.attended
+    sides = (mask.left, mask.right) if isinstance(mask, Window) else (-1, -1)
+    return sides[0] if sides[0] >= 0 else unlimited, sides[1] if sides[1] >= 0 else unlimited
+
+
 Calls = Callable[[Shape, Tensors, Cache], Tensor]
 
 
@@ -116,7 +178,7 @@ def _of_cache(function: Callable[..., Any], shape: Shape, tensors: Tensors, cach
     known = inspect.signature(function).parameters
     table = "page_table" if "page_table" in known else "block_table"
     options = {"cache_seqlens": cache.lengths, table: cache.table, "window_size": window_of(shape)}
-    return _first(function(tensors.q, cache.k, cache.v, causal=not shape.attended.is_full, **options))
+    return first(function(tensors.q, cache.k, cache.v, causal=not shape.attended.is_full, **options))
 
 
 def _refused_by_version_4(known: Any, shape: Shape) -> str | None:
@@ -126,9 +188,9 @@ def _refused_by_version_4(known: Any, shape: Shape) -> str | None:
 def _of_version_4(of_rows: Callable[..., Any], of_pages: Callable[..., Any], shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
     options: dict[str, Any] = {"causal": shape.causal, "window_size": window_of(shape, unlimited=None)}
     if cache.table is None:
-        return _first(of_rows(tensors.q, cache.k, cache.v, **options))
+        return first(of_rows(tensors.q, cache.k, cache.v, **options))
     longest = {"max_seqlen_q": shape.q_seqlen, "max_seqlen_k": shape.seqlen}
-    return _first(of_pages(tensors.q, cache.k, cache.v, seqused_k=cache.lengths, page_table=cache.table, **longest, **options))
+    return first(of_pages(tensors.q, cache.k, cache.v, seqused_k=cache.lengths, page_table=cache.table, **longest, **options))
 
 
 def _flashinfer() -> Candidate:
@@ -177,11 +239,5 @@ def _of_vllm(function: Callable[..., Any], shape: Shape, tensors: Tensors, cache
     version = {"fa_version": 3} if "fa_version" in inspect.signature(function).parameters else {}
     lengths = {"max_seqlen_q": shape.q_seqlen, "cu_seqlens_q": starts, "max_seqlen_k": shape.seqlen, "seqused_k": cache.lengths}
     options = {"block_table": cache.table, "causal": not shape.attended.is_full, "window_size": list(window_of(shape)), **version}
-    out = _first(function(tensors.q.flatten(0, 1), cache.k, cache.v, **lengths, **options))
+    out = first(function(tensors.q.flatten(0, 1), cache.k, cache.v, **lengths, **options))
     return out.view(*tensors.q.shape[:3], -1)
-
-
-def _first(out: Any) -> Tensor:
-    """Some versions also return LSE."""
-    result: Tensor = out[0] if isinstance(out, tuple) else out
-    return result

@@ -1,33 +1,41 @@
-"""Boolean matrices that a benchmark attends with, by name; the same in every run."""
+"""Boolean matrices that a benchmark attends with, by name, the same in every run; and what a new one costs the host, once."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ...masks import EMPTY, BooleanMask, Mask
+from dash_attn import BooleanMask, Mask, flash_attn_func, parse_mask
+from dash_attn.masks import EMPTY
+from dash_attn.tools.bench.candidates import Candidate, Tensors
+from dash_attn.tools.bench.shape import OTHER_MASKS, DrawnMask, Shape
 
 TILE = 128  # operations are those of the tiles of so many rows and columns that a matrix touches
 BRANCHES = (100, 400)  # tokens of a branch of a tree, from and to
 Bools = NDArray[np.bool_]
+WARM = 3  # runs with a known mask, of which the fastest counts
 
 
 @dataclass(frozen=True)
-class Matrix(Mask):
+class Matrix(DrawnMask):
     """`blocks:N` keeps half of the blocks of N x N, `elements` half of the elements; `tree`: tokens attend their branch of a tree."""
 
     name: str
     seed: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Matrix | None:
-        """None where it is no matrix."""
-        return cls(text) if re.fullmatch(r"blocks:[1-9]\d*|elements|tree", text) else None
+    def parse(cls, text: str) -> Mask:
+        """Any mask, or an error."""
+        return cls(text) if re.fullmatch(r"blocks:[1-9]\d*|elements|tree", text) else parse_mask(text)
 
     def elements(self, q_len: int, kv_len: int) -> Bools:
         return _drawn(self, q_len, kv_len)
@@ -93,3 +101,48 @@ def _tree(source: np.random.Generator, q_len: int, kv_len: int, size: int) -> Bo
 
 
 DRAWN: dict[str, Callable[[np.random.Generator, int, int, int], Bools]] = {"blocks": _blocks, "elements": _elements, "tree": _tree}
+OTHER_MASKS |= dict.fromkeys(DRAWN, Matrix.parse)
+
+
+def with_planning(candidate: Candidate) -> Candidate:
+    """Our default mode, which also tells what a new matrix costs."""
+    identify = candidate.identify
+    assert identify is not None
+
+    def told(shape: Shape, tensors: Tensors) -> dict[str, Any]:
+        said = identify(shape, tensors)
+        if said and isinstance(shape.attended, Matrix):
+            said["planning_ms"] = planning_ms(shape.attended, tensors[:4], {"softcap": shape.softcap, "backend": said["backend"]})
+        return said
+
+    return replace(candidate, identify=told)
+
+
+def planning_ms(matrix: Matrix, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds beyond those of a mask that is known: `mask` is BooleanMask(tensor); `forward` and `backward` the first of each with a
+    new pattern; `elements` the same three with a pattern that is known, as long as its plan is kept."""
+    *inputs, dout = tensors
+    q, k, v = leaves = tuple(x.detach().requires_grad_() for x in inputs)
+    lengths = q.shape[1], k.shape[1]
+    drawn = torch.from_numpy(replace(matrix, seed=matrix.seed + 1).elements(*lengths)).to(q.device)
+    times: dict[str, float] = {}
+
+    def run(mask: BooleanMask) -> tuple[float, float]:
+        out, forward = _timed(lambda: flash_attn_func(q, k, v, mask=mask, **options))
+        return forward, _timed(lambda: torch.autograd.grad(out, leaves, dout))[1]
+
+    mask, times["mask"] = _timed(lambda: BooleanMask(drawn))
+    first = run(mask)
+    warm = [min(some) for some in zip(*(run(mask) for _ in range(WARM)), strict=True)]
+    times["forward"], times["backward"] = (max(0.0, one - other) for one, other in zip(first, warm, strict=True))
+    again, made = _timed(lambda: BooleanMask(drawn))
+    times["elements"] = made + max(0.0, sum(run(again)) - sum(warm))
+    return {name: round(value, 3) for name, value in times.items()}
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    return result, 1e3 * (time.perf_counter() - began)
