@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from dash_attn.tools.bench.environment import commit
 from dash_attn.tools.bench.report import save
 from dash_attn.tools.bench.shape import Shape
+from dash_attn.tools.machine import package_commit
 
 from .matrices import Matrix
 from .one_tree import HERE, gpu_and_torch, measured_in
@@ -111,7 +111,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.json:
         gpu, version = gpu_and_torch()
         head = {"relative_to": "cuDNN", "suite": arguments.suite, "pass": "forward" if arguments.forward else "backward"}
-        head |= {"graphs": arguments.graphs, "gpu": gpu, "torch": version, "commit": commit()}
+        head |= {"graphs": arguments.graphs, "gpu": gpu, "torch": version, "commit": package_commit()}
         save({**head, "others": [str(tree) for tree in arguments.others], "rows": rows}, arguments.json)
     return int(slower > 0)
 

@@ -29,8 +29,8 @@ from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kerne
 from dash_attn.backends.hopper.calls.tables import mask_kind
 from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
-from dash_attn.scheduling.devices.sharding import Sharding
-from dash_attn.scheduling.devices.units import Unit
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.units import Unit
 from inputs import make_inputs
 from played_devices import Case, play_devices, play_forward
 
@@ -49,7 +49,7 @@ def case_of(tokens: int, count: int, heads: tuple[int, int] = (4, 4), together: 
 
 def in_words(case: Case) -> str:
     heads, dtype = f"{case.heads[0]}/{case.heads[1]} heads, {case.together} together", str(case.dtype).removeprefix("torch.")
-    chunks = f"{case.sharding.rows} tokens in {len(case.sharding.lengths)} chunks on P={case.sharding.devices}"
+    chunks = f"{case.sharding.rows} tokens in {len(case.sharding.lengths)} chunks on P={case.sharding.ranks}"
     return f"{case.mask}, {chunks}, {heads}, dims {case.dims}, {dtype}"
 
 
@@ -181,11 +181,11 @@ def measure(case: Case) -> Times:
     tensors, (out, lse), backward = plain(case)
     plain_ms = time_of(backward)
     slowest: dict[str, float] = {}
-    for device in range(case.sharding.devices):
+    for device in range(case.sharding.ranks):
         for name, ms in times_of_device(part_of_device(case, device, (*tensors, out, lse))):
             slowest[name] = max(ms, slowest.get(name, 0.0))
-    units = max(map(len, case.shared.by_device))
-    return Times(in_words(case), case.sharding.devices, case.together, units, plain_ms, slowest)
+    units = max(map(len, case.shared.by_rank))
+    return Times(in_words(case), case.sharding.ranks, case.together, units, plain_ms, slowest)
 
 
 def part_of_device(case: Case, device: int, whole: tuple[Tensor, ...]) -> Callable[[bool], Any]:
@@ -194,13 +194,13 @@ def part_of_device(case: Case, device: int, whole: tuple[Tensor, ...]) -> Callab
     mine = case.rows_of(device).cuda()
     own, its_lse = tuple(x[:, mine].contiguous() for x in (dout, q, out)), lse[:, :, mine].contiguous()
     plan, shared, options = case.plan, case.shared, case.options
-    sizes = {shared.state_tiles(unit) * devices.tile_size(*case.dims) for unit in shared.by_device[device]}
+    sizes = {shared.state_tiles(unit) * devices.tile_size(*case.dims) for unit in shared.by_rank[device]}
     states = {size: torch.randn(size, device="cuda") for size in sizes}  # what is in them does not change the time
 
     def run(overlap: bool) -> tuple[Tensor, ...]:
-        backward = devices.DeviceBackward(plan, shared, device, options, own, (its_lse, None), overlap)
+        backward = devices.RankBackward(plan, shared, device, options, own, (its_lse, None), overlap)
         backward.take_keys(k, v, 0)
-        for unit in shared.by_device[device]:
+        for unit in shared.by_rank[device]:
             backward.run(unit, states[backward.state_size(unit)])
         return backward.finish()
 

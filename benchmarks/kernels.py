@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
-from dash_attn.backends.hopper.device.compile import compile_kernel, compiler_version
+from dash_attn.backends.hopper.driver.compile import compile_kernel, compiler_version
 
 
 def compile_ahead(kernels: Iterable[tuple[str, str]]) -> int:

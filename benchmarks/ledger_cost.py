@@ -14,8 +14,8 @@ from statistics import median
 import torch
 
 import dash_attn
-from dash_attn.tools.bench.environment import environment
 from dash_attn.tools.bench.report import save
+from dash_attn.tools.machine import gpu_environment
 
 from .timing import timed
 from .training import REAL, example
@@ -55,7 +55,7 @@ def main() -> None:
     }
     print(json.dumps(found))
     if arguments.json:
-        save({"environment": environment(), **found}, arguments.json)
+        save({"environment": gpu_environment(), **found}, arguments.json)
 
 
 if __name__ == "__main__":

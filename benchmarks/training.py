@@ -31,8 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import dash_attn
 import dash_attn.nn
 from dash_attn.ledgers import compare_runs
-from dash_attn.tools.bench.environment import environment
 from dash_attn.tools.bench.report import save
+from dash_attn.tools.machine import gpu_environment
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
@@ -187,7 +187,7 @@ def _bytes(folder: Path) -> int:
 
 
 def surroundings() -> dict[str, Any]:
-    return environment() if torch.cuda.is_available() else {"gpu": None}
+    return gpu_environment() if torch.cuda.is_available() else {"gpu": None}
 
 
 def main() -> None:

@@ -117,7 +117,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command with a small suite, a timer that does not wait and no GPU."""
     monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
     monkeypatch.setattr(bench, "current_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr("dash_attn.tools.bench.environment.environment", lambda backend: {"gpu": "NVIDIA N100"})
+    monkeypatch.setattr("dash_attn.tools.machine.gpu_environment", lambda backend: {"gpu": "NVIDIA N100"})
     monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
     monkeypatch.setitem(SHORT, "quick", Suite((128,), (32,), ("causal",), ((2, 2),)))
     monkeypatch.setattr("dash_attn.tools.bench.suites.TOKENS", 128)

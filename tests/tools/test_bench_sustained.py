@@ -308,7 +308,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command with one small suite, a timer that does not wait and no GPU."""
     monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
     monkeypatch.setattr(bench, "current_device", lambda: CPU)
-    monkeypatch.setattr("dash_attn.tools.bench.environment.environment", lambda backend: {"gpu": "NVIDIA N100"})
+    monkeypatch.setattr("dash_attn.tools.machine.gpu_environment", lambda backend: {"gpu": "NVIDIA N100"})
     monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
     monkeypatch.setitem(SUITES, "ranks", Cases((Shape("causal", 130, 1, 2, 1, 32), Shape("full", 130, 1, 1, 1, 32, q_seqlen=60))))
 

@@ -88,10 +88,10 @@ def begin(arguments: argparse.Namespace, kind: str = "") -> tuple[Path, Results]
     """The file of results, and results without rows."""
     check_folder("--output", arguments.output)
     require_gpu(arguments.backend)
-    from ..tools.bench.environment import environment, short_name
     from ..tools.bench.report import FORMAT
+    from ..tools.machine import gpu_environment, short_name
 
-    where = environment(arguments.backend)
+    where = gpu_environment(arguments.backend)
     backend = "" if arguments.backend == "auto" else f"-{arguments.backend}"
     path = arguments.output / f"{short_name(where['gpu'])}-{arguments.suite}{backend}{kind}.json"
     return path, {"format": FORMAT, "suite": arguments.suite, "repeats": arguments.repeats, "environment": where, "rows": []}

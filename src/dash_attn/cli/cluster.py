@@ -158,9 +158,7 @@ def _print(arguments: argparse.Namespace, planned: Planned) -> None:
     rows = [_row(run) for run in planned.runs] + [_peer_row(peer) for peer in planned.peers if isinstance(peer, PeerEstimate)]
     best = max(run.efficiency for run in planned.runs)
     size = f"{counted(planned.problem.tasks, 'task')} in {counted(len(planned.shared.units), 'unit')}"
-    header = (
-        f"{title_of_cluster(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one rank takes {_us(planned.one_rank)} us"
-    )
+    header = f"{title_of_cluster(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one rank takes {_us(planned.one_rank)} us"
     print_rows(header, COLUMNS, rows, [run.efficiency == best for run in planned.runs] + [False] * (len(rows) - len(planned.runs)))
     for peer in planned.peers:
         if isinstance(peer, str):
