@@ -22,16 +22,13 @@ WORKER_INVARIANT = "worker-count-invariant"
 ALL_GUARANTEES = (RUN_TO_RUN, BATCH_INVARIANT, WORKER_INVARIANT)  # of an order; each contains those before it
 CONTEXT_PARALLEL_INVARIANT = "context-parallel-invariant"  # the next one: of an order and a sharding, so no order claims it alone
 INT32 = np.iinfo(np.int32)
-
-
-def worker_invariance(least: int) -> str:
-    """The guarantee as it is reported: a gang of `least` chains needs as many workers at once, and fewer are refused."""
-    return WORKER_INVARIANT if least <= 1 else f"{WORKER_INVARIANT} ({least} workers or more)"
+DECIDE_BITS = ("offsets", "q_tile", "turn", "last_member_first")  # of a HeadOrder
 
 
 def reported(guarantees: Iterable[str], least: int) -> tuple[str, ...]:
-    """Guarantees where `least` workers are needed at once."""
-    return tuple(worker_invariance(least) if promises([said], WORKER_INVARIANT) else said for said in guarantees)
+    """Guarantees where `least` workers are needed at once, by a gang of as many chains: fewer are refused."""
+    invariant = WORKER_INVARIANT if least <= 1 else f"{WORKER_INVARIANT} ({least} workers or more)"
+    return tuple(invariant if promises([said], WORKER_INVARIANT) else said for said in guarantees)
 
 
 def promises(guarantees: Iterable[str], name: str) -> bool:
@@ -197,7 +194,9 @@ class Order:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"an order needs a name; got {shortened(self.name)}")
-        check_guarantees(self.guarantees)
+        allowed = [ALL_GUARANTEES[:count] for count in range(1, len(ALL_GUARANTEES) + 1)]  # each contains those before it
+        if not isinstance(self.guarantees, tuple) or self.guarantees not in allowed:
+            raise ValueError(f"guarantees must be one of {', '.join(map(str, allowed))}; got {shortened(self.guarantees)}")
 
     def kind_of(self, problem: Problem, part: int) -> int:
         return kind_of_part(problem, part, len(self.kinds))
@@ -209,11 +208,8 @@ class Order:
 
     def same_bits(self, other: Order) -> bool:
         """Whether both orders sum everything in the same sequence."""
-        fields = ("offsets", "q_tile", "turn", "last_member_first")
-        pairs = zip(self.kinds, other.kinds, strict=False)
-        return len(self.kinds) == len(other.kinds) and all(
-            np.array_equal(getattr(a, field), getattr(b, field)) for a, b in pairs for field in fields
-        )
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(self.kinds, other.kinds, strict=False) for field in DECIDE_BITS]
+        return len(self.kinds) == len(other.kinds) and all(np.array_equal(one, another) for one, another in pairs)
 
     def to_json(self) -> dict[str, Any]:
         kinds = [
@@ -233,13 +229,6 @@ class Order:
         read = read_fields(value, "order", ("name", "guarantees", "kinds"))
         kinds = [_kind_from_json(kind, number) for number, kind in enumerate(as_list(read["kinds"], "order.kinds"))]
         return cls(as_text(read["name"], "order.name"), tuple(kinds), as_names(read["guarantees"], "order.guarantees", ALL_GUARANTEES))
-
-
-def check_guarantees(guarantees: tuple[str, ...]) -> None:
-    """Raise unless they are the first ones of ALL_GUARANTEES: each contains those before it."""
-    allowed = [ALL_GUARANTEES[:count] for count in range(1, len(ALL_GUARANTEES) + 1)]
-    if not isinstance(guarantees, tuple) or guarantees not in allowed:
-        raise ValueError(f"guarantees must be one of {', '.join(map(str, allowed))}; got {shortened(guarantees)}")
 
 
 def _kind_from_json(value: Any, number: int) -> HeadOrder:
