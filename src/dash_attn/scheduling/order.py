@@ -65,10 +65,6 @@ def members(count: int, last_first: bool) -> Ints:
     return forward[::-1] if last_first else forward
 
 
-def kind_of_part(problem: Problem, part: int, kinds: int) -> int:
-    return (part + problem.head_offset * problem.parts) % kinds
-
-
 class Sum(NamedTuple):
     """Where a part adds its dK and dV: which of the sums of a KV tile, and after how many other parts."""
 
@@ -199,7 +195,7 @@ class Order:
             raise ValueError(f"guarantees must be one of {', '.join(map(str, allowed))}; got {shortened(self.guarantees)}")
 
     def kind_of(self, problem: Problem, part: int) -> int:
-        return kind_of_part(problem, part, len(self.kinds))
+        return problem.kind_of(part, len(self.kinds))
 
     @property
     def slack(self) -> int | None:

@@ -17,7 +17,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder, Ints, Sum, frozen_ints, kind_of_part, members
+from .order import HeadOrder, Ints, Sum, frozen_ints, members
 from .problem import Problem
 from .schedule import Placement, Schedule
 
@@ -73,8 +73,7 @@ class Plan:
     def order_hash(self) -> str:
         """Names the bits: equal for plans that sum everything in the same sequence, whatever the batch and the machine."""
         problem = self.problem
-        first_kind = problem.head_offset * problem.parts % self.kinds
-        tiling = (problem.tile_q, problem.tile_kv, first_kind, *self.last_member_first)
+        tiling = (problem.tile_q, problem.tile_kv, self.kind_of(0), *self.last_member_first)
         if problem.parts > 1:
             tiling += (problem.group, problem.parts)
         digest = hashlib.sha256(np.array(tiling, dtype=np.int64).tobytes())
@@ -96,7 +95,7 @@ class Plan:
         return [int(member) for member in members(len(self.problem.members(part)), last_first)]
 
     def kind_of(self, part: int) -> int:
-        return kind_of_part(self.problem, part, self.kinds)
+        return self.problem.kind_of(part, self.kinds)
 
     @property
     def sums(self) -> int:

@@ -67,8 +67,8 @@ class Placement:
 
     def heads_of_kinds(self, problem: Problem) -> list[NDArray[np.int64]]:
         """The heads of each kind in one sequence: numbers of parts."""
-        heads, kinds = np.arange(problem.all_parts), len(self.starts)
-        return [heads[(heads + problem.head_offset * problem.parts) % kinds == kind] for kind in range(kinds)]
+        kinds = np.array([problem.kind_of(part, len(self.starts)) for part in range(problem.all_parts)])
+        return [np.flatnonzero(kinds == kind) for kind in range(len(self.starts))]
 
     def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
         """(sequence, head) of all heads of each kind: the first part of every group, then the second one, and so on, if all are equal."""
