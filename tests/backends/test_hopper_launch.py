@@ -25,7 +25,7 @@ CALLS = ("forward", "backward", "backward_setup", "documents", "explain", "kerne
 forward, backward, setup, documents, explain, kernel_names, layout, packed, tables = (
     import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS
 )
-turn_backward = import_module("dash_attn.backends.hopper.calls.turn_backward")
+rank_backward = import_module("dash_attn.backends.hopper.calls.rank_backward")
 legs_on_device = import_module("dash_attn.backends.hopper.calls.legs_on_device")
 trouble = import_module("dash_attn.backends.hopper.driver.trouble")
 
@@ -260,7 +260,7 @@ def test_explain_tells_of_the_call_that_runs(driver: Driver, mask: Mask, heads: 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
 def test_explain_tells_of_legs_where_sms_are_few(driver: Driver, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> None:
     """Kernels and memory of the call that runs there, and no gang: its chains rest in memory."""
-    for module in (setup, turn_backward):
+    for module in (setup, rank_backward):
         monkeypatch.setattr(module, "sm_count", lambda index: 8)
     q, k = made(4096, heads[0], 128, 1), made(4096, heads[1], 128, 1)
     options = AttentionOptions(Full(), 1.0)
@@ -294,7 +294,7 @@ def counted_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return make_and_count
 
     monkeypatch.setattr(rank_backward.RankBackward, "new_state", counting(rank_backward.RankBackward.new_state))
-    monkeypatch.setattr(turn_backward.Workspace, "allocate", counting(turn_backward.Workspace.allocate))
+    monkeypatch.setattr(rank_backward.Workspace, "allocate", counting(rank_backward.Workspace.allocate))
     yield counts
 
 

@@ -16,7 +16,7 @@ import dash_attn
 from dash_attn.cli.main import main
 from dash_attn.ledgers.format import records
 
-FILE = "turn-0.ledger"
+FILE = "rank-0.ledger"
 AGREE, DIFFER, ERROR, INCOMPLETE = 0, 1, 2, 3
 
 

@@ -25,7 +25,7 @@ from dash_attn.simulation.cluster import (
     Widths,
     simulate_ranks,
 )
-from dash_attn.simulation.cluster.tiles import TileModel
+from dash_attn.simulation.cluster.models import TileModel
 from dash_attn.simulation.machines import H200
 
 SIMULATOR_PAGE = Path(__file__).parents[2] / "docs/simulator.md"
@@ -142,12 +142,12 @@ def test_trips_go_on_until_their_end(seed: int) -> None:
     for unit in found.units:
         model.run(unit, 0.0)
     problem = found.problem
-    ranks = np.tile(problem.turns_per_q_tile, problem.batch * problem.heads * problem.group)
-    assert model.landed == ranks.tolist()
+    turns = np.tile(problem.turns_per_q_tile, problem.batch * problem.heads * problem.group)
+    assert model.reduces.landed == turns.tolist()
 
 
 def test_a_wrong_sequence_is_noticed() -> None:
-    """The control of the above: a unit whose ranks have not been reduced."""
+    """The control of the above: a unit whose turns have not come."""
     found = shared("causal", 1024, 2, 2)
     late = next(unit for unit in found.units if unit.leg is not None and unit.before is None and found.waits[unit.number])
     with pytest.raises(AssertionError, match="behind those that it waits for"):

@@ -20,7 +20,7 @@ from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
 from dash_attn.viewing.explore.packing import EXACT, as_text, packed
 from dash_attn.viewing.explore.page import saved_page, served_page
-from dash_attn.viewing.explore.paths import path_of_record, path_of_turns
+from dash_attn.viewing.explore.paths import path_of_ranks, path_of_record
 from dash_attn.viewing.explore.ranks import shared_run
 from dash_attn.viewing.recorded import Noted, times_from
 from dash_attn.viewing.task_times import task_table, times_of
@@ -128,7 +128,7 @@ def test_units_of_devices(execution: str) -> None:
     assert [sent["units"]["names"][number] for number in units["name"]] == [shared.describe(unit) for unit in shared.units]
     counts, waits = unpacked(sent["waits"]["count"]), unpacked(sent["waits"]["unit"])
     assert counts.sum() == len(waits)
-    path = path_of_turns(run)
+    path = path_of_ranks(run)
     assert path[0][1] == "keys"  # gathered before anything runs
     assert path[-1][0] == int(np.argmax(run.end))
     starts = [float(run.start[number]) for number, _ in path]
@@ -140,7 +140,7 @@ def test_units_of_devices(execution: str) -> None:
 def test_one_rank_starts_at_once() -> None:
     problem = Problem(Causal(), 1024, 1024, heads=2)
     run = simulate_ranks(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
-    assert path_of_turns(run)[0][1] == "start"
+    assert path_of_ranks(run)[0][1] == "start"
 
 
 def policy_of(page: str) -> str:

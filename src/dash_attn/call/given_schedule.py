@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..scheduling.fit import fit
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
-from ..scheduling.schedule import Schedule
+from ..scheduling.schedule import Schedule, fit
 
 
 def text_of(schedule: str | Schedule) -> str:

@@ -122,12 +122,12 @@ Starts = Iterator[Callable[[], Chain]]  # each starts a chain
 
 def whole_chains(plan: Plan, arithmetic: TileArithmetic) -> Starts:
     """All chains of a plan, from beginning to end, in the order they start."""
-    return (partial(_start, plan, arithmetic, place) for place in chains_in_order(plan))
 
+    def start(place: ChainPlace) -> Chain:
+        steps = plan.steps(plan.kind_of(place.part), place.kv_tile)
+        return Chain(plan, place, arithmetic.chain(place, steps, plan.members(place.part)))
 
-def _start(plan: Plan, arithmetic: TileArithmetic, place: ChainPlace) -> Chain:
-    steps = plan.steps(plan.kind_of(place.part), place.kv_tile)
-    return Chain(plan, place, arithmetic.chain(place, steps, plan.members(place.part)))
+    return (partial(start, place) for place in chains_in_order(plan))
 
 
 class Landed:

@@ -10,9 +10,8 @@ import numpy as np
 
 from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Order, turn_within
 from ..problem import Problem, whole_number
-from ..schedule import Schedule
+from ..schedule import HAND_OVER, Schedule
 from ..validate import ScheduleError
-from ._walks import HAND_OVER
 
 
 def shift(problem: Problem, workers: int) -> Schedule:

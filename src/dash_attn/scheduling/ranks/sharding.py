@@ -76,11 +76,9 @@ class Sharding:
         """Chunks of one length."""
         chunks = len(owners)
         if whole_number("rows", rows) % chunks:
-            below = rows // chunks * chunks
-            fitting = " or ".join(str(fits) for fits in (below, below + chunks) if fits)
             raise ValueError(
                 f"{name} sharding of {max(owners) + 1} ranks has {chunks} chunks of one length; {rows} rows cannot be dealt so"
-                f" (but {fitting} can). A Sharding with lengths of its own can"
+                f" (but {_around(rows, chunks)} can). A Sharding with lengths of its own can"
             )
         return cls((rows // chunks,) * chunks, owners)
 
@@ -144,10 +142,14 @@ class Sharding:
         chunks = self.rows // math.gcd(*self.lengths)  # of one length; those that follow each other on one rank may have been joined
         if chunks > 2 * self.chunks:
             return "Give a Sharding with other lengths"
-        step = unit * chunks
-        below = self.rows // step * step
-        fitting = " or ".join(str(rows) for rows in (below, below + step) if rows)
+        fitting = _around(self.rows, unit * chunks)
         return f"{chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"
+
+
+def _around(rows: int, step: int) -> str:
+    """For errors: the multiples next to a number."""
+    below = rows // step * step
+    return " or ".join(str(fitting) for fitting in (below, below + step) if fitting)
 
 
 def _deal_by_document(lengths: Sequence[int], ranks: int) -> list[Chunk]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -161,16 +161,12 @@ class _Cut:
 
     def _nodes(self, together: Together, bounds: Bounds) -> tuple[NDArray[np.int64], list[int]]:
         """The node of every task, and the first node of every column."""
-        node = np.empty(len(self.order.q_tile), dtype=np.int64)
-        first_node, count = [], 0
-        for (_, route), kv_tiles in together.items():
-            first_node.append(count)
-            for kv_tile in kv_tiles:
-                offset, cut = int(self.order.offsets[kv_tile]), bounds[kv_tile]
-                for leg, (begin, end) in enumerate(pairwise(cut)):
-                    node[offset + begin : offset + end] = count + leg
-            count += len(route) - 2
-        return node, first_node
+        legs = np.concatenate([np.repeat(np.arange(len(cut) - 1), np.diff(cut)) for cut in bounds.values()])
+        first_node = list(accumulate((len(route) - 2 for _, route in together), initial=0))[:-1]
+        first_of_chain = np.zeros(self.order.kv_tiles, dtype=np.int64)
+        for first, kv_tiles in zip(first_node, together.values(), strict=True):
+            first_of_chain[kv_tiles] = first
+        return first_of_chain[self.order.chain] + legs, first_node
 
     def _waits(self, node: NDArray[np.int64]) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
         """Pairs of nodes that hand dQ tiles over, and the pairs of chains that do so inside of each node."""
