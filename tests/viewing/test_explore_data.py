@@ -21,7 +21,7 @@ from dash_attn.viewing.explore import runs
 from dash_attn.viewing.explore.ranks import shared_run
 from dash_attn.viewing.explore.packing import EXACT, as_text, packed
 from dash_attn.viewing.explore.page import saved_page, served_page
-from dash_attn.viewing.explore.paths import path_of_turns, path_of_record
+from dash_attn.viewing.explore.paths import path_of_ranks, path_of_record
 from dash_attn.viewing.recorded import Noted, times_from
 from dash_attn.viewing.task_times import task_table, times_of
 
@@ -117,18 +117,18 @@ def test_a_late_task_is_on_the_path_of_a_record() -> None:
 
 
 @pytest.mark.parametrize("execution", ["launch", "overlap"])
-def test_units_of_devices(execution: str) -> None:
+def test_units_of_ranks(execution: str) -> None:
     problem = Problem(Causal(), 2048, 2048, heads=4)
     shared = share(generate("auto", problem, 16), Sharding.zigzag(2048, 2), 2)
     run = simulate_ranks(shared, Cluster(workers=16), execution)
     sent = shared_run(run)
     units = {name: unpacked(text) for name, text in sent["units"].items() if isinstance(text, str)}
-    assert units["device"].tolist() == [unit.turn for unit in shared.units]
+    assert units["rank"].tolist() == [unit.rank for unit in shared.units]
     assert units["start"] / 1000 == pytest.approx(run.start, abs=0.001)
     assert [sent["units"]["names"][number] for number in units["name"]] == [shared.describe(unit) for unit in shared.units]
     counts, waits = unpacked(sent["waits"]["count"]), unpacked(sent["waits"]["unit"])
     assert counts.sum() == len(waits)
-    path = path_of_turns(run)
+    path = path_of_ranks(run)
     assert path[0][1] == "keys"  # gathered before anything runs
     assert path[-1][0] == int(np.argmax(run.end))
     starts = [float(run.start[number]) for number, _ in path]
@@ -140,7 +140,7 @@ def test_units_of_devices(execution: str) -> None:
 def test_one_rank_starts_at_once() -> None:
     problem = Problem(Causal(), 1024, 1024, heads=2)
     run = simulate_ranks(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
-    assert path_of_turns(run)[0][1] == "start"
+    assert path_of_ranks(run)[0][1] == "start"
 
 
 def policy_of(page: str) -> str:

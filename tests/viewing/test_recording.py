@@ -175,8 +175,8 @@ def test_threads_note_every_task_in_its_turn(workers: int) -> None:
     table = task_table(schedule)
     for sequence, head, q_tile in {*zip(table.sequence.tolist(), table.head.tolist(), table.q_tile.tolist(), strict=True)}:
         rivals = np.flatnonzero((table.sequence == sequence) & (table.head == head) & (table.q_tile == q_tile))
-        by_rank = rivals[np.argsort(table.rank[rivals])]
-        assert all(spans.reduce_start[a] < spans.reduce_start[b] for a, b in pairwise(by_rank)), "ranks land in order"
+        by_turn = rivals[np.argsort(table.turn[rivals])]
+        assert all(spans.reduce_start[a] < spans.reduce_start[b] for a, b in pairwise(by_turn)), "turns land in order"
 
 
 def test_recording_changes_no_bit() -> None:
