@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from chromium import Chromium, needs_chromium
-from dash_attn.cli.explore_ledgers import ledgers_answer
+from dash_attn.cli.explore import ledgers_answer
 from dash_attn.cli.main import main
 from dash_attn.ledgers.spread import spread
 from dash_attn.viewing.explore.packing import packed

@@ -12,8 +12,8 @@ from ..simulation.simulate import Machine
 from .arguments import read_schedules
 from .devices import choose_device
 from .files import check_folder, check_picture
-from .plan import auto_order_name, plan_header, print_refused, simulate_all
-from .table import print_table
+from .plan import report_of, simulate_all
+from .table import print_report
 
 if TYPE_CHECKING:
     from ..ledgers.comparing import Comparison
@@ -130,18 +130,15 @@ def _show_schedules(output: Path) -> None:
     print("2. WHAT AN ORDER COSTS\n")
     print("Tiles that must add in turn may have to wait for each other. How long depends on the schedule. In model time,")
     print("for the backward pass of one small problem:\n")
-    runs, refused = simulate_all(read_schedules(["all"]), problem, MACHINE, WORKERS)
-    print_table(plan_header(problem, MACHINE, WORKERS, "causal"), runs, auto_order_name(problem, WORKERS))
-    print_refused(refused)
+    planned = simulate_all(read_schedules(["all"]), problem, MACHINE, WORKERS, "causal")
+    print_report(report_of(planned))
     print("\nMakespan is when the last worker ends; no schedule can beat the lower bound. Stalled is worker time lost to waiting.")
     print("Slack is how many steps pass between two chains on a tile; the chains of a gang must be on the GPU together.")
-    slow, fast = (dict(runs)[name].makespan for name in COMPARED)
+    chosen = [dict(planned.runs)[name] for name in COMPARED]
+    slow, fast = (timeline.makespan for timeline in chosen)
     print(f"All of these are deterministic. {COMPARED[1]}, which dash-attn picks here, takes {fast / slow:.0%} of {COMPARED[0]}'s time.")
-    chosen = [timeline for name, timeline in runs if name in COMPARED]
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / PICTURE
     from ..viewing.gantt import gantt
 
-    gantt(chosen, path)
+    gantt(chosen, output / PICTURE)
     print("\n3. A PICTURE OF IT\n")
-    print(f"{' and '.join(COMPARED)}, worker by worker: open {path}")
+    print(f"{' and '.join(COMPARED)}, worker by worker: open {output / PICTURE}")
