@@ -17,10 +17,9 @@ from ..scheduling.ranks.sharding import SHARDINGS
 from ..scheduling.validate import ScheduleError
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
-from ..viewing.explore.packing import packed
+from ..viewing.explore.binary import encoded
 from ..viewing.explore.page import saved_page, served_page
-from ..viewing.explore.ranks import shared_run
-from ..viewing.explore.runs import check_size, recorded, simulated
+from ..viewing.explore.runs import check_size, recorded, shared_run, simulated
 from ..viewing.explore.server import Answering, PageServer
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
@@ -230,7 +229,7 @@ def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:
         "rank": seen.rank,
         "directions": list(DIRECTIONS),
         "modules": list(seen.modules),
-        "steps": packed(seen.steps),
-        "compared": [packed(each.ravel()) for each in seen.compared],
-        "differing": [packed(each.ravel()) for each in seen.differing],
+        "steps": encoded(seen.steps),
+        "compared": [encoded(each.ravel()) for each in seen.compared],
+        "differing": [encoded(each.ravel()) for each in seen.differing],
     }

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from ..scheduling.ranks.units import Unit
 from ..simulation.cluster import RankTimeline
-from . import style as plot_style
-from .style import FIGURE_WIDTH, IDLE, INK, text_colour
+from . import style
+from .style import FIGURE_WIDTH, IDLE, text_colour
 from .words import plain_number
 
-STYLE: Any = {**plot_style.STYLE, "font.size": 10}
 SHADES = ("Blues", "Oranges")  # of the two kinds of head: light, and different for colour-blind eyes
 LIGHTEST, DARKEST = 0.32, 0.72
 LANE = 0.84  # of the distance between ranks
@@ -39,27 +38,20 @@ class _Bar(NamedTuple):
 
 def gantt_of_ranks(runs: Sequence[RankTimeline], path: str | Path, title: str) -> None:
     """Draw runs below each other on one time axis and write the picture to `path` (.png or .svg)."""
-    plot_style.check_format(path, "a Gantt chart")
-    if not runs:
-        raise ValueError("a Gantt chart needs at least one run")
+    style.check_chart(runs, path)
     from matplotlib import rc_context
 
-    with rc_context(STYLE):
-        plot_style.save(_figure(runs, title), path)
+    with rc_context(style.SMALL_STYLE):
+        style.save(_figure(runs, title), path)
 
 
 def _figure(runs: Sequence[RankTimeline], title: str) -> Any:
-    from matplotlib.figure import Figure
-
     row = 0.42 if runs[0].ranks <= 8 else 0.26
-    heights = [row * run.ranks for run in runs]
-    figure = Figure(figsize=(FIGURE_WIDTH, sum(heights) + 0.75 * len(runs) + 1.5), layout="constrained")
-    all_axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    figure, all_axes = style.panels([row * run.ranks for run in runs], 0.75 * len(runs) + 1.5, title)
     horizon = 1.015 * max(run.makespan for run in runs)
     for axes, run in zip(all_axes, runs, strict=True):
         _draw(axes, run, horizon)
     all_axes[-1].set_xlabel("microseconds")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#555555")
     _explain(figure, runs)
     return figure
 
@@ -74,20 +66,28 @@ def _draw(axes: Any, run: RankTimeline, horizon: float) -> None:
         _draw_bar(axes, bar, lanes, colours[bar.unit.kind, bar.unit.heads])
     _label(axes, run, bars, lanes, colours, horizon)
     _draw_hops(axes, run, bars, lanes)
-    _dress(axes, run)
+    notes = f"makespan {plain_number(round(run.makespan), 7)} us, efficiency {run.efficiency:.3f} ({run.model[:-1]} model)"
+    style.dress(axes, (run.ranks, "rank"), (f"dash-attn, {run.execution}", notes), run.makespan)
+    axes.set_yticks(range(run.ranks))
+
+
+def lanes_of(by_rank: Sequence[Sequence[Unit]], start: NDArray[Any], end: NDArray[Any]) -> dict[int, int]:
+    """By number, rank by rank and as they start: units of a rank that overlap get lanes of their own."""
+    lanes = {}
+    for units in by_rank:
+        free: list[float] = []  # when each lane is
+        for unit in sorted(units, key=lambda unit: start[unit.number]):
+            lane = next((lane for lane, until in enumerate(free) if until <= start[unit.number]), len(free))
+            free[lane : lane + 1] = [end[unit.number]]
+            lanes[unit.number] = lane
+    return lanes
 
 
 def _bars(run: RankTimeline) -> list[_Bar]:
-    """Of all legs. Units of a rank that overlap get lanes of their own. Endings take no time worth a bar."""
-    bars: list[_Bar] = []
-    for units in run.shared.by_rank:
-        free: list[float] = []
-        for unit in sorted((unit for unit in units if unit.leg is not None), key=lambda unit: run.start[unit.number]):
-            start, end = float(run.start[unit.number]), float(run.end[unit.number])
-            lane = next((lane for lane, until in enumerate(free) if until <= start), len(free))
-            free[lane : lane + 1] = [end]
-            bars.append(_Bar(unit, start, end, lane))
-    return bars
+    """Of all legs. Endings take no time worth a bar."""
+    legs = [[unit for unit in units if unit.leg is not None] for units in run.shared.by_rank]
+    lanes = lanes_of(legs, run.start, run.end).items()
+    return [_Bar(run.shared.units[number], float(run.start[number]), float(run.end[number]), lane) for number, lane in lanes]
 
 
 def _draw_idle(axes: Any, run: RankTimeline, bars: list[_Bar]) -> None:
@@ -123,8 +123,8 @@ def _row(bar: _Bar, lanes: int) -> tuple[float, float]:
 
 def _draw_bar(axes: Any, bar: _Bar, lanes: int, colour: Any) -> None:
     top, height = _row(bar, lanes)
-    style = {"facecolors": [colour], "edgecolors": "white", "linewidth": 0.6, "zorder": 2}
-    axes.broken_barh([(bar.start, bar.end - bar.start)], (top, height), **style)
+    look = {"facecolors": [colour], "edgecolors": "white", "linewidth": 0.6, "zorder": 2}
+    axes.broken_barh([(bar.start, bar.end - bar.start)], (top, height), **look)
 
 
 def _label(axes: Any, run: RankTimeline, bars: list[_Bar], lanes: int, colours: Any, horizon: float) -> None:
@@ -138,8 +138,8 @@ def _label(axes: Any, run: RankTimeline, bars: list[_Bar], lanes: int, colours: 
     for bar, name, room in zip(bars, names, width, strict=True):
         if room >= len(name) * GLYPH * size:
             top, height = _row(bar, lanes)
-            style = {"size": size, "ha": "center", "va": "center_baseline", "zorder": 4}
-            axes.text((bar.start + bar.end) / 2, top + height / 2, name, color=text_colour(colours[bar.unit.kind, bar.unit.heads]), **style)
+            look = {"size": size, "ha": "center", "va": "center_baseline", "zorder": 4}
+            axes.text((bar.start + bar.end) / 2, top + height / 2, name, color=text_colour(colours[bar.unit.kind, bar.unit.heads]), **look)
 
 
 def _hops(run: RankTimeline) -> list[tuple[int, int]]:
@@ -157,18 +157,6 @@ def _draw_hops(axes: Any, run: RankTimeline, bars: list[_Bar], lanes: int) -> No
         axes.plot([before.end, after.start], middles, color=HOP, lw=0.7, zorder=3)
 
 
-def _dress(axes: Any, run: RankTimeline) -> None:
-    """Axes, ticks and the two titles of a panel."""
-    axes.set_ylim(run.ranks - 0.5, -0.5)
-    axes.set_yticks(range(run.ranks))
-    axes.set_ylabel("rank")
-    axes.tick_params(length=3)
-    axes.axvline(run.makespan, color=INK, lw=1.8, zorder=5, clip_on=False)
-    axes.set_title(f"dash-attn, {run.execution}", loc="left", fontsize=13, fontweight="bold")
-    notes = f"makespan {plain_number(round(run.makespan), 7)} us, efficiency {run.efficiency:.3f} ({run.model[:-1]} model)"
-    axes.set_title(notes, loc="right", fontsize=10)
-
-
 def _explain(figure: Any, runs: Sequence[RankTimeline]) -> None:
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
@@ -180,5 +168,4 @@ def _explain(figure: Any, runs: Sequence[RankTimeline]) -> None:
     handles: list[Any] = [Patch(color=colormaps[SHADES[kind % 2]](middle), lw=0, label=names[kind]) for kind in kinds]
     if any(map(_hops, runs)):
         handles.append(Line2D([], [], color=HOP, lw=0.7, label="states hop"))
-    handles += [Patch(facecolor=IDLE, edgecolor="#bbbbbb", lw=0.6, label="idle"), Line2D([], [], color=INK, lw=1.8, label="makespan")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=2.2, title=NUMBERS)
+    style.legend(figure, handles + style.idle_and_end(), NUMBERS)

@@ -18,8 +18,7 @@ def raster(spans: TaskTimes, colours: NDArray[np.float64], bins: int) -> Image:
     worker, start, end, rgb = _segments(spans, colours[:, :3])
     by_worker = np.lexsort((start, worker))
     worker, start, end, rgb = worker[by_worker], start[by_worker], end[by_worker], rgb[by_worker]
-    workers = int(spans.worker.max(initial=0)) + 1
-    bounds = np.searchsorted(worker, np.arange(workers + 1))
+    bounds = np.searchsorted(worker, np.arange(spans.lanes + 1))
     edges = np.linspace(0.0, spans.makespan, bins + 1, dtype=np.float64)
     rows = [_row(start[a:b], end[a:b], rgb[a:b], edges) for a, b in pairwise(bounds)]
     return np.clip(np.stack(rows), 0.0, 1.0)

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any, TypeVar
 
-from .packing import as_text
+from .binary import as_text
 from .page import saved_page
 
 ADDRESS = "127.0.0.1"

@@ -1,19 +1,39 @@
-// A run of one device: tasks on workers, simulated or measured.
+// A run: tasks or units (units.js), in the lanes of workers or ranks. Here those of one rank: tasks on workers, simulated or measured.
 
-class TaskRun {
-  constructor(data) {
-    Object.assign(this, data);
+class Run {
+  constructor(data, words) {
+    Object.assign(this, data, words);
     this.makespan = data.makespan / data.ticks;
     this.bound = data.lower_bound === null ? null : data.lower_bound / data.ticks;
-    this.chains = unpackedAll(data.chains);
-    this.adds = unpackedAll(data.adds);
-    this.readTimes(unpackedAll(data.tasks));
+    this.back = null; // bars behind the others
+  }
+
+  /** The events that decide the makespan, and the start and end of each. */
+  readPath() {
+    const path = decodedAll(this.path);
+    this.path = Array.from(path.index, (index, place) => {
+      const phase = path.phase[place];
+      return { item: this.itemOf(index, phase), phase, index, cause: path.causes[path.cause[place]] };
+    });
+    this.pathSpans = Float64Array.from(this.path.flatMap(({ item, phase, index }) => this.span(item, phase, index)));
+  }
+
+  /** What each phase of a task or unit waits for, with the time from which on that is no hindrance; `last`: the one that came last. */
+  needs(item) {
+    return this.needsInTicks(item).map((need) => ({ ...need, at: need.at / this.ticks }));
+  }
+}
+
+class TaskRun extends Run {
+  constructor(data) {
+    super(data, { laneWord: "worker", itemWord: "task", phases: [COMPUTE, REDUCE] });
+    this.chains = decodedAll(data.chains);
+    this.adds = decodedAll(data.adds);
+    this.readTimes(decodedAll(data.tasks));
     this.linkTurns();
     this.orderChains();
     this.makeBars();
-    this.readPath(unpackedAll(data.path));
-    this.laneWord = "worker";
-    this.itemWord = "task";
+    this.readPath();
   }
 
   readTimes(tasks) {
@@ -65,18 +85,15 @@ class TaskRun {
   }
 
   makeBars() {
-    const most = this.items * 3 + this.chains.worker.length * (2 + 2 * this.adds.count);
-    this.bars = new Bars(most, this.lanes);
-    this.back = this.drains ? new Bars(this.items + this.chains.worker.length * this.adds.count, this.lanes) : null;
-    if (this.back) this.back.atOnce = this.drains;
+    const adds = this.chains.worker.length * this.adds.count;
+    this.bars = new Bars(this.items * 3 + this.chains.worker.length * 2 + 2 * adds, this.lanes);
+    if (this.drains) this.back = new Bars(this.items + adds, this.lanes, this.drains);
     const colour = { stall: 2 * this.q_tiles, startup: 2 * this.q_tiles + 1, add: 2 * this.q_tiles + 2 };
     for (let lane = 0; lane < this.lanes; lane++) {
       this.bars.beginLane(lane);
       this.back?.beginLane(lane);
       for (const chain of this.byWorker[lane]) this.addChain(chain, colour);
     }
-    this.bars.endLanes();
-    this.back?.endLanes();
   }
 
   addChain(chain, colour) {
@@ -104,13 +121,8 @@ class TaskRun {
     if (this.back) this.bars.add(until, this.chains.end[chain], owner, STALL, colour.stall);
   }
 
-  readPath(path) {
-    this.path = Array.from(path.index, (index, place) => {
-      const phase = path.phase[place];
-      const item = phase === ADD ? Math.max(0, this.offsets[Math.floor(index / this.adds.count) + 1] - 1) : index;
-      return { item, phase, index, cause: path.causes[path.cause[place]] };
-    });
-    this.pathSpans = spansOf(this);
+  itemOf(index, phase) {
+    return phase === ADD ? Math.max(0, this.offsets[Math.floor(index / this.adds.count) + 1] - 1) : index;
   }
 
   colours() {
@@ -162,9 +174,14 @@ class TaskRun {
     ];
   }
 
-  /** What compute and reduce of a task wait for, with the time from which on each is no hindrance; `last`: the one that came last. */
-  needs(item) {
-    return [...markLast(this.needsOfCompute(item)), ...markLast(this.needsOfReduce(item))].map((need) => ({ ...need, at: need.at / this.ticks }));
+  legend({ css }, theme) {
+    const computes = [`compute, by Q tile (0 to ${this.q_tiles - 1})`, css.slice(0, this.q_tiles)];
+    const reduces = ["reduce", css.slice(this.q_tiles, 2 * this.q_tiles)];
+    return [computes, reduces, ["stall", [theme.stall]], ["start of a chain", [theme.startup]], ...(this.adds.count ? [["add dK and dV", [theme.add]]] : [])];
+  }
+
+  needsInTicks(item) {
+    return [...markLast(this.needsOfCompute(item)), ...markLast(this.needsOfReduce(item))];
   }
 
   needsOfCompute(item) {

@@ -12,25 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Letters of the types that the page knows (page/data.js), smallest first. float64 holds whole numbers up to 2^53.
-TYPES: tuple[tuple[str, str], ...] = (("B", "u1"), ("H", "<u2"), ("i", "<i4"), ("d", "<f8"))
+TYPES = {"B": "u1", "H": "<u2", "i": "<i4", "d": "<f8"}
 EXACT = 2**53
 
 
-def packed(values: NDArray[Any] | Sequence[int]) -> str:
+def encoded(values: NDArray[Any] | Sequence[int]) -> str:
     """Whole numbers in the smallest type that holds them: its letter, then the bytes in base64."""
     numbers = np.asarray(values, dtype=np.int64)
     least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
     if max(-least, most) > EXACT:
         raise OverflowError(f"{max(-least, most)} ticks are too many for a page")
-    letter, kind = next(found for found in TYPES if _holds(found[1], least, most))
-    return letter + base64.b64encode(numbers.astype(kind).tobytes()).decode()
-
-
-def _holds(kind: str, least: int, most: int) -> bool:
-    if np.dtype(kind).kind == "f":
-        return True
-    limits = np.iinfo(kind)
-    return limits.min <= least and most <= limits.max
+    letter = next(letter for letter, kind in TYPES.items() if letter == "d" or (np.iinfo(kind).min <= least and most <= np.iinfo(kind).max))
+    return letter + base64.b64encode(numbers.astype(TYPES[letter]).tobytes()).decode()
 
 
 def as_text(answer: dict[str, Any]) -> str:
