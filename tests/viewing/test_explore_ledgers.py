@@ -128,7 +128,7 @@ for (const span of [5000, 1500, 300, 30]) {
   const all = []
   for (let i = 0; i < 5; i++) {
     const start = performance.now()
-    chart.show(0, span)
+    chart.view.show(0, span)
     chart.context.getImageData(0, 0, 1, 1)
     all.push(performance.now() - start)
   }

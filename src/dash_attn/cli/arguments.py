@@ -71,10 +71,10 @@ def _add_machine(group: Any) -> None:
 def _add_ranks(group: Any) -> None:
     group.add_argument("--ranks", type=int, metavar="P", help="how many share the sequence")
     group.add_argument("--sharding", choices=SHARDINGS, help=f"who has which rows (default: {WITH_RANKS['sharding']})")
-    hop_help = f"microseconds from rank to rank, beside the transfer (default: {WITH_RANKS['hop_latency']:g})"
-    group.add_argument("--hop-latency", type=float, metavar="TIME", help=hop_help)
-    bandwidth_help = f"GB per second that a rank can send (default: {WITH_RANKS['bandwidth']:g})"
-    group.add_argument("--bandwidth", type=float, metavar="N", help=bandwidth_help)
+    links = {"hop-latency": "microseconds from rank to rank, beside the transfer", "bandwidth": "GB per second that a rank can send"}
+    for name, meaning in links.items():
+        default = WITH_RANKS[name.replace("-", "_")]
+        group.add_argument(f"--{name}", type=float, metavar="N", help=f"{meaning} (default: {default:g})")
     group.add_argument("--execution", choices=EXECUTIONS, help="how a rank runs its units (default: show both)")
     together_help = "heads of one kind that a unit has side by side (default: as many as fill the workers)"
     group.add_argument("--heads-together", type=int, metavar="N", help=together_help)

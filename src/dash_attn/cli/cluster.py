@@ -23,7 +23,7 @@ from ..simulation.cluster import (
     simulate_ranks,
     ulysses,
 )
-from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, plain_number
+from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, figures_of_ranks
 from .arguments import COSTS, WITH_RANKS, either, read_machine, read_problem, read_schedules, refuse
 from .progress import progress_bar
 from .table import Report
@@ -62,7 +62,7 @@ class PlannedRanks(NamedTuple):
         peers = [peer for peer in self.peers if isinstance(peer, PeerEstimate)]
         refused = [("Ulysses", f"it {peer}") for peer in self.peers if isinstance(peer, str)]
         size = f"{counted(self.shared.problem.tasks, 'task')} in {counted(len(self.shared.units), 'unit')}"
-        last = f"{self.shared.schedule.name}: {size}; one rank takes {_us(self.runs[0].one_rank)} us"
+        last = f"{self.shared.schedule.name}: {size}; one rank takes {self.runs[0].one_rank:,.0f} us"
         best = max(run.efficiency for run in self.runs)
         is_best = [run.efficiency == best for run in self.runs] + [False] * len(peers)
         notes = [f"{name} cannot serve this problem: {why}" for name, why in refused] + [self._about_the_model()]
@@ -140,19 +140,14 @@ def _simulate(arguments: argparse.Namespace, shared: SharedSchedule, cluster: Cl
     return runs
 
 
-def _us(time: float) -> str:
-    return f"{time:,.0f}"
-
-
 def _row(run: RankTimeline) -> tuple[str, ...]:
-    waiting = f"{max(run.waiting)} ({bytes_in_words(max(run.waiting_bytes))})"
-    sent = bytes_in_words(max(run.gathered)), bytes_in_words(max(run.sent))
-    return f"dash-attn, {run.execution}", _us(run.makespan), f"{run.efficiency:.3f}", plain_number(max(run.hops)), *sent, waiting
+    figures = figures_of_ranks(run)
+    return f"dash-attn, {run.execution}", f"{run.makespan:,.0f}", *(figures[name] for name in COLUMNS[2:])
 
 
 def _peer_row(peer: PeerEstimate) -> tuple[str, ...]:
     sent = bytes_in_words(peer.forward_bytes), bytes_in_words(peer.backward_bytes)
-    return peer.name, _us(peer.makespan), f"{peer.efficiency:.3f}", "-", *sent, "-"
+    return peer.name, f"{peer.makespan:,.0f}", f"{peer.efficiency:.3f}", "-", *sent, "-"
 
 
 def _value_of(run: RankTimeline) -> dict[str, object]:

@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_training(steps: int, wanted: str, output: Path) -> bool:
     """Whether the ordered runs agree."""
+    from ..viewing.agreement import draw_agreement
     from . import training
 
     device = choose_device(wanted)
@@ -68,17 +69,11 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
     agreed = _train_twice("ordered", None, steps, device, output)
     verdict = "Every bit of every tensor agrees in every step." if agreed.agree else "FAILED: ordered runs must agree."
     print(f"\n{verdict}\n")
-    _draw_runs(
-        output, {f"layer {UNORDERED} adds as tiles arrive": ("unordered", parted), "all layers add in a planned order": ("ordered", agreed)}
-    )
-    return agreed.agree
-
-
-def _draw_runs(output: Path, pairs: dict[str, tuple[str, Comparison]]) -> None:
-    from ..viewing.agreement import draw_agreement
-
-    draw_agreement([_panel(output, title, name, found) for title, (name, found) in pairs.items()], output / PICTURE_OF_RUNS)
+    titles = f"layer {UNORDERED} adds as tiles arrive", "all layers add in a planned order"
+    panels = [_panel(output, titles[0], "unordered", parted), _panel(output, titles[1], "ordered", agreed)]
+    draw_agreement(panels, output / PICTURE_OF_RUNS)
     print(f"Module by module and step by step: open {output / PICTURE_OF_RUNS}\n")
+    return agreed.agree
 
 
 def _panel(output: Path, title: str, name: str, found: Comparison) -> Agreement:

@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,30 +66,30 @@ def run(arguments: argparse.Namespace) -> int:
     check_file("--save", arguments.save)
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"--port must be a number from 0 to 65535; got {arguments.port}")
-    if arguments.ledgers is not None:
-        return _show_ledgers(arguments)
+    make_page, answering = _page_of_ledgers(arguments) if arguments.ledgers is not None else _page_of_schedules(arguments)
+    if arguments.save is None:
+        return _serve(arguments, make_page, answering)
+    arguments.save.write_text(make_page(), encoding="utf-8")
+    print(f"wrote {arguments.save}", file=sys.stderr)
+    return 0
+
+
+def _page_of_schedules(arguments: argparse.Namespace) -> tuple[Callable[[], str], Answering]:
+    """What makes the page, and who answers it."""
     options, machine = options_of(arguments), arguments.machine
     if arguments.save is not None:
-        return _save(arguments.save, saved_page(answer(options, machine)))
+        return lambda: saved_page(answer(options, machine)), answer
     _check(read_question(options, machine))
     page = served_page(start_of_form(options, machine))
-    return _serve(arguments, lambda: page, lambda asked: answer(asked, machine))
+    return lambda: page, lambda asked: answer(asked, machine)
 
 
-def _show_ledgers(arguments: argparse.Namespace) -> int:
+def _page_of_ledgers(arguments: argparse.Namespace) -> tuple[Callable[[], str], None]:
+    """A page that asks nothing. It is read anew each time, because a run may go on."""
     if given := given_options(arguments):
         raise ValueError(f"--ledgers shows two runs; it does not go with {flag_of(next(iter(given)))}")
-    make = partial(ledgers_answer, *arguments.ledgers)
-    page = saved_page(make())  # what cannot be compared is said here
-    if arguments.save is not None:
-        return _save(arguments.save, page)
-    return _serve(arguments, lambda: saved_page(make()), None)  # read anew: a run may go on
-
-
-def _save(path: Path, page: str) -> int:
-    path.write_text(page, encoding="utf-8")
-    print(f"wrote {path}", file=sys.stderr)
-    return 0
+    ledgers_answer(*arguments.ledgers)  # what cannot be compared is said here
+    return lambda: saved_page(ledgers_answer(*arguments.ledgers)), None
 
 
 def _serve(arguments: argparse.Namespace, make_page: Callable[[], str], answering: Answering | None) -> int:

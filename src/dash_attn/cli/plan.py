@@ -16,7 +16,7 @@ from ..scheduling.problem import Problem
 from ..scheduling.validate import ScheduleError
 from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.task_times import Recorded
-from ..viewing.words import counted, describe_machine, describe_problem, percent, plain_number
+from ..viewing.words import counted, describe_machine, describe_problem, figures_of, label_of
 from .arguments import ONLY_WITH_RANKS, add_question, read_machine, read_problem, read_schedules, refuse
 from .cluster import plan_ranks
 from .files import check_different, check_file, check_picture
@@ -161,12 +161,8 @@ def _auto_order(problem: Problem, workers: int) -> str | None:
 
 
 def _row(asked: str, timeline: Timeline, auto_order: str | None) -> tuple[str, ...]:
-    name = timeline.schedule.name
-    label = f"auto: {name}" if asked == "auto" else f"{name} (auto)" if name == auto_order else name
-    shares = (timeline.gap, timeline.utilization, timeline.stalled)
-    slack = timeline.schedule.slack
-    times = plain_number(timeline.makespan), plain_number(timeline.lower_bound)
-    return label, *times, *map(percent, shares), "-" if slack is None else str(slack), str(timeline.schedule.gang)
+    label, figures = label_of(asked, timeline.schedule.name), figures_of(timeline)
+    return f"{label} (auto)" if label == auto_order else label, *(figures[name] for name in COLUMNS[1:])
 
 
 def _values(planned: Planned) -> list[dict[str, Any]]:

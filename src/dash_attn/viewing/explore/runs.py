@@ -17,7 +17,7 @@ from ...simulation.simulate import Timeline
 from ..gantt_ranks import lanes_of
 from ..recorded import MICROSECONDS
 from ..task_times import TaskTimes, task_table, times_of
-from ..words import bytes_in_words, percent, plain_number
+from ..words import figures_of, figures_of_ranks, label_of, percent
 from .binary import encoded
 from .paths import path_of_ranks, path_of_record
 
@@ -43,11 +43,11 @@ def simulated(timeline: Timeline, name: str) -> Answer:
     run, costs, ticks = timeline.execution, timeline.machine.costs, timeline.machine.ticks_per_unit
     return {
         **_tasks(timeline.schedule, times_of(timeline), ticks, (run.chain_start, run.chain_end)),
-        "name": f"auto: {timeline.schedule.name}" if name == "auto" else timeline.schedule.name,
+        "name": label_of(name, timeline.schedule.name),
         "makespan": int(run.chain_end.max(initial=0)),  # behind all adds, too
         "lower_bound": float(timeline.bounds.best),
         "hand_over": max(costs.reduce, costs.latency),
-        "figures": _figures(timeline),
+        "figures": list(map(list, figures_of(timeline).items())),
         "adds": {"count": run.add_start.shape[1], "start": encoded(run.add_start.ravel()), "reduce": costs.reduce},
         "path": _path(critical_path(timeline)),
     }
@@ -106,24 +106,6 @@ def _task_columns(schedule: Schedule, spans: TaskTimes, ticks: int) -> Answer:
     )
 
 
-def _figures(timeline: Timeline) -> list[list[str]]:
-    """(name, value) in words, as the table of `dash-attn plan` has them."""
-    stalls = timeline.stalls
-    slack = timeline.schedule.slack
-    return [
-        ["makespan", plain_number(timeline.makespan)],
-        ["lower bound", plain_number(timeline.lower_bound)],
-        ["gap", percent(timeline.gap)],
-        ["utilised", percent(timeline.utilization)],
-        ["stalled", percent(timeline.stalled)],
-        ["for turns", percent(stalls.order)],
-        ["for buffers", percent(stalls.buffer)],
-        ["for last reduces", percent(stalls.drain)],
-        ["slack", "-" if slack is None else str(slack)],
-        ["gang", str(timeline.schedule.gang)],
-    ]
-
-
 def shared_run(run: RankTimeline) -> Answer:
     """Of several ranks. Endings have no chunk of queries."""
     shared = run.shared
@@ -140,24 +122,11 @@ def shared_run(run: RankTimeline) -> Answer:
         "workers": run.ranks,
         "makespan": round(run.makespan * NANOSECONDS),
         "lower_bound": None,
-        "figures": _figures_of_ranks(run),
+        "figures": list(map(list, figures_of_ranks(run).items())),
         "units": _units(run),
         "waits": _columns(count=[len(each) for each in waits], unit=[other for each in waits for other in each]),
         "path": _path([(("compute", number), cause) for number, cause in path_of_ranks(run)]),
     }
-
-
-def _figures_of_ranks(run: RankTimeline) -> list[list[str]]:
-    return [
-        ["makespan", f"{run.makespan:,.0f} us"],
-        ["one rank", f"{run.one_rank:,.0f} us"],
-        ["efficiency", f"{run.efficiency:.3f}"],
-        ["hops", str(max(run.hops))],
-        ["sent forward", bytes_in_words(max(run.gathered))],
-        ["sent backward", bytes_in_words(max(run.sent))],
-        ["states waiting", f"{max(run.waiting)} ({bytes_in_words(max(run.waiting_bytes))})"],
-        ["model", run.model],
-    ]
 
 
 def _units(run: RankTimeline) -> Answer:

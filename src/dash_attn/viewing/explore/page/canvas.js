@@ -1,9 +1,9 @@
 // What all charts need: a stretch that can be zoomed, a canvas that can have the focus, and a few strokes of a brush.
 
-/** The part of a whole that is in sight. It has at least a given length. */
+/** The part of a whole that is in sight. It has at least a given length. `changed` is called when it is another one. */
 class Stretch {
-  constructor(whole, least) {
-    Object.assign(this, { from: 0, to: whole, whole, least: Math.min(least, whole) });
+  constructor(whole, least, changed) {
+    Object.assign(this, { from: 0, to: whole, whole, least: Math.min(least, whole), changed });
   }
 
   get span() {
@@ -18,6 +18,7 @@ class Stretch {
     const span = this.inLimits(to - from);
     this.from = Math.min(this.whole - span, Math.max(0, from));
     this.to = this.from + span;
+    this.changed();
   }
 
   inLimits(span) {

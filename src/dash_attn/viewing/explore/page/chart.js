@@ -9,7 +9,7 @@ class Chart extends CanvasChart {
     const summary = `${run.name}, ${run.source}: ${run.workers} ${run.laneWord}s over ${run.unit}, ${plain(run.items)} ${run.itemWord}s; ${words.join(", ")}. ${KEYS_HELP}`;
     super(state.view, "Gantt chart", summary);
     [this.run, this.state, this.hovered] = [run, state, null];
-    this.lanes = new Stretch(run.lanes, 2);
+    this.lanes = new Stretch(run.lanes, 2, () => state.redrawSoon());
     this.upper = element("canvas", { "aria-hidden": "true" });
     this.over = this.upper.getContext("2d");
     this.stack.append(this.upper);
@@ -94,7 +94,7 @@ class Chart extends CanvasChart {
     this.stack.classList.add("dragging");
     const [right, down] = [(dx / plot.width) * held.view.span, (dy / plot.height) * held.lanes.span];
     this.lanes.show(held.lanes.from - down, held.lanes.to - down);
-    return this.state.show(held.view.from - right, held.view.to - right);
+    return this.view.show(held.view.from - right, held.view.to - right);
   }
 
   pressed(event) {
@@ -119,7 +119,7 @@ class Chart extends CanvasChart {
     event.preventDefault();
     const [x, y] = this.pointOf(event);
     if (event.shiftKey) this.zoomLanes(wheelFactor(event), (y - this.plot.top) / this.plot.height);
-    else this.state.zoom(wheelFactor(event), this.placeAt(x));
+    else this.view.zoom(wheelFactor(event), this.placeAt(x));
   }
 
   hover(item) {
@@ -131,7 +131,6 @@ class Chart extends CanvasChart {
 
   zoomLanes(factor, share = 0.5) {
     this.lanes.zoom(factor, this.lanes.from + share * this.lanes.span);
-    this.draw();
   }
 
   /** Bring a task into sight. */
@@ -139,7 +138,7 @@ class Chart extends CanvasChart {
     const lane = this.run.laneOf(item);
     if (!this.lanes.has(lane, lane + 1)) this.lanes.showAround(lane);
     const [start, end] = [this.run.span(item, COMPUTE)[0], this.run.span(item, REDUCE)[1]];
-    if (!this.view.has(start, end)) this.state.showAround((start + end) / 2);
+    if (!this.view.has(start, end)) this.view.showAround((start + end) / 2);
   }
 
   actions() {

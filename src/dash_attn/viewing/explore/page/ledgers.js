@@ -83,7 +83,7 @@ const LEDGER_KEYS = "Arrows go from step to step and from module to module, Ente
 class LedgerChart extends CanvasChart {
   constructor(tree) {
     const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps. ${LEDGER_KEYS}`;
-    super(new Stretch(tree.steps.length, 2), "chart of modules over steps", summary);
+    super(new Stretch(tree.steps.length, 2, () => this.draw()), "chart of modules over steps", summary);
     this.tree = tree;
     this.chosen = this.placeOfFirst() ?? { module: 0, step: 0 };
     this.figure = element("figure", {}, this.stack);
@@ -212,14 +212,8 @@ class LedgerChart extends CanvasChart {
     byId("spoken").textContent = `${this.tree.name(module)}, step ${this.tree.steps[at]}: ${words}`;
   }
 
-  show(from, to) {
-    this.view.show(from, to);
-    this.draw();
-  }
-
   zoom(factor) {
     this.view.zoom(factor, this.chosen.step + 0.5);
-    this.draw();
   }
 
   actions() {
@@ -236,7 +230,7 @@ class LedgerChart extends CanvasChart {
       "+": () => this.zoom(0.6),
       "=": () => this.zoom(0.6),
       "-": () => this.zoom(1 / 0.6),
-      0: () => this.show(0, this.tree.steps.length),
+      0: () => this.view.show(0, this.tree.steps.length),
       f: () => first && this.choose(first.module, first.step),
     };
   }

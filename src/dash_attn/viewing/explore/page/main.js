@@ -5,36 +5,25 @@ const LEAST_SPAN = 1e-6; // of the whole time that can be in sight
 
 const state = {
   charts: [],
-  view: new Stretch(1, LEAST_SPAN),
+  view: new Stretch(1, LEAST_SPAN, () => state.redrawSoon()),
   chosen: null,
   moment: null,
   showPath: false,
-  playing: null,
+  playing: false,
   ledgers: null, // the chart of two runs, where the page is about those
 
   get whole() {
     return this.view.whole;
   },
 
-  show(from, to) {
-    this.view.show(from, to);
-    this.redrawSoon();
-  },
-
-  showAround(moment) {
-    this.view.showAround(moment);
-    this.redrawSoon();
-  },
-
   showAll() {
     for (const chart of this.charts) chart.lanes.show(0, chart.run.lanes);
-    this.show(0, this.whole);
+    this.view.show(0, this.whole);
   },
 
   /** Keyboard and buttons zoom around the chosen task, else around the middle. */
-  zoom(factor, around = this.middle()) {
-    this.view.zoom(factor, around);
-    this.redrawSoon();
+  zoom(factor) {
+    this.view.zoom(factor, this.middle());
   },
 
   middle() {
@@ -100,21 +89,17 @@ const state = {
     if (!this.charts.length) return;
     const moment = nextEvent(this.charts, this.moment ?? (by > 0 ? -1 : Infinity), by);
     if (Number.isFinite(moment)) this.setMoment(moment);
-    if (!this.view.has(this.moment)) this.showAround(this.moment);
+    if (!this.view.has(this.moment)) this.view.showAround(this.moment);
   },
 
   play() {
-    byId("play").textContent = this.playing === null ? "Pause" : "Play";
-    if (this.playing !== null) {
-      this.playing = null;
-      return;
-    }
-    this.playing = performance.now();
-    let before = this.playing;
-    const start = this.moment === null || this.moment >= this.whole ? 0 : this.moment;
-    this.setMoment(start);
+    this.playing = !this.playing;
+    byId("play").textContent = this.playing ? "Pause" : "Play";
+    if (!this.playing) return;
+    let before = performance.now();
+    this.setMoment(this.moment === null || this.moment >= this.whole ? 0 : this.moment);
     const tick = (now) => {
-      if (this.playing === null) return;
+      if (!this.playing) return;
       this.setMoment(this.moment + ((now - before) / 1000 / PLAY_SECONDS) * this.whole);
       before = now;
       if (this.moment >= this.whole) this.play();
@@ -130,12 +115,12 @@ const state = {
 };
 
 function showAnswer(answer) {
-  state.playing = null;
+  state.playing = false;
   byId("play").textContent = "Play";
   const runs = answer.runs.map((data) => (data.kind === "tasks" ? new TaskRun(data) : new UnitRun(data)));
   Object.assign(state, { chosen: null, moment: null });
   const whole = 1.015 * Math.max(...runs.map((run) => Math.max(run.makespan, run.bound ?? 0)), 1e-9);
-  state.view = new Stretch(whole, whole * LEAST_SPAN);
+  state.view = new Stretch(whole, whole * LEAST_SPAN, state.view.changed);
   state.charts = runs.map((run) => new Chart(run, state));
   byId("title").replaceChildren(...answer.title.map((line) => element("p", {}, line)));
   byId("refused").textContent = answer.refused.map(([name, why]) => `${name} cannot serve this problem: ${why.split("\n")[0]}`).join(" ");

@@ -27,6 +27,7 @@ class Run {
 class TaskRun extends Run {
   constructor(data) {
     super(data, { laneWord: "worker", itemWord: "task", phases: [COMPUTE, REDUCE] });
+    this.inChain = needsInChain(this.drains);
     this.chains = decodedAll(data.chains);
     this.adds = decodedAll(data.adds);
     this.readTimes(decodedAll(data.tasks));
@@ -181,32 +182,13 @@ class TaskRun extends Run {
   }
 
   needsInTicks(item) {
-    return [...markLast(this.needsOfCompute(item)), ...markLast(this.needsOfReduce(item))];
-  }
-
-  needsOfCompute(item) {
-    const [chain, place] = [this.chainOf[item], this.placeOf(item)];
-    const reduced = (other, words) => ({ phase: COMPUTE, item: other, of: REDUCE, words, at: this.reduceEnd[other] });
-    if (place === 0) {
-      const before = this.chainBefore[chain];
-      return before < 0 || !this.chains.tasks[before] ? [] : [reduced(this.lastOf(before), "its worker, which ran")];
-    }
-    const found = [];
-    if (this.drains) found.push({ phase: COMPUTE, item: item - 1, of: COMPUTE, words: "the compute before", at: this.computeEnd[item - 1] });
-    const freed = item - 1 - this.drains;
-    if (place - 1 - this.drains >= 0) found.push(reduced(freed, this.drains ? "a free buffer, the reduce of" : "the reduce before"));
-    return found;
-  }
-
-  needsOfReduce(item) {
-    const found = [{ phase: REDUCE, item, of: COMPUTE, words: "its own compute", at: this.computeEnd[item] }];
-    const rival = this.turnBefore(item);
-    if (rival >= 0) found.push({ phase: REDUCE, item: rival, of: REDUCE, words: `turn ${this.turn[rival]}`, at: this.handedOver(rival) });
-    const [place, drains] = [this.placeOf(item), Math.max(1, this.drains)];
-    if (this.drains && place >= drains) {
-      found.push({ phase: REDUCE, item: item - drains, of: REDUCE, words: "a free drain, the reduce of", at: this.reduceEnd[item - drains] });
-    }
-    return found;
+    const [place, before, rival] = [this.placeOf(item), this.chainBefore[this.chainOf[item]], this.turnBefore(item)];
+    const need = (phase, other, of, words) => ({ phase, item: other, of, words, at: (of === COMPUTE ? this.computeEnd : this.reduceEnd)[other] });
+    const found = [need(REDUCE, item, COMPUTE, "its own compute")];
+    if (rival >= 0) found.push({ ...need(REDUCE, rival, REDUCE, `turn ${this.turn[rival]}`), at: this.handedOver(rival) });
+    if (place === 0 && before >= 0 && this.chains.tasks[before]) found.push(need(COMPUTE, this.lastOf(before), REDUCE, "its worker, which ran"));
+    for (const { phase, of, back, needs } of this.inChain) if (place >= back) found.push(need(phase, item - back, of, needs));
+    return this.phases.flatMap((phase) => markLast(found.filter((each) => each.phase === phase)));
   }
 
   handedOver(item) {
@@ -221,15 +203,10 @@ class TaskRun extends Run {
   }
 
   neededBy(item) {
-    const [chain, place] = [this.chainOf[item], this.placeOf(item)];
-    const [left, drains] = [this.chains.tasks[chain] - 1 - place, Math.max(1, this.drains)];
-    const found = [];
-    const rival = this.turnAfter(item);
-    if (rival >= 0) found.push({ item: rival, of: REDUCE, words: `turn ${this.turn[rival]}` });
-    if (left >= 1) found.push({ item: item + 1, of: COMPUTE, words: "the next compute" });
-    if (this.drains && left >= drains) found.push({ item: item + drains, of: REDUCE, words: "its drain, the reduce of" });
-    if (this.drains && left >= 1 + this.drains) found.push({ item: item + 1 + this.drains, of: COMPUTE, words: "its buffer, the compute of" });
-    const next = this.chainAfter[chain];
+    const chain = this.chainOf[item];
+    const [rival, next, left] = [this.turnAfter(item), this.chainAfter[chain], this.chains.tasks[chain] - 1 - this.placeOf(item)];
+    const found = rival >= 0 ? [{ item: rival, of: REDUCE, words: `turn ${this.turn[rival]}` }] : [];
+    for (const { phase, back, neededBy } of this.inChain) if (left >= back) found.push({ item: item + back, of: phase, words: neededBy });
     if (item === this.lastOf(chain) && next >= 0 && this.chains.tasks[next]) found.push({ item: this.offsets[next], of: COMPUTE, words: "its worker, the chain of" });
     return found;
   }
@@ -242,6 +219,16 @@ class TaskRun extends Run {
     const buffer = held === item ? "" : `needs the buffer of ${this.title(held)}, which `;
     return `${buffer}${need.item === held ? "reduces" : `waits for ${need.words} (${this.title(need.item)})`}`;
   }
+}
+
+/** Which phase of a task needs which one of the task some places back in its chain, and words for both ends. */
+function needsInChain(drains) {
+  if (!drains) return [{ phase: COMPUTE, of: REDUCE, back: 1, needs: "the reduce before", neededBy: "the next compute" }];
+  return [
+    { phase: COMPUTE, of: COMPUTE, back: 1, needs: "the compute before", neededBy: "the next compute" },
+    { phase: REDUCE, of: REDUCE, back: drains, needs: "a free drain, the reduce of", neededBy: "its drain, the reduce of" },
+    { phase: COMPUTE, of: REDUCE, back: 1 + drains, needs: "a free buffer, the reduce of", neededBy: "its buffer, the compute of" },
+  ];
 }
 
 function markLast(needs) {
