@@ -18,10 +18,9 @@ from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
-from dash_attn.viewing.explore.binary import EXACT, as_text, encoded
-from dash_attn.viewing.explore.page import saved_page, served_page
+from dash_attn.viewing.explore.page import as_text, saved_page, served_page
 from dash_attn.viewing.explore.paths import path_of_ranks, path_of_record
-from dash_attn.viewing.explore.runs import shared_run
+from dash_attn.viewing.explore.runs import EXACT, encoded, shared_run
 from dash_attn.viewing.recorded import Noted, times_from
 from dash_attn.viewing.task_times import task_table, times_of
 

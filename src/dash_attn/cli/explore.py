@@ -16,9 +16,8 @@ from ..scheduling.ranks.sharding import SHARDINGS
 from ..scheduling.validate import ScheduleError
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
-from ..viewing.explore.binary import encoded
 from ..viewing.explore.page import saved_page, served_page
-from ..viewing.explore.runs import check_size, recorded, shared_run, simulated
+from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, simulated
 from ..viewing.explore.server import Answering, PageServer
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
@@ -79,7 +78,11 @@ def _page_of_schedules(arguments: argparse.Namespace) -> tuple[Callable[[], str]
     options, machine = options_of(arguments), arguments.machine
     if arguments.save is not None:
         return lambda: saved_page(answer(options, machine)), answer
-    _check(read_question(options, machine))
+    asked = read_question(options, machine)  # what cannot be read is said by the command, not on the page
+    _schedules(asked)
+    if not asked.measured:
+        read_machine(asked)
+    read_problem(asked)
     page = served_page(start_of_form(options, machine))
     return lambda: page, lambda asked: answer(asked, machine)
 
@@ -105,14 +108,6 @@ def _serve(arguments: argparse.Namespace, make_page: Callable[[], str], answerin
             webbrowser.open(server.url)
         server.serve_forever()
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """What cannot be read is said by the command, not on the page."""
-    _schedules(arguments)
-    if not arguments.measured:
-        read_machine(arguments)
-    read_problem(arguments)
 
 
 def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any]:

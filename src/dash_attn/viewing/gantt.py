@@ -10,8 +10,7 @@ import numpy as np
 
 from ..simulation.simulate import Timeline
 from . import style
-from .gantt_bars import draw_bars
-from .gantt_raster import raster
+from .gantt_tasks import draw_bars, raster
 from .style import BOUND, FIGURE_WIDTH, IDLE, INK, REDUCE_SHADE, STALL, STALL_PALE, q_tile_colours
 from .task_times import TaskTimes, times_of
 from .words import describe_machine, describe_problem, plain_number

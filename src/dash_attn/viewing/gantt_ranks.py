@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from ..scheduling.ranks.units import Unit
 from ..simulation.cluster import RankTimeline
 from . import style
+from .gantt_tasks import GLYPH, LANE
 from .style import FIGURE_WIDTH, IDLE, text_colour
 from .words import plain_number
 
 SHADES = ("Blues", "Oranges")  # of the two kinds of head: light, and different for colour-blind eyes
 LIGHTEST, DARKEST = 0.32, 0.72
-LANE = 0.84  # of the distance between ranks
-GLYPH = 0.64  # width of a digit, in font sizes
 SMALLEST_LABEL, LARGEST_LABEL = 5.0, 8.0
 MOST_HOPS = 60  # more lines hide the bars
 HOP = "#777777"
@@ -34,6 +33,9 @@ class _Bar(NamedTuple):
     start: float
     end: float
     lane: int  # on its rank
+    top: float
+    height: float
+    colour: NDArray[np.float64]
 
 
 def gantt_of_ranks(runs: Sequence[RankTimeline], path: str | Path, title: str) -> None:
@@ -60,12 +62,11 @@ def _draw(axes: Any, run: RankTimeline, horizon: float) -> None:
     axes.set_xlim(0, horizon)
     bars = _bars(run)
     _draw_idle(axes, run, bars)
-    lanes = 1 + max((bar.lane for bar in bars), default=0)
-    colours = _colours(run)
     for bar in bars:
-        _draw_bar(axes, bar, lanes, colours[bar.unit.kind, bar.unit.heads])
-    _label(axes, run, bars, lanes, colours, horizon)
-    _draw_hops(axes, run, bars, lanes)
+        look = {"facecolors": [bar.colour], "edgecolors": "white", "linewidth": 0.6, "zorder": 2}
+        axes.broken_barh([(bar.start, bar.end - bar.start)], (bar.top, bar.height), **look)
+    _label(axes, run, bars, horizon)
+    _draw_hops(axes, run, bars)
     notes = f"makespan {plain_number(round(run.makespan), 7)} us, efficiency {run.efficiency:.3f} ({run.model[:-1]} model)"
     style.dress(axes, (run.ranks, "rank"), (f"dash-attn, {run.execution}", notes), run.makespan)
     axes.set_yticks(range(run.ranks))
@@ -86,8 +87,14 @@ def lanes_of(by_rank: Sequence[Sequence[Unit]], start: NDArray[Any], end: NDArra
 def _bars(run: RankTimeline) -> list[_Bar]:
     """Of all legs. Endings take no time worth a bar."""
     legs = [[unit for unit in units if unit.leg is not None] for units in run.shared.by_rank]
-    lanes = lanes_of(legs, run.start, run.end).items()
-    return [_Bar(run.shared.units[number], float(run.start[number]), float(run.end[number]), lane) for number, lane in lanes]
+    lanes, colours = lanes_of(legs, run.start, run.end), _colours(run)
+    height = LANE / (1 + max(lanes.values(), default=0))
+    bars = []
+    for number, lane in lanes.items():
+        unit = run.shared.units[number]
+        times = float(run.start[number]), float(run.end[number])
+        bars.append(_Bar(unit, *times, lane, unit.rank - LANE / 2 + lane * height, height, colours[unit.kind, unit.heads]))
+    return bars
 
 
 def _draw_idle(axes: Any, run: RankTimeline, bars: list[_Bar]) -> None:
@@ -115,31 +122,19 @@ def _colours(run: RankTimeline) -> dict[tuple[int, Any], NDArray[np.float64]]:
     return found
 
 
-def _row(bar: _Bar, lanes: int) -> tuple[float, float]:
-    """Top and height of a bar."""
-    height = LANE / lanes
-    return bar.unit.rank - LANE / 2 + bar.lane * height, height
-
-
-def _draw_bar(axes: Any, bar: _Bar, lanes: int, colour: Any) -> None:
-    top, height = _row(bar, lanes)
-    look = {"facecolors": [colour], "edgecolors": "white", "linewidth": 0.6, "zorder": 2}
-    axes.broken_barh([(bar.start, bar.end - bar.start)], (top, height), **look)
-
-
-def _label(axes: Any, run: RankTimeline, bars: list[_Bar], lanes: int, colours: Any, horizon: float) -> None:
+def _label(axes: Any, run: RankTimeline, bars: list[_Bar], horizon: float) -> None:
     """The chunk of the keys, in one size for the whole picture; nothing if that does not fit in most bars."""
     names = [str(run.shared.column_of(bar.unit).chunk) for bar in bars]
     width = np.array([bar.end - bar.start for bar in bars]) * FIGURE_WIDTH * PLOT_SHARE * 72 / horizon - 1.5
     digits = max(map(len, names), default=1)
-    size = min(LARGEST_LABEL, float(np.median(width)) / (digits * GLYPH)) if lanes <= 2 else 0.0
+    few_lanes = all(bar.lane < 2 for bar in bars)
+    size = min(LARGEST_LABEL, float(np.median(width)) / (digits * GLYPH)) if few_lanes else 0.0
     if size < SMALLEST_LABEL:
         return
     for bar, name, room in zip(bars, names, width, strict=True):
         if room >= len(name) * GLYPH * size:
-            top, height = _row(bar, lanes)
-            look = {"size": size, "ha": "center", "va": "center_baseline", "zorder": 4}
-            axes.text((bar.start + bar.end) / 2, top + height / 2, name, color=text_colour(colours[bar.unit.kind, bar.unit.heads]), **look)
+            look = {"size": size, "ha": "center", "va": "center_baseline", "zorder": 4, "color": text_colour(bar.colour)}
+            axes.text((bar.start + bar.end) / 2, bar.top + bar.height / 2, name, **look)
 
 
 def _hops(run: RankTimeline) -> list[tuple[int, int]]:
@@ -149,11 +144,11 @@ def _hops(run: RankTimeline) -> list[tuple[int, int]]:
     return found if len(found) <= MOST_HOPS else []
 
 
-def _draw_hops(axes: Any, run: RankTimeline, bars: list[_Bar], lanes: int) -> None:
+def _draw_hops(axes: Any, run: RankTimeline, bars: list[_Bar]) -> None:
     by_number = {bar.unit.number: bar for bar in bars}
     for numbers in _hops(run):
         before, after = (by_number[number] for number in numbers)
-        middles = [sum(_row(bar, lanes)) - _row(bar, lanes)[1] / 2 for bar in (before, after)]
+        middles = [bar.top + bar.height / 2 for bar in (before, after)]
         axes.plot([before.end, after.start], middles, color=HOP, lw=0.7, zorder=3)
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from .binary import as_text, compressed
 
 FOLDER = Path(__file__).parent / "page"
 # In the order in which they use each other.
 SCRIPTS = ("data", "colours", "canvas", "bars", "tasks", "units", "drawing", "overlay", "chart", "panels", "form", "ledgers", "main")
 MOST_PLAIN = 2**18  # characters of data; more are compressed, which makes the bytes depend on the version of zlib
+
+
+def as_text(answer: dict[str, Any]) -> str:
+    """JSON that can stand inside of a script element."""
+    return json.dumps(answer, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+
+
+def compressed(answer: dict[str, Any]) -> str:
+    """The same, gzipped and in base64. Without a time stamp: the same answer gives the same text."""
+    return base64.b64encode(gzip.compress(as_text(answer).encode(), compresslevel=6, mtime=0)).decode()
 
 
 def saved_page(answer: dict[str, Any]) -> str:

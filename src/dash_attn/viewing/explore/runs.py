@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from ..gantt_ranks import lanes_of
 from ..recorded import MICROSECONDS
 from ..task_times import TaskTimes, task_table, times_of
 from ..words import figures_of, figures_of_ranks, label_of, percent
-from .binary import encoded
 from .paths import path_of_ranks, path_of_record
 
 MOST_TASKS = 2_000_000  # of a run: about 30 MB, and a second until it is drawn
@@ -27,6 +27,9 @@ PHASES = ("compute", "reduce", "add")
 CAUSES = ("start", "worker", "compute", "buffer", "drain", "turn", "rank", "states", "turns", "keys")
 NANOSECONDS = 1000  # of a microsecond: ticks of a recording, and of ranks
 NONE = -1
+# Letters of the types that the page knows (page/data.js), smallest first. float64 holds whole numbers up to 2^53.
+TYPES = {"B": "u1", "H": "<u2", "i": "<i4", "d": "<f8"}
+EXACT = 2**53
 Answer = dict[str, Any]
 Ticks = NDArray[np.int64]
 
@@ -165,6 +168,16 @@ def _heads(shared: SharedSchedule, unit: Unit) -> str:
             name = f"h{there.start + int(members(len(there), last_first)[unit.member])}"
         words.append(f"b{sequence}.{name}" if sequence else name)
     return ", ".join(words)
+
+
+def encoded(values: NDArray[Any] | Sequence[int]) -> str:
+    """Whole numbers in the smallest type that holds them: its letter, then the bytes in base64."""
+    numbers = np.asarray(values, dtype=np.int64)
+    least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    if max(-least, most) > EXACT:
+        raise OverflowError(f"{max(-least, most)} ticks are too many for a page")
+    letter = next(letter for letter, kind in TYPES.items() if letter == "d" or (np.iinfo(kind).min <= least and most <= np.iinfo(kind).max))
+    return letter + base64.b64encode(numbers.astype(TYPES[letter]).tobytes()).decode()
 
 
 def _columns(**columns: Ticks | Sequence[int]) -> Answer:

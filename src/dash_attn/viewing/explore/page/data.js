@@ -3,7 +3,7 @@
 const TYPES = { B: Uint8Array, H: Uint16Array, i: Int32Array, d: Float64Array };
 const byId = (id) => document.getElementById(id);
 
-/** The whole numbers that binary.py encoded: a letter for the type, then the bytes in base64. */
+/** The whole numbers that runs.py encoded: a letter for the type, then the bytes in base64. */
 function decoded(text) {
   return new TYPES[text[0]](bytesOf(text.slice(1)).buffer);
 }
