@@ -23,12 +23,8 @@ const state = {
 
   /** Keyboard and buttons zoom around the chosen task, else around the middle. */
   zoom(factor) {
-    this.view.zoom(factor, this.middle());
-  },
-
-  middle() {
     const time = this.chosen === null ? NaN : this.chosen.chart.run.span(this.chosen.item, COMPUTE)[0];
-    return this.view.has(time) ? time : (this.view.from + this.view.to) / 2;
+    this.view.zoom(factor, this.view.has(time) ? time : (this.view.from + this.view.to) / 2);
   },
 
   redrawSoon() {
@@ -69,7 +65,7 @@ const state = {
     const { path } = chart.run;
     if (!path.length) return;
     if (!this.showPath) this.togglePath(true);
-    const known = this.chosen?.chart === chart ? path.findIndex((event) => event.item === this.chosen.item) : -1;
+    const known = path.findIndex((event) => event.item === chart.chosen);
     let at = known < 0 ? (by > 0 ? 0 : path.length - 1) : known;
     while (known >= 0 && path[at + by] && path[at].item === path[known].item) at += by;
     chart.go(path[at].item);

@@ -32,7 +32,8 @@ class TaskRun extends Run {
     this.adds = decodedAll(data.adds);
     this.readTimes(decodedAll(data.tasks));
     this.linkTurns();
-    this.orderChains();
+    const chains = [...this.chains.worker.keys()].filter((chain) => this.chains.tasks[chain] || this.adds.count);
+    [this.byWorker, this.chainBefore, this.chainAfter] = inQueues(chains, this.chains.worker, this.chains.start, this.lanes);
     this.makeBars();
     this.readPath();
   }
@@ -66,23 +67,6 @@ class TaskRun extends Run {
     this.turnBefore = (i) => (this.turn[i] > 0 ? inOrder[first[keys[i]] + this.turn[i] - 1] : -1);
     this.turnAfter = (i) => (this.turn[i] + 1 < counts[keys[i]] ? inOrder[first[keys[i]] + this.turn[i] + 1] : -1);
     this.turnsOf = (i) => counts[keys[i]];
-  }
-
-  /** The chains of each worker, as they started. */
-  orderChains() {
-    const { worker, start } = this.chains;
-    const chains = [...worker.keys()].filter((chain) => this.chains.tasks[chain] || this.adds.count);
-    chains.sort((a, b) => worker[a] - worker[b] || start[a] - start[b] || a - b);
-    this.byWorker = Array.from({ length: this.lanes }, () => []);
-    [this.chainBefore, this.chainAfter] = [new Int32Array(worker.length).fill(-1), new Int32Array(worker.length).fill(-1)];
-    chains.forEach((chain, place) => {
-      this.byWorker[worker[chain]].push(chain);
-      const before = chains[place - 1];
-      if (place && worker[before] === worker[chain]) {
-        this.chainBefore[chain] = before;
-        this.chainAfter[before] = chain;
-      }
-    });
   }
 
   makeBars() {
@@ -229,6 +213,18 @@ function needsInChain(drains) {
     { phase: REDUCE, of: REDUCE, back: drains, needs: "a free drain, the reduce of", neededBy: "its drain, the reduce of" },
     { phase: COMPUTE, of: REDUCE, back: 1 + drains, needs: "a free buffer, the reduce of", neededBy: "its buffer, the compute of" },
   ];
+}
+
+/** What each worker or rank ran, as it started; and what its owner ran before and after each, or -1. */
+function inQueues(items, owner, start, owners) {
+  const queues = Array.from({ length: owners }, () => []);
+  const [before, after] = [new Int32Array(owner.length).fill(-1), new Int32Array(owner.length).fill(-1)];
+  for (const item of items) queues[owner[item]].push(item);
+  for (const queue of queues) {
+    queue.sort((a, b) => start[a] - start[b] || a - b);
+    for (let place = 1; place < queue.length; place++) [before[queue[place]], after[queue[place - 1]]] = [queue[place - 1], queue[place]];
+  }
+  return [queues, before, after];
 }
 
 function markLast(needs) {

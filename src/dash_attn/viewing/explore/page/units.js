@@ -10,7 +10,7 @@ class UnitRun extends Run {
     this.perRank = 1 + this.u.lane.reduce((most, lane) => Math.max(most, lane), 0);
     this.lanes = this.workers * this.perRank;
     this.readWaits(decodedAll(data.waits));
-    this.orderUnits();
+    [this.onRank, this.rankBefore, this.rankAfter] = inQueues(this.u.rank.keys(), this.u.rank, this.u.start, this.workers);
     this.makeBars();
     this.readPath();
   }
@@ -24,17 +24,6 @@ class UnitRun extends Run {
         this.waitsFor[unit].push(other);
         this.waitedBy[other].push(unit);
       }
-    }
-  }
-
-  /** The units of each rank, as they started, and the place of each among them. */
-  orderUnits() {
-    this.onRank = Array.from({ length: this.workers }, () => []);
-    for (let unit = 0; unit < this.items; unit++) this.onRank[this.u.rank[unit]].push(unit);
-    this.place = new Int32Array(this.items);
-    for (const units of this.onRank) {
-      units.sort((a, b) => this.u.start[a] - this.u.start[b] || a - b);
-      units.forEach((unit, place) => (this.place[unit] = place));
     }
   }
 
@@ -100,9 +89,8 @@ class UnitRun extends Run {
   needsInTicks(item) {
     const [u, found] = [this.u, []];
     if (u.before[item] >= 0) found.push({ phase: COMPUTE, item: u.before[item], words: "states of", at: u.arrival[item] });
-    const earlier = this.onRank[u.rank[item]][this.place[item] - 1];
-    const ended = earlier !== undefined && u.end[earlier] <= u.start[item];
-    if (ended) found.push({ phase: COMPUTE, item: earlier, words: "its rank, which ran", at: u.end[earlier] });
+    const earlier = this.rankBefore[item];
+    if (earlier >= 0 && u.end[earlier] <= u.start[item]) found.push({ phase: COMPUTE, item: earlier, words: "its rank, which ran", at: u.end[earlier] });
     for (const other of this.waitsFor[item]) found.push({ phase: COMPUTE, item: other, words: "turns of", at: u.end[other] });
     const inTime = found.filter((need) => need.at <= u.start[item] + 1); // overlapped units take turns over while they run
     const late = found.filter((need) => need.at > u.start[item] + 1).map((need) => ({ ...need, last: false }));
@@ -112,13 +100,8 @@ class UnitRun extends Run {
   neededBy(item) {
     const [u, found] = [this.u, []];
     if (u.after[item] >= 0) found.push({ item: u.after[item], words: u.rank[u.after[item]] === u.rank[item] ? "its states" : `its states hop to rank ${u.rank[u.after[item]]}` });
-    const later = this.onRank[u.rank[item]][this.place[item] + 1];
-    if (later !== undefined) found.push({ item: later, words: "its rank, next" });
+    if (this.rankAfter[item] >= 0) found.push({ item: this.rankAfter[item], words: "its rank, next" });
     for (const other of this.waitedBy[item]) found.push({ item: other, words: "its turns" });
     return found;
-  }
-
-  stallOf() {
-    return "waits";
   }
 }
