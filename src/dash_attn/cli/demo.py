@@ -58,7 +58,12 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
     size = f"A transformer of {training.LAYERS} layers and {training.weight_count():,} weights"
     print(f"{size} learns from {training.LENGTH}-token sequences: same seed, same data, same code.")
     print("The two runs differ only in which attention tile happens to finish first.")
-    print(_how_arrival_varies(device))
+    if device == "cuda":
+        import torch
+
+        print(f"This {torch.cuda.get_device_name()} decides that anew every time.")
+    else:
+        print("A GPU decides that anew every time; here, on the CPU, each run draws it from a seed of its own.")
     print(f'\nThe attention of one layer, number {UNORDERED}, adds gradients as they arrive (accumulation="unordered"):\n')
     parted = _train_twice("unordered", UNORDERED, steps, device, output)
     if parted.agree:
@@ -110,14 +115,6 @@ def _train_twice(name: str, unordered: int | None, steps: int, device: str, outp
     print(f"\n$ dash-attn diff {' '.join(map(str, folders))}")
     diff.show(found)
     return found
-
-
-def _how_arrival_varies(device: str) -> str:
-    if device == "cuda":
-        import torch
-
-        return f"This {torch.cuda.get_device_name()} decides that anew every time."
-    return "A GPU decides that anew every time; here, on the CPU, each run draws it from a seed of its own."
 
 
 def _show_schedules(output: Path) -> None:

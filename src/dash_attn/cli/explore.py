@@ -164,7 +164,11 @@ def read_question(options: Options, machine: str | None = None) -> argparse.Name
 def answer(options: Options, machine: str | None = None) -> dict[str, Any]:
     """All that a page shows. Raises ValueError for what cannot be shown."""
     arguments = read_question(options, machine)
-    found = _one_rank(arguments) if arguments.ranks is None else _several_ranks(arguments)
+    if arguments.ranks is None:
+        found = _one_rank(arguments)
+    else:
+        planned = plan_ranks(arguments)
+        found = {"title": planned.title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}
     words = [f"--{name}" if value is True else f"--{name} {shlex.quote(value)}" for name, value in options.items() if value is not False]
     return {"format": 1, "options": dict(options), "command": " ".join(["dash-attn plan", *words]), **found}
 
@@ -195,11 +199,6 @@ def _one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
             runs.append(recorded(pair.timeline.schedule, pair.measured))
         title = [title[0], f"{title[1]} (constants read off these runs, unless given)", f"measured on {device.name} ({device.backend})"]
     return {"title": title, "refused": planned.refused, "runs": runs}
-
-
-def _several_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    planned = plan_ranks(arguments)
-    return {"title": planned.title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}
 
 
 def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:
