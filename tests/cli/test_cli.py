@@ -248,7 +248,7 @@ def check_slices(slices: list[dict[str, Any]], row: dict[str, Any], workers: int
         assert event["ts"] + event["dur"] <= row["makespan"] + 1e-6
     assert len(by_kind["compute"]) == len(by_kind["reduce"]) == row["tasks"]
     assert len({event["name"] for event in by_kind["compute"]}) == row["tasks"]
-    assert {event["args"]["rank"] for event in by_kind["compute"]} == set(range(8))
+    assert {event["args"]["turn"] for event in by_kind["compute"]} == set(range(8))
     assert len({event["args"]["chain"] for event in by_kind["compute"]}) == row["tasks"] // group * 8 // 36
     for spans in by_track.values():
         spans.sort()

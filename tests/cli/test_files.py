@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import dash_attn
 from benchmarks import result_files, suite
 from benchmarks.report import print_report
-from dash_attn.cli import bench, calibrate, demo, plan
+from dash_attn.cli import bench, calibrate, demo, measured, plan
 from dash_attn.cli.main import main
 from dash_attn.simulation.machines import SHIPPED, Calibrated, load_machine
 from dash_attn.tools.bench.report import summary
@@ -51,7 +51,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     for module, name in (
         (plan, "simulate_all"),
-        (plan, "_run_measured"),
+        (measured, "choose"),
         (bench, "require_gpu"),
         (calibrate, "choose"),
         (demo, "_show_training"),
@@ -140,8 +140,8 @@ def test_a_file_that_cannot_be_read_is_one_line(command: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("plan --threads 4", "--device and --threads go with --measured"),
-        ("plan --device cpu", "--device and --threads go with --measured"),
+        ("plan --threads 4", "goes with --measured; without it nothing is run"),
+        ("plan --device cpu", "goes with --measured; without it nothing is run"),
         ("plan --head-dim 64", "--head-dim goes with --machine or --measured"),
         ("plan --workers 99999999999999999999", "--workers must be at most 2147483647"),
         ("plan --overlap 99999999999999999999", "--overlap must be at most 2147483647"),

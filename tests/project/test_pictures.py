@@ -15,7 +15,7 @@ from figure_hash import shown
 from pictures import DOCS, DRAWINGS, drawn, file_hash, recorded, watched
 
 # The first trains four times, and where the runs differ is up to the processor's rounding. The second simulates many devices.
-SLOW = {"images/runs-part.png", "images/gantt-devices-32k.png"}
+SLOW = {"images/runs-part.png", "images/gantt-ranks-32k.png"}
 
 
 @pytest.mark.parametrize("drawing", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in DRAWINGS])

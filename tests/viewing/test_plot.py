@@ -19,7 +19,7 @@ from PIL import Image
 
 from dash_attn.viewing import gantt as plot
 from dash_attn.viewing.gantt import gantt
-from dash_attn.viewing.gantt_raster import raster
+from dash_attn.viewing.gantt_tasks import raster
 from dash_attn.viewing.style import DPI, IDLE, STALL, q_tile_colours
 
 SVG = "{http://www.w3.org/2000/svg}"

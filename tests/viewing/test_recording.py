@@ -55,7 +55,7 @@ def made_up_record(schedule: Schedule, spans: TaskTimes, clocks: Clocks) -> np.n
     return memory
 
 
-def packed(clocks: Clocks) -> np.ndarray:
+def encoded(clocks: Clocks) -> np.ndarray:
     """struct ClockRecord: ns, then cycles in the low half and the SM in the high half of a word."""
     sm = np.arange(len(clocks.start_ns)) << 32
     pairs = ((clocks.start_ns, clocks.start_cycles | sm), (clocks.end_ns, clocks.end_cycles | sm))
@@ -80,7 +80,7 @@ def test_a_run_without_waits_comes_back_as_it_was(shape: dict[str, int]) -> None
     schedule = schedule_of(**shape)
     expected = times_of(simulate(schedule, FREE))
     clocks = clocks_of(6, expected.makespan + 5)
-    found = record.read_record(schedule, made_up_record(schedule, expected, clocks), packed(clocks))
+    found = record.read_record(schedule, made_up_record(schedule, expected, clocks), encoded(clocks))
     assert found.name == "alternating, measured"
     assert (found.drains, found.time_label, found.workers) == (2, "microseconds", 6)
     assert np.array_equal(found.worker, expected.worker)
@@ -100,7 +100,7 @@ def test_a_task_that_was_not_noted_is_named() -> None:
     memory[record.entry_of(schedule.problem, table)[[3, 7]]] = record.UNWRITTEN
     name = Task(*(int(x[3]) for x in (table.head, table.q_tile, table.kv_tile, table.sequence)))
     with pytest.raises(RecordError, match=rf"nothing of 2 of {len(table.head)} tasks, first {name}"):
-        record.read_record(schedule, memory, packed(clocks))
+        record.read_record(schedule, memory, encoded(clocks))
 
 
 def test_a_chain_on_two_workers_is_refused() -> None:
@@ -175,8 +175,8 @@ def test_threads_note_every_task_in_its_turn(workers: int) -> None:
     table = task_table(schedule)
     for sequence, head, q_tile in {*zip(table.sequence.tolist(), table.head.tolist(), table.q_tile.tolist(), strict=True)}:
         rivals = np.flatnonzero((table.sequence == sequence) & (table.head == head) & (table.q_tile == q_tile))
-        by_rank = rivals[np.argsort(table.rank[rivals])]
-        assert all(spans.reduce_start[a] < spans.reduce_start[b] for a, b in pairwise(by_rank)), "ranks land in order"
+        by_turn = rivals[np.argsort(table.turn[rivals])]
+        assert all(spans.reduce_start[a] < spans.reduce_start[b] for a, b in pairwise(by_turn)), "turns land in order"
 
 
 def test_recording_changes_no_bit() -> None:
@@ -211,7 +211,7 @@ def test_a_measured_run_draws_beside_a_simulated_one(tmp_path: Path) -> None:
     schedule = schedule_of("ascending")
     simulated = simulate(schedule, Machine(2.0, 0.5, 2, 3.0))
     clocks = clocks_of(6, simulated.makespan + 5)
-    measured = record.read_record(schedule, made_up_record(schedule, times_of(simulated), clocks), packed(clocks))
+    measured = record.read_record(schedule, made_up_record(schedule, times_of(simulated), clocks), encoded(clocks))
     slower = simulate(schedule, Machine(8.0, 0.5, 2, 3.0))
     gantt([simulated, slower, measured], tmp_path / "both.svg")
     svg = (tmp_path / "both.svg").read_text()

@@ -14,7 +14,7 @@ from ..tools.bench.shape import PASSES, Shape
 from ..tools.bench.suites import HOST_SUITE, SUITES, choose
 from .devices import GPU_BACKENDS, gpu_trouble
 from .files import check_folder
-from .table import print_rows
+from .table import Report, print_report
 
 if TYPE_CHECKING:
     from ..tools.bench.candidates import Candidate
@@ -125,7 +125,7 @@ def show(results: Results, tables: Iterable[Table]) -> None:
 
     print(heading(results))
     for title, columns, cells in tables:
-        print_rows(title, columns, list(map(tuple, cells)), [row[0] == OURS for row in cells])
+        print_report(Report(title, columns, list(map(tuple, cells)), [row[0] == OURS for row in cells]))
     for reason in reasons(results):
         print(f"  {reason}")
 

@@ -78,9 +78,9 @@ def measure_all(
     return [Pair(name, simulate(schedule, machine), spans) for name, schedule, spans in runs], machine, refused
 
 
-def print_measured(pairs: Sequence[Pair], device: Device) -> None:
-    for name, timeline, measured in pairs:
-        print(
-            f"measured on {device.name} ({device.backend}): {name} {measured.makespan:,.1f} us;"
-            f" simulated {timeline.makespan:,.1f} us ({Pair(name, timeline, measured).error:+.1%})"
-        )
+def measured_lines(pairs: Sequence[Pair], device: Device) -> list[str]:
+    return [
+        f"measured on {device.name} ({device.backend}): {pair.name} {pair.measured.makespan:,.1f} us;"
+        f" simulated {pair.timeline.makespan:,.1f} us ({pair.error:+.1%})"
+        for pair in pairs
+    ]
