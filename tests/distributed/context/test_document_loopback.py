@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Documents, explain, flash_attn_func
-from dash_attn.backends.cpu import devices
+from dash_attn.backends.cpu import ranks as cpu_ranks
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention
 from dash_attn.distributed.context import document_loopback, documents
@@ -60,7 +60,7 @@ def differing(given: RowCase, found: Results) -> set[str]:
 @pytest.mark.parametrize(("seed", "ranks"), RANDOM)
 def test_any_number_of_ranks_has_the_bits_of_each_document(seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one or several heads side by side. States are NaN where they were sent from."""
-    monkeypatch.setattr(devices, "heads_together", lambda *_: 1 + seed % 3)
+    monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: 1 + seed % 3)
     given = random_row(seed, ranks)
     assert differing(given, play(given)) == set()
 
@@ -301,9 +301,9 @@ def test_states_of_documents_are_kept_until_they_have_arrived() -> None:
     for document in called.in_turn:
         assert document.ranks == (0, 1)
         plan = document.call.shared
-        mail = RankMail(peers, plan, devices.tile_size(8, 8), torch.zeros(1), document.route, before=mail)
+        mail = RankMail(peers, plan, cpu_ranks.tile_size(8, 8), torch.zeros(1), document.route, before=mail)
         for unit in plan.by_rank[0]:
-            if unit.before is not None and plan.units[unit.before].device == 1:
+            if unit.before is not None and plan.units[unit.before].rank == 1:
                 mail.receive(unit)
             if plan.hops(unit):
                 mail.send(unit, torch.zeros(1))

@@ -224,7 +224,7 @@ def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest
         for number, waiting in mailbox.states.items():
             after = call.shared.units[number].after
             assert after is not None
-            there[call.shared.units[after].device] += waiting.nbytes
+            there[call.shared.units[after].rank] += waiting.nbytes
         most[:] = map(max, most, there)
         run(self, unit, state)
 
@@ -274,7 +274,7 @@ def test_short_documents_send_few_rows_and_no_state() -> None:
     assert long.predicted_efficiency == pytest.approx(plain.predicted_efficiency)
 
 
-def test_devices_work_on_many_documents_at_once() -> None:
+def test_ranks_work_on_many_documents_at_once() -> None:
     """In the order of the row they would work one after the other: 0.14."""
     lengths = [700 + 37 * number % 1100 for number in range(100)]
     lengths.append(-sum(lengths) % 16)

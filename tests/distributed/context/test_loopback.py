@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.backends.cpu import devices
+from dash_attn.backends.cpu import ranks as cpu_ranks
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding
 from dash_attn.distributed.context.loopback import Mailbox, Results, play_all_ranks
@@ -44,7 +44,7 @@ def is_truth(case: Case, found: Results) -> bool:
 def test_any_number_of_ranks_has_the_bits_of_one(seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any legal order of the units, with one or several heads side by side. States are NaN where they were sent from."""
     case, random = random_case(seed, ranks), Random(seed)
-    monkeypatch.setattr(devices, "heads_together", lambda *_: 1 + seed % 3)
+    monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: 1 + seed % 3)
     shared = shared_call(case).shared
     assert shared.heads_together == 1 + seed % 3
     assert is_truth(case, play(case, units=any_order(shared, random)))
@@ -55,7 +55,7 @@ def test_any_number_of_ranks_has_the_bits_of_one(seed: int, ranks: int, monkeypa
 def test_many_numbers_of_ranks_have_the_bits_of_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
     case = random_case(seed, random.randint(2, 16))
-    monkeypatch.setattr(devices, "heads_together", lambda *_: random.choice([1]) if seed % 2 else 3)
+    monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: random.choice([1]) if seed % 2 else 3)
     for units in (None, any_order(shared_call(case).shared, random)):
         assert is_truth(case, play(case, units=units))
 
@@ -121,7 +121,7 @@ def test_a_fault_on_the_way_changes_bits(fault: type[Mailbox]) -> None:
 
 
 def swapped(units: tuple[Unit, ...], waits: tuple[tuple[int, ...], ...]) -> list[list[Unit]]:
-    """Orders in which a unit runs right before one whose ranks it waits for. All else that it waits for has run."""
+    """Orders in which a unit runs right before one whose turns it waits for. All else that it waits for has run."""
     found = []
     for unit in units:
         for earlier in waits[unit.number]:
@@ -133,18 +133,18 @@ def swapped(units: tuple[Unit, ...], waits: tuple[tuple[int, ...], ...]) -> list
 
 
 def test_two_units_swapped_raise() -> None:
-    """A rank that has not come is missed at once: no unit waits for another one that runs later."""
+    """A turn that has not come is missed at once: no unit waits for another one that runs later."""
     shared = shared_call(SMALL).shared
     orders = swapped(shared.units, shared.waits)
     assert len(orders) > 10
     for units in orders[::4]:
-        with pytest.raises(Deadlock, match="waits for rank"):
+        with pytest.raises(Deadlock, match="waits for turn"):
             play(SMALL, units=units)
 
 
 def test_a_unit_before_its_state_raises() -> None:
     shared = shared_call(SMALL).shared
-    unit = next(unit for unit in shared.units if unit.before is not None and shared.units[unit.before].device != unit.rank)
+    unit = next(unit for unit in shared.units if unit.before is not None and shared.units[unit.before].rank != unit.rank)
     rest = [one for one in shared.units if one is not unit]
     with pytest.raises(KeyError):
         play(SMALL, units=[*rest[: unit.before], unit, *rest[unit.before :]])
@@ -162,12 +162,12 @@ def test_units_left_out_or_run_twice_raise() -> None:
 
 
 def test_hops_left_out_change_bits_or_raise() -> None:
-    """A leg that is not walked: whoever waits for its ranks, or counts them, finds out."""
+    """A leg that is not walked: whoever waits for its turns, or counts them, finds out."""
     shared = shared_call(SMALL).shared
     for hop in [unit for unit in shared.units if unit.leg is not None and shared.hops(unit)][::3]:
         mailbox = Mailbox()
         units = [unit for unit in shared.units if unit is not hop]
-        mailbox.states[hop.number] = torch.zeros(shared.state_tiles(hop) * devices.tile_size(8, 8))
+        mailbox.states[hop.number] = torch.zeros(shared.state_tiles(hop) * cpu_ranks.tile_size(8, 8))
         with pytest.raises(ExecutionError):
             play(SMALL, mailbox, units)
 
