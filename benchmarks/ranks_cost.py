@@ -23,7 +23,8 @@ import torch.multiprocessing as mp
 
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
-from dash_attn.distributed.context.of_rank import Asked, Given, OfRank, Sharing
+from dash_attn.distributed.context.asked import Asked, Given, Sharing
+from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers
 from dash_attn.tools.bench.environment import environment
@@ -80,10 +81,10 @@ def measure(device: str) -> dict[str, float | None]:
 
     microseconds(compare, WARM_UP)
     microseconds(call, WARM_UP)
-    asked = Asked(q, k, v, Given(), Choices(causal=True), peers, Sharing("zigzag", 1, None), True)
+    asked = Asked(q, k, v, Given(), Choices(causal=True), Sharing("zigzag", 1, None), peers.count)
     found: dict[str, float | None] = {"comparison": median(microseconds(compare, MESSAGES))}
-    found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked), MESSAGES))
-    found["its own checks alone"] = median(microseconds(asked.part, MESSAGES))
+    found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked, peers, True), MESSAGES))
+    found["its own checks alone"] = median(microseconds(lambda: asked.part(peers.rank, True), MESSAGES))
     if device == "cuda":
         found["comparison, GPU busy"] = while_busy(compare)
     times: dict[str, list[float]] = {"forward and backward": [], "without comparison": []}

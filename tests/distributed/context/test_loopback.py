@@ -28,7 +28,7 @@ SMALL = Case(3, 768, (2, 2), (8, 8), call=CAUSAL)
 def shared_call(case: Case) -> SharedCall:
     inputs = Inputs.of(case)
     options = options_for(Choices(**case.call), case.dims[0])
-    return SharedCall.of(inputs.q, inputs.k, inputs.v, options, sharding_for(case.sharding, case.rows, case.ranks))
+    return SharedCall.of((inputs.q, inputs.k, inputs.v), options, sharding_for(case.sharding, case.rows, case.ranks))
 
 
 def play(case: Case, mailbox: Mailbox | None = None, units: list[Unit] | None = None) -> Results:
@@ -45,7 +45,7 @@ def test_any_number_of_ranks_has_the_bits_of_one(seed: int, ranks: int, monkeypa
     """In any legal order of the units, with one or several heads side by side. States are NaN where they were sent from."""
     case, random = random_case(seed, ranks), Random(seed)
     monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: 1 + seed % 3)
-    shared = shared_call(case).shared
+    shared = shared_call(case).documents[0].shared
     assert shared.heads_together == 1 + seed % 3
     assert is_truth(case, play(case, units=any_order(shared, random)))
 
@@ -56,7 +56,7 @@ def test_many_numbers_of_ranks_have_the_bits_of_one(seed: int, monkeypatch: pyte
     random = Random(seed)
     case = random_case(seed, random.randint(2, 16))
     monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: random.choice([1]) if seed % 2 else 3)
-    for units in (None, any_order(shared_call(case).shared, random)):
+    for units in (None, any_order(shared_call(case).documents[0].shared, random)):
         assert is_truth(case, play(case, units=units))
 
 
@@ -134,7 +134,7 @@ def swapped(units: tuple[Unit, ...], waits: tuple[tuple[int, ...], ...]) -> list
 
 def test_two_units_swapped_raise() -> None:
     """A turn that has not come is missed at once: no unit waits for another one that runs later."""
-    shared = shared_call(SMALL).shared
+    shared = shared_call(SMALL).documents[0].shared
     orders = swapped(shared.units, shared.waits)
     assert len(orders) > 10
     for units in orders[::4]:
@@ -143,7 +143,7 @@ def test_two_units_swapped_raise() -> None:
 
 
 def test_a_unit_before_its_state_raises() -> None:
-    shared = shared_call(SMALL).shared
+    shared = shared_call(SMALL).documents[0].shared
     unit = next(unit for unit in shared.units if unit.before is not None and shared.units[unit.before].rank != unit.rank)
     rest = [one for one in shared.units if one is not unit]
     with pytest.raises(KeyError):
@@ -151,7 +151,7 @@ def test_a_unit_before_its_state_raises() -> None:
 
 
 def test_units_left_out_or_run_twice_raise() -> None:
-    units = list(shared_call(SMALL).shared.units)
+    units = list(shared_call(SMALL).documents[0].shared.units)
     ending = next(unit for unit in units if unit.leg is None)
     with pytest.raises(ExecutionError, match="landed their dK and dV"):
         play(SMALL, units=[unit for unit in units if unit is not ending])
@@ -163,7 +163,7 @@ def test_units_left_out_or_run_twice_raise() -> None:
 
 def test_hops_left_out_change_bits_or_raise() -> None:
     """A leg that is not walked: whoever waits for its turns, or counts them, finds out."""
-    shared = shared_call(SMALL).shared
+    shared = shared_call(SMALL).documents[0].shared
     for hop in [unit for unit in shared.units if unit.leg is not None and shared.hops(unit)][::3]:
         mailbox = Mailbox()
         units = [unit for unit in shared.units if unit is not hop]

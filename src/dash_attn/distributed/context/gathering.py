@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...scheduling.ranks.sharding import Sharding
 from ..peers import REACH_OTHERS, Peers, Pending
 from .rows import rows_of
-from .shared_call import SharedCall
+from .shared_call import Document, OwnDocument
 
 
 def gather_rows(peers: Peers, sharding: Sharding, x: Tensor) -> Tensor:
     """(rows of a rank, ...) -> (all rows, ...)."""
     return _Gather(peers, sharding, x).rows()
-
-
-def gather_tiles(call: SharedCall, peers: Peers, x: Tensor) -> Tensor:
-    """(..., Q tiles of a rank, rows of a tile) -> (..., all Q tiles, rows of a tile)."""
-    return gather_rows(peers, sharding_of_tiles(call.sharding, x.shape[-1]), x.movedim(-2, 0)).movedim(0, -2)
-
-
-def sharding_of_tiles(sharding: Sharding, tile: int) -> Sharding:
-    """Who has which tiles of `tile` rows."""
-    chunk_of_tile = sharding.chunk_of_tiles(tile).tolist()
-    return Sharding(tuple(chunk_of_tile.count(chunk) for chunk in range(sharding.chunks)), sharding.owners)
 
 
 class _Gather:
@@ -47,49 +39,57 @@ class _Gather:
 
 
 class GatheredKeys:
-    """The keys and values of all ranks, some KV heads at a time."""
+    """The keys and values of all ranks, some KV heads at a time, where each has its own rows of one document."""
 
-    def __init__(self, call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> None:
-        self.call, self.peers, self.k, self.v = call, peers, k, v
+    def __init__(self, document: Document, peers: Peers, k: Tensor, v: Tensor) -> None:
+        self.document, self.peers, self.k, self.v = document, peers, k, v
         self.started: list[_Gather | None] = []
 
     def start(self, number: int) -> None:
         while len(self.started) <= number:
-            heads = self.call.gathers[len(self.started)]
+            heads = self.document.gathers[len(self.started)]
             both = torch.cat([x[:, :, heads.start : heads.stop].flatten(2) for x in (self.k, self.v)], dim=2)
-            self.started.append(_Gather(self.peers, self.call.sharding, both.transpose(0, 1), self._purpose(heads)))
+            self.started.append(_Gather(self.peers, self.document.sharding, both.transpose(0, 1), self._purpose(heads)))
 
     def get(self, number: int) -> tuple[Tensor, Tensor]:
         gather, self.started[number] = self.started[number], None
         assert gather is not None, "keys are taken once"
         both = gather.rows().transpose(0, 1)
-        heads = len(self.call.gathers[number])
-        k, v = both.split([heads * dim for dim in self.call.dims], dim=2)
+        heads = len(self.document.gathers[number])
+        k, v = both.split([heads * dim for dim in self.document.row.dims], dim=2)
         return k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
 
     def _purpose(self, heads: range) -> str:
         """For errors: which keys for which queries."""
-        chunks = self.call.sharding.chunks_of(self.peers.rank)
-        queries = [self.call.sharding.rows_of_chunk(chunk) for chunk in chunks]
+        chunks = self.document.sharding.chunks_of(self.peers.rank)
+        queries = [self.document.sharding.rows_of_chunk(chunk) for chunk in chunks]
         of = " and ".join(f"{rows.start} to {rows.stop - 1} (chunk {chunk})" for chunk, rows in zip(chunks, queries, strict=True))
-        return f"gather keys 0 to {self.call.sharding.rows - 1} of KV heads {heads.start} to {heads.stop - 1} for its queries {of}"
+        return f"gather keys 0 to {self.document.sharding.rows - 1} of KV heads {heads.start} to {heads.stop - 1} for its queries {of}"
 
     def finish(self) -> None:
-        """Wait for gathers that nobody took: other ranks need what this one sends."""
         for gather in self.started:
             if gather is not None:
                 gather.pending.wait()
 
 
-class WholeKeys:
+class WholeKeys(NamedTuple):
     """All keys are here already."""
 
-    def __init__(self, call: SharedCall, k: Tensor, v: Tensor) -> None:
-        self.call, self.k, self.v = call, k, v
+    document: Document
+    k: Tensor
+    v: Tensor
 
     def start(self, number: int) -> None:
         pass
 
     def get(self, number: int) -> tuple[Tensor, Tensor]:
-        heads = self.call.gathers[number]
+        heads = self.document.gathers[number]
         return self.k[:, :, heads.start : heads.stop], self.v[:, :, heads.start : heads.stop]
+
+    def finish(self) -> None:
+        pass
+
+
+def whole_keys(k: Tensor, v: Tensor) -> Callable[[OwnDocument], WholeKeys]:
+    """Of all documents that a rank works on, one behind the other."""
+    return lambda own: WholeKeys(own.document, k[:, own.keys], v[:, own.keys])

@@ -8,16 +8,16 @@ message that has not ended was sent by a unit that waits for no later one.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...scheduling.ranks.units import SharedSchedule, Unit
+from ...scheduling.ranks.units import Unit
 from ..hosts import Lost
 from ..peers import Peers
+from .shared_call import Document
 
 
 class _Letter(NamedTuple):
@@ -29,33 +29,16 @@ class _Letter(NamedTuple):
     other: int  # the rank at the other end
 
 
-class Route(NamedTuple):
-    """Where the ranks of a schedule are: some of the ranks, if these share more than one sequence."""
-
-    ranks: Sequence[int]  # by rank
-    first_tag: int = 0
-    name: str = ""  # of the sequence, for errors
-
-
 class RankMail:
-    """The messages of one rank."""
+    """The messages of one rank, for one document."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        shared: SharedSchedule,
-        tile_size: int,
-        like: Tensor,
-        route: Route | None = None,
-        before: RankMail | None = None,
-    ) -> None:
-        """tile_size: numbers in the state of one KV tile. like: a tensor with the dtype and the rank of states. route: unless rank
-        i is rank i. before: of the sequence that all ranks have worked on before this one."""
-        self.peers, self.shared, self.tile_size, self.like = peers, shared, tile_size, like
-        self.route = Route(range(peers.count)) if route is None else route
+    def __init__(self, peers: Peers, document: Document, like: Tensor, before: RankMail | None = None) -> None:
+        """like: a tensor with the dtype and the device of states. before: of the document that all ranks have worked on before this one."""
+        self.peers, self.document, self.shared, self.like = peers, document, document.shared, like
+        self.tile_size = document.row.backend.tile_size(*document.row.dims)  # numbers in the state of one KV tile
         self.awaited: dict[int, deque[Unit]] = defaultdict(deque)  # by rank: units that will send here, in order
-        for unit in shared.units:
-            if shared.hops(unit) and unit.after is not None and self._rank_of(unit.after) == peers.rank:
+        for unit in self.shared.units:
+            if self.shared.hops(unit) and unit.after is not None and self._rank_of(unit.after) == peers.rank:
                 self.awaited[self._rank_of(unit.number)].append(unit)
         self.coming: dict[int, _Letter] = {}  # by the number of the unit that sends it
         self.leaving: list[_Letter] = []
@@ -66,7 +49,7 @@ class RankMail:
         to = self._rank_of(unit.after)
         self._expect(to, unit.number)
         try:
-            work = self.peers.send(state, to, self.route.first_tag + unit.number)
+            work = self.peers.send(state, to, self.document.first_tag + unit.number)
         except RuntimeError as error:
             raise self._lost("send", unit, to, error) from error
         self.leaving.append(_Letter(work, state, unit, to))
@@ -104,7 +87,7 @@ class RankMail:
             unit = self.awaited[source].popleft()
             state = torch.empty(self.shared.state_tiles(unit) * self.tile_size, dtype=self.like.dtype, device=self.like.device)
             try:
-                work = self.peers.receive(state, source, self.route.first_tag + unit.number)
+                work = self.peers.receive(state, source, self.document.first_tag + unit.number)
             except RuntimeError as error:
                 raise self._lost("receive", unit, source, error) from error
             self.coming[unit.number] = _Letter(work, state, unit, source)
@@ -117,10 +100,10 @@ class RankMail:
 
     def _rank_of(self, number: int) -> int:
         """Of a unit."""
-        return self.route.ranks[self.shared.units[number].rank]
+        return self.document.ranks[self.shared.units[number].rank]
 
     def _lost(self, what: str, unit: Unit, other: int, error: RuntimeError) -> Lost:
         way = "to" if what == "send" else "from"
-        states = f"the states of {self.shared.describe(unit)}{self.route.name}"
+        states = f"the states of {self.shared.describe(unit)}{self.document.in_words}"
         missing = [dist.get_global_rank(self.peers.group, other)] if self.peers.group is not None else []
         return Lost(f"rank {self.peers.rank} of {self.peers.count} could not {what} {states} {way} rank {other}", error, missing)

@@ -14,7 +14,8 @@ from ...call.options import Choices, choose_mask
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
-from .of_rank import Asked, Given, OfRank, Sharing
+from .asked import Asked, Given, Sharing
+from .of_rank import OfRank
 
 VERSION = 4  # part of every traced program, so that one whose operators meant something else is refused, not run
 CHOICES = (
@@ -115,8 +116,9 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, given: Given, arguments: Arguments, b
     peers = Peers.named(arguments.group) if arguments.group else Peers.alone()
     sharding = arguments.sharding or Sharding(tuple(arguments.lengths), tuple(arguments.owners))
     ends = None if arguments.cu_seqlens is None else list(arguments.cu_seqlens)
-    choices, sharing = arguments.choices._replace(alibi=given.slopes is not None), Sharing(sharding, arguments.ulysses, ends)
-    return OfRank.agreed(Asked(q, k, v, given, choices, peers, sharing, arguments.differentiable), backward_of)
+    choices, sharing = arguments.choices._replace(alibi=given.alibi_slopes is not None), Sharing(sharding, arguments.ulysses, ends)
+    asked = Asked(q, k, v, given, choices, sharing, peers.count)
+    return OfRank.agreed(asked, peers, arguments.differentiable, backward_of)
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[Given, Arguments]:
@@ -129,7 +131,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     given, arguments = _split(rest)
     rank = _rank(q, k, v, given, arguments)
     with rank.everybody.telling():
-        out, lse = rank.forward(q, k, v, given.sinks, given.modifiers)
+        out, lse = rank.forward(q, k, v, given)
     return out, lse, torch.tensor(rank.number, device="cpu")
 
 
@@ -141,7 +143,7 @@ def backward(
     given, arguments = _split(rest)
     rank = _rank(q, k, v, given, arguments, int(number))
     with rank.everybody.telling():
-        dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), lse, given.sinks, dlse, given.modifiers)
+        dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), (lse, dlse), given)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 

@@ -11,14 +11,13 @@ from torch import Tensor
 from ...backends import import_ranks, resolve
 from ...call.options import Choices, options_for
 from ...distributed.context.attention import context_parallel_attention
-from ...distributed.context.document_loopback import play_documents
-from ...distributed.context.documents import SharedDocuments, documents_in, shared_call
+from ...distributed.context.documents import documents_in
 from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
-from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
+from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from .bits import Results, attend, poisoned_memory, results_of
 from .cases import DTYPES, Case, Extras, Inputs
 
@@ -60,8 +59,7 @@ def in_words(count: int) -> str:
 def _play(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None) -> Results:
     more = {} if extras is None else extras._asdict()
     with poisoned_memory(), torch.no_grad():
-        call = _call(case, *inputs[:2], sharding)
-        found = play_documents(call, *inputs, **more) if isinstance(call, SharedDocuments) else play_all_ranks(call, *inputs, **more)
+        found = play_all_ranks(_call(case, *inputs[:2], sharding), *inputs, **more)
     return results_of(*(x for x in found if x is not None))
 
 
@@ -90,9 +88,8 @@ def _check(case: Case, q: Tensor, sharding: Sharding) -> None:
         _call(case, q, q[:, :, : case.kv_heads], sharding)
 
 
-def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall | SharedDocuments:
+def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall:
     options = options_for(Choices(mask=case.read_mask(), schedule=case.schedule), case.head_dim)
     options, documents = documents_in(options, None, sharding.rows)
-    return shared_call(
-        q, k, k, options, documents, outer_sharding(sharding, ulysses=1)
-    )  # as ranks do: neighbouring chunks of one rank are one
+    # As ranks do: neighbouring chunks of one rank are one.
+    return SharedCall.of((q, k, k), options, outer_sharding(sharding, ulysses=1), documents)
