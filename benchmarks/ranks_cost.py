@@ -71,7 +71,7 @@ def measure(device: str) -> dict[str, float | None]:
     q, k, v = (torch.ones(1, ROWS, HEADS, DIM, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
 
     def compare() -> object:
-        return peers.begin(ATTENTION, [1, 2, 3])
+        return peers.hosts.begin(ATTENTION, [1, 2, 3])
 
     def call() -> None:
         out = context_parallel_attention(q, k, v, causal=True)

@@ -19,10 +19,9 @@ from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
 from ...scheduling.mask_json import mask_to_json
 from ...scheduling.ranks.sharding import CutTile, Sharding
-from ..late_values import NAMES
+from ..hosts import NAMES, Facts
 from .documents import Offsets, documents_in
 from .rows import sharding_of_rank
-from .same_call import Facts
 from .shared_call import Lengths, SharedCall
 from .ulysses import check_factor, outer_sharding
 
@@ -61,7 +60,7 @@ class Given(NamedTuple):
 
 
 def _in_words(x: Tensor | None) -> str:
-    """On a GPU the host does not look at values now (late_values.py)."""
+    """On a GPU the host does not look at values now (LateValues)."""
     if x is None:
         return "none"
     return f"{x.tolist()} ({x.dtype})" if x.device.type == "cpu" else f"{tuple(x.shape)} ({x.dtype})"

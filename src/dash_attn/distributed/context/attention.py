@@ -123,7 +123,7 @@ def context_parallel_attention(
         out, lse = traced_attention(q, k, v, given, group, choices, sharing)
     else:
         peers = Peers.of(group)
-        with peers.refusing(ATTENTION):
+        with peers.hosts.refusing(ATTENTION):
             _check_program(return_lse)
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
         rank = OfRank.agreed(Asked(q, k, v, given, choices, sharing, peers.count), peers, differentiable)
@@ -142,7 +142,7 @@ class SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank, given: Given) -> tuple[Tensor, Tensor]:
         """sinks: those of `given`, where autograd sees them."""
-        with rank.everybody.telling():
+        with rank.everybody.hosts.telling():
             out, lse = rank.forward(q, k, v, given)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *given[1:])
         ctx.rank = rank
@@ -154,7 +154,7 @@ class SharedAttention(torch.autograd.Function):
         q, k, v, out, lse, *given = ctx.rank.saved(ctx)
         # Unlike one rank alone, this one cannot leave out what it does not need: others wait for its states.
         dout = torch.zeros_like(out) if dout is None else dout
-        with torch.no_grad(), ctx.rank.everybody.telling():
+        with torch.no_grad(), ctx.rank.everybody.hosts.telling():
             gradients = ctx.rank.backward((dout, q, k, v, out), (lse, dlse), Given(*given))
         if torch.is_grad_enabled():  # create_graph=True
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, given[0], dlse)  # type: ignore[no-untyped-call]

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from ...scheduling.ranks.sharding import Sharding
-from ..hosts import UNSHARD
+from ..hosts import UNSHARD, Facts, agree
 from ..peers import Group, Peers
 from .gathering import gather_rows
 from .rows import rows_of, sharding_for, sharding_of_rank
-from .same_call import Facts, agree
 
 
 def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
@@ -26,8 +25,8 @@ def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Shard
 def unshard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
     """The whole of what ranks have parts of, in the order of the sequence, on every rank. It has no gradient."""
     peers = Peers.of(group)
-    chosen = agree(peers, UNSHARD, lambda: _to_unshard(x, dim, sharding, peers))
-    with peers.telling():
+    chosen = agree(peers.hosts, UNSHARD, lambda: _to_unshard(x, dim, sharding, peers))
+    with peers.hosts.telling():
         return gather_rows(peers, chosen, x.movedim(dim, 0)).movedim(0, dim).contiguous()
 
 

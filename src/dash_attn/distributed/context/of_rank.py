@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...attention.observers import SharedPart, observers, tell_observers
-from ..hosts import ATTENTION, BACKWARD
+from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
 from .alone import Gradients, backward_alone, forward_alone
 from .asked import Asked, Given, Part
@@ -18,7 +18,6 @@ from .gathering import GatheredKeys, whole_keys
 from .mail import RankMail
 from .moves import move, moves_of
 from .passes import KeysOf, RowBackward, forward_of_rank, sum_of_sinks
-from .same_call import agree
 from .shared_call import Document, SharedCall
 from .ulysses import HeadExchange, inside_and_outside
 
@@ -41,18 +40,18 @@ class OfRank:
         """The same on every rank, or an error on every rank. backward_of: the call that this was, where its backward is run."""
         ulysses = asked.sharing.ulysses
         if backward_of is None:
-            part = agree(peers, ATTENTION, lambda: asked.part(peers.rank, differentiable))
-            peers.keep(asked.given)
+            part = agree(peers.hosts, ATTENTION, lambda: asked.part(peers.rank, differentiable))
+            peers.hosts.keep(asked.given)
         else:
-            part = agree(peers, BACKWARD, lambda: (asked.part(peers.rank, differentiable)[0], {}), backward_of)
-        number = peers.begun if backward_of is None else backward_of
-        with peers.telling():
+            part = agree(peers.hosts, BACKWARD, lambda: (asked.part(peers.rank, differentiable)[0], {}), backward_of)
+        number = peers.hosts.number if backward_of is None else backward_of
+        with peers.hosts.telling():
             inside, outside = inside_and_outside(peers, ulysses)  # may make groups, which needs all their ranks
         return cls(part, HeadExchange(inside, part.sharding, peers.rank - peers.rank % ulysses), outside, peers, number)
 
     def saved(self, ctx: Any) -> tuple[Tensor, ...]:
         """What autograd kept of this call, if all ranks are in its backward."""
-        kept: tuple[Tensor, ...] = agree(self.everybody, BACKWARD, lambda: (ctx.saved_tensors, {}), self.number)
+        kept: tuple[Tensor, ...] = agree(self.everybody.hosts, BACKWARD, lambda: (ctx.saved_tensors, {}), self.number)
         return kept
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     """The last result is the number of the call, on the host, for its backward."""
     given, arguments = _split(rest)
     rank = _rank(q, k, v, given, arguments)
-    with rank.everybody.telling():
+    with rank.everybody.hosts.telling():
         out, lse = rank.forward(q, k, v, given)
     return out, lse, torch.tensor(rank.number, device="cpu")
 
@@ -142,7 +142,7 @@ def backward(
     """The last result is empty where there are no sinks: an operator returns tensors only."""
     given, arguments = _split(rest)
     rank = _rank(q, k, v, given, arguments, int(number))
-    with rank.everybody.telling():
+    with rank.everybody.hosts.telling():
         dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), (lse, dlse), given)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 

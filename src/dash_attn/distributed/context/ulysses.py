@@ -60,7 +60,7 @@ def _belong_to_equally_many_groups(peers: Peers) -> None:
     """PyTorch names a group that only its members make after its ranks and the number of groups that a process is in. Members with
     different numbers would wait for each other under different names. So ranks with fewer get groups of their own."""
     mine = len(distributed_c10d._world.pg_names)
-    most = max(row[0] for row in peers.gather_numbers([mine]))
+    most = max(row[0] for row in peers.hosts.gather([mine]))
     for _ in range(most - mine):
         dist.new_group([dist.get_rank()], backend=dist.get_backend_config(peers.group), use_local_synchronization=True)
 

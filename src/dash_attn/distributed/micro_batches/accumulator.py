@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ...call.tensor_checks import check_flags
-from ..hosts import FINISH
+from ..hosts import FINISH, number_of
 from ..peers import Group, Peers
 from .agreement import Report, compare, presence_on
 from .buckets import buckets_of, reduce_bucket
-from .gradients import Layout, Parameters, add, hash_of, layout_of, take, trainable
+from .gradients import Layout, Parameters, add, layout_of, take, trainable
 from .tree import CarryStack, check_whole, share_of
 
 
@@ -71,7 +71,7 @@ class TreeAccumulator:
         divide: False leaves the sum as it is, for losses that were divided by a total of the whole step before backward.
         """
         try:
-            with self._peers.refusing(FINISH):
+            with self._peers.hosts.refusing(FINISH):
                 check_flags(divide=divide)
                 parameters = self._parameters(model)
             sums = {name: self._stacks[name].total() if self._added else None for name in parameters}
@@ -83,7 +83,7 @@ class TreeAccumulator:
         reports = compare(report, self._peers)
         presence = presence_on(self._peers, parameters, mine, all(other.complete for other in reports))
         divisor = sum(other.weight for other in reports) if divide else None
-        with self._peers.telling():
+        with self._peers.hosts.telling():
             for bucket in buckets_of(parameters, presence):
                 reduce_bucket(bucket, sums, self._peers, divisor)
         self._delivered = {name: ref(p.grad) for name, p in parameters.items() if p.grad is not None}
@@ -111,7 +111,7 @@ class TreeAccumulator:
         return Report(
             micro_batches=int(self.micro_batches),
             step=self._step,
-            layout=hash_of(layout_of(parameters)),
+            layout=number_of(layout_of(parameters)),
             divide=divide,
             added=self._added,
             weight=self._weight,
