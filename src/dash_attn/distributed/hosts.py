@@ -113,7 +113,7 @@ class Hosts:
         self.number = 0  # of calls that the ranks have begun
         self._values = LateValues()
         self._call = ""
-        store = distributed_c10d.HashStore() if group is None else group.get_group_store()
+        store = dist.HashStore() if group is None else group.get_group_store()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore("dash_attn", store)
 
     def begin(self, call: str, numbers: Sequence[int], refused: bool = False) -> list[list[int]]:

@@ -55,34 +55,21 @@ class RankCosts:
     memory: Memory
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """Of one row of all sequences of the batch. dtypes: bytes of a number in q, k, v and out, and in states, sums and LSE."""
+class RowBytes(NamedTuple):
+    """Of one row of all sequences of the batch."""
 
-    call: SharedCall
-    dtypes: tuple[int, int]
+    q: int
+    out: int
+    keys: int  # K and V
+    lse: int  # as much as of a part of the gradient of sinks
+    state: int  # of a KV tile
 
-    @property
-    def _heads(self) -> int:
-        return self.call.batch * self.call.kv_heads * self.call.group
-
-    @property
-    def q(self) -> int:
-        return self._heads * self.call.dims[0] * self.dtypes[0]
-
-    @property
-    def out(self) -> int:
-        return self._heads * self.call.dims[1] * self.dtypes[0]
-
-    @property
-    def lse(self) -> int:
-        """And a part of the gradient of sinks."""
-        return self._heads * self.dtypes[1]
-
-    @property
-    def keys(self) -> int:
-        """K and V."""
-        return self.call.batch * self.call.kv_heads * sum(self.call.dims) * self.dtypes[0]
+    @classmethod
+    def of(cls, call: SharedCall, number: int, wide: int) -> RowBytes:
+        """number, wide: bytes of a number in q, k, v and out, and in states, sums and LSE."""
+        kv_heads, heads, (dim, v_dim) = call.batch * call.kv_heads, call.batch * call.kv_heads * call.group, call.dims
+        state = call.backend.tile_size(dim, v_dim) * wide
+        return cls(heads * dim * number, heads * v_dim * number, kv_heads * (dim + v_dim) * number, heads * wide, state)
 
     @property
     def there(self) -> int:
@@ -94,15 +81,10 @@ class RowBytes:
         """dQ, dK and dV."""
         return self.q + self.keys
 
-    @property
-    def state(self) -> int:
-        """Of a KV tile."""
-        return self.call.backend.tile_size(*self.call.dims) * self.dtypes[1]
-
 
 def costs_of_sharing(call: SharedCall, dtypes: tuple[int, int], sinks: bool) -> list[RankCosts]:
-    """Of every rank that shares the row. Without Ulysses, that is all. dtypes: as those of RowBytes."""
-    return [_costs(call, rank, RowBytes(call, dtypes), sinks) for rank in range(call.sharding.ranks)]
+    """Of every rank that shares the row. Without Ulysses, that is all. dtypes: as RowBytes.of takes them."""
+    return [_costs(call, rank, RowBytes.of(call, *dtypes), sinks) for rank in range(call.sharding.ranks)]
 
 
 def _costs(call: SharedCall, rank: int, sizes: RowBytes, sinks: bool) -> RankCosts:
