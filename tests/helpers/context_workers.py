@@ -12,10 +12,9 @@ from torch import Tensor
 
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context import of_rank
-from dash_attn.distributed.context.alone import Gradients
 from dash_attn.distributed.context.asked import Given
 from dash_attn.distributed.context.gathering import GatheredKeys
-from dash_attn.distributed.context.of_rank import OfRows, Rows
+from dash_attn.distributed.context.of_rank import Gradients, OfRows, Rows
 from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.distributed.context.shared_call import SharedCall, own_documents
 from dash_attn.distributed.peers import Peers

@@ -78,7 +78,7 @@ def rounded(state: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("fault", [rounded, torch.zeros_like], ids=["a state rounded to bf16", "a hop left out"])
 def test_a_state_that_arrives_changed_is_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send = Mailbox.send
-    monkeypatch.setattr(Mailbox, "send", lambda self, unit, state: send(self, unit, fault(state)))
+    monkeypatch.setattr(Mailbox, "send", lambda self, document, unit, state: send(self, document, unit, fault(state)))
     outcome = of_ranks()[CLAIM]
     assert outcome.status == "fail"
     assert outcome.detail.startswith("2 ranks, zigzag: dk[0, 0, 0, ")

@@ -22,7 +22,7 @@ from dash_attn.distributed.context.loopback import Mailbox, Results, play_all_ra
 from dash_attn.distributed.context.mail import RankMail
 from dash_attn.distributed.context.moves import Movement, moves_of
 from dash_attn.distributed.context.rows import sharding_for
-from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.distributed.context.shared_call import Document, SharedCall
 from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.ranks import documents as dealing
 from dash_attn.scheduling.ranks.sharding import CutTile
@@ -99,9 +99,9 @@ class Faulty(Mailbox):
 
     received = 0
 
-    def receive(self, unit: Unit) -> Tensor:
+    def receive(self, document: Document, unit: Unit) -> Tensor:
         self.received += 1
-        return self.change(super().receive(unit))
+        return self.change(super().receive(document, unit))
 
     def change(self, state: Tensor) -> Tensor:
         return state
@@ -120,8 +120,8 @@ class Dropped(Faulty):
 class ReadLate(Mailbox):
     """The state is read after the sender has used its memory again."""
 
-    def send(self, unit: Unit, state: Tensor) -> None:
-        super().send(unit, state)
+    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
+        super().send(document, unit, state)
         self.states[unit.number] = state
 
 
@@ -296,18 +296,17 @@ class SlowPeers(Peers):
 def test_states_of_documents_are_kept_until_they_have_arrived() -> None:
     """A rank that sends states of a document has taken all of the documents before: their memory is free."""
     called = shared(row(2, (600, 600, 600), (2, 2), (8, 8), sharding=Sharding((300,) * 6, (0, 1) * 3), call=CAUSAL))
-    peers, mail, most = SlowPeers(None, 0, 2), None, 0
+    peers, most = SlowPeers(None, 0, 2), 0
+    mail = RankMail(peers, called, torch.zeros(1))
     for document in called.in_turn:
         assert document.ranks == (0, 1)
         plan = document.shared
-        mail = RankMail(peers, document, torch.zeros(1), before=mail)
         for unit in plan.by_rank[0]:
             if unit.before is not None and plan.units[unit.before].rank == 1:
-                mail.receive(unit)
+                mail.receive(document, unit)
             if plan.hops(unit):
-                mail.send(unit, torch.zeros(1))
-            most = max(most, len(mail.leaving) + len(mail.of_before))
-    assert mail is not None
+                mail.send(document, unit, torch.zeros(1))
+            most = max(most, len(mail.leaving))
     mail.finish()
     assert all(letter.waited == 1 for _, _, letter in peers.sent)
     assert most < len(peers.sent) / 2

@@ -13,7 +13,7 @@ from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding
 from dash_attn.distributed.context.loopback import Mailbox, Results, play_all_ranks
 from dash_attn.distributed.context.rows import sharding_for
-from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.distributed.context.shared_call import Document, SharedCall
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.execution.rules import Deadlock, ExecutionError
 from dash_attn.scheduling.ranks.units import Unit
@@ -74,8 +74,8 @@ class Faulty(Mailbox):
         self.which, self.received = which, 0
         self.last = torch.empty(0)
 
-    def receive(self, unit: Unit) -> Tensor:
-        state = super().receive(unit)
+    def receive(self, document: Document, unit: Unit) -> Tensor:
+        state = super().receive(document, unit)
         self.received += 1
         changed = self.change(state) if self.received == self.which else state
         self.last = state.clone()
@@ -106,8 +106,8 @@ class Duplicated(Faulty):
 class ReadLate(Mailbox):
     """The state is read after the sender has used its memory again."""
 
-    def send(self, unit: Unit, state: Tensor) -> None:
-        super().send(unit, state)
+    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
+        super().send(document, unit, state)
         self.states[unit.number] = state
 
 

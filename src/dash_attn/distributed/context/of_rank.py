@@ -9,19 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
+from ...call.documents import document_ends, laid_end_to_end
+from ...call.modifiers import Modifiers
+from ...call.offsets import SequenceOffsets
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
-from .alone import Gradients, backward_alone, forward_alone
 from .asked import Asked, Given, Part
 from .gathering import GatheredKeys, whole_keys
 from .mail import RankMail
 from .moves import move, moves_of
 from .passes import KeysOf, RowBackward, forward_of_rank, sum_of_sinks
-from .shared_call import Document, SharedCall
+from .shared_call import Lengths, SharedCall
 from .ulysses import HeadExchange, inside_and_outside
 
 Rows = tuple[Tensor, ...]  # dout, q, k, v, out
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dQ, dK, dV and, where there are any, of the sinks
 OfRows = tuple[Tensor, Tensor | None]  # LSE and, where it was used, its gradient
 
 
@@ -60,7 +64,7 @@ class OfRank:
         given = given.of_heads(self.exchange.heads(q.shape[2]))
         q, k, v = map(self.exchange.to_heads, (q, k, v))
         if call is None:
-            out, lse = forward_alone((q, k, v), self.part, given)
+            out, lse = _forward_alone((q, k, v), self.part, given)
         else:
             out, lse = _forward(call, self.outside, (q, k, v), given)
             if observers:
@@ -77,7 +81,7 @@ class OfRank:
             dlse = torch.zeros_like(lse)
         lse, dlse = self.exchange.to_heads(lse), None if dlse is None else self.exchange.to_heads(dlse)
         if call is None:
-            *gradients, dsinks = backward_alone(rows, (lse, dlse), self.part, given)
+            *gradients, dsinks = _backward_alone(rows, (lse, dlse), self.part, given)
         else:
             *gradients, dsinks = _backward(call, self.outside, rows, (lse, dlse), given)
         dq, dk, dv = map(self.exchange.to_rows, gradients)
@@ -104,16 +108,9 @@ def _backward(call: SharedCall, peers: Peers, rows: Rows, of_rows: OfRows, given
         dlse = torch.zeros_like(lse)
     dout, q, out, lse, dlse = move(moves.to_workers, peers, [dout, q, out], [lse, dlse])
     work = RowBackward(call, peers.rank, (dout, q, out), (lse, dlse), _keys_of(call, peers, k, v), given)
-    mail: RankMail | None = None
-
-    def mail_of(document: Document) -> RankMail:
-        nonlocal mail
-        mail = RankMail(peers, document, lse, before=mail)
-        return mail
-
-    work.run(mail_of)
-    if mail is not None:
-        mail.finish()
+    mail = RankMail(peers, call, lse)
+    work.run(mail)
+    mail.finish()
     dq, dk, dv = move(moves.back, peers, work.gradients())
     if given.sinks is None:
         return dq, dk, dv, None
@@ -128,3 +125,34 @@ def _keys_of(call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> KeysOf:
         return lambda own: GatheredKeys(own.document, peers, k, v)
     k, v = move(moves_of(call).keys, peers, [k, v])
     return whole_keys(k, v)
+
+
+def _forward_alone(tensors: Rows, part: Part, given: Given) -> tuple[Tensor, Tensor]:
+    """Of a rank that has all rows of its heads: nothing is shared. Documents in the row are packed sequences."""
+    q, k, v = tensors
+    if part.documents is None:
+        return attention_forward(q, k, v, part.options, None, given.sinks, given.modifiers)
+    batch, length, heads, _ = q.shape
+    offsets, modifiers = _of_each(part.documents, q, given)
+    q, k, v = map(laid_end_to_end, tensors)
+    out, lse = attention_forward(q, k, v, part.options, offsets, given.sinks, modifiers)
+    return out.unflatten(0, (batch, length)), lse.view(heads, batch, length).transpose(0, 1).contiguous()
+
+
+def _backward_alone(rows: Rows, of_rows: OfRows, part: Part, given: Given) -> Gradients:
+    (dout, q, k, v, out), (lse, dlse), options = rows, of_rows, part.options
+    if part.documents is None:
+        return attention_backward(dout, q, k, v, out, lse, options, None, given.sinks, dlse, given.modifiers)
+    batch, length = q.shape[:2]
+    offsets, modifiers = _of_each(part.documents, q, given)
+    dout, q, k, v, out = map(laid_end_to_end, rows)
+    lse, dlse = lse.transpose(0, 1).flatten(1), None if dlse is None else dlse.transpose(0, 1).flatten(1)
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, given.sinks, dlse, modifiers)
+    dq, dk, dv = (x.unflatten(0, (batch, length)) for x in (dq, dk, dv))
+    return dq, dk, dv, dsinks
+
+
+def _of_each(documents: Lengths, q: Tensor, given: Given) -> tuple[SequenceOffsets, Modifiers | None]:
+    ends = torch.from_numpy(document_ends(documents, len(q))).to(q.device)
+    modifiers = None if given.modifiers is None else given.modifiers.of_documents(len(documents))
+    return SequenceOffsets(ends, ends, max(documents), max(documents)), modifiers

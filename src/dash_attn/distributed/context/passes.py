@@ -41,10 +41,10 @@ KeysOf = Callable[[OwnDocument], Keys]
 class Mail(Protocol):
     """Carries states from rank to rank. A copied float32 number is the same number."""
 
-    def send(self, unit: Unit, state: Tensor) -> None:
-        """The states behind this unit, to the rank of the unit after it. The sender does not use their memory again."""
+    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
+        """The states behind this unit of a document, to the rank of the unit after it. The sender does not use their memory again."""
 
-    def receive(self, unit: Unit) -> Tensor:
+    def receive(self, document: Document, unit: Unit) -> Tensor:
         """The states before this unit, from the rank of the unit before it."""
 
 
@@ -101,7 +101,7 @@ class BackwardPass:
         state = self._states_before(unit)
         self.backward.run(unit, state)
         if self.shared.hops(unit):
-            self.mail.send(unit, state)
+            self.mail.send(self.document, unit, state)
         elif unit.after is not None:
             self._states[unit.number] = state
         self._drop_keys(unit)
@@ -117,7 +117,7 @@ class BackwardPass:
             return self.backward.new_state(unit)
         if unit.before in self._states:
             return self._states.pop(unit.before)
-        return self.mail.receive(unit)
+        return self.mail.receive(self.document, unit)
 
     def _take_keys(self, unit: Unit) -> None:
         self.keys.start(max(number for number, start in enumerate(self._starts) if start <= unit.number))
@@ -161,9 +161,9 @@ class RowBackward:
         if self.given.sinks is not None:
             self._kept[own.document.number] = work.backward
 
-    def run(self, mail_of: Callable[[Document], Mail]) -> None:
+    def run(self, mail: Mail) -> None:
         for own in sorted(self.own, key=lambda own: own.document.turn):
-            work = self.start(own, mail_of(own.document))
+            work = self.start(own, mail)
             for unit in work.units:
                 work.step(unit)
             self.end(own, work)
