@@ -17,11 +17,10 @@ from dash_attn.backends.cpu import ranks as cpu_ranks
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention
 from dash_attn.distributed.context import loopback, shared_call
-from dash_attn.distributed.context.documents import documents_in
 from dash_attn.distributed.context.loopback import Mailbox, Results, play_all_ranks
 from dash_attn.distributed.context.mail import RankMail
 from dash_attn.distributed.context.moves import Movement, moves_of
-from dash_attn.distributed.context.rows import sharding_for
+from dash_attn.distributed.context.rows import documents_in, sharding_for
 from dash_attn.distributed.context.shared_call import Document, SharedCall
 from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.ranks import documents as dealing

@@ -20,8 +20,7 @@ from ...masks import Mask
 from ...scheduling.mask_json import mask_to_json
 from ...scheduling.ranks.sharding import CutTile, Sharding
 from ..hosts import NAMES, Facts
-from .documents import Offsets, documents_in
-from .rows import sharding_of_rank
+from .rows import Offsets, documents_in, sharding_of_rank
 from .shared_call import Lengths, SharedCall
 from .ulysses import check_factor, outer_sharding
 

@@ -18,8 +18,8 @@ from ...scheduling.schedule import Schedule
 from ..hosts import ATTENTION
 from ..peers import Group, Peers
 from .asked import Asked, Given, Sharing
-from .documents import Offsets
 from .of_rank import OfRank
+from .rows import Offsets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

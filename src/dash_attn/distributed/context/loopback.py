@@ -12,10 +12,11 @@ from ...call.modifiers import Modifiers
 from ...scheduling.ranks.units import Unit
 from .asked import Given
 from .gathering import whole_keys
+from .mail import Mailbox
 from .moves import Movement, apart, moves_of, side_by_side
 from .passes import RowBackward, forward_of_rank, sum_of_sinks
 from .rows import by_head, by_row, rows_of
-from .shared_call import Document, SharedCall
+from .shared_call import SharedCall
 
 
 class Results(NamedTuple):
@@ -27,21 +28,6 @@ class Results(NamedTuple):
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None = None
-
-
-class Mailbox:
-    """States that are on their way. The sender's memory is overwritten, as a real sender's might be."""
-
-    def __init__(self) -> None:
-        self.states: dict[int, Tensor] = {}  # by unit: of one document at a time
-
-    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
-        self.states[unit.number] = state.clone()
-        state.fill_(torch.nan)
-
-    def receive(self, document: Document, unit: Unit) -> Tensor:
-        assert unit.before is not None
-        return self.states.pop(unit.before)
 
 
 def play_all_ranks(

@@ -49,7 +49,7 @@ class _Letter(NamedTuple):
 
 
 class RankMail:
-    """The messages of one rank."""
+    """Carries states from rank to rank: the messages of one. A copied float32 number is the same number."""
 
     def __init__(self, peers: Peers, call: SharedCall, like: Tensor) -> None:
         """like: a tensor with the dtype and the device of states."""
@@ -63,6 +63,7 @@ class RankMail:
         self.leaving: list[_Letter] = []
 
     def send(self, document: Document, unit: Unit, state: Tensor) -> None:
+        """The states behind this unit, to the rank of the unit after it. The sender does not use their memory again."""
         hop = _Hop.of(document, unit)
         self._expect(hop.target, hop.tag)
         with self._or_lost(hop):
@@ -71,6 +72,7 @@ class RankMail:
         self.leaving = [letter for letter in self.leaving if not letter.work.is_completed()]
 
     def receive(self, document: Document, unit: Unit) -> Tensor:
+        """The states before this unit, from the rank of the unit before it."""
         assert unit.before is not None
         hop = _Hop.of(document, document.shared.units[unit.before])
         self._expect(hop.source, hop.tag + 1)
@@ -117,3 +119,18 @@ class RankMail:
             way = f"send {states} to rank {hop.target}" if to else f"receive {states} from rank {hop.source}"
             missing = [dist.get_global_rank(peers.group, hop.target if to else hop.source)] if peers.group is not None else []
             raise Lost(f"rank {peers.rank} of {peers.count} could not {way}", error, missing) from error
+
+
+class Mailbox:
+    """The same in one process that plays all ranks. The sender's memory is overwritten, as a real sender's might be."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, Tensor] = {}  # by unit: of one document at a time
+
+    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
+        self.states[unit.number] = state.clone()
+        state.fill_(torch.nan)
+
+    def receive(self, document: Document, unit: Unit) -> Tensor:
+        assert unit.before is not None
+        return self.states.pop(unit.before)

@@ -1,5 +1,5 @@
 """Forward and backward of one rank, one document of the row after the other, in one order for all. What travels goes through `Keys` and
-`Mail`, so that one process can play all ranks, too.
+`Mail`, which also serve one process that plays all ranks.
 
 Ranks cannot wait in a circle. All units of all documents have one sequence, that of the first document, then that of the next. Inside
 a document each unit comes after those that it waits for, and no unit waits for one of another document. What ranks exchange besides
@@ -9,7 +9,6 @@ states and gathers of keys, they exchange before the first unit or behind the la
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,34 +17,13 @@ from ...backends import RankBackward
 from ...call.sums import sum_in_order
 from ...scheduling.ranks.units import Unit
 from .asked import Given
+from .gathering import GatheredKeys, WholeKeys
+from .mail import Mailbox, RankMail
 from .shared_call import Document, OwnDocument, SharedCall, own_documents
 
-
-class Keys(Protocol):
-    """Brings the keys and values of all rows of a document, some KV heads at a time: one gather after the other, in the order of their
-    numbers."""
-
-    def start(self, number: int) -> None:
-        """Let this gather, and those before it, begin. All ranks must do so sooner or later."""
-
-    def get(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a gather that was started."""
-
-    def finish(self) -> None:
-        """Wait for gathers that nobody took: other ranks need what this one sends."""
-
-
+Keys = GatheredKeys | WholeKeys
 KeysOf = Callable[[OwnDocument], Keys]
-
-
-class Mail(Protocol):
-    """Carries states from rank to rank. A copied float32 number is the same number."""
-
-    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
-        """The states behind this unit of a document, to the rank of the unit after it. The sender does not use their memory again."""
-
-    def receive(self, document: Document, unit: Unit) -> Tensor:
-        """The states before this unit, from the rank of the unit before it."""
+Mail = RankMail | Mailbox
 
 
 def forward_of_rank(call: SharedCall, rank: int, q: Tensor, keys_of: KeysOf, given: Given) -> tuple[Tensor, Tensor]:

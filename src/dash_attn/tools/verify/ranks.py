@@ -11,9 +11,8 @@ from torch import Tensor
 from ...backends import import_ranks, resolve
 from ...call.options import Choices, options_for
 from ...distributed.context.attention import context_parallel_attention
-from ...distributed.context.documents import documents_in
 from ...distributed.context.loopback import play_all_ranks
-from ...distributed.context.rows import rows_of
+from ...distributed.context.rows import documents_in, rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
