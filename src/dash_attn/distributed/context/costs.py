@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ...scheduling.ranks.peaks import highest, most_states
 from .moves import moves_of
@@ -56,20 +58,20 @@ class RankCosts:
 
 
 class RowBytes(NamedTuple):
-    """Of one row of all sequences of the batch."""
+    """Of one row of all sequences of the batch, with the heads of one rank."""
 
     q: int
     out: int
     keys: int  # K and V
     lse: int  # as much as of a part of the gradient of sinks
-    state: int  # of a KV tile
+    wide: int  # of one number in LSE, states and sums
 
     @classmethod
-    def of(cls, call: SharedCall, number: int, wide: int) -> RowBytes:
-        """number, wide: bytes of a number in q, k, v and out, and in states, sums and LSE."""
-        kv_heads, heads, (dim, v_dim) = call.batch * call.kv_heads, call.batch * call.kv_heads * call.group, call.dims
-        state = call.backend.tile_size(dim, v_dim) * wide
-        return cls(heads * dim * number, heads * v_dim * number, kv_heads * (dim + v_dim) * number, heads * wide, state)
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, heads_of: int) -> RowBytes:
+        """heads_of: among how many ranks the heads of these tensors are dealt."""
+        dims, number, wide = q.shape[3] + v.shape[3], q.element_size(), torch.promote_types(q.dtype, torch.float32).itemsize
+        heads, kv_heads = (len(q) * x.shape[2] // heads_of for x in (q, k))
+        return cls(heads * q.shape[3] * number, heads * v.shape[3] * number, kv_heads * dims * number, heads * wide, wide)
 
     @property
     def there(self) -> int:
@@ -82,26 +84,31 @@ class RowBytes(NamedTuple):
         return self.q + self.keys
 
 
-def costs_of_sharing(call: SharedCall, dtypes: tuple[int, int], sinks: bool) -> list[RankCosts]:
-    """Of every rank that shares the row. Without Ulysses, that is all. dtypes: as RowBytes.of takes them."""
-    return [_costs(call, rank, RowBytes.of(call, *dtypes), sinks) for rank in range(call.sharding.ranks)]
+def costs_of_sharing(call: SharedCall, sizes: RowBytes, sinks: bool) -> list[RankCosts]:
+    """Of every rank that shares the row. Without Ulysses, that is all."""
+    return [_costs(call, rank, sizes, sinks) for rank in range(call.sharding.ranks)]
 
 
 def _costs(call: SharedCall, rank: int, sizes: RowBytes, sinks: bool) -> RankCosts:
     moves, own = moves_of(call), own_documents(call, rank)
     there, back, keys = moves.to_workers.sent(rank), moves.back.sent(rank), _keys_sent(call, rank) * sizes.keys
     tiles, sums = (moves.tiles.sent(rank), moves.sums.sent(rank)) if sinks else (0, 0)
-    sent = [_states_sent(one) for one in own]
+    sent, state = [_states_sent(one) for one in own], _state_bytes(call, sizes)
     backward = Sent(
         keys=keys,
-        states=sum(states - finals for _, states, finals in sent) * sizes.state,
-        final_states=sum(finals for *_, finals in sent) * sizes.state,
+        states=sum(states - finals for _, states, finals in sent) * state,
+        final_states=sum(finals for *_, finals in sent) * state,
         sinks=(2 * call.tiles[0] * tiles + sums) * sizes.lse,  # two numbers of each row and query head, in whole tiles
         rows=there * sizes.there + back * sizes.back,
     )
     forward = Sent(keys=keys, rows=there * sizes.q + back * (sizes.out + sizes.lse))
     units = sum(len(one.document.shared.by_rank[one.rank]) for one in own)
     return RankCosts(units, sum(hops for hops, *_ in sent), forward, backward, _memory(call, rank, sizes, sinks))
+
+
+def _state_bytes(call: SharedCall, sizes: RowBytes) -> int:
+    """Of a KV tile."""
+    return call.backend.tile_size(*call.dims) * sizes.wide
 
 
 def _keys_sent(call: SharedCall, rank: int) -> int:
@@ -121,12 +128,12 @@ def _states_sent(own: OwnDocument) -> tuple[int, int, int]:
 def _memory(call: SharedCall, rank: int, sizes: RowBytes, sinks: bool) -> Memory:
     """States and sums are those of one document at a time. With sinks, sums are there until all documents are done."""
     moves, own = moves_of(call), own_documents(call, rank)
-    states = [most_states(one.document.shared)[one.rank] for one in own]
+    states, state = [most_states(one.document.shared)[one.rank] for one in own], _state_bytes(call, sizes)
     sums = [_sum_tiles(one) for one in own]
     return Memory(
         keys=_most_keys(own[0]) * sizes.keys // call.kv_heads if call.is_one else len(moves.keys.want[rank]) * sizes.keys,
-        states=max(states, default=0) * sizes.state,
-        sums=(sum(sums) if sinks else max(sums, default=0)) * sizes.state,
+        states=max(states, default=0) * state,
+        sums=(sum(sums) if sinks else max(sums, default=0)) * state,
         rows=0 if moves.to_workers.still else len(moves.to_workers.want[rank]) * (sizes.there + sizes.back),
     )
 

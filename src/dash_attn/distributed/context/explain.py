@@ -22,7 +22,7 @@ from ...scheduling.ranks.sharding import Sharding
 from ..peers import Peers
 from .asked import Asked, Given, Part, Sharing
 from .attention import context_parallel_attention
-from .costs import Memory, RankCosts, Sent, costs_of_sharing, makespan_of
+from .costs import Memory, RankCosts, RowBytes, Sent, costs_of_sharing, makespan_of
 from .shared_call import Lengths, SharedCall
 from .ulysses import check_factor
 
@@ -151,31 +151,22 @@ def _check_rows(q: Tensor, k: Tensor, sharding: Sharding) -> None:
 def _costs(asked: Asked, sharding: Sharding, calls: Sequence[SharedCall | None]) -> list[RankCosts]:
     """By rank: neighbours follow each other. calls: by place among neighbours that exchange heads, because each has heads of its own."""
     q, sinks, ulysses = asked.q, asked.given.sinks, len(calls)
-    dtypes = q.element_size(), torch.promote_types(q.dtype, torch.float32).itemsize
-    of_place = [None if call is None else costs_of_sharing(call, dtypes, sinks is not None) for call in calls]
+    sizes, rows = RowBytes.of(*asked[:3], ulysses), [len(sharding.rows_of(rank)) for rank in range(sharding.ranks)]
+    of_place = [None if call is None else costs_of_sharing(call, sizes, sinks is not None) for call in calls]
     found = []
-    for rank in range(sharding.ranks):
-        shared = of_place[rank % ulysses]
-        mine = RankCosts(0, 0, Sent(), Sent(), Memory()) if shared is None else shared[rank // ulysses]
-        forward, backward = _exchanged(asked, sharding, rank, dtypes)
+    for rank, own in enumerate(rows):
+        group, place = divmod(rank, ulysses)
+        shared = of_place[place]
+        mine = RankCosts(0, 0, Sent(), Sent(), Memory()) if shared is None else shared[group]
+        # Of its own rows their heads, of their rows its own heads.
+        there, back = own * (ulysses - 1), sum(rows[group * ulysses : (group + 1) * ulysses]) - own
         of_sinks = 0 if sinks is None else (ulysses - 1) * (q.shape[2] // ulysses) * sinks.element_size()
-        sent = mine.backward._replace(heads=backward, sinks=mine.backward.sinks + of_sinks)
-        found.append(replace(mine, forward=mine.forward._replace(heads=forward), backward=sent))
+        forward = mine.forward._replace(heads=there * (sizes.q + sizes.keys) + back * (sizes.out + sizes.lse))
+        backward = mine.backward._replace(
+            heads=there * (sizes.there + sizes.keys) + back * sizes.back, sinks=mine.backward.sinks + of_sinks
+        )
+        found.append(replace(mine, forward=forward, backward=backward))
     return found
-
-
-def _exchanged(asked: Asked, sharding: Sharding, rank: int, dtypes: tuple[int, int]) -> tuple[int, int]:
-    """Bytes that go to neighbours in the forward and in the backward: of its own rows their heads, of their rows its own heads."""
-    (q, k, v), ulysses = asked[:3], asked.sharing.ulysses
-    neighbours = range(rank - rank % ulysses, rank - rank % ulysses + ulysses)
-    own, everybody = len(sharding.rows_of(rank)), sum(len(sharding.rows_of(other)) for other in neighbours)
-    heads, (dim, v_dim) = q.shape[2] // ulysses, (q.shape[3], v.shape[3])
-    queries, values, statistics = heads * dim * dtypes[0], heads * v_dim * dtypes[0], heads * dtypes[1]
-    keys = k.shape[2] // ulysses * (dim + v_dim) * dtypes[0]
-    there, back = len(q) * own * (ulysses - 1), len(q) * (everybody - own)
-    forward = there * (queries + keys) + back * (values + statistics)  # q, k, v; out, lse
-    backward = there * (queries + keys + 2 * values + 2 * statistics) + back * (queries + keys)  # dout, q, k, v, out, lse, dlse; dq, dk, dv
-    return forward, backward
 
 
 def _efficiency(calls: Sequence[SharedCall]) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..peers import Peers
 from .rows import by_head, by_row
-from .shared_call import SharedCall
+from .shared_call import SharedCall, own_documents
 
 Places = NDArray[np.int64]  # of rows in the whole, all different
 PURPOSE = "exchange the rows of documents"
@@ -76,7 +77,8 @@ class Moves:
     def _worked_on(self) -> list[Places]:
         if self.call.is_one:
             return self._own
-        return [_joined([document.place.rows_of(rank) for document in self.documents]) for rank in self.ranks]
+        shared = [[(one.document, one.rank) for one in own_documents(self.call, rank)] for rank in self.ranks]
+        return [_joined([document.rows.start + document.sharding.rows_of(rank) for document, rank in some]) for some in shared]
 
     @cached_property
     def to_workers(self) -> Movement:
@@ -90,7 +92,7 @@ class Moves:
     @cached_property
     def keys(self) -> Movement:
         """Every rank gets all rows of the documents that it works on."""
-        want = [_joined([np.array(document.place.rows) for document in self.documents if rank in document.ranks]) for rank in self.ranks]
+        want = [_joined([np.array(one.document.rows) for one in own_documents(self.call, rank)]) for rank in self.ranks]
         return Movement(self._own, want)
 
     @cached_property
@@ -120,7 +122,7 @@ def moves_of(call: SharedCall) -> Moves:
     return Moves(call)
 
 
-def _joined(some: Sequence[Places]) -> Places:
+def _joined(some: Sequence[NDArray[Any]]) -> Places:
     return np.concatenate([np.zeros(0, dtype=np.int64), *some])
 
 

@@ -106,24 +106,17 @@ class Document:
     """One of a row. Rank i of its sharding is rank `ranks[i]` of the row."""
 
     row: SharedCall
-    place: SharedDocument
+    rows: range  # of the row
+    sharding: Sharding
+    ranks: tuple[int, ...]
     number: int  # in the row
     turn: int  # in the order in which ranks take documents
     first_tag: int  # of its messages
 
     @property
-    def sharding(self) -> Sharding:
-        return self.place.sharding
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.place.ranks
-
-    @property
     def in_words(self) -> str:
         """For errors: which of several it is."""
-        rows = self.place.rows
-        return "" if self.row.lengths is None else f" of document {self.number} (rows {rows.start} to {rows.stop - 1} of all)"
+        return "" if self.row.lengths is None else f" of document {self.number} (rows {self.rows.start} to {self.rows.stop - 1} of all)"
 
     @cached_property
     def problem(self) -> Problem:
@@ -164,7 +157,8 @@ def _planned(call: SharedCall) -> tuple[Document, ...]:
         places = deal_documents(call.sharding, call.lengths, math.lcm(*call.tiles))
     found, tag = [], 0
     for turn, number in enumerate(in_turn(places)):
-        found.append(Document(call, places[number], number, turn, tag))
+        place = places[number]
+        found.append(Document(call, place.rows, place.sharding, place.ranks, number, turn, tag))
         tag += len(found[-1].shared.units)
     return tuple(sorted(found, key=lambda document: document.number))
 
