@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -88,9 +89,9 @@ class Peers:
         sent = self._reachable(mine)
         everything = sent.new_empty(self.count * sent.numel())
         into = list(_bytes(everything).chunk(self.count))
-        work: list[Any] = []
-        self.reach(lambda: work.append(dist.all_gather(into, _bytes(sent), self.group, async_op=True)), purpose)
-        return Pending(self, work[0], everything, mine.device, purpose)
+        with self.reaching(purpose):
+            work = dist.all_gather(into, _bytes(sent), self.group, async_op=True)
+        return Pending(self, work, everything, mine.device, purpose)
 
     def exchange(self, flat: Tensor) -> Tensor:
         """Of `count` equal pieces, piece r goes to rank r. Row r of the result came from rank r."""
@@ -107,7 +108,8 @@ class Peers:
         sent = self._reachable(flat)
         received = sent.new_empty(len(sent) if sizes is None else sum(sizes))
         taken, given = (None if some is None else [size * sent.element_size() for size in some] for some in (sizes, sent_sizes))
-        self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), taken, given, group=self.group), purpose)
+        with self.reaching(purpose):
+            dist.all_to_all_single(_bytes(received), _bytes(sent), taken, given, group=self.group)
         return received.to(flat.device)
 
     def send(self, flat: Tensor, to: int, tag: int) -> Any:
@@ -127,10 +129,11 @@ class Peers:
     def _reachable(self, flat: Tensor) -> Tensor:
         return flat.cpu() if self._through_host(flat.device) else flat
 
-    def reach(self, action: Callable[[], object], purpose: str = REACH_OTHERS) -> None:
-        """Do what all ranks must do together."""
+    @contextmanager
+    def reaching(self, purpose: str) -> Iterator[None]:
+        """Around what all ranks must do together."""
         try:
-            action()
+            yield
         except RuntimeError as error:  # what every backend raises
             raise Lost(
                 f"rank {self.rank} of {self.count} could not {purpose}: another rank has ended, has not come within the group's "
@@ -153,7 +156,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.peers.reach(self.work.wait, self.purpose)
+            with self.peers.reaching(self.purpose):
+                self.work.wait()
         return self.result.to(self.device)
 
 

@@ -69,12 +69,8 @@ def _subgroup(peers: Peers, ranks: list[int]) -> Peers:
     assert peers.group is not None
     everybody = [dist.get_global_rank(peers.group, rank) for rank in ranks]
     limit, backend = peers.time_limit, dist.get_backend_config(peers.group)  # one backend, or one per device
-    made: list[ProcessGroup] = []
-    peers.reach(
-        lambda: made.append(dist.new_group(everybody, timeout=limit, backend=backend, use_local_synchronization=True)),
-        f"make a group of ranks {', '.join(map(str, ranks))} for Ulysses",
-    )
-    return Peers.of(made[0])
+    with peers.reaching(f"make a group of ranks {', '.join(map(str, ranks))} for Ulysses"):
+        return Peers.of(dist.new_group(everybody, timeout=limit, backend=backend, use_local_synchronization=True))
 
 
 def outer_sharding(sharding: Sharding, ulysses: int) -> Sharding:

@@ -76,7 +76,9 @@ class TreeAccumulator:
                 parameters = self._parameters(model)
             sums = {name: self._stacks[name].total() if self._added else None for name in parameters}
             mine = {name: partial is not None for name, partial in sums.items()}
-            report = self._report(parameters, bool(divide), all(mine.values()))
+            left_over = sum(p.grad is not None for p in parameters.values())
+            done = self._added, self._weight, left_over, all(mine.values())
+            report = Report(int(self.micro_batches), self._step, number_of(layout_of(parameters)), bool(divide), *done)
         finally:
             self._step += 1
             self.reset()  # an error ends the step, too: nothing of it may reach the next one
@@ -106,15 +108,3 @@ class TreeAccumulator:
             changed = sorted({name for name, _ in {*layout} ^ {*self._layout}}) or ["their order"]
             raise ValueError(f"the trainable parameters must not change within a step; what changed: {', '.join(changed[:3])}")
         return parameters
-
-    def _report(self, parameters: Parameters, divide: bool, complete: bool) -> Report:
-        return Report(
-            micro_batches=int(self.micro_batches),
-            step=self._step,
-            layout=number_of(layout_of(parameters)),
-            divide=divide,
-            added=self._added,
-            weight=self._weight,
-            left_over=sum(p.grad is not None for p in parameters.values()),
-            complete=complete,
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from ..hosts import FINISH, odd_rank
 from ..peers import Peers
@@ -11,8 +11,7 @@ from .gradients import Parameters
 from .tree import share_of
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What one rank has at the end of a step. Whole numbers only, so that it fits one small message."""
 
     micro_batches: int
@@ -35,7 +34,7 @@ MUST_AGREE = {
 
 def compare(mine: Report, peers: Peers) -> list[Report]:
     """The reports of all ranks, if they can be added."""
-    reports = [Report(*numbers) for numbers in peers.hosts.begin(FINISH, astuple(mine))]
+    reports = [Report(*numbers) for numbers in peers.hosts.begin(FINISH, mine)]
     for field, rule in MUST_AGREE.items():
         values = [getattr(report, field) for report in reports]
         odd = odd_rank(values)

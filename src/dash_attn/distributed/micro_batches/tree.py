@@ -14,16 +14,11 @@ from ...masks import is_whole
 Sum = TypeVar("Sum")
 
 
-def left_leaves(leaves: int) -> int:
-    """Of a tree with two leaves or more: the largest power of two below."""
-    return 1 << ((leaves - 1).bit_length() - 1)
-
-
 def tree_sum(terms: Sequence[Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
     """The sum of terms that are all there. `add` gets the left sum first."""
     if len(terms) == 1:
         return terms[0]
-    left = left_leaves(len(terms))
+    left = 1 << ((len(terms) - 1).bit_length() - 1)  # the largest power of two below
     return add(tree_sum(terms[:left], add), tree_sum(terms[left:], add))
 
 
@@ -37,9 +32,6 @@ class CarryStack(Generic[Sum]):
     def __init__(self, add: Callable[[Sum, Sum], Sum]) -> None:
         self._add = add
         self._waiting: list[tuple[int, Sum]] = []  # leaves and sum of each subtree
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def push(self, term: Sum) -> None:
         leaves = 1
