@@ -13,7 +13,7 @@ from torch import Tensor
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Given
-from dash_attn.distributed.context.gathering import GatheredKeys
+from dash_attn.distributed.context.gathering import Keys
 from dash_attn.distributed.context.of_rank import Gradients, OfRows, Rows
 from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.distributed.context.shared_call import SharedCall, own_documents
@@ -111,7 +111,7 @@ class _Partials(BackwardPass):
 def _share_by_all_reduce(call: SharedCall, peers: Peers, rows: Rows, of_rows: OfRows, given: Given) -> Gradients:
     dout, q, k, v, out = rows
     (own,) = own_documents(call, peers.rank)
-    keys = GatheredKeys(own.document, peers, k, v)
+    keys = Keys(own.document, k, v, peers)
     work = _Partials(own, (dout, q, out), of_rows, keys, given=given)
     for unit in work.units:
         if unit.leg is not None:

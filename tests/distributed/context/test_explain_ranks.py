@@ -21,7 +21,7 @@ from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, explain, unshard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
-from dash_attn.distributed.context.gathering import GatheredKeys
+from dash_attn.distributed.context.gathering import Keys
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.context.passes import BackwardPass
@@ -176,11 +176,11 @@ def test_a_rank_sends_what_it_says(case: Case) -> None:
 @pytest.mark.parametrize("case", [CASES["grouped"], Case(kv_heads=8, q_heads=8, ranks=4, batch=2)], ids=["grouped", "many heads"])
 def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start of a gather until its keys are dropped."""
-    kept: list[GatheredKeys] = []
+    kept: list[Keys] = []
     dropped, most = 0, 0
     run, drop = RankBackward.run, RankBackward.drop_keys
 
-    class Watched(GatheredKeys):
+    class Watched(Keys):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             kept.append(self)
@@ -195,7 +195,7 @@ def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPat
         dropped += 1
         drop(self, first_head, heads)
 
-    monkeypatch.setattr(of_rank, "GatheredKeys", Watched)
+    monkeypatch.setattr(of_rank, "Keys", Watched)
     monkeypatch.setattr(RankBackward, "run", watched_run)
     monkeypatch.setattr(RankBackward, "drop_keys", watched_drop)
     group = case.batch * case.rows * 2 * 16 * 4 * -(-case.kv_heads // 4)  # a gather has a fourth of the KV heads

@@ -76,34 +76,35 @@ class Asked(NamedTuple):
     sharing: Sharing
     ranks: int
 
-    def options(self) -> AttentionOptions:
-        check_tensors(self.q, self.k, self.v)
-        self.given.check(self.q, self.choices.dropout_p)
-        return options_for(self.choices, self.q.shape[-1])
-
-    def sharding(self) -> Sharding:
-        return sharding_of_rank(self.sharing.sharding, self.q.shape[1], self.ranks)
+    def checked(self, rank: int | None) -> tuple[AttentionOptions, Sharding]:
+        """Raises where the tensors do not fit. rank: None where they are those of some rank, nobody knows of which."""
+        q, k, v = self[:3]
+        check_tensors(q, k, v)
+        self.given.check(q, self.choices.dropout_p)
+        options, sharding = options_for(self.choices, q.shape[-1]), sharding_of_rank(self.sharing.sharding, q.shape[1], self.ranks)
+        who, some = ("a rank of this sharding", range(self.ranks)) if rank is None else (f"rank {rank}", range(rank, rank + 1))
+        fitting = sorted({len(sharding.rows_of(one)) for one in some})
+        if q.shape[1] != k.shape[1] or q.shape[1] not in fitting:
+            raise ValueError(
+                f"{who} has {' or '.join(map(str, fitting))} of the {sharding.rows} rows, queries and keys alike; got {q.shape[1]} queries"
+                f" and {k.shape[1]} keys"
+            )
+        check_factor(self.sharing.ulysses, self.ranks, k.shape[2])
+        return options, sharding
 
     def part(self, rank: int, differentiable: bool) -> tuple[Part, Facts]:
-        """Raises where this rank's tensors do not fit. Sends no message."""
-        q, k, v = self[:3]
-        options, sharding = self.options(), self.sharding()
-        rows = len(sharding.rows_of(rank))
-        if not q.shape[1] == k.shape[1] == rows:
-            raise ValueError(
-                f"rank {rank} has {rows} of the {sharding.rows} rows, queries and keys alike; got {q.shape[1]} queries and"
-                f" {k.shape[1]} keys"
-            )
+        """What a rank finds out by itself. Sends no message."""
+        options, sharding = self.checked(rank)
         part = Part.of(self, options, sharding, rank)
         code = None if part.call is None else part.call.backend.machine_code()
         shared = {"sharding": sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents}
         more = {"whether gradients are needed": differentiable, "the machine code": code}
-        return part, _facts(q, k, v, options) | shared | self.given.facts | more
+        return part, _facts(*self[:3], options) | shared | self.given.facts | more
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank finds out by itself, before it knows that the others agree. options: those of its own heads. call: what the ranks
+    """What is known before the others agree. options: those of its own heads. call: what the ranks
     outside share; None where there is no other. documents: lengths of those in the row, if it has any."""
 
     options: AttentionOptions
@@ -115,7 +116,6 @@ class Part:
     def of(cls, asked: Asked, options: AttentionOptions, sharding: Sharding, rank: int, backend: str | None = None) -> Part:
         """backend: that of the tensors, unless it is named because they stand for others."""
         (q, k, v), (_, ulysses, cu_seqlens) = asked[:3], asked.sharing
-        check_factor(ulysses, sharding.ranks, k.shape[2])
         own = replace(options, head_offset=options.head_offset + rank % ulysses * (k.shape[2] // ulysses))
         alone, documents = documents_in(own, cu_seqlens, sharding.rows)
         outer = outer_sharding(sharding, ulysses)

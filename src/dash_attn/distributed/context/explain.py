@@ -24,7 +24,6 @@ from .asked import Asked, Given, Part, Sharing
 from .attention import context_parallel_attention
 from .costs import Memory, RankCosts, RowBytes, Sent, costs_of_sharing, makespan_of
 from .shared_call import Lengths, SharedCall
-from .ulysses import check_factor
 
 NOTE = "of the backward, if a hop takes no time and a unit as long as its tasks; `dash-attn plan --ranks` knows machines and links"
 
@@ -92,9 +91,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SharedEx
     bound.apply_defaults()
     check_flags(return_lse=bound.arguments["return_lse"])
     asked = _asked(bound.arguments)
-    options, sharding = asked.options(), asked.sharding()
-    _check_rows(asked.q, asked.k, sharding)
-    check_factor(asked.sharing.ulysses, asked.ranks, asked.k.shape[2])
+    options, sharding = asked.checked(rank=None)
     name = resolve_to_explain(options.backend, asked.q.device)
     parts = [Part.of(asked, options, sharding, place, name) for place in range(asked.sharing.ulysses)]
     whole = [torch.empty(x.shape[0], sharding.rows, *x.shape[2:], dtype=x.dtype, device="meta") for x in asked[:3]]
@@ -136,16 +133,6 @@ def _alone(backend: str, whole: list[Tensor], options: AttentionOptions, documen
         schedule=" and ".join(dict.fromkeys(one.schedule for one in each)),
         order_hash=hash_of(*(one.order_hash for one in each)),
     )
-
-
-def _check_rows(q: Tensor, k: Tensor, sharding: Sharding) -> None:
-    """Of some rank: which one is not known here."""
-    fitting = sorted({len(sharding.rows_of(rank)) for rank in range(sharding.ranks)})
-    if q.shape[1] != k.shape[1] or q.shape[1] not in fitting:
-        raise ValueError(
-            f"a rank of this sharding has {' or '.join(map(str, fitting))} of the {sharding.rows} rows, queries and keys alike; got"
-            f" {q.shape[1]} queries and {k.shape[1]} keys"
-        )
 
 
 def _costs(asked: Asked, sharding: Sharding, calls: Sequence[SharedCall | None]) -> list[RankCosts]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,23 +35,25 @@ def _put_together(gather: Pending, sharding: Sharding, shape: Sequence[int]) -> 
     return whole
 
 
-class GatheredKeys:
-    """The keys and values of all ranks, where each has its own rows of one document. They come some KV heads at a time: one gather after
-    the other, in the order of their numbers."""
+class Keys:
+    """The keys and values of a document, some KV heads at a time. Where each rank has its own rows, they come in one gather after the
+    other, in the order of their numbers."""
 
-    def __init__(self, document: Document, peers: Peers, k: Tensor, v: Tensor) -> None:
-        self.document, self.peers, self.k, self.v = document, peers, k, v
+    def __init__(self, document: Document, k: Tensor, v: Tensor, peers: Peers | None = None) -> None:
+        """peers: with whom the rows are shared; None: all of them are here."""
+        self.document, self.k, self.v, self.peers = document, k, v, peers
         self.started: list[Pending | None] = []
 
     def start(self, number: int) -> None:
         """Let this gather, and those before it, begin. All ranks must do so sooner or later."""
-        while len(self.started) <= number:
-            heads = self.document.gathers[len(self.started)]
-            both = torch.cat([x[:, :, heads.start : heads.stop].flatten(2) for x in (self.k, self.v)], dim=2)
-            self.started.append(_start(self.peers, self.document.sharding, both.transpose(0, 1), self._purpose(heads)))
+        while self.peers is not None and len(self.started) <= number:
+            both = torch.cat([x.flatten(2) for x in self._some(len(self.started))], dim=2).transpose(0, 1)
+            self.started.append(_start(self.peers, self.document.sharding, both, self._purpose(self.peers, len(self.started))))
 
     def get(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a gather that was started."""
+        if self.peers is None:
+            return self._some(number)
         gather, self.started[number] = self.started[number], None
         assert gather is not None, "keys are taken once"
         heads, dims = len(self.document.gathers[number]), self.document.row.dims
@@ -60,38 +61,24 @@ class GatheredKeys:
         k, v = both.split([heads * dim for dim in dims], dim=2)
         return k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
 
-    def _purpose(self, heads: range) -> str:
-        """For errors: which keys for which queries."""
-        chunks = self.document.sharding.chunks_of(self.peers.rank)
-        queries = [self.document.sharding.rows_of_chunk(chunk) for chunk in chunks]
-        of = " and ".join(f"{rows.start} to {rows.stop - 1} (chunk {chunk})" for chunk, rows in zip(chunks, queries, strict=True))
-        return f"gather keys 0 to {self.document.sharding.rows - 1} of KV heads {heads.start} to {heads.stop - 1} for its queries {of}"
-
     def finish(self) -> None:
         """Wait for gathers that nobody took: other ranks need what this one sends."""
         for gather in self.started:
             if gather is not None:
                 gather.wait()
 
-
-class WholeKeys(NamedTuple):
-    """All keys are here already."""
-
-    document: Document
-    k: Tensor
-    v: Tensor
-
-    def start(self, number: int) -> None:
-        pass
-
-    def get(self, number: int) -> tuple[Tensor, Tensor]:
+    def _some(self, number: int) -> tuple[Tensor, Tensor]:
         heads = self.document.gathers[number]
         return self.k[:, :, heads.start : heads.stop], self.v[:, :, heads.start : heads.stop]
 
-    def finish(self) -> None:
-        pass
+    def _purpose(self, peers: Peers, number: int) -> str:
+        """For errors: which keys for which queries."""
+        sharding, heads = self.document.sharding, self.document.gathers[number]
+        queries = [(sharding.rows_of_chunk(chunk), chunk) for chunk in sharding.chunks_of(peers.rank)]
+        of = " and ".join(f"{rows.start} to {rows.stop - 1} (chunk {chunk})" for rows, chunk in queries)
+        return f"gather keys 0 to {sharding.rows - 1} of KV heads {heads.start} to {heads.stop - 1} for its queries {of}"
 
 
-def whole_keys(k: Tensor, v: Tensor) -> Callable[[OwnDocument], WholeKeys]:
+def whole_keys(k: Tensor, v: Tensor) -> Callable[[OwnDocument], Keys]:
     """Of all documents that a rank works on, one behind the other."""
-    return lambda own: WholeKeys(own.document, k[:, own.keys], v[:, own.keys])
+    return lambda own: Keys(own.document, k[:, own.keys], v[:, own.keys])

@@ -17,7 +17,7 @@ from ...call.offsets import SequenceOffsets
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
 from .asked import Asked, Given, Part
-from .gathering import GatheredKeys, whole_keys
+from .gathering import Keys, whole_keys
 from .mail import RankMail
 from .moves import move, moves_of
 from .passes import KeysOf, RowBackward, forward_of_rank, sum_of_sinks
@@ -122,7 +122,7 @@ def _backward(call: SharedCall, peers: Peers, rows: Rows, of_rows: OfRows, given
 def _keys_of(call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> KeysOf:
     """Of one document, gathers come while ranks work. Keys of several come before: ranks do not take them together."""
     if call.is_one:
-        return lambda own: GatheredKeys(own.document, peers, k, v)
+        return lambda own: Keys(own.document, k, v, peers)
     k, v = move(moves_of(call).keys, peers, [k, v])
     return whole_keys(k, v)
 

@@ -17,11 +17,10 @@ from ...backends import RankBackward
 from ...call.sums import sum_in_order
 from ...scheduling.ranks.units import Unit
 from .asked import Given
-from .gathering import GatheredKeys, WholeKeys
+from .gathering import Keys
 from .mail import Mailbox, RankMail
 from .shared_call import Document, OwnDocument, SharedCall, own_documents
 
-Keys = GatheredKeys | WholeKeys
 KeysOf = Callable[[OwnDocument], Keys]
 Mail = RankMail | Mailbox
 
