@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ...call.tensor_checks import check_flags
+from ...scheduling.problem import whole_number
 from ..hosts import FINISH, number_of
 from ..peers import Group, Peers
 from .agreement import Report, compare, presence_on
 from .buckets import buckets_of, reduce_bucket
 from .gradients import Layout, Parameters, add, layout_of, take, trainable
-from .tree import CarryStack, check_whole, share_of
+from .tree import CarryStack, share_of
 
 
 class TreeAccumulator:
@@ -51,7 +52,7 @@ class TreeAccumulator:
             tokens gives the mean over tokens, if the loss of a micro-batch is a sum over its tokens.
         """
         parameters = self._parameters(model)
-        check_whole("weight", weight, 0)
+        weight = whole_number("weight", weight, least=0)
         if self._added == len(self.owned):
             raise RuntimeError(f"rank {self._peers.rank} has added its {len(self.owned)} micro-batches; call finish before the next step")
         if all(p.grad is None for p in parameters.values()):
@@ -60,7 +61,7 @@ class TreeAccumulator:
         for name, parameter in parameters.items():
             self._stacks.setdefault(name, CarryStack(add)).push(take(parameter))
         self._added += 1
-        self._weight += int(weight)
+        self._weight += weight
 
     @torch.no_grad()
     def finish(self, model: nn.Module, divide: bool = True) -> None:
