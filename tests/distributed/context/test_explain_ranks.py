@@ -18,9 +18,10 @@ from dash_attn import Documents, backends
 from dash_attn import explain as explain_alone
 from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.call.options import Choices, options_for
-from dash_attn.distributed import Sharding, context_parallel_attention, explain, unshard
+from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
+from dash_attn.distributed.context.explain import explain
 from dash_attn.distributed.context.gathering import Keys
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.of_rank import OfRank
@@ -173,6 +174,16 @@ def test_a_rank_sends_what_it_says(case: Case) -> None:
     assert (sum(said.hops for said in found.each) > 0) == (case.ulysses < case.ranks)
 
 
+def test_ranks_that_have_whole_documents_send_nothing() -> None:
+    case = Case(mask={"causal": True, "cu_seqlens": (0, 300, 512, 1024)}, sharding="contiguous")
+    for number in range(case.ranks):
+        rank, _, outside = case.rank(number)
+        q, k, v = case.tensors(512, "cpu")
+        out, lse = rank.forward(q, k, v, Given())
+        rank.backward((out, q, k, v, out), (lse, lse), Given())
+        assert not outside.sent
+
+
 @pytest.mark.parametrize("case", [CASES["grouped"], Case(kv_heads=8, q_heads=8, ranks=4, batch=2)], ids=["grouped", "many heads"])
 def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start of a gather until its keys are dropped."""
@@ -273,7 +284,7 @@ def test_short_documents_send_few_rows_and_no_state() -> None:
     assert sum(rank.backward.total for rank in short.each) == 0  # borders of chunks are borders of documents here
     assert short.predicted_efficiency == pytest.approx(1.0)
     plain = explain(context_parallel_attention, q, q, q, 4, causal=True, backend="cpu")
-    assert [rank.hops for rank in long.each] == [rank.hops for rank in plain.each]
+    assert long.each == plain.each, "a sequence is a row of one document"
     assert long.predicted_efficiency == pytest.approx(plain.predicted_efficiency)
 
 
