@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...scheduling.ranks.peaks import highest, most_states
 from .moves import moves_of
-from .passes import gather_starts, gathers_of
 from .shared_call import OwnDocument, SharedCall, own_documents
 
 
@@ -149,9 +148,9 @@ def _sum_tiles(own: OwnDocument) -> int:
 def _most_keys(own: OwnDocument) -> int:
     """Rows of a KV head. A gather is there from its start to its last use by this rank."""
     document = own.document
-    last_use = {number: unit.number for unit in document.shared.by_rank[own.rank] for number in gathers_of(document, unit)}
+    last_use = {number: unit for unit, number in document.uses(document.shared.by_rank[own.rank])}
     sizes = {number: document.sharding.rows * len(document.gathers[number]) for number in last_use}
-    starts = gather_starts(document)
+    starts = document.gather_starts
     return highest(event for number, size in sizes.items() for event in ((starts[number], size), (last_use[number] + 1, -size)))
 
 

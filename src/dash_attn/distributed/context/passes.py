@@ -19,7 +19,7 @@ from ...scheduling.ranks.units import Unit
 from .asked import Given
 from .gathering import Keys
 from .mail import Mailbox, RankMail
-from .shared_call import Document, OwnDocument, SharedCall, own_documents
+from .shared_call import OwnDocument, SharedCall, own_documents
 
 KeysOf = Callable[[OwnDocument], Keys]
 Mail = RankMail | Mailbox
@@ -69,8 +69,7 @@ class BackwardPass:
         self.units = self.shared.by_rank[own.rank]
         self._states: dict[int, Tensor] = {}  # of units whose next leg is here, too
         self._there: set[int] = set()  # gathers whose keys have come and are still needed
-        self._starts = gather_starts(document)
-        self._last_use = {number: unit for unit, number in _uses(document, self.units)}
+        self._last_use = {number: unit for unit, number in document.uses(self.units)}
 
     def step(self, unit: Unit) -> None:
         """The rank's next unit."""
@@ -97,8 +96,8 @@ class BackwardPass:
         return self.mail.receive(self.document, unit)
 
     def _take_keys(self, unit: Unit) -> None:
-        self.keys.start(max(number for number, start in enumerate(self._starts) if start <= unit.number))
-        for number in gathers_of(self.document, unit):
+        self.keys.start(max(number for number, start in enumerate(self.document.gather_starts) if start <= unit.number))
+        for number in self.document.gathers_of(unit):
             if number not in self._there:
                 self.backward.take_keys(*self.keys.get(number), self.document.gathers[number].start)
                 self._there.add(number)
@@ -175,28 +174,3 @@ def sum_of_sinks(sums: Tensor, sinks: Tensor) -> Tensor:
     """From those of all documents: sequence by sequence, document by document, as packed sequences are summed. Zero without any."""
     parts = sums[0].transpose(0, 1).flatten(0, 1)  # (sequences x documents, query heads)
     return sum_in_order(parts).to(sinks.dtype) if len(parts) else torch.zeros_like(sinks)
-
-
-def gathers_of(document: Document, unit: Unit) -> list[int]:
-    """The gathers that a unit needs the keys of. An ending needs none."""
-    if unit.leg is None:
-        return []
-    each = len(document.gathers[0])
-    return sorted({part // document.problem.parts // each for _, part in unit.heads})
-
-
-def gather_starts(document: Document) -> list[int]:
-    """Of each gather the unit with which it starts: the first, on whichever rank, that needs the one before it, or itself, or one behind
-    it. Gathers start in the order of their numbers, units need them in any. So a rank that waits for a gather waits for ranks that
-    are at earlier units, and those never wait for this one."""
-    first_use = {number: unit for unit, number in reversed(_uses(document, document.shared.units))}
-    needed = [
-        [first_use[other] for other in range(number - 1, len(document.gathers)) if other in first_use]
-        for number in range(1, len(document.gathers))
-    ]
-    return [0, *(min(units, default=0) for units in needed)]
-
-
-def _uses(document: Document, units: tuple[Unit, ...]) -> list[tuple[int, int]]:
-    """(unit, gather that it needs)."""
-    return [(unit.number, number) for unit in units for number in gathers_of(document, unit)]

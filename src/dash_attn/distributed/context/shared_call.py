@@ -6,6 +6,7 @@ A row is a list of documents, each planned as it is alone. A sequence without do
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ...scheduling.ranks.documents import SharedDocument, deal_documents, in_tur
 from ...scheduling.ranks.in_legs import in_legs
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.share import share
-from ...scheduling.ranks.units import SharedSchedule
+from ...scheduling.ranks.units import SharedSchedule, Unit
 
 MOST_GATHERS = 4  # in which keys and values of all KV heads come
 Lengths = tuple[int, ...]  # of documents
@@ -137,6 +138,27 @@ class Document:
         """KV heads whose keys and values come together. While some are worked on, the next are on their way."""
         each = -(-self.row.kv_heads // MOST_GATHERS)
         return [range(first, min(first + each, self.row.kv_heads)) for first in range(0, self.row.kv_heads, each)]
+
+    def gathers_of(self, unit: Unit) -> list[int]:
+        """The gathers that a unit needs the keys of. An ending needs none."""
+        if unit.leg is None:
+            return []
+        each = len(self.gathers[0])
+        return sorted({part // self.problem.parts // each for _, part in unit.heads})
+
+    def uses(self, units: Sequence[Unit]) -> list[tuple[int, int]]:
+        """(unit, gather that it needs)."""
+        return [(unit.number, number) for unit in units for number in self.gathers_of(unit)]
+
+    @cached_property
+    def gather_starts(self) -> list[int]:
+        """Of each gather the unit with which it starts: the first, on whichever rank, that needs the one before it, or itself, or one
+        behind it. Gathers start in the order of their numbers, units need them in any. So a rank that waits for a gather waits for ranks
+        that are at earlier units, and those never wait for this one."""
+        first_use = {number: unit for unit, number in reversed(self.uses(self.shared.units))}
+        everything = range(len(self.gathers))
+        needed = [[first_use[other] for other in everything[number - 1 :] if other in first_use] for number in everything[1:]]
+        return [0, *(min(units, default=0) for units in needed)]
 
 
 class OwnDocument(NamedTuple):
