@@ -22,7 +22,8 @@ import torch.multiprocessing as mp
 
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
-from dash_attn.distributed.context.of_rank import Asked, Given, OfRank, Sharing
+from dash_attn.distributed.context.asked import Asked, Given, Sharing
+from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers
 from dash_attn.tools.bench.report import save
@@ -67,7 +68,7 @@ def measure(device: str) -> dict[str, float | None]:
     q, k, v = (torch.ones(1, ROWS, HEADS, DIM, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
 
     def compare() -> object:
-        return peers.begin(ATTENTION, [1, 2, 3])
+        return peers.hosts.begin(ATTENTION, [1, 2, 3])
 
     def call() -> None:
         out = context_parallel_attention(q, k, v, causal=True)
@@ -77,10 +78,10 @@ def measure(device: str) -> dict[str, float | None]:
 
     microseconds(compare, WARM_UP)
     microseconds(call, WARM_UP)
-    asked = Asked(q, k, v, Given(), Choices(causal=True), peers, Sharing("zigzag", 1, None), True)
+    asked = Asked(q, k, v, Given(), Choices(causal=True), Sharing("zigzag", 1, None), peers.count)
     found: dict[str, float | None] = {"comparison": median(microseconds(compare, MESSAGES))}
-    found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked), MESSAGES))
-    found["its own checks alone"] = median(microseconds(asked.part, MESSAGES))
+    found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked, peers, True), MESSAGES))
+    found["its own checks alone"] = median(microseconds(lambda: asked.part(peers.rank, True), MESSAGES))
     if device == "cuda":
         found["comparison, GPU busy"] = while_busy(compare)
     times: dict[str, list[float]] = {"forward and backward": [], "without comparison": []}

@@ -21,8 +21,6 @@ from dash_attn.call.documents import of_a_document
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for
-from dash_attn.distributed.context.document_loopback import play_documents
-from dash_attn.distributed.context.documents import SharedDocuments
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling.plan import Plan
@@ -529,7 +527,7 @@ def test_ranks_drive_devices() -> None:
     case = Case(Causal(), Sharding.zigzag(1024, 2), (12, 6))
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
     call = SharedCall(case.options, case.sharding, 1, 6, 2, case.dims, "hopper")
-    assert len(call.gathers) > 1
+    assert len(call.documents[0].gathers) > 1
     found = play_all_ranks(call, q, k, v, dout)
     assert_near([found.dq, found.dk, found.dv], expected)
 
@@ -555,8 +553,8 @@ SLOW_ROWS = ("causal, batch, contiguous", "full, gangs")
 def test_ranks_drive_devices_of_documents(case: Case) -> None:
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
     assert isinstance(case.mask, Documents)
-    row = SharedDocuments.of(q, k, v, of_a_document(case.options), case.mask.lengths, case.sharding, backend="hopper")
-    found = play_documents(row, q, k, v, dout)
+    row = SharedCall.of((q, k, v), of_a_document(case.options), case.sharding, case.mask.lengths, backend="hopper")
+    found = play_all_ranks(row, q, k, v, dout)
     assert_near([found.dq, found.dk, found.dv], expected)
 
 

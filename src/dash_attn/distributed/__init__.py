@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..scheduling.ranks.sharding import Sharding
 from .context.attention import context_parallel_attention
-from .context.explaining import explain_context_parallel
 from .context.layout import positions, shard, unshard
 from .heads import head_offset
 from .micro_batches.accumulator import TreeAccumulator
@@ -15,7 +14,6 @@ __all__ = [
     "Sharding",
     "TreeAccumulator",
     "context_parallel_attention",
-    "explain_context_parallel",
     "head_offset",
     "positions",
     "shard",

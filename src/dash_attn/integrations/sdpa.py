@@ -137,7 +137,7 @@ def _others_hear(context_parallel: Any, *arguments: Any) -> AbstractContextManag
     from ..distributed.hosts import ATTENTION  # few need torch.distributed
     from ..distributed.peers import Peers
 
-    return Peers.of(group).refusing(ATTENTION)
+    return Peers.of(group).hosts.refusing(ATTENTION)
 
 
 def _first_aligned(q_len: int, kv_len: int) -> Mask:

@@ -11,10 +11,8 @@ from torch import Tensor
 from ...backends import import_ranks, resolve
 from ...call.options import Choices, options_for
 from ...distributed.context.attention import context_parallel_attention
-from ...distributed.context.document_loopback import play_documents
-from ...distributed.context.documents import SharedDocuments, documents_in, shared_call
 from ...distributed.context.loopback import play_all_ranks
-from ...distributed.context.rows import rows_of
+from ...distributed.context.rows import documents_in, rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
@@ -61,8 +59,7 @@ def in_words(count: int) -> str:
 def _play(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None) -> Results:
     more = {} if extras is None else extras._asdict()
     with poisoned_memory(), torch.no_grad():
-        call = _call(case, *inputs[:2], sharding)
-        found = play_documents(call, *inputs, **more) if isinstance(call, SharedDocuments) else play_all_ranks(call, *inputs, **more)
+        found = play_all_ranks(_call(case, *inputs[:2], sharding), *inputs, **more)
     return results_of(*(x for x in found if x is not None))
 
 
@@ -86,8 +83,8 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
     return plain._replace(dk=dk.to(plain.dk.dtype), dv=dv.to(plain.dv.dtype))
 
 
-def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall | SharedDocuments:
+def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall:
     options = options_for(Choices(mask=case.read_mask(), schedule=case.schedule), case.head_dim)
     options, documents = documents_in(options, None, sharding.rows)
-    outer = outer_sharding(sharding, ulysses=1)  # as ranks do: neighbouring chunks of one rank are one
-    return shared_call(q, k, k, options, documents, outer)
+    # As ranks do: neighbouring chunks of one rank are one.
+    return SharedCall.of((q, k, k), options, outer_sharding(sharding, ulysses=1), documents)

@@ -1,8 +1,7 @@
-"""explain_context_parallel tells what ranks would do: what it says is counted again in ranks that run, with every message recorded."""
+"""explain tells what ranks would do: what it says is counted again in ranks that run, with every message recorded."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections import Counter
@@ -15,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Documents, backends, explain
+from dash_attn import Documents, backends
+from dash_attn import explain as explain_alone
 from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.call.options import Choices, options_for
-from dash_attn.distributed import Sharding, context_parallel_attention, explain_context_parallel
+from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
-from dash_attn.distributed.context.documents import documents_in, shared_call
-from dash_attn.distributed.context.gathering import GatheredKeys
+from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
+from dash_attn.distributed.context.explain import explain
+from dash_attn.distributed.context.gathering import Keys
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.context.passes import BackwardPass
@@ -37,11 +38,19 @@ def meta(rows: int, heads: int, dim: int = 16, batch: int = 1, dtype: torch.dtyp
     return torch.empty(batch, rows, heads, dim, dtype=dtype, device="meta")
 
 
-def test_it_takes_the_arguments_of_the_call() -> None:
-    ours, theirs = (list(inspect.signature(f).parameters.values()) for f in (explain_context_parallel, context_parallel_attention))
-    assert ours[3].name == "ranks"
-    assert theirs[3].name == "group"
-    assert ours[:3] + ours[4:] == theirs[:3] + theirs[4:]
+def test_it_explains_calls_of_context_parallel_attention() -> None:
+    q = meta(256, 2)
+    with pytest.raises(TypeError, match="ranks share calls of context_parallel_attention; got 'unshard'"):
+        explain(unshard, q)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+        explain(context_parallel_attention, q, q, q, 2, casual=True)
+
+
+def test_it_takes_a_group_too() -> None:
+    q = meta(256, 2)
+    assert explain(context_parallel_attention, q, q, q, causal=True, backend="cpu").ranks == 1
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh of one dimension or None; got str"):
+        explain(context_parallel_attention, q, q, q, "cp")
 
 
 class Done:
@@ -63,10 +72,6 @@ class Recording(Peers):
     def start_gather(self, mine: Tensor, purpose: str = "") -> Pending:
         self.sent["gathered"] += (self.count - 1) * mine.nbytes
         return Pending(self, None, torch.zeros(self.count * mine.numel(), dtype=mine.dtype), mine.device, purpose)
-
-    def exchange(self, flat: Tensor) -> Tensor:
-        self.sent["exchanged"] += flat.nbytes // self.count * (self.count - 1)
-        return torch.zeros_like(flat).view(self.count, -1)
 
     def exchange_pieces(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str = "") -> list[Tensor]:
         self.sent["rows"] += sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
@@ -112,22 +117,21 @@ class Case:
     def explain(self) -> Any:
         mine = self.tensors(len(self.chosen.rows_of(0)), "meta")
         rest = {"sharding": self.sharding, "ulysses": self.ulysses, "sinks": self.sink_values("meta"), "return_lse": self.return_lse}
-        return explain_context_parallel(*mine, self.ranks, backend="cpu", **self.mask, **rest)
+        return explain(context_parallel_attention, *mine, self.ranks, backend="cpu", **self.mask, **rest)
 
     def rank(self, rank: int) -> tuple[OfRank, Recording, Recording]:
         """As OfRank.make builds it, among ranks that are not there."""
         group, place = divmod(rank, self.ulysses)
         inside = Recording(None, place, self.ulysses)
         outside = Recording(None, group, self.ranks // self.ulysses)
-        call_of_each = {name: value for name, value in self.mask.items() if name != "cu_seqlens"}
-        options = options_for(Choices(**call_of_each, head_offset=place * (self.kv_heads // self.ulysses)), 16)
-        q, k, v = self.tensors(1, "cpu")
-        outer = outer_sharding(self.chosen, self.ulysses)
-        ends = self.mask.get("cu_seqlens")
-        options, documents = documents_in(options, ends, self.rows)
-        call = shared_call(q, k, v, options, documents, outer, self.ulysses) if outer.ranks > 1 else None
-        exchange = HeadExchange(inside, self.chosen, rank - place)
-        return OfRank(options, call, documents, exchange, outside, Peers.alone(), 0), inside, outside
+        asked = Asked(*self.tensors(len(self.chosen.rows_of(rank)), "cpu"), Given(), Choices(), self.sharing, self.ranks)
+        options = options_for(Choices(**{name: value for name, value in self.mask.items() if name != "cu_seqlens"}), 16)
+        part = Part.of(asked, options, self.chosen, rank)
+        return OfRank(part, HeadExchange(inside, self.chosen, rank - place), outside, Peers.alone(), 0), inside, outside
+
+    @property
+    def sharing(self) -> Sharing:
+        return Sharing(self.sharding, self.ulysses, self.mask.get("cu_seqlens"))
 
 
 OFFSETS = {"cu_seqlens": (0, 300, 324, 1024), "window_size": (200, 0)}
@@ -154,14 +158,14 @@ def test_a_rank_sends_what_it_says(case: Case) -> None:
         rank, inside, outside = case.rank(number)
         q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
         sinks = case.sink_values("cpu")
-        out, lse = rank.forward(q, k, v, sinks)
+        out, lse = rank.forward(q, k, v, Given(sinks))
         gathered = outside.sent["gathered"] + outside.sent["rows"]
-        assert (inside.sent["exchanged"], gathered) == (said.forward.heads, said.forward.keys + said.forward.rows)
+        assert (inside.sent["rows"], gathered) == (said.forward.heads, said.forward.keys + said.forward.rows)
         assert said.forward.total == said.forward.heads + said.forward.keys + said.forward.rows
         for peers in (inside, outside):
             peers.sent.clear()
-        rank.backward((out, q, k, v, out), lse, sinks, lse if case.return_lse else None)
-        assert inside.sent["exchanged"] == said.backward.heads
+        rank.backward((out, q, k, v, out), (lse, lse if case.return_lse else None), Given(sinks))
+        assert inside.sent["rows"] == said.backward.heads
         gathered = inside.sent["gathered"] + outside.sent["gathered"] + outside.sent["rows"]
         assert gathered == said.backward.keys + said.backward.sinks + said.backward.rows
         assert outside.sent["hops"] == said.hops
@@ -170,14 +174,24 @@ def test_a_rank_sends_what_it_says(case: Case) -> None:
     assert (sum(said.hops for said in found.each) > 0) == (case.ulysses < case.ranks)
 
 
+def test_ranks_that_have_whole_documents_send_nothing() -> None:
+    case = Case(mask={"causal": True, "cu_seqlens": (0, 300, 512, 1024)}, sharding="contiguous")
+    for number in range(case.ranks):
+        rank, _, outside = case.rank(number)
+        q, k, v = case.tensors(512, "cpu")
+        out, lse = rank.forward(q, k, v, Given())
+        rank.backward((out, q, k, v, out), (lse, lse), Given())
+        assert not outside.sent
+
+
 @pytest.mark.parametrize("case", [CASES["grouped"], Case(kv_heads=8, q_heads=8, ranks=4, batch=2)], ids=["grouped", "many heads"])
 def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start of a gather until its keys are dropped."""
-    kept: list[GatheredKeys] = []
+    kept: list[Keys] = []
     dropped, most = 0, 0
     run, drop = RankBackward.run, RankBackward.drop_keys
 
-    class Watched(GatheredKeys):
+    class Watched(Keys):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             kept.append(self)
@@ -192,16 +206,16 @@ def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPat
         dropped += 1
         drop(self, first_head, heads)
 
-    monkeypatch.setattr(of_rank, "GatheredKeys", Watched)
+    monkeypatch.setattr(of_rank, "Keys", Watched)
     monkeypatch.setattr(RankBackward, "run", watched_run)
     monkeypatch.setattr(RankBackward, "drop_keys", watched_drop)
     group = case.batch * case.rows * 2 * 16 * 4 * -(-case.kv_heads // 4)  # a gather has a fourth of the KV heads
     for number, said in enumerate(case.explain().each):
         rank, *_ = case.rank(number)
         q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
-        out, lse = rank.forward(q, k, v, None)
+        out, lse = rank.forward(q, k, v, Given())
         dropped = most = 0
-        rank.backward((out, q, k, v, out), lse, None, None)
+        rank.backward((out, q, k, v, out), (lse, None), Given())
         assert said.memory.keys == most * group
         assert most >= 2
 
@@ -210,7 +224,7 @@ def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPat
 def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks in one process, in the global sequence: looked at while a unit runs."""
     q, k, v = case.tensors(case.rows, "cpu")
-    call = SharedCall.of(q, k, v, options_for(Choices(**case.mask), 16), outer_sharding(case.chosen, ulysses=1))
+    call = SharedCall.of((q, k, v), options_for(Choices(**case.mask), 16), outer_sharding(case.chosen, ulysses=1))
     mailbox, ranks, most = Mailbox(), [], [0] * case.ranks
     build, run = BackwardPass.__init__, RankBackward.run
 
@@ -222,9 +236,9 @@ def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest
         there = [sum(x.nbytes for x in rank._states.values()) for rank in ranks]
         there[unit.rank] += state.nbytes
         for number, waiting in mailbox.states.items():
-            after = call.shared.units[number].after
+            after = call.documents[0].shared.units[number].after
             assert after is not None
-            there[call.shared.units[after].device] += waiting.nbytes
+            there[call.documents[0].shared.units[after].rank] += waiting.nbytes
         most[:] = map(max, most, there)
         run(self, unit, state)
 
@@ -239,8 +253,8 @@ def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest
 
 
 def test_it_names_the_bits_of_one_rank() -> None:
-    found = explain_context_parallel(meta(256, 4), meta(256, 2), meta(256, 2), 4, causal=True, backend="cpu")
-    alone = explain(meta(1024, 4), meta(1024, 2), meta(1024, 2), causal=True, backend="cpu")
+    found = explain(context_parallel_attention, meta(256, 4), meta(256, 2), meta(256, 2), 4, causal=True, backend="cpu")
+    alone = explain_alone(meta(1024, 4), meta(1024, 2), meta(1024, 2), causal=True, backend="cpu")
     assert (found.schedule, found.order_hash, found.call) == (alone.schedule, alone.order_hash, alone.call)
     assert found.guarantees == (*alone.guarantees, "context-parallel-invariant")
     assert "context-parallel-invariant" not in alone.guarantees, "who shares nothing is promised nothing about sharing"
@@ -249,14 +263,14 @@ def test_it_names_the_bits_of_one_rank() -> None:
 
 def test_documents_are_explained_as_one_rank_has_them() -> None:
     q, lengths = meta(256, 2), (300, 24, 700)
-    alone = explain(*(meta(1024, 2),) * 3, mask=Documents(lengths), backend="cpu")
-    by_mask = explain_context_parallel(q, q, q, 4, mask=Documents(lengths), backend="cpu")
-    by_ends = explain_context_parallel(q, q, q, 4, causal=True, cu_seqlens=(0, 300, 324, 1024), backend="cpu")
+    alone = explain_alone(*(meta(1024, 2),) * 3, mask=Documents(lengths), backend="cpu")
+    by_mask = explain(context_parallel_attention, q, q, q, 4, mask=Documents(lengths), backend="cpu")
+    by_ends = explain(context_parallel_attention, q, q, q, 4, causal=True, cu_seqlens=(0, 300, 324, 1024), backend="cpu")
     assert by_mask.order_hash == by_ends.order_hash == alone.order_hash
     assert by_mask.guarantees == by_ends.guarantees == (*alone.guarantees, "context-parallel-invariant")
     assert by_ends.call.endswith("float32, causal, 3 documents")
     assert by_mask.each == by_ends.each
-    window = explain_context_parallel(q, q, q, 4, window_size=(100, 0), cu_seqlens=(0, 300, 324, 1024), backend="cpu")
+    window = explain(context_parallel_attention, q, q, q, 4, window_size=(100, 0), cu_seqlens=(0, 300, 324, 1024), backend="cpu")
     assert window.order_hash != alone.order_hash
     assert "rows" in str(window)
 
@@ -264,31 +278,34 @@ def test_documents_are_explained_as_one_rank_has_them() -> None:
 def test_short_documents_send_few_rows_and_no_state() -> None:
     """Each is on one rank. Only those at the borders of chunks change hands; as one sequence, all keys are gathered."""
     q = meta(256, 2)
-    short = explain_context_parallel(q, q, q, 4, causal=True, cu_seqlens=tuple(range(0, 1025, 32)), backend="cpu")
-    long = explain_context_parallel(q, q, q, 4, causal=True, cu_seqlens=(0, 1024), backend="cpu")
+    short = explain(context_parallel_attention, q, q, q, 4, causal=True, cu_seqlens=tuple(range(0, 1025, 32)), backend="cpu")
+    long = explain(context_parallel_attention, q, q, q, 4, causal=True, cu_seqlens=(0, 1024), backend="cpu")
     assert sum(rank.hops for rank in short.each) == 0
     assert sum(rank.backward.total for rank in short.each) == 0  # borders of chunks are borders of documents here
     assert short.predicted_efficiency == pytest.approx(1.0)
-    plain = explain_context_parallel(q, q, q, 4, causal=True, backend="cpu")
-    assert [rank.hops for rank in long.each] == [rank.hops for rank in plain.each]
+    plain = explain(context_parallel_attention, q, q, q, 4, causal=True, backend="cpu")
+    assert long.each == plain.each, "a sequence is a row of one document"
     assert long.predicted_efficiency == pytest.approx(plain.predicted_efficiency)
 
 
-def test_devices_work_on_many_documents_at_once() -> None:
+def test_ranks_work_on_many_documents_at_once() -> None:
     """In the order of the row they would work one after the other: 0.14."""
     lengths = [700 + 37 * number % 1100 for number in range(100)]
     lengths.append(-sum(lengths) % 16)
     ends, rows = [0, *accumulate(lengths)], sum(lengths)
     q = meta(rows // 8, 4)
-    assert explain_context_parallel(q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu").predicted_efficiency > 0.6
+    assert explain(context_parallel_attention, q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu").predicted_efficiency > 0.6
     own = Sharding.by_document(list(filter(None, lengths)), 8)
     q = meta(len(own.rows_of(0)), 4)
-    assert explain_context_parallel(q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu", sharding=own).predicted_efficiency > 0.95
+    assert (
+        explain(context_parallel_attention, q, q, q, 8, causal=True, cu_seqlens=ends, backend="cpu", sharding=own).predicted_efficiency
+        > 0.95
+    )
 
 
 def test_one_rank_sends_nothing() -> None:
     q = meta(300, 2)
-    (only,) = explain_context_parallel(q, q, q, 1, causal=True, backend="cpu").each
+    (only,) = explain(context_parallel_attention, q, q, q, 1, causal=True, backend="cpu").each
     assert (only.units, only.hops, only.forward.total, only.backward.total, only.memory.total) == (0, 0, 0, 0, 0)
 
 
@@ -299,13 +316,13 @@ def test_one_rank_sends_nothing() -> None:
 def test_efficiency_is_that_of_the_chunk_model(sharding: str, kv_heads: int, expected: float) -> None:
     """Contiguous shares of a causal mask are uneven, P / (2P - 1) at best. Heads of both kinds keep all ranks busy; one alone does not."""
     q = meta(1024, kv_heads)
-    found = explain_context_parallel(q, q, q, 8, causal=True, sharding=sharding, backend="cpu").predicted_efficiency
+    found = explain(context_parallel_attention, q, q, q, 8, causal=True, sharding=sharding, backend="cpu").predicted_efficiency
     assert found == pytest.approx(expected, abs=0.06)
 
 
 def test_it_prints_as_a_table() -> None:
     q, k = meta(1024, 32, 128, dtype=torch.bfloat16), meta(1024, 8, 128, dtype=torch.bfloat16)
-    lines = str(explain_context_parallel(q, k, k, 4, causal=True, backend="cpu", ulysses=2)).splitlines()
+    lines = str(explain(context_parallel_attention, q, k, k, 4, causal=True, backend="cpu", ulysses=2)).splitlines()
     shown = {line[:13].strip(): line[14:] for line in lines}
     assert list(shown) == ROWS
     assert shown["ranks"] == "4, 8 chunks of 512 rows, ulysses 2"
@@ -318,37 +335,37 @@ def test_it_prints_as_a_table() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"ranks": 0}, "ranks must be a whole number >= 1; got 0"),
-        ({"ranks": 3, "ulysses": 2}, "ulysses must divide the number of ranks"),
+        ({"group": 0}, "ranks must be a whole number >= 1; got 0"),
+        ({"group": 3, "ulysses": 2}, "ulysses must divide the number of ranks"),
         ({"sharding": "striped"}, "unknown sharding 'striped'"),
         ({"sharding": Sharding((256, 384), (0, 1))}, "a rank of this sharding has 256 or 384 of the 640 rows.*; got 512 queries"),
-        ({"ranks": 5, "sharding": "contiguous", "mask": Documents((2500,))}, "documents need q_len == kv_len == sum"),
+        ({"group": 5, "sharding": "contiguous", "mask": Documents((2500,))}, "documents need q_len == kv_len == sum"),
         ({"cu_seqlens": (0, 1000)}, "end with the 1024 rows of all ranks together"),
         ({"dropout_p": 0.1}, "ranks that share a sequence must drop the same pairs, .*: give dropout_seed"),
         ({"backend": "auto"}, "say which one to explain"),
-        ({"ranks": 16, "causal": True}, None),
+        ({"group": 16, "causal": True}, None),
     ],
     ids=str,
 )
 def test_it_raises_what_the_call_would(change: dict[str, Any], said: str | None) -> None:
     q = meta(512, 2)
-    arguments: dict[str, Any] = {"ranks": 2, "backend": "cpu", **change}
+    arguments: dict[str, Any] = {"group": 2, "backend": "cpu", **change}
     if said is None:
-        assert explain_context_parallel(q, q, q, **arguments).ranks == 16
+        assert explain(context_parallel_attention, q, q, q, **arguments).ranks == 16
         return
     with pytest.raises(ValueError, match=said):
-        explain_context_parallel(q, q, q, **arguments)
+        explain(context_parallel_attention, q, q, q, **arguments)
 
 
 def test_a_backend_that_cannot_share_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only heads are exchanged, nothing is shared, and Hopper can."""
     q = meta(512, 2, 64, dtype=torch.bfloat16)
-    assert explain_context_parallel(q, q, q, 2, causal=True, backend="hopper", ulysses=2).each[0].hops == 0
+    assert explain(context_parallel_attention, q, q, q, 2, causal=True, backend="hopper", ulysses=2).each[0].hops == 0
     find_spec = backends.find_spec
     monkeypatch.setattr(backends, "find_spec", lambda name: None if name.endswith("hopper.ranks") else find_spec(name))
     backends.import_ranks.cache_clear()
     try:
         with pytest.raises(NotImplementedError, match=r"backend 'hopper' .* cannot share a sequence between ranks"):
-            explain_context_parallel(q, q, q, 2, causal=True, backend="hopper")
+            explain(context_parallel_attention, q, q, q, 2, causal=True, backend="hopper")
     finally:
         backends.import_ranks.cache_clear()
