@@ -41,7 +41,7 @@ def risen(q, k, v):
 
 cases, tokens, dim = json.loads(sys.argv[2])
 for q_heads, kv_heads in cases:
-    told = explain(*tensors(q_heads, kv_heads, tokens, dim, "meta"), causal=True, backend="hopper", predict_time=False)
+    told = explain(flash_attn_func, *tensors(q_heads, kv_heads, tokens, dim, "meta"), causal=True, backend="hopper", predict_time=False)
     found = {"workspace_bytes": told.workspace_bytes}
     if torch.cuda.is_available():
         found["measured_bytes"] = risen(*tensors(q_heads, kv_heads, tokens, dim, "cuda"))

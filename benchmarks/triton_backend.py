@@ -296,7 +296,7 @@ def check_fewer_sms(repeats: int = 20) -> str:
 
 def check_explain() -> str:
     q, k, v, _ = make(FAMILIES["causal"])
-    first, second = (explain(q, k, v, causal=True, **BACKEND) for _ in range(2))
+    first, second = (explain(flash_attn_func, q, k, v, causal=True, **BACKEND) for _ in range(2))
     assert first == second
     assert set(first.kernels) - {"forward", "row statistics"} in ({"gradients"}, {"key gradients", "query gradients"})
     return "\n" + str(first)

@@ -31,7 +31,7 @@ OUR_NAMES = re.compile(r"\bops\.dash_attn\b|dash_attn::|[\"']dash_attn\.[\w.]+[\
 INIT = '''"""dash-attn {version}: attention whose gradients have the same bits in every run."""
 
 from .attention.functions import explain
-from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from .attention.side_by_side import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from .integrations.hub import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
 

@@ -122,7 +122,7 @@ CACHES = (
         "Dropout is for training: on the whole sequence.",
     ),
     (
-        'explain_with_kvcache(q.to("meta"), cache.to("meta"), cache.to("meta"))',
+        'explain(flash_attn_with_kvcache, q.to("meta"), cache.to("meta"), cache.to("meta"))',
         "Name the backend: meta tensors have no device to choose by.",
     ),
     ("huggingface.mask_for(1, 4, 8, q_offset=6)", "Give the layer all keys up to its last query."),

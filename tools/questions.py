@@ -56,7 +56,7 @@ def refusal(backend: str, question: Question, run: bool = True) -> str | None:
         if backend == "cpu" and run:
             _run(q, k, v, options)
         else:
-            explain(q, k, v, backend=backend, predict_time=False, **options)
+            explain(flash_attn_func, q, k, v, backend=backend, predict_time=False, **options)
     except REFUSALS as error:
         return str(error)
     return None

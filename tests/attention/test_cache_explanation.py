@@ -1,4 +1,4 @@
-"""explain_with_kvcache tells what a call with a cache would do, without running it and without a GPU."""
+"""explain tells what a call with a cache would do, without running it and without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import explain_with_kvcache, flash_attn_with_kvcache
+from dash_attn import explain, flash_attn_with_kvcache
 from dash_attn.backends.hopper.calls import decode
 from dash_attn.backends.hopper.support import Unsupported
 from dash_attn.backends.hopper.tiles import decode_tiles
@@ -34,11 +34,11 @@ def whole(*shape: int) -> Tensor:
 def hopper(batch: int = 64, queries: int = 1, heads: tuple[int, int] = (32, 8), dim: int = 128, **options: Any) -> Any:
     caches = half(1000, 64, heads[1], dim), half(1000, 64, heads[1], dim)
     arguments = {"block_table": whole(batch, 20), "causal": True, "backend": "hopper", **options}
-    return explain_with_kvcache(half(batch, queries, heads[0], dim), *caches, **arguments)
+    return explain(flash_attn_with_kvcache, half(batch, queries, heads[0], dim), *caches, **arguments)
 
 
 def test_it_takes_what_the_call_takes() -> None:
-    call, question = (inspect.signature(function).parameters for function in (flash_attn_with_kvcache, explain_with_kvcache))
+    call, question = (inspect.signature(function).parameters for function in (flash_attn_with_kvcache, explain))
     assert list(call.values()) == list(question.values())
 
 
@@ -85,7 +85,7 @@ def test_cpu() -> None:
     q, cache = torch.zeros(2, 1, 4, 16), torch.full((2, 40, 2, 16), torch.nan)
     before = cache.clone()
     new = torch.zeros(2, 3, 2, 16)
-    found = explain_with_kvcache(q, cache, cache, new, new, cache_seqlens=5, causal=True, softcap=2.0)
+    found = explain(flash_attn_with_kvcache, q, cache, cache, new, new, cache_seqlens=5, causal=True, softcap=2.0)
     assert (found.backend, found.kv_rows, found.new_keys, found.read_bytes) == ("cpu", 128, 3, 2 * 8 * 2 * 32 * 4)
     assert "rows, float32, causal, softcap 2" in found.call
     assert "appended      3 keys per sequence" in str(found)

@@ -219,10 +219,10 @@ def test_blocks_need_their_gang_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_documents_say_how_many_sms_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 6000, 1, 128, dtype=torch.bfloat16, device="meta")
-    full = explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
+    full = explain(flash_attn_func, q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
     assert (full.gang, full.guarantees[2]) == (16, "worker-count-invariant (16 workers or more)")
-    causal = explain(q, q, q, mask=Documents((3000, 3000)), backend="hopper")
+    causal = explain(flash_attn_func, q, q, q, mask=Documents((3000, 3000)), backend="hopper")
     assert (causal.gang, causal.guarantees[2]) == (1, "worker-count-invariant")
     monkeypatch.setattr(setup, "sm_count", lambda index: 8)
     with pytest.raises(support.Unsupported, match="need 16 SMs at once"):  # as the call would
-        explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
+        explain(flash_attn_func, q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
-from dash_attn.call.documents import of_a_document
+from dash_attn.call.parts import of_a_document
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for

@@ -21,7 +21,7 @@ from dash_attn.backends.hopper.calls.mask_bits import BitLayout, MaskBits, Parti
 from dash_attn.backends.hopper.driver.parameters import MaskParams
 from dash_attn.backends.hopper.tiles import BACKWARD_DIMS, CONSUMER_CHOICES, KERNEL_DIMS, backward_tiles, forward_tiles
 from dash_attn.call.boolean_masks import take_mask
-from dash_attn.call.modifiers import with_elements
+from dash_attn.call.call import with_elements
 from dash_attn.call.options import AttentionOptions
 from dash_attn.masks import PatternPerHead, TilePattern
 from dash_attn.scheduling.problem import Problem

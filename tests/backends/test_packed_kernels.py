@@ -177,7 +177,7 @@ def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.M
 def test_an_explanation_tells() -> None:
     shape = (1, 256, 2, 64)
     q = torch.empty(shape, device="meta", dtype=torch.bfloat16)
-    asked = explain(q, q, q, backend="hopper")
+    asked = explain(flash_attn_func, q, q, q, backend="hopper")
     hashes = {"forward": "a" * 64, "backward": "b" * 64}
     same = replace(asked, kernels=hashes, kernel_origins=dict.fromkeys(hashes, NEW))
     assert str(same).splitlines()[-1] == f"kernels       forward {'a' * 12}, backward {'b' * 12} ({NEW})"

@@ -28,7 +28,7 @@ from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, v
 from dash_attn.backends.triton.setup import Call, RowValues, aligned, block_of, gradient_launches, readable, strides
 from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_elements, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, Tiles, listed, read_table, tiles_for
-from dash_attn.call.modifiers import Modifiers
+from dash_attn.call.call import Modifiers
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.masks import EMPTY, FULL, PARTIAL, PatternPerHead, TilePattern
@@ -171,7 +171,7 @@ def test_a_pattern_without_its_elements_is_refused() -> None:
 def test_a_cache_is_refused_by_name() -> None:
     q, cache = meta(1, 1, 2, 64), meta(1, 128, 2, 64)
     with pytest.raises(NotImplementedError, match=r"backend 'triton' \(cuda tensors\) cannot attend to a cache .*; 'cpu' and 'hopper' can"):
-        dash_attn.explain_with_kvcache(q, cache, cache, cache_seqlens=3, backend="triton")
+        dash_attn.explain(flash_attn_with_kvcache, q, cache, cache, cache_seqlens=3, backend="triton")
 
 
 def test_what_it_can_do_is_not_refused() -> None:
@@ -189,7 +189,7 @@ def test_a_grid_that_is_too_large_is_refused() -> None:
 
 def test_explain_tells_tiles_order_and_promises() -> None:
     q, k = meta(2, 4096, 16, 128), meta(2, 4096, 4, 128)
-    found = explain(q, k, k, causal=True, backend="triton")
+    found = explain(flash_attn_func, q, k, k, causal=True, backend="triton")
     assert (found.backend, found.schedule, found.gang) == ("triton", "two passes", 1)
     assert found.guarantees == ("run-to-run", "batch-invariant", "worker-count-invariant")
     assert found.workspace_bytes == 8 * 2 * 16 * 4096
@@ -202,7 +202,7 @@ def test_explain_tells_tiles_order_and_promises() -> None:
 def test_the_order_hash_names_what_decides_the_order() -> None:
     def order(length: int = 512, batch: int = 1, **options: Any) -> str:
         q, k = meta(batch, length, 4, 64), meta(batch, length, 2, 64)
-        return explain(q, k, k, backend="triton", **{"causal": True, **options}).order_hash
+        return explain(flash_attn_func, q, k, k, backend="triton", **{"causal": True, **options}).order_hash
 
     assert order() == order(batch=7) == order(head_offset=3)
     others = [order(640), order(causal=False), order(window_size=(5, 0))]
@@ -217,8 +217,8 @@ def test_the_order_hash_names_what_decides_the_order() -> None:
 
 def test_documents_are_explained_as_packed_sequences() -> None:
     q = meta(2, 512, 2, 64)
-    assert explain(q, q, q, mask=Documents((500, 12)), backend="triton").plan_bytes == 0
-    assert explain(q, q, q, mask=Prefix(100), backend="triton").plan_bytes > 0
+    assert explain(flash_attn_func, q, q, q, mask=Documents((500, 12)), backend="triton").plan_bytes == 0
+    assert explain(flash_attn_func, q, q, q, mask=Prefix(100), backend="triton").plan_bytes > 0
 
 
 def test_tables_of_a_boolean_mask_live_as_long_as_it() -> None:

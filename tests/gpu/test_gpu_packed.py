@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dash_attn import Causal, explain
-from dash_attn.call.explanation import Explanation
+from dash_attn.call.explain import Explanation
 from dense import assert_same_bits, run_ours
 from gpu_helpers import gpu_inputs, hopper, patched_backend
 from readme_call import readme_kernels
@@ -29,7 +29,7 @@ def fill(folder: Path, broken: bool) -> None:
 
 def told() -> Explanation:
     q, k, v, _ = gpu_inputs(1024, 1024, (8, 2), dim=64)
-    return explain(q, k, v, causal=True)
+    return explain(flash_attn_func, q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["loads", "does not load"])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dash_attn.call.modifiers import Modifiers
+from dash_attn.call.call import Modifiers
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context.gathering import GatheredKeys
 from dash_attn.distributed.context.of_rank import Gradients, OfRank, Rows

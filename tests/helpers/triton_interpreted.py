@@ -27,7 +27,7 @@ from dash_attn.backends import cpu
 from dash_attn.backends import triton as ours
 from dash_attn.backends.triton import boolean_tables, mask_tables, setup
 from dash_attn.backends.triton.tiles import Tile, Tiles
-from dash_attn.call.modifiers import Modifiers
+from dash_attn.call.call import Modifiers
 from dash_attn.call.offsets import NO_OFFSETS, SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.integrations._padding import Padding

@@ -8,19 +8,19 @@ import sys
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from ..scheduling.generators import generate
+from ..scheduling.problem import Problem, whole_number
 from ..scheduling.ranks.sharding import SHARDINGS, Sharding
 from ..scheduling.ranks.share import share
 from ..scheduling.ranks.together import heads_that_fill
 from ..scheduling.ranks.units import SharedSchedule
-from ..scheduling.generators import generate
-from ..scheduling.problem import Problem, whole_number
 from ..simulation.cluster import (
     EXECUTIONS,
     MODELS,
     MOST_TASKS_OF_TILES,
     Cluster,
-    RankTimeline,
     PeerEstimate,
+    RankTimeline,
     Widths,
     ring_attention,
     simulate_ranks,
@@ -159,9 +159,7 @@ def _print(arguments: argparse.Namespace, planned: Planned) -> None:
     rows = [_row(run) for run in planned.runs] + [_peer_row(peer) for peer in planned.peers if isinstance(peer, PeerEstimate)]
     best = max(run.efficiency for run in planned.runs)
     size = f"{counted(planned.problem.tasks, 'task')} in {counted(len(planned.shared.units), 'unit')}"
-    header = (
-        f"{title_of_cluster(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one rank takes {_us(planned.one_rank)} us"
-    )
+    header = f"{title_of_cluster(arguments, planned)}\n{planned.shared.schedule.name}: {size}; one rank takes {_us(planned.one_rank)} us"
     print_rows(header, COLUMNS, rows, [run.efficiency == best for run in planned.runs] + [False] * (len(rows) - len(planned.runs)))
     for peer in planned.peers:
         if isinstance(peer, str):

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..masks import MASK_FORMS
-from ..scheduling.ranks.sharding import SHARDINGS
 from ..scheduling.generators import GENERATORS
+from ..scheduling.ranks.sharding import SHARDINGS
 from ..scheduling.validate import ScheduleError
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
-from ..viewing.explore.ranks import shared_run
 from ..viewing.explore.page import saved_page, served_page
+from ..viewing.explore.ranks import shared_run
 from ..viewing.explore.runs import check_size, recorded, simulated
 from ..viewing.explore.server import Answering, PageServer
 from ..viewing.words import describe_machine, describe_problem

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention.autograd import attention_backward, attention_forward
+from ..call.call import Call, Grads, Saved
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
@@ -86,7 +87,7 @@ def flash_forward(
         raise ValueError(f"dash_attn does not support {', '.join(unsupported)} in PyTorch's flash attention")
     check_tensors(query, key, value, ndim=4 if cum_seq_q is None else 3)
     options = _options(query, value, dropout_p, is_causal, scale, (window_size_left, window_size_right))
-    out, lse = attention_forward(query, key, value, options, _offsets(cum_seq_q, cum_seq_k, max_q, max_k))
+    out, lse = attention_forward(Call(query, key, value, options, _offsets(cum_seq_q, cum_seq_k, max_q, max_k)))
     # The random state of dropout. There is no dropout, so nobody reads these.
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     return _laid_out_like(query, out), lse, seed, offset, query.new_empty(0)
@@ -115,7 +116,7 @@ def flash_backward(
     """aten::_flash_attention_backward."""
     options = _options(query, value, dropout_p, is_causal, scale, (window_size_left, window_size_right))
     offsets = _offsets(cum_seq_q, cum_seq_k, max_q, max_k)
-    *gradients, _ = attention_backward(grad_out, query, key, value, out, logsumexp, options, offsets)
+    *gradients, _ = attention_backward(Call(query, key, value, options, offsets), Saved(out, logsumexp), Grads(grad_out))
     return tuple(_laid_out_like(x, gradient) for x, gradient in zip((query, key, value), gradients, strict=True))
 
 

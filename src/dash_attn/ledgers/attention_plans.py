@@ -8,12 +8,9 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
-from torch import Tensor
-
 from ..attention.observers import SharedPart, observers
 from ..backends import backend_for, resolve
-from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions
+from ..call.call import Call
 from ..call.planning import describe_call
 
 DIGITS = 16
@@ -39,36 +36,30 @@ class AttentionCalls:
         if self._observe in observers:
             observers.remove(self._observe)
 
-    def _observe(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions,
-        offsets: SequenceOffsets | None,
-        shared: SharedPart | None,
-    ) -> None:
-        key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, offsets is not None, None if shared is None else shared.key)
+    def _observe(self, call: Call, shared: SharedPart | None) -> None:
+        q, k, v = call.tensors
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device, call.options, call.offsets is not None, None if shared is None else shared.key)
         name = self._names.get(key)
         if name is None:
-            plan = _plan_of(q, k, v, options, offsets) if shared is None else _shared_plan_of(q, k, v, options, shared)
+            plan = _plan_of(call) if shared is None else _shared_plan_of(call, shared)
             name = sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:DIGITS]
             self._names[key], self.plans[name] = name, plan
         self._calls.append((self._current_module(), name))
 
 
-def _plan_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> Plan:
-    plan: Plan = {"call": describe_call(q, k, v, options)}
-    if offsets is not None:
-        asked = {"backend": resolve(options.backend, q.device), "schedule": options.schedule, "accumulation": options.accumulation}
+def _plan_of(call: Call) -> Plan:
+    plan: Plan = {"call": describe_call(call)}
+    options, device = call.options, call.q.device
+    if call.offsets is not None:
+        asked = {"backend": resolve(options.backend, device), "schedule": options.schedule, "accumulation": options.accumulation}
         return {**plan, **asked, "order_hash": "planned sequence by sequence"}
     try:
-        explained = asdict(backend_for(options.backend, q.device).explain(q, k, v, options, predict_time=False))
+        explained = asdict(backend_for(options.backend, device).explain(call, predict_time=False))
     except (ValueError, NotImplementedError) as error:  # the forward has run; what is wrong with the backward, it says itself
         return {**plan, "order_hash": f"not explained: {error}"}
     return {**plan, **{name: explained[name] for name in TOLD}}
 
 
-def _shared_plan_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, shared: SharedPart) -> Plan:
+def _shared_plan_of(call: Call, shared: SharedPart) -> Plan:
     """The call is that of this rank's rows; schedule and order are those of the whole sequence."""
-    return {"call": describe_call(q, k, v, options), "accumulation": options.accumulation, **shared.describe()}
+    return {"call": describe_call(call), "accumulation": call.options.accumulation, **shared.describe()}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .boolean_mask import BooleanMask
 from .bit_matrix import PackedMatrix
+from .boolean_mask import BooleanMask
 
 
 def from_block_mask(block_mask: Any) -> BooleanMask:

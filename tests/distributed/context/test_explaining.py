@@ -240,7 +240,7 @@ def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest
 
 def test_it_names_the_bits_of_one_rank() -> None:
     found = explain_context_parallel(meta(256, 4), meta(256, 2), meta(256, 2), 4, causal=True, backend="cpu")
-    alone = explain(meta(1024, 4), meta(1024, 2), meta(1024, 2), causal=True, backend="cpu")
+    alone = explain(flash_attn_func, meta(1024, 4), meta(1024, 2), meta(1024, 2), causal=True, backend="cpu")
     assert (found.schedule, found.order_hash, found.call) == (alone.schedule, alone.order_hash, alone.call)
     assert found.guarantees == (*alone.guarantees, "context-parallel-invariant")
     assert "context-parallel-invariant" not in alone.guarantees, "who shares nothing is promised nothing about sharing"
@@ -249,7 +249,7 @@ def test_it_names_the_bits_of_one_rank() -> None:
 
 def test_documents_are_explained_as_one_rank_has_them() -> None:
     q, lengths = meta(256, 2), (300, 24, 700)
-    alone = explain(*(meta(1024, 2),) * 3, mask=Documents(lengths), backend="cpu")
+    alone = explain(flash_attn_func, *(meta(1024, 2),) * 3, mask=Documents(lengths), backend="cpu")
     by_mask = explain_context_parallel(q, q, q, 4, mask=Documents(lengths), backend="cpu")
     by_ends = explain_context_parallel(q, q, q, 4, causal=True, cu_seqlens=(0, 300, 324, 1024), backend="cpu")
     assert by_mask.order_hash == by_ends.order_hash == alone.order_hash

@@ -16,9 +16,9 @@ from ...call.options import AttentionOptions, Choices, options_for
 from ...call.planning import describe_call, hash_of
 from ...call.tensor_checks import check_flags, check_tensors
 from ...masks import Mask
-from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from ...scheduling.problem import whole_number
+from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ...simulation.cluster import Cluster, simulate_ranks
 from ...simulation.simulate import Machine

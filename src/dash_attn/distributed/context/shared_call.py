@@ -13,12 +13,12 @@ from ...call.documents import runs_packed
 from ...call.given_schedule import schedule_for
 from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, plan_for
+from ...scheduling.plan import Plan
+from ...scheduling.problem import Problem
 from ...scheduling.ranks.in_legs import in_legs
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.share import share
 from ...scheduling.ranks.units import SharedSchedule
-from ...scheduling.plan import Plan
-from ...scheduling.problem import Problem
 
 MOST_GATHERS = 4  # in which keys and values of all KV heads come
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.problem import whole_number
+from ...scheduling.ranks.sharding import Sharding
 from ..peers import Peers
 from .rows import rows_of
 

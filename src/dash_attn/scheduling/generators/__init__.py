@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from ..problem import Problem
 from ..schedule import GENERATED_BY, Schedule
@@ -31,6 +32,9 @@ GENERATORS: dict[str, Generator] = {
     "weave": weave,
 }
 GENERATED_BY.update(GENERATORS)
+ScheduleName = Literal[
+    "auto", "ascending", "descending", "spt", "shift", "shift_blocks", "symmetric_shift", "alternating", "arrival", "weave"
+]
 
 
 def generate(name: str, problem: Problem, workers: int) -> Schedule:
@@ -45,4 +49,4 @@ def generate(name: str, problem: Problem, workers: int) -> Schedule:
     return GENERATORS[name](problem, workers)
 
 
-__all__ = ["GENERATORS", "Generator", "auto", "generate", *GENERATORS]
+__all__ = ["GENERATORS", "Generator", "ScheduleName", "auto", "generate", *GENERATORS]

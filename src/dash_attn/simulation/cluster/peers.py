@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.problem import Problem
+from ...scheduling.ranks.sharding import Sharding
 from .machines import STATE_BYTES, Cluster
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from heapq import heapreplace
 
-from ...scheduling.ranks.units import SharedSchedule, Unit
 from ...scheduling.engine import Chain, advance, chain_end
 from ...scheduling.order import members
+from ...scheduling.ranks.units import SharedSchedule, Unit
 from ..simulate import Machine
 from .machines import Cluster
 

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...scheduling.ranks.units import SharedSchedule, Unit
 from ...scheduling.engine import Progress
+from ...scheduling.ranks.units import SharedSchedule, Unit
 from ..simulate import simulate
 from .chunks import ChunkModel
 from .machines import Cluster

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...scheduling.problem import Problem
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.units import SharedSchedule
-from ...scheduling.problem import Problem
 from .machines import Widths
 
 PerRank = tuple[int, ...]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.functions import explain, flash_attn_func
+from ...attention.explain import explain
+from ...attention.functions import flash_attn_func
 from ...attention.varlen import flash_attn_varlen_func
 from ...backends import ALWAYS_ORDERED
 from .matrices import Matrix
@@ -170,7 +171,9 @@ def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, b
     if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
     options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap, "backend": backend}
-    said = asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options))
+    said = asdict(
+        explain(flash_attn_func, tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options)
+    )
     if isinstance(shape.attended, Matrix) and accumulation == "ordered":
         said["planning_ms"] = planning_ms(shape.attended, tensors[:4], options)
     return said

@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from ...call.call import Call, Grads
 from ...call.options import AttentionOptions
 from ...viewing.task_times import TaskTimes
 from .measured import Device, Tensors
@@ -28,8 +29,9 @@ def cpu_device(workers: int | None = None) -> Device:
         from ...backends.cpu.recorder import record_backward
 
         q, k, v, dout = tensors
-        out, lse = forward(q, k, v, options)
-        runs = (record_backward(dout, q, k, v, out, lse, options, count) for _ in range(RUNS))
+        call = Call(q, k, v, options)
+        saved = forward(call)
+        runs = (record_backward(call, saved, Grads(dout), count) for _ in range(RUNS))
         return min(runs, key=lambda spans: spans.makespan)  # whatever else runs here only adds time
 
     tiles = dict.fromkeys(HEAD_DIMS, (TILE_Q, TILE_KV))

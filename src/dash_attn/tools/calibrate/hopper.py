@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...call.call import Call, Grads
 from ...call.options import AttentionOptions
 from ...viewing.task_times import TaskTimes
 from .measured import Device, Tensors
@@ -32,7 +33,8 @@ def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
     from ...backends.hopper.calls.recorder import record_backward
 
     q, k, v, dout = tensors
-    return record_backward(dout, q, k, v, *forward(q, k, v, options), options)
+    call = Call(q, k, v, options)
+    return record_backward(call, forward(call), Grads(dout))
 
 
 def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
@@ -43,13 +45,14 @@ def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
     from ...backends.hopper import backward, forward
 
     q, k, v, dout = tensors
-    out, lse = forward(q, k, v, options)
+    call = Call(q, k, v, options)
+    saved = forward(call)
     for _ in range(WARM_UP):
-        backward(dout, q, k, v, out, lse, options)
+        backward(call, saved, Grads(dout))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(RUNS):
-            backward(dout, q, k, v, out, lse, options)
+            backward(call, saved, Grads(dout))
         torch.cuda.synchronize()
     (event,) = (e for e in profiled.key_averages() if "attention_backward" in e.key)
     return float(event.device_time_total / event.count)

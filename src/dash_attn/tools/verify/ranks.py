@@ -17,8 +17,8 @@ from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
-from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
+from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from .bits import Results, attend, poisoned_memory, results_of
 from .cases import DTYPES, Case, Extras, Inputs
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...scheduling.ranks.units import SharedSchedule, Unit
 from ...scheduling.order import members
+from ...scheduling.ranks.units import SharedSchedule, Unit
 from ...simulation.cluster import RankTimeline
 from ..recorded import MICROSECONDS
 from ..words import bytes_in_words

@@ -5,18 +5,15 @@ The call that runs is built from it, and `explain` asks it.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from torch import Tensor
-
-from ....call.any_workers import plan_on_any
-from ....call.offsets import SequenceOffsets
+from ....call.call import Call
 from ....call.options import AttentionOptions
-from ....call.planning import plan_for
+from ....call.planning import plan_for, plan_on_any
 from ....masks import IntervalMask
-from ....scheduling.ranks.units import SharedSchedule
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
+from ....scheduling.ranks.units import SharedSchedule
 from ..driver.parameters import ChainRecord, GroupSplit
 from ..driver.workspace import Workspace
 from ..support import check_gang, check_kinds, is_modified, sm_count
@@ -160,14 +157,12 @@ class PackedBackwardSetup(BackwardSetup):
         return {**super()._sizes(), **packed_sizes(self._packed_layout, self.head_tiles, self.head_chains)}
 
 
-def dense_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> DenseBackwardSetup:
+def backward_setup(call: Call) -> DenseBackwardSetup | PackedBackwardSetup:
     """Of a backward of these tensors, which are looked at for shape, dtype and device only."""
-    layout = Layout.of((q, k, v), options, None)
-    assert isinstance(layout, DenseLayout)
+    layout = Layout.of(call)
+    return PackedBackwardSetup(layout, call.options) if isinstance(layout, PackedLayout) else _dense_setup(layout, call.options)
+
+
+@lru_cache(maxsize=64)
+def _dense_setup(layout: DenseLayout, options: AttentionOptions) -> DenseBackwardSetup:
     return DenseBackwardSetup(layout, options)
-
-
-def packed_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets) -> PackedBackwardSetup:
-    layout = Layout.of((q, k, v), options, offsets)
-    assert isinstance(layout, PackedLayout)
-    return PackedBackwardSetup(layout, options)

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....masks import Causal, Full, Window
-from ....scheduling.ranks.sharding import Sharding
-from ....scheduling.ranks.units import Head, SharedSchedule, Unit
 from ....scheduling.order import Ints, frozen_ints
 from ....scheduling.plan import RUN_FIELDS, Plan
 from ....scheduling.problem import Problem
+from ....scheduling.ranks.sharding import Sharding
+from ....scheduling.ranks.units import Head, SharedSchedule, Unit
 from ..driver.parameters import ChainRecord, EndingRecord
 from ..tiles import BackwardTiles
 from .rank_masks import check_mask

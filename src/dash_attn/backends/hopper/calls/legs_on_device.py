@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ....scheduling.ranks.units import Head, SharedSchedule, Unit
 from ....scheduling.plan import Plan
+from ....scheduling.ranks.units import Head, SharedSchedule, Unit
 from ...recently_used import Kept
 from ..driver.parameters import ChainRecord, EndingRecord
 from ..tiles import backward_tiles
-from .rank_masks import MaskOfRank
 from .leg_tables import LegTables
+from .rank_masks import MaskOfRank
 from .tables import DeviceTables
 
 MOST_TABLES = 64  # of shared schedules and ranks that are kept

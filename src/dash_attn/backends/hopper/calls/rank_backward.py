@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....call.modifiers import Modifiers
+from ....call.call import Modifiers
 from ....call.options import AttentionOptions
-from ....scheduling.ranks.units import SharedSchedule, Unit
 from ....scheduling.plan import Plan
+from ....scheduling.ranks.units import SharedSchedule, Unit
 from ..driver.launch import Launch, current_stream, device_index, on_device
 from ..driver.parameters import (
     BackwardParams,

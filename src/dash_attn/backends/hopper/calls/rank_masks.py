@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from ....masks import Causal, Full, IntervalMask, Mask, Window
-from ....scheduling.ranks.sharding import Sharding
 from ....scheduling.problem import Problem
+from ....scheduling.ranks.sharding import Sharding
 from ..driver.parameters import MaskParams
 from .tables import DeviceTables, band_of
 
