@@ -20,8 +20,8 @@ from dash_attn.call.explain import Explanation
 from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.masks import TilePattern
-from dash_attn.masks.boolean_mask import packed_on_device
-from dash_attn.masks.bit_matrix import PackedMatrix
+from dash_attn.masks.bit_matrix import BitMatrix
+from dash_attn.masks.boolean_mask import bits_on_device
 from dash_attn.nn import SelfAttention
 from dense import Results, assert_same_bits, largest_error, random_inputs, run_dense, run_ours, same_bits
 from kept_pairs import dense_modified
@@ -309,10 +309,10 @@ def test_a_given_schedule_serves_one_pattern() -> None:
 def test_a_device_packs_as_the_host_does(number: int) -> None:
     """What packs a tensor on a GPU, of one on the host. The control: one element more."""
     mask = draw(number).mask.flatten(0, -3)[-1] if draw(number).mask.ndim > 2 else draw(number).mask
-    here, there = PackedMatrix(mask.numpy()), packed_on_device(mask)
+    here, there = BitMatrix.of(mask.numpy()), bits_on_device(mask)
     assert (tuple(here.shape), here.digest, here.places.tolist()) == (there.shape, there.digest, there.places.tolist())
     mask[-1, -1] ^= True
-    assert packed_on_device(mask).digest != here.digest
+    assert bits_on_device(mask).digest != here.digest
 
 
 class _RawCopies(TorchDispatchMode):
@@ -330,12 +330,12 @@ def test_any_byte_but_zero_attends() -> None:
     octets = torch.randint(0, 256, (70, 130), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     octets[:, ::3] = 0
     plain, viewed = (octets != 0).numpy(), octets.view(torch.bool)
-    assert BooleanMask(viewed).matrices[0].digest == PackedMatrix(plain).digest
+    assert BooleanMask(viewed).matrices[0].digest == BitMatrix.of(plain).digest
     with _RawCopies():
-        assert packed_on_device(viewed).digest == PackedMatrix(plain).digest
-        assert packed_on_device(viewed.T).digest == PackedMatrix(plain.T).digest, "the tensor need not be contiguous"
+        assert bits_on_device(viewed).digest == BitMatrix.of(plain).digest
+        assert bits_on_device(viewed.T).digest == BitMatrix.of(plain.T).digest, "the tensor need not be contiguous"
         octets[0, 1] = 0
-        assert packed_on_device(viewed).digest != PackedMatrix(plain).digest
+        assert bits_on_device(viewed).digest != BitMatrix.of(plain).digest
 
 
 def on_hopper(mask: Any) -> Explanation:

@@ -52,7 +52,7 @@ def written_out(schedule: Schedule) -> dict[str, Any]:
         {
             "last_member_first": kind.last_member_first,
             "walks": [" ".join(map(str, kind.walk(kv))) for kv in range(kind.kv_tiles)],
-            "ranks": [" ".join(map(str, kind.ranks(kv))) for kv in range(kind.kv_tiles)],
+            "ranks": [" ".join(map(str, kind.turns(kv))) for kv in range(kind.kv_tiles)],
             "start": " ".join(map(str, start)),
         }
         for kind, start in zip(schedule.order.kinds, placement.starts, strict=True)

@@ -10,12 +10,12 @@ import pytest
 
 from dash_attn import Causal, Full, Mask, Prefix, Problem, Schedule, ScheduleError, Window, generate
 from dash_attn.call.planning import plan_on_any
+from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.trips import Circle, trips_of
 from dash_attn.scheduling.ranks.units import SharedSchedule
-from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.validate import StuckOnWorkers, TooFewWorkers
 
 ENOUGH = 1000
@@ -36,7 +36,7 @@ LEAST_CUTS: list[tuple[str, Mask, int, int, int, int]] = [
 
 
 def drawn(problem: Problem, seed: int) -> Schedule:
-    """Walks and ranks follow one sequence of all tasks, drawn at random: there is no circle, but chains wait for each other."""
+    """Walks and turns follow one sequence of all tasks, drawn at random: there is no circle, but chains wait for each other."""
     kv_tile, q_tile = np.nonzero(problem.kept.T)
     turn = np.random.default_rng(seed).permutation(len(q_tile))
     by_walk = np.lexsort((turn, kv_tile))
@@ -58,8 +58,8 @@ def run_by_one_worker(legs: SharedSchedule) -> int:
             for kv_tile in legs.leg_of(unit).kv_tiles:
                 steps = legs.trips[unit.kind].steps(kv_tile, unit.leg)
                 assert walked[sequence, part, unit.member, kv_tile] == steps.start, "the walk goes on where it rested"
-                for q_tile, rank in zip(order.walk(kv_tile)[steps].tolist(), order.ranks(kv_tile)[steps].tolist(), strict=True):
-                    assert landed[sequence, part, unit.member, q_tile] == rank
+                for q_tile, turn in zip(order.walk(kv_tile)[steps].tolist(), order.turns(kv_tile)[steps].tolist(), strict=True):
+                    assert landed[sequence, part, unit.member, q_tile] == turn
                     landed[sequence, part, unit.member, q_tile] += 1
                 walked[sequence, part, unit.member, kv_tile] = steps.stop
     assert len(ended) == schedule.problem.chains
@@ -137,6 +137,6 @@ def test_a_torn_gang_rests_too() -> None:
 def test_a_circle_of_tasks_stays_an_error() -> None:
     problem = Problem.from_tiles("full", 2, 2)
     kind = HeadOrder.build([0, 0, 1, 1], [0, 1, 1, 0], [1, 0, 1, 0], [0, 0])
-    with pytest.raises(ScheduleError, match="on any number of workers: its walks and ranks wait for each other in a circle") as caught:
+    with pytest.raises(ScheduleError, match="on any number of workers: its walks and turns wait for each other in a circle") as caught:
         Schedule.build(problem, Order("stuck", (kind,)), ([0, 1],), 2)
     assert not isinstance(caught.value, StuckOnWorkers)

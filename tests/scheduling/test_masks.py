@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import reference
 from dash_attn.masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
-from dash_attn.scheduling.mask_json import mask_from_json, mask_to_json
+from dash_attn.masks.encoding import mask_to_json
+from dash_attn.scheduling.json_fields import as_mask
 from strategies import examples, sized_masks
 
 SIMPLE = [
@@ -153,7 +154,7 @@ def test_bad_blocks_and_shapes() -> None:
 
 @pytest.mark.parametrize("mask", [*SIMPLE, *PACKED, TileMap([[True, False], [False, True], [True, True]], 16, np.int64(8))], ids=str)
 def test_json_round_trip(mask: Mask) -> None:
-    assert mask_from_json(json.loads(json.dumps(mask_to_json(mask)))) == mask
+    assert as_mask(json.loads(json.dumps(mask_to_json(mask))), "mask") == mask
 
 
 def test_tile_maps_compare_by_content() -> None:

@@ -46,7 +46,7 @@ WRONG: dict[str, tuple[Plant, str]] = {
     "NaN": (lambda v: kind(v)["first_step"].__setitem__(0, float("nan")), "got nan"),
     "a list for a number": (lambda v: v["placement"].update(workers=[3]), r"placement.workers must be .*; got \[3\]"),
     "text for a list": (lambda v: kind(v).update(walks="h0.q0.kv0"), "walks must be a list; got 'h0"),
-    "a rank too many": (lambda v: kind(v)["ranks"][0].append(0), "one rank per task"),
+    "a turn too many": (lambda v: kind(v)["ranks"][0].append(0), "one turn per task"),
     "a first step too few": (lambda v: kind(v)["first_step"].pop(), "one first step"),
     "a task of another KV tile": (lambda v: kind(v)["walks"][1].__setitem__(0, "h0.q0.kv0"), "walk i holds the tasks of KV tile i"),
     "a task of another head": (lambda v: kind(v)["walks"][0].__setitem__(0, "h1.q0.kv0"), "head 0; got h1.q0.kv0"),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, Schedule, ScheduleError, TileMap, Window, generate
+from dash_attn.scheduling.order import ALL_GUARANTEES, Order
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.trips import Circle, trips_of
 from dash_attn.scheduling.ranks.units import SharedSchedule
-from dash_attn.scheduling.order import ALL_GUARANTEES, Order
 from shared_problems import random_sharding
 from strategies import acyclic_order
 from unit_walks import OutOfTurn, any_order, run

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from .block_mask import from_block_mask
-from .boolean_mask import BooleanMask
-from .rules import (
-    EMPTY,
-    FULL,
-    MASK_FORMS,
-    PARTIAL,
-    Causal,
-    Documents,
-    Full,
-    IntervalMask,
-    Mask,
-    Prefix,
-    TileMap,
-    Window,
-    check_mask,
-    is_whole,
-    parse_mask,
-)
-from .tile_pattern import PatternPerHead, TilePattern
-
-__all__ = [
-    "EMPTY",
-    "FULL",
-    "MASK_FORMS",
-    "PARTIAL",
-    "BooleanMask",
-    "Causal",
-    "Documents",
-    "Full",
-    "IntervalMask",
-    "Mask",
-    "PatternPerHead",
-    "Prefix",
-    "TileMap",
-    "TilePattern",
-    "Window",
-    "check_mask",
-    "from_block_mask",
-    "is_whole",
-    "parse_mask",
-]
+from .block_mask import from_block_mask as from_block_mask
+from .boolean_mask import BooleanMask as BooleanMask
+from .encoding import MASK_FORMS as MASK_FORMS
+from .encoding import parse_mask as parse_mask
+from .rules import EMPTY as EMPTY
+from .rules import FULL as FULL
+from .rules import PARTIAL as PARTIAL
+from .rules import Causal as Causal
+from .rules import Documents as Documents
+from .rules import Full as Full
+from .rules import IntervalMask as IntervalMask
+from .rules import Mask as Mask
+from .rules import Prefix as Prefix
+from .rules import TileMap as TileMap
+from .rules import Window as Window
+from .rules import check_mask as check_mask
+from .rules import is_whole as is_whole
+from .tile_pattern import PatternPerHead as PatternPerHead
+from .tile_pattern import TilePattern as TilePattern

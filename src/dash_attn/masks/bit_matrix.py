@@ -1,4 +1,4 @@
-"""One boolean matrix, packed: which of its blocks are empty, partial or full, and eight elements per byte of those that are partial."""
+"""One boolean matrix in bits: which of its blocks are empty, partial or full, and eight elements per byte of those that are partial."""
 
 from __future__ import annotations
 
@@ -15,38 +15,32 @@ WORD = np.dtype("<u8")  # a row of a block: bit j is column j
 ALL_BITS = 2**BLOCK - 1
 
 
-class PackedMatrix:
+class BitMatrix:
     """`words` are the rows of partial blocks, block by block, and behind them an empty and a full block; `places` say which of
     these a block has."""
 
-    def __init__(self, matrix: NDArray[np.bool_]) -> None:
-        self._take(rows_as_words(np.packbits(matrix, axis=1, bitorder="little")), matrix.shape)
+    def __init__(self, shape: tuple[int, int], blocks: NDArray[np.uint8], rows: NDArray[np.uint64] | None = None) -> None:
+        """rows: (rows, blocks), 64 columns per word, zeros beyond the last. Only partial blocks need them."""
+        self.shape, self.blocks = shape, blocks
+        self.words, self.places = words_and_places(blocks)
+        partial = blocks == PARTIAL
+        if rows is not None and partial.any():
+            padded = np.zeros((len(blocks) * BLOCK, rows.shape[1]), dtype=WORD)
+            padded[: len(rows)] = rows
+            self.words[:-2] = padded.reshape(-1, BLOCK, rows.shape[1]).transpose(0, 2, 1)[partial]
 
     @classmethod
-    def of_rows(cls, rows: NDArray[np.uint64], shape: tuple[int, int]) -> PackedMatrix:
-        """rows: (rows, blocks), 64 columns per word, zeros beyond the last."""
-        made = cls.__new__(cls)
-        made._take(rows, shape)
-        return made
+    def of(cls, matrix: NDArray[np.bool_]) -> BitMatrix:
+        return cls.of_rows(rows_as_words(np.packbits(matrix, axis=1, bitorder="little")), matrix.shape)
 
     @classmethod
-    def of_blocks(cls, kept: NDArray[np.bool_], shape: tuple[int, int]) -> PackedMatrix:
+    def of_rows(cls, rows: NDArray[np.uint64], shape: tuple[int, int]) -> BitMatrix:
+        return cls(shape, _blocks_of(rows, shape[1]), rows)
+
+    @classmethod
+    def of_blocks(cls, kept: NDArray[np.bool_], shape: tuple[int, int]) -> BitMatrix:
         """Of blocks that are kept whole or not at all."""
-        made = cls.__new__(cls)
-        made.shape, made.blocks = shape, np.where(kept, FULL, EMPTY).astype(np.uint8)
-        made.words, made.places = words_and_places(made.blocks)
-        return made
-
-    def _take(self, rows: NDArray[np.uint64], shape: tuple[int, int]) -> None:
-        self.shape = shape
-        self.blocks = _blocks_of(rows, shape[1])
-        self.words, self.places = words_and_places(self.blocks)
-        partial = self.blocks == PARTIAL
-        if not partial.any():
-            return
-        padded = np.zeros((len(self.blocks) * BLOCK, rows.shape[1]), dtype=WORD)
-        padded[: len(rows)] = rows
-        self.words[:-2] = padded.reshape(-1, BLOCK, rows.shape[1]).transpose(0, 2, 1)[partial]
+        return cls(shape, np.where(kept, FULL, EMPTY).astype(np.uint8))
 
     @property
     def nbytes(self) -> int:

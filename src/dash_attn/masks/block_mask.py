@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .bit_matrix import PackedMatrix
+from .bit_matrix import BitMatrix
 from .boolean_mask import BooleanMask
 
 
@@ -23,7 +23,7 @@ def from_block_mask(block_mask: Any) -> BooleanMask:
         raise TypeError(f"from_block_mask needs FlexAttention's BlockMask; got {type(block_mask).__name__}, which has no {missing[0]}")
     _check_rows(block_mask)
     sequences, heads = block_mask.kv_num_blocks.shape[:2]
-    return BooleanMask.of_packed([[PackedMatrix(_matrix(block_mask, b, h)) for h in range(heads)] for b in range(sequences)])
+    return BooleanMask.of_matrices([[BitMatrix.of(_matrix(block_mask, b, h)) for h in range(heads)] for b in range(sequences)])
 
 
 def _check_rows(block_mask: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .bit_matrix import PackedMatrix, rows_as_words
+from .bit_matrix import BitMatrix, rows_as_words
 from .rules import PARTIAL, TileMap
 from .tile_pattern import BLOCK, PatternPerHead, TilePattern
 
@@ -33,17 +33,17 @@ class BooleanMask:
             raise ValueError(
                 f"a boolean mask must be boolean, not empty and of shape {DIMENSIONS}; got {array.dtype} of shape {tuple(array.shape)}"
             )
-        pack = packed_on_device if on_device else PackedMatrix
+        pack = bits_on_device if on_device else BitMatrix.of
         self._take([[pack(one) for one in heads] for heads in _without_repeats(array)], tuple(array.shape))
 
     @classmethod
-    def of_packed(cls, matrices: list[list[PackedMatrix]]) -> BooleanMask:
+    def of_matrices(cls, matrices: list[list[BitMatrix]]) -> BooleanMask:
         """Of one matrix for each sequence and query head."""
         made = cls.__new__(cls)
         made._take(matrices, (len(matrices), len(matrices[0]), *matrices[0][0].shape))
         return made
 
-    def _take(self, matrices: list[list[PackedMatrix]], shape: tuple[int, ...]) -> None:
+    def _take(self, matrices: list[list[BitMatrix]], shape: tuple[int, ...]) -> None:
         distinct: dict[bytes, int] = {}
         numbers = [[distinct.setdefault(one.digest, len(distinct)) for one in heads] for heads in matrices]
         by_digest = {one.digest: one for heads in matrices for one in heads}
@@ -71,7 +71,7 @@ class BooleanMask:
         places = np.array([patterns.index(pattern) for pattern in of_matrices])
         return PatternPerHead(patterns, places[self.numbers])
 
-    def of(self, sequence: int, head: int) -> PackedMatrix:
+    def of(self, sequence: int, head: int) -> BitMatrix:
         """The matrix of a query head of a sequence."""
         sequences, heads = self.numbers.shape
         return self.matrices[int(self.numbers[sequence if sequences > 1 else 0, head if heads > 1 else 0])]
@@ -114,7 +114,7 @@ def _without_repeats(array: Any) -> Any:
     return leading[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides[:2])]
 
 
-def packed_on_device(matrix: Any) -> PackedMatrix:
+def bits_on_device(matrix: Any) -> BitMatrix:
     """Of a tensor of two dimensions. Eight elements become a byte before they come to the host."""
     torch = sys.modules["torch"]  # whoever has a tensor has imported it; this room needs NumPy alone
     rows, columns = matrix.shape
@@ -124,4 +124,4 @@ def packed_on_device(matrix: Any) -> PackedMatrix:
     packed = elements[:, ::8].clone()
     for bit in range(1, 8):
         packed |= elements[:, bit::8] << bit
-    return PackedMatrix.of_rows(rows_as_words(packed.cpu().numpy()), (rows, columns))
+    return BitMatrix.of_rows(rows_as_words(packed.cpu().numpy()), (rows, columns))

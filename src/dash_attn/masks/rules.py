@@ -17,43 +17,61 @@ import numpy as np
 from numpy.typing import NDArray
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+MASKS = "Full, Causal, Window, Documents, Prefix, TileMap"  # what a call may name
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Bounds = tuple[Ints, Ints]  # first, and end
 
 
 class Mask(ABC):
-    """A rule for which query attends which key."""
+    """A rule for which query attends which key.
+
+    sides: how many keys before its own position a query attends, and how many after it; -1 means no limit on that side. None: the keys
+    that it attends do not lie around its position.
+    """
+
+    sides: tuple[int, int] | None = None
 
     @abstractmethod
     def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
         """EMPTY, PARTIAL or FULL for each (q_tile, kv_tile). A tile that overhangs a length is at most PARTIAL."""
 
     @abstractmethod
-    def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> NDArray[np.bool_]:
+    def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> Bools:
         """Which elements attend, for the rows `q` and the columns `kv` of one tile."""
 
     def check(self, q_len: int, kv_len: int) -> None:  # noqa: B027 (most masks fit any lengths)
         """Raise ValueError if this mask cannot apply to these lengths."""
 
+    def encoded(self) -> tuple[str, list[int]]:
+        """A word and whole numbers, of which encoding.py makes it again: its text, and its form as arguments of a torch operator.
+        torch.compile traces this, so it only looks at plain attributes."""
+        raise TypeError(f"a mask that is written is one of {MASKS}; got {self!r}")
+
     @property
     def is_full(self) -> bool:
-        return False
+        return self.sides == (-1, -1)
 
     @property
     def is_causal(self) -> bool:
-        return False
+        return self.sides == (-1, 0)
 
 
 class IntervalMask(Mask):
     """A mask that keeps one interval of keys per query, both ends never moving left from one query to the next."""
 
-    @abstractmethod
-    def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First kept key and end of the kept keys of each row, before clipping to [0, kv_len]."""
+    def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
+        """First kept key and end of the kept keys of each row, before clipping to [0, kv_len]. These are those of the sides."""
+        assert self.sides is not None, "other masks say it themselves"
+        left, right = self.sides
+        diagonal = rows + (kv_len - q_len)
+        return np.zeros_like(rows) if left < 0 else diagonal - left, np.full_like(rows, kv_len) if right < 0 else diagonal + right + 1
 
-    def clipped_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def clipped_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
         first, end = self.row_bounds(rows, q_len, kv_len)
         return np.clip(first, 0, kv_len), np.clip(end, 0, kv_len)
 
-    def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> NDArray[np.bool_]:
+    def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> Bools:
         first, end = self.clipped_bounds(np.arange(q.start, q.stop), q_len, kv_len)
         columns = np.arange(kv.start, kv.stop)
         return (columns >= first[:, None]) & (columns < end[:, None])
@@ -61,47 +79,37 @@ class IntervalMask(Mask):
     def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
         self.check(q_len, kv_len)
         first, end = self.clipped_bounds(np.arange(q_len), q_len, kv_len)
-        q_start = np.arange(0, q_len, tile_q)
-        q_stop = np.minimum(q_start + tile_q, q_len)
-        kv_start = np.arange(0, kv_len, tile_kv)
-        kv_stop = np.minimum(kv_start + tile_kv, kv_len)
+        (q_start, q_stop), (kv_start, kv_stop) = _tiles(q_len, tile_q), _tiles(kv_len, tile_kv)
         # Both bounds are sorted, so the rows that touch a KV tile are one interval of rows.
         row_start = np.searchsorted(end, kv_start, side="right")
         row_stop = np.searchsorted(first, kv_stop, side="left")
         touched = np.maximum(q_start[:, None], row_start) < np.minimum(q_stop[:, None], row_stop)
         covered = (first[q_stop - 1][:, None] <= kv_start) & (end[q_start][:, None] >= kv_stop)
-        whole = ((q_start + tile_q) <= q_len)[:, None] & ((kv_start + tile_kv) <= kv_len)
-        return np.where(touched, np.where(covered & whole, FULL, PARTIAL), EMPTY).astype(np.uint8)
+        return _graded(touched, covered, (q_len, kv_len), (tile_q, tile_kv))
+
+    def __str__(self) -> str:
+        word, numbers = self.encoded()
+        return f"{word}:{','.join(map(str, numbers))}" if numbers else word
 
 
 @dataclass(frozen=True)
 class Full(IntervalMask):
     """Every query attends every key."""
 
-    def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return np.zeros_like(rows), np.full_like(rows, kv_len)
+    sides = -1, -1
 
-    @property
-    def is_full(self) -> bool:
-        return True
-
-    def __str__(self) -> str:
-        return "full"
+    def encoded(self) -> tuple[str, list[int]]:
+        return "full", []
 
 
 @dataclass(frozen=True)
 class Causal(IntervalMask):
     """A query attends itself and what is before it; the last query is aligned with the last key."""
 
-    def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return np.zeros_like(rows), rows + (kv_len - q_len) + 1
+    sides = -1, 0
 
-    @property
-    def is_causal(self) -> bool:
-        return True
-
-    def __str__(self) -> str:
-        return "causal"
+    def encoded(self) -> tuple[str, list[int]]:
+        return "causal", []
 
 
 @dataclass(frozen=True)
@@ -115,23 +123,10 @@ class Window(IntervalMask):
         for side, width in (("left", self.left), ("right", self.right)):
             if not is_whole(width) or not -1 <= width < 2**31:
                 raise ValueError(f"window {side} must be a whole number >= 0 and below 2^31, or -1 for no limit; got {width!r}")
+        object.__setattr__(self, "sides", (self.left, self.right))
 
-    def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        diagonal = rows + (kv_len - q_len)
-        first = np.zeros_like(rows) if self.left < 0 else diagonal - self.left
-        end = np.full_like(rows, kv_len) if self.right < 0 else diagonal + self.right + 1
-        return first, end
-
-    @property
-    def is_full(self) -> bool:
-        return self.left < 0 and self.right < 0
-
-    @property
-    def is_causal(self) -> bool:
-        return self.left < 0 and self.right == 0
-
-    def __str__(self) -> str:
-        return f"window:{self.left},{self.right}"
+    def encoded(self) -> tuple[str, list[int]]:
+        return "window", [self.left, self.right]
 
 
 @dataclass(frozen=True)
@@ -153,14 +148,14 @@ class Documents(IntervalMask):
         if q_len != kv_len or total != q_len:
             raise ValueError(f"documents need q_len == kv_len == sum of the document lengths ({total}); got q_len={q_len}, kv_len={kv_len}")
 
-    def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
         ends = np.array(list(accumulate(self.lengths)), dtype=np.int64)
         starts = ends - np.array(self.lengths, dtype=np.int64)
         document = np.searchsorted(ends, rows, side="right")
         return starts[document], rows + 1 if self.causal else ends[document]
 
-    def __str__(self) -> str:
-        return ("documents:" if self.causal else "documents-full:") + ",".join(map(str, self.lengths))
+    def encoded(self) -> tuple[str, list[int]]:
+        return "documents" if self.causal else "documents-full", list(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -177,14 +172,54 @@ class Prefix(IntervalMask):
         if self.length > kv_len:
             raise ValueError(f"prefix length must be at most kv_len={kv_len}; got {self.length}")
 
-    def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
         return np.zeros_like(rows), np.maximum(rows + (kv_len - q_len) + 1, self.length)
 
-    def __str__(self) -> str:
-        return f"prefix:{self.length}"
+    def encoded(self) -> tuple[str, list[int]]:
+        return "prefix", [self.length]
 
 
-class TileMap(Mask):
+class BlockMap(Mask):
+    """Blocks of block_q x block_kv elements, of which some are kept, some of them whole. Compared by content."""
+
+    what = "a tile map"
+
+    def __init__(self, blocks: NDArray[Any], full: Bools, block_q: int, block_kv: int) -> None:
+        """blocks: not 0 where any element is kept; full: where all are."""
+        blocks.setflags(write=False)
+        self.blocks, self._full = blocks, full
+        self.block_q, self.block_kv = int(block_q), int(block_kv)
+        self._identity = (blocks.dtype, blocks.tobytes(), blocks.shape, self.block_q, self.block_kv)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMap) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        needed = (-(-q_len // self.block_q), -(-kv_len // self.block_kv))
+        if self.blocks.shape != needed:
+            raise ValueError(
+                f"{self.what} for q_len={q_len}, kv_len={kv_len} with blocks of {self.block_q} x {self.block_kv} needs shape {needed};"
+                f" got {self.blocks.shape}"
+            )
+
+    def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
+        """Exact where no block that a tile touches is kept in part. Else such a tile counts as partial."""
+        self.check(q_len, kv_len)
+        (top, bottom), (left, right) = _tiles(q_len, tile_q), _tiles(kv_len, tile_kv)
+        rows = top // self.block_q, -(-bottom // self.block_q)
+        columns = left // self.block_kv, -(-right // self.block_kv)
+        area = (rows[1] - rows[0])[:, None] * (columns[1] - columns[0])
+        touched = _kept_in_blocks(self.blocks != EMPTY, rows, columns) > 0
+        return _graded(touched, _kept_in_blocks(self._full, rows, columns) == area, (q_len, kv_len), (tile_q, tile_kv))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self}, block_q={self.block_q}, block_kv={self.block_kv})"
+
+
+class TileMap(BlockMap):
     """Any boolean map of blocks: query i attends key j iff `blocks[i // block_q, j // block_kv]`.
 
     The blocks of the mask need not be the tiles of the kernel: a tile that straddles blocks is partial.
@@ -197,100 +232,52 @@ class TileMap(Mask):
         for name, size in (("block_q", block_q), ("block_kv", block_kv)):
             if not is_whole(size) or size < 1:
                 raise ValueError(f"{name} must be a whole number >= 1; got {size!r}")
-        array.setflags(write=False)
-        self.blocks = array
-        self.block_q, self.block_kv = int(block_q), int(block_kv)
+        super().__init__(array, array, block_q, block_kv)
         self.rows, self.columns = array.shape
         self.hexadecimal = np.packbits(array).tobytes().hex()  # the blocks as text
-        self._identity = (self.hexadecimal, array.shape, self.block_q, self.block_kv)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TileMap) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
-
-    def check(self, q_len: int, kv_len: int) -> None:
-        needed = (-(-q_len // self.block_q), -(-kv_len // self.block_kv))
-        if self.blocks.shape != needed:
-            raise ValueError(
-                f"a tile map for q_len={q_len}, kv_len={kv_len} with blocks of {self.block_q} x {self.block_kv} needs shape {needed};"
-                f" got {self.blocks.shape}"
-            )
-
-    def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> NDArray[np.bool_]:
+    def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> Bools:
         rows = np.arange(q.start, q.stop) // self.block_q
         columns = np.arange(kv.start, kv.stop) // self.block_kv
-        kept: NDArray[np.bool_] = self.blocks[np.ix_(rows, columns)]
+        kept: Bools = self.blocks[np.ix_(rows, columns)]
         return kept
 
-    def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
-        self.check(q_len, kv_len)
-        inside, area = kept_in_blocks(self.blocks, block_range(q_len, tile_q, self.block_q), block_range(kv_len, tile_kv, self.block_kv))
-        whole = whole_tiles(q_len, tile_q)[:, None] & whole_tiles(kv_len, tile_kv)
-        return np.where(inside > 0, np.where((inside == area) & whole, FULL, PARTIAL), EMPTY).astype(np.uint8)
+    def encoded(self) -> tuple[str, list[int]]:
+        return f"tiles:{self.hexadecimal}", [self.rows, self.columns, self.block_q, self.block_kv]
 
     def __str__(self) -> str:
-        return f"tiles:{self.blocks.shape[0]}x{self.blocks.shape[1]}"
-
-    def __repr__(self) -> str:
-        return f"TileMap({self}, block_q={self.block_q}, block_kv={self.block_kv})"
+        return f"tiles:{self.rows}x{self.columns}"
 
 
-Range = tuple[NDArray[np.int64], NDArray[np.int64]]
+def _tiles(length: int, tile: int) -> Bounds:
+    """First row of each tile, and the end of its rows."""
+    start = np.arange(0, length, tile)
+    return start, np.minimum(start + tile, length)
 
 
-def kept_in_blocks(blocks: NDArray[np.bool_], rows: Range, columns: Range) -> Range:
-    """How many of the blocks that each tile touches are kept, and how many it touches."""
+def _kept_in_blocks(blocks: Bools, rows: Bounds, columns: Bounds) -> Ints:
+    """How many of the blocks that each tile touches are kept."""
     kept = np.zeros((blocks.shape[0] + 1, blocks.shape[1] + 1), dtype=np.int64)
     kept[1:, 1:] = blocks.cumsum(0).cumsum(1)
     (top, bottom), (left, right) = rows, columns
-    inside = kept[np.ix_(bottom, right)] - kept[np.ix_(top, right)] - kept[np.ix_(bottom, left)] + kept[np.ix_(top, left)]
-    return inside, (bottom - top)[:, None] * (right - left)
+    inside: Ints = kept[np.ix_(bottom, right)] - kept[np.ix_(top, right)] - kept[np.ix_(bottom, left)] + kept[np.ix_(top, left)]
+    return inside
 
 
-def block_range(length: int, tile: int, block: int) -> Range:
-    """First block and end of the blocks that each tile touches."""
-    start = np.arange(0, length, tile)
-    return start // block, -(-np.minimum(start + tile, length) // block)
-
-
-def whole_tiles(length: int, tile: int) -> NDArray[np.bool_]:
-    return np.arange(0, length, tile) + tile <= length
+def _graded(touched: Bools, covered: Bools, lengths: tuple[int, int], tiles: tuple[int, int]) -> NDArray[np.uint8]:
+    """EMPTY, PARTIAL or FULL. A tile that overhangs a length is at most PARTIAL."""
+    rows, columns = (np.arange(0, length, tile) + tile <= length for length, tile in zip(lengths, tiles, strict=True))
+    return np.where(touched, np.where(covered & rows[:, None] & columns, FULL, PARTIAL), EMPTY).astype(np.uint8)
 
 
 def check_mask(mask: Any) -> None:
     if not isinstance(mask, Mask):  # shown short: it may be a large tensor
         convert = ", as dash_attn.masks.from_block_mask makes of a BlockMask" if hasattr(mask, "mask_mod") else ""
         raise TypeError(
-            f"mask must be a dash_attn mask (Full, Causal, Window, Documents, Prefix, TileMap); got {reprlib.repr(mask)}."
+            f"mask must be a dash_attn mask ({MASKS}); got {reprlib.repr(mask)}."
             f" flash_attn_func also takes a boolean tensor or a BooleanMask{convert}"
         )
 
 
 def is_whole(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-MASK_FORMS = "full, causal, window:LEFT,RIGHT, documents:LEN,LEN,..., documents-full:LEN,LEN,..., prefix:LEN"
-
-
-def parse_mask(text: str, unit: int = 1) -> Mask:
-    """Read a mask as it prints. Lengths are multiplied by `unit` (tokens per KV tile, when they are given in tiles)."""
-    name, _, argument = text.strip().partition(":")
-    try:
-        numbers = [int(word) for word in argument.split(",")] if argument else []
-    except ValueError:
-        raise ValueError(f"mask {text!r}: lengths must be whole numbers; masks are written {MASK_FORMS}") from None
-    scaled = [n if n < 0 else n * unit for n in numbers]
-    if name == "full" and not numbers:
-        return Full()
-    if name == "causal" and not numbers:
-        return Causal()
-    if name == "window" and len(numbers) == 2:
-        return Window(*scaled)
-    if name in ("documents", "documents-full") and numbers:
-        return Documents(tuple(scaled), causal=name == "documents")
-    if name == "prefix" and len(numbers) == 1:
-        return Prefix(*scaled)
-    raise ValueError(f"unknown mask {text!r}; masks are written {MASK_FORMS}")

@@ -7,40 +7,29 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from .rules import EMPTY, FULL, PARTIAL, Mask, TileMap, block_range, kept_in_blocks, whole_tiles
+from .rules import FULL, PARTIAL, BlockMap, Mask, TileMap
 
 BLOCK = 64  # rows and columns: the tiles of most kernels are multiples of it
 
 
-class TilePattern(Mask):
+class TilePattern(BlockMap):
     """Blocks of 64 x 64, each EMPTY, PARTIAL or FULL. A block that overhangs the lengths is full if all that it has is kept.
 
     Two matrices of one pattern are planned alike and have one order: a plan never looks at elements.
     """
 
+    what = "a pattern"
+
     def __init__(self, blocks: Any) -> None:
         array = np.array(blocks)
         if array.ndim != 2 or array.dtype != np.uint8 or 0 in array.shape or array.max() > FULL:
             raise ValueError(f"a pattern must be a non-empty 2-d array of uint8, 0 to {FULL}; got {array.dtype} of shape {array.shape}")
-        array.setflags(write=False)
-        self.blocks = array
-        self._identity = (array.tobytes(), array.shape)
+        super().__init__(array, array == FULL, BLOCK, BLOCK)
 
     @classmethod
     def of(cls, blocks: NDArray[np.uint8]) -> TilePattern | TileMap:
         """A map of blocks, which every backend takes, where no block is partial."""
         return cls(blocks) if (blocks == PARTIAL).any() else TileMap(blocks == FULL, BLOCK, BLOCK)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TilePattern) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
-
-    def check(self, q_len: int, kv_len: int) -> None:
-        needed = (-(-q_len // BLOCK), -(-kv_len // BLOCK))
-        if self.blocks.shape != needed:
-            raise ValueError(f"a pattern for q_len={q_len}, kv_len={kv_len} needs shape {needed}; got {self.blocks.shape}")
 
     def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> NDArray[np.bool_]:
         raise TypeError(
@@ -48,21 +37,9 @@ class TilePattern(Mask):
             " tensor itself"
         )
 
-    def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
-        """Exact where tiles are multiples of blocks. Another tile that touches a partial block counts as partial."""
-        self.check(q_len, kv_len)
-        ranges = block_range(q_len, tile_q, BLOCK), block_range(kv_len, tile_kv, BLOCK)
-        kept, area = kept_in_blocks(self.blocks != EMPTY, *ranges)
-        full, _ = kept_in_blocks(self.blocks == FULL, *ranges)
-        whole = whole_tiles(q_len, tile_q)[:, None] & whole_tiles(kv_len, tile_kv)
-        return np.where(kept > 0, np.where((full == area) & whole, FULL, PARTIAL), EMPTY).astype(np.uint8)
-
     def __str__(self) -> str:
         partial = int((self.blocks == PARTIAL).sum())
         return f"matrix:{self.blocks.shape[0]}x{self.blocks.shape[1]} blocks, {partial} partial"
-
-    def __repr__(self) -> str:
-        return f"TilePattern({self})"
 
 
 class PatternPerHead(Mask):
@@ -93,12 +70,9 @@ class PatternPerHead(Mask):
             pattern.check(q_len, kv_len)
 
     def keep(self, q: slice, kv: slice, q_len: int, kv_len: int) -> NDArray[np.bool_]:
-        self._refuse()
+        self.tile_map(q_len, kv_len, 1, 1)
 
-    def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def tile_map(self, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> NoReturn:
         raise ValueError(f"masks that differ between sequences or heads have no tile map in common: each is planned alone; got {self}")
 
     def __str__(self) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..masks import FULL, Mask, TileMap, TilePattern, parse_mask
+from ..masks.encoding import LETTERS, blocks_of
+
 MOST = 2**31 - 1  # of a whole number: tables have 32 bits
 LONGEST = 60  # characters of a value that an error shows
 
@@ -117,3 +120,22 @@ def as_names(value: Any, where: str, known: Sequence[str]) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"{where} may be {', '.join(known)}; got {shortened(unknown[0])}")
     return tuple(value)
+
+
+def as_mask(value: Any, where: str) -> Mask:
+    """As `mask_to_json` in masks/encoding.py writes it."""
+    if isinstance(value, str):
+        return parse_mask(value)
+    if isinstance(value, dict) and "pattern" in value:
+        return TilePattern(blocks_of(_as_rows(read_fields(value, where, ("pattern",))["pattern"], f"{where}.pattern", LETTERS)))
+    read = read_fields(value, where, ("tiles", "block_q", "block_kv"))
+    kept = blocks_of(_as_rows(read["tiles"], f"{where}.tiles", LETTERS[0] + LETTERS[-1])) == FULL
+    return TileMap(kept, *(as_whole(read[name], f"{where}.{name}", least=1) for name in ("block_q", "block_kv")))
+
+
+def _as_rows(value: Any, where: str, letters: str) -> list[str]:
+    rows = [as_text(row, where) for row in as_list(value, where)]
+    if not rows or any(not row or len(row) != len(rows[0]) or set(row) - set(letters) for row in rows):
+        allowed = f"{', '.join(letters[:-1])} and {letters[-1]}"
+        raise ValueError(f"{where} must be rows of {allowed}, at least one, all equally long; got {shortened(rows)}")
+    return rows

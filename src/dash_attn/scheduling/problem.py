@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..masks import EMPTY, PARTIAL, Mask, check_mask, is_whole, parse_mask
-from .json_fields import as_whole, read_fields
-from .mask_json import mask_from_json, mask_to_json
+from ..masks import EMPTY, PARTIAL, Mask, TileMap, check_mask, is_whole, parse_mask
+from ..masks.encoding import mask_to_json
+from .json_fields import as_mask, as_whole, read_fields
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -91,8 +91,6 @@ class Problem:
     @classmethod
     def from_tiles(cls, mask: str | NDArray[np.bool_], q_tiles: int, kv_tiles: int, **rest: Any) -> Problem:
         """A problem given by tile counts alone: equal sequence lengths, mask lengths in KV tiles (or a boolean tile map)."""
-        from ..masks import TileMap
-
         q_tiles, kv_tiles = whole_number("q_tiles", q_tiles), whole_number("kv_tiles", kv_tiles)
         tokens = math.lcm(q_tiles, kv_tiles)
         tokens *= -(-64 // min(tokens // q_tiles, tokens // kv_tiles))  # tiles of at least 64 rows, as on a GPU
@@ -192,4 +190,4 @@ class Problem:
         read = read_fields(value, "problem", ("mask", *names), ("group_parts",))
         read = {"group_parts": 1, **read}  # older versions wrote none, and had chains of whole groups alone
         numbers = {name: as_whole(read[name], f"problem.{name}") for name in (*names, "group_parts")}
-        return cls(mask_from_json(read["mask"]), **numbers)
+        return cls(as_mask(read["mask"], "mask"), **numbers)

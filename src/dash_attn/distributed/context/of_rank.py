@@ -20,7 +20,7 @@ from ...call.planning import hash_of
 from ...call.sums import sum_in_order
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
-from ...scheduling.mask_json import mask_to_json
+from ...masks.encoding import mask_to_json
 from ...scheduling.ranks.sharding import CutTile, Sharding
 from ..hosts import ATTENTION, BACKWARD
 from ..late_values import NAMES

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....masks import BooleanMask, TileMap
-from ....masks.bit_matrix import PackedMatrix
+from ....masks.bit_matrix import BitMatrix
 from ....scheduling.problem import Problem
 from ...uploading import lasting, refuse_capture, refuse_capture_of, upload
 from ..driver.launch import current_stream, device_index, flag, on_device
@@ -139,7 +139,7 @@ class BitsOfMask:
                 memory.record_stream(stream)
 
 
-def _pack(matrix: PackedMatrix, bits: Tensor, tiles: MaskBits, index: int) -> None:
+def _pack(matrix: BitMatrix, bits: Tensor, tiles: MaskBits, index: int) -> None:
     """The words are on the device as long as the kernel reads them."""
     if tiles.count == 0:
         return
@@ -170,7 +170,7 @@ def mask_bits(problem: Problem, forward: bool, device: torch.device) -> MaskBits
 
 def _as_matrix(problem: Problem) -> BooleanMask:
     assert isinstance(problem.mask, TileMap)
-    return BooleanMask.of_packed([[PackedMatrix.of_blocks(problem.mask.blocks, (problem.q_len, problem.kv_len))]])
+    return BooleanMask.of_matrices([[BitMatrix.of_blocks(problem.mask.blocks, (problem.q_len, problem.kv_len))]])
 
 
 _lock = threading.Lock()

@@ -11,7 +11,7 @@ template <int Q_ROWS, int KV_ROWS, bool FORWARD> struct BitLayout {
   static DEVICE int column(int thread, int i) { return 8 * (i / 4) + 2 * (thread % 4) + (i & 1); }
 };
 
-// PackedMatrix of masks/bit_matrix.py: a word is a row of a block of 64 x 64, bit j its column j. A block may overhang the lengths.
+// BitMatrix of masks/bit_matrix.py: a word is a row of a block of 64 x 64, bit j its column j. A block may overhang the lengths.
 DEVICE bool attends(const MaskBitsParams& p, int query, int key) {
   if (query >= p.q_len || key >= p.kv_len) return false;
   const i64 block = p.places[(i64)(query / 64) * p.block_columns + key / 64];

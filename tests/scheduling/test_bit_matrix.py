@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from dash_attn import Problem, TileMap, generate, lower
 from dash_attn.masks import EMPTY, FULL, PARTIAL, BooleanMask, TilePattern
-from dash_attn.masks.bit_matrix import PackedMatrix
+from dash_attn.masks.bit_matrix import BitMatrix
+from dash_attn.masks.encoding import mask_to_json
 from dash_attn.masks.tile_pattern import PatternPerHead
-from dash_attn.scheduling.mask_json import mask_from_json, mask_to_json
+from dash_attn.scheduling.json_fields import as_mask
 
 Matrix = NDArray[np.bool_]
 
@@ -36,7 +37,7 @@ def tiles_of(matrix: Matrix, tile_q: int, tile_kv: int) -> NDArray[np.uint8]:
 @pytest.mark.parametrize("seed", range(30))
 def test_elements_are_read_back(seed: int) -> None:
     matrix, source = random_matrix(seed), np.random.default_rng(seed)
-    packed = PackedMatrix(matrix)
+    packed = BitMatrix.of(matrix)
     for _ in range(10):
         (top, bottom), (left, right) = (np.sort(source.choice(length + 1, 2, replace=False)) for length in matrix.shape)
         assert np.array_equal(packed.keep(slice(top, bottom), slice(left, right)), matrix[top:bottom, left:right])
@@ -48,7 +49,7 @@ def test_elements_are_read_back(seed: int) -> None:
 def test_blocks_are_packed_without_their_elements(shape: tuple[int, int]) -> None:
     kept = np.random.default_rng(0).random((-(-shape[0] // 64), -(-shape[1] // 64))) < 0.5
     elements = np.kron(kept, np.ones((64, 64)))[: shape[0], : shape[1]] > 0
-    here, there = PackedMatrix.of_blocks(kept, shape), PackedMatrix(elements)
+    here, there = BitMatrix.of_blocks(kept, shape), BitMatrix.of(elements)
     assert (here.digest, here.places.tolist()) == (there.digest, there.places.tolist())
 
 
@@ -105,10 +106,10 @@ def test_json_has_the_pattern() -> None:
     pattern = TilePattern(np.array([[0, 1, 2], [2, 2, 0]], dtype=np.uint8))
     text = json.dumps(mask_to_json(pattern))
     assert text == '{"pattern": [".+#", "##."]}'
-    assert mask_from_json(json.loads(text)) == pattern
+    assert as_mask(json.loads(text), "mask") == pattern
     for wrong in ({"pattern": [".x"]}, {"pattern": []}, {"pattern": ["."], "block_q": 64}, {"pattern": [".", "##"]}, {"pattern": [""]}):
         with pytest.raises(ValueError, match=r"mask"):
-            mask_from_json(wrong)
+            as_mask(wrong, "mask")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_patterns_have_no_elements_and_fit_their_lengths() -> None:
     pattern = TilePattern(np.ones((2, 3), dtype=np.uint8))
     with pytest.raises(TypeError, match="its elements come with a call"):
         pattern.keep(slice(0, 1), slice(0, 1), 128, 192)
-    with pytest.raises(ValueError, match=r"a pattern for q_len=129, kv_len=192 needs shape \(3, 3\); got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"a pattern for q_len=129, kv_len=192 with blocks of 64 x 64 needs shape \(3, 3\); got \(2, 3\)"):
         Problem(pattern, 129, 192)
     other = TilePattern(np.full((2, 3), 2, dtype=np.uint8) - np.eye(2, 3, dtype=np.uint8))
     several = PatternPerHead((pattern, other), np.array([[0, 1]]))
