@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from boolean_masks import SORTS, a_tree, draw, scattered
 from dash_attn import BooleanMask, Causal, Schedule, ScheduleError, TileMap, explain, flash_attn_func, flash_attn_varlen_func, generate
 from dash_attn.attention.torch_ops import VERSION
+from dash_attn.call.call import Call
 from dash_attn.call.explain import Explanation
 from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
@@ -223,7 +224,7 @@ def test_an_own_schedule_fits_all_matrices_of_its_pattern() -> None:
     pattern = BooleanMask(mask).pattern
     assert isinstance(pattern, TilePattern)
     options = type("Options", (), {"mask": pattern, "head_offset": 0})()
-    schedule = generate("descending", problem_of(inputs[0], inputs[1], options, 64, 128), 132)
+    schedule = generate("descending", problem_of(Call(*inputs[:3], options), 64, 128), 132)
     read = Schedule.from_json(schedule.to_json())
     assert read.problem.mask == pattern
     for one in (mask, mask & matrix(256, 512, 0.9, seed=5)):
@@ -300,7 +301,7 @@ def test_a_given_schedule_serves_one_pattern() -> None:
     mask = torch.stack([matrix(128, 128), matrix(128, 128)])
     mask[1, :64] = False
     pattern = BooleanMask(mask[0]).pattern
-    schedule = generate("ascending", problem_of(*inputs[:2], type("Options", (), {"mask": pattern, "head_offset": 0})(), 64, 128), 132)
+    schedule = generate("ascending", problem_of(Call(*inputs[:3], AttentionOptions(pattern, 1.0)), 64, 128), 132)
     with pytest.raises(ScheduleError, match="does not fit this call"):
         run_ours(inputs, mask, schedule=schedule)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import (
+from dash_attn.call.call import Call, Grads, Saved
     Causal,
     Documents,
     Full,
@@ -208,5 +209,5 @@ def test_it_can_be_recorded() -> None:
     q, k, v, dout = random_inputs(LENGTH, LENGTH)
     options = AttentionOptions(Causal(), 0.1, schedule=shuffled(Causal()).to_json())
     out, lse = flash_attn_func(q, k, v, causal=True, softmax_scale=0.1, return_lse=True)
-    times = record_backward(dout, q, k, v, out, lse, options, workers=4)
+    times = record_backward(Call(q, k, v, options, workers=4), Saved(out, lse), Grads(dout))
     assert len(times.q_tile) == Problem(Causal(), LENGTH, LENGTH, heads=2).tasks

@@ -13,12 +13,13 @@ from torch import Tensor
 from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, TileMap, Window, explain, flash_attn_func, generate
 from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.backends.cpu.recorder import record_backward
-from dash_attn.call.planning import plan_on_any
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
+from dash_attn.call.planning import plan_on_any
 from dash_attn.execution.interleaving import TaskTime, interleaving
 from dash_attn.execution.rules import ExecutionError
-from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
+from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.scheduling.validate import TooFewWorkers
 from dense import Results, assert_same_bits, random_inputs, repeated, run_dense, run_ours, same_bits
 from inputs import Inputs
@@ -196,7 +197,7 @@ def test_times_are_noted_in_legs_but_a_chart_needs_whole_chains() -> None:
     assert {row.worker for row in record} <= {0, 1}
     out, lse = flash_attn_func(q, k, v, return_lse=True)
     with pytest.raises(TooFewWorkers, match=r"needs 9 workers at once .* there are 2\."):
-        record_backward(dout, q, k, v, out, lse, AttentionOptions(Full(), 0.5), workers=2)
+        record_backward(Call(q, k, v, AttentionOptions(Full(), 0.5)), Saved(out, lse), Grads(dout), workers=2)
 
 
 def test_an_order_that_depends_on_the_workers_is_never_run_in_legs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from budget import assert_within_budget
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.attention.autograd import attention_backward
+from dash_attn.call.call import Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dense import Results, assert_same_bits, random_inputs, run_dense, run_ours
 
@@ -157,7 +158,7 @@ class Recorder:
 def test_on_the_gpu_lengths_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have no values: whoever reads one gets an error."""
     backend = Recorder()
-    monkeypatch.setattr("dash_attn.attention.autograd.backend_for", lambda name, device: backend)
+    monkeypatch.setattr("dash_attn.backends.run.backend_for", lambda name, device: backend)
     monkeypatch.setattr("dash_attn.attention.varlen.is_traced", lambda *_: False)  # or fake tensors would not come as far as a backend
     with FakeTensorMode():
         x = torch.empty(12, 2, 64, dtype=torch.bfloat16, device="cuda")
@@ -166,7 +167,7 @@ def test_on_the_gpu_lengths_are_not_read_on_the_host(monkeypatch: pytest.MonkeyP
             cu.tolist()
         out, lse = flash_attn_varlen_func(x, x, x, cu, cu, 7, 7, causal=True, return_lse=True)
         # The engine itself cannot run on fake GPU tensors in a build without CUDA.
-        attention_backward(out, x, x, x, out, lse, *backend.calls[0][3:])
+        attention_backward(backend.calls[0][0], Saved(out, lse), Grads(out))
         with pytest.raises(ValueError, match="cu_seqlens_k must be on the device of q, k and v \\(cuda:0\\); got cpu"):
             flash_attn_varlen_func(x, x, x, cu, torch.empty(3, dtype=torch.int32), 7, 7)
     assert len(backend.calls) == 2

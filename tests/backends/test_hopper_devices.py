@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
-from dash_attn.call.parts import of_a_document
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
+from dash_attn.call.parts import of_a_document
 from dash_attn.call.planning import plan_for
 from dash_attn.distributed.context.document_loopback import play_documents
 from dash_attn.distributed.context.documents import SharedDocuments
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.scheduling.plan import Plan
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.together import heads_that_fill
 from dash_attn.scheduling.ranks.units import SharedSchedule
-from dash_attn.scheduling.plan import Plan
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
 

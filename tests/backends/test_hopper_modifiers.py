@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from dash_attn import Causal, Full
 from dash_attn.backends.hopper.calls.backward_setup import dense_setup, packed_setup
-from dash_attn.backends.hopper.calls.rank_forward import forward as forward_of_rows
 from dash_attn.backends.hopper.calls.forward_setup import dense_forward_setup, packed_forward_setup
+from dash_attn.backends.hopper.calls.rank_forward import forward as forward_of_rows
 from dash_attn.backends.hopper.calls.recorder import check_recordable
 from dash_attn.backends.hopper.support import Unsupported, refuse_modifiers
 from dash_attn.call.dropout import Dropout, key_of, threshold_of

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dash_attn import Causal, Full, Mask, Problem, generate
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dash_attn.viewing.task_times import TaskTimes, task_table
 from dense import same_bits
@@ -30,7 +31,7 @@ def options_of(mask: Mask, schedule: str, dim: int) -> AttentionOptions:
 def recorded(inputs: Inputs, options: AttentionOptions) -> TaskTimes:
     q, k, v, dout = inputs
     out, lse = hopper("calls.forward").forward(q, k, v, options)
-    return hopper("calls.recorder").record_backward(dout, q, k, v, out, lse, options)
+    return hopper("calls.recorder").record_backward(Call(q, k, v, options), Saved(out, lse), Grads(dout))
 
 
 @times_the_gpu

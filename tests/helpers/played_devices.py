@@ -17,10 +17,10 @@ from dash_attn import Mask, Problem
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for
+from dash_attn.scheduling.plan import Plan
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
-from dash_attn.scheduling.plan import Plan
 
 
 def calls() -> ModuleType:

@@ -18,10 +18,10 @@ from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
-from dash_attn.viewing.explore.ranks import shared_run
 from dash_attn.viewing.explore.packing import EXACT, as_text, packed
 from dash_attn.viewing.explore.page import saved_page, served_page
-from dash_attn.viewing.explore.paths import path_of_turns, path_of_record
+from dash_attn.viewing.explore.paths import path_of_record, path_of_turns
+from dash_attn.viewing.explore.ranks import shared_run
 from dash_attn.viewing.recorded import Noted, times_from
 from dash_attn.viewing.task_times import task_table, times_of
 

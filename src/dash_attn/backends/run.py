@@ -34,7 +34,7 @@ def forward(call: Call) -> Saved:
         if isinstance(call.options.mask, Documents) and runs_packed(call.options):
             return in_rows(backend.forward(as_packed(call)), call)
         if isinstance(call.options.mask, PatternPerHead) and not backend.HEADS_AT_ONCE:
-            refuse_capture_of(call.elements or call.options.mask)
+            _check_capture(call)
             return forward_per_head(backend.forward, call)
     if call.options.gives_schedule:
         backend.check_schedule(call)  # a backward would find too late that it does not fit
@@ -49,7 +49,7 @@ def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
         if isinstance(call.options.mask, Documents) and runs_packed(call.options):
             return backward_end_to_end(backend.backward, as_packed(call), saved, grads)
         if isinstance(call.options.mask, PatternPerHead) and not backend.HEADS_AT_ONCE:
-            refuse_capture_of(call.elements or call.options.mask)
+            _check_capture(call)
             return backward_per_head(backend.backward, call, saved, grads, backend.EXACT_PARTS)
     return backend.backward(call, saved, grads)
 
@@ -71,6 +71,11 @@ def document_offsets(call: Call) -> SequenceOffsets:
     if not torch.cuda.is_current_stream_capturing():  # its memory is not used again before this stream is through with it
         offsets.cu_seqlens_q.record_stream(torch.cuda.current_stream(device))
     return offsets
+
+
+def _check_capture(call: Call) -> None:
+    if call.q.is_cuda:
+        refuse_capture_of(call.elements or call.options.mask)
 
 
 _kept: Kept[SequenceOffsets] = Kept(MOST_OFFSETS)
