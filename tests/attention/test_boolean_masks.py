@@ -18,6 +18,7 @@ from dash_attn import BooleanMask, Causal, Schedule, ScheduleError, TileMap, exp
 from dash_attn.attention.torch_ops import VERSION
 from dash_attn.call.call import Call
 from dash_attn.call.explain import Explanation
+from dash_attn.call.options import AttentionOptions
 from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.masks import TilePattern
@@ -223,8 +224,7 @@ def test_an_own_schedule_fits_all_matrices_of_its_pattern() -> None:
     mask[:64, :128] = False
     pattern = BooleanMask(mask).pattern
     assert isinstance(pattern, TilePattern)
-    options = type("Options", (), {"mask": pattern, "head_offset": 0})()
-    schedule = generate("descending", problem_of(Call(*inputs[:3], options), 64, 128), 132)
+    schedule = generate("descending", problem_of(Call(*inputs[:3], AttentionOptions(pattern, 1.0)), 64, 128), 132)
     read = Schedule.from_json(schedule.to_json())
     assert read.problem.mask == pattern
     for one in (mask, mask & matrix(256, 512, 0.9, seed=5)):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dash_attn import (
-from dash_attn.call.call import Call, Grads, Saved
     Causal,
     Documents,
     Full,
@@ -27,6 +26,7 @@ from dash_attn.call.call import Call, Grads, Saved
     generate,
 )
 from dash_attn.backends.cpu.recorder import record_backward
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.integrations.sdpa import replace_sdpa
@@ -209,5 +209,5 @@ def test_it_can_be_recorded() -> None:
     q, k, v, dout = random_inputs(LENGTH, LENGTH)
     options = AttentionOptions(Causal(), 0.1, schedule=shuffled(Causal()).to_json())
     out, lse = flash_attn_func(q, k, v, causal=True, softmax_scale=0.1, return_lse=True)
-    times = record_backward(Call(q, k, v, options, workers=4), Saved(out, lse), Grads(dout))
+    times = record_backward(Call(q, k, v, options), Saved(out, lse), Grads(dout), workers=4)
     assert len(times.q_tile) == Problem(Causal(), LENGTH, LENGTH, heads=2).tasks

@@ -174,8 +174,14 @@ def test_explain_promises_any_number_of_workers() -> None:
     on_gpu = torch.empty_like(q, device="meta", dtype=torch.bfloat16)
     hopper = explain(flash_attn_func, on_gpu, on_gpu, on_gpu, backend="hopper")
     assert (hopper.guarantees, hopper.gang) == (ALL_GUARANTEES, 9)
-    blocks = explain(flash_attn_func, 
-        on_gpu, on_gpu, on_gpu, mask=TileMap(np.ones((17, 17), dtype=bool), 128, 128), schedule="shift_blocks", backend="hopper"
+    blocks = explain(
+        flash_attn_func,
+        on_gpu,
+        on_gpu,
+        on_gpu,
+        mask=TileMap(np.ones((17, 17), dtype=bool), 128, 128),
+        schedule="shift_blocks",
+        backend="hopper",
     )
     assert blocks.guarantees[2] == "worker-count-invariant (9 workers or more)"
 

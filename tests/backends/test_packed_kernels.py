@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn import explain
+from dash_attn import explain, flash_attn_func
 from dash_attn.backends.hopper.driver.cubin_files import Kernel, read_kernel, write_kernel
 from dash_attn.tools.doctor import take_snapshot
 from dash_attn.tools.verify import certificate

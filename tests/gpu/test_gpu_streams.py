@@ -64,7 +64,7 @@ def test_ticket_counters_are_left_at_zero() -> None:
     for length, heads in ((64, (1, 1)), (1000, (4, 2)), (3000, (40, 8))):
         for mask in BOTH:
             run_ours(gpu_inputs(length, length, heads), mask)
-    counters = hopper("device.stream_counters")._counters
+    counters = hopper("driver.stream_counters")._counters
     assert counters
     assert not any(of_device.any() for of_device in counters.values())
 

@@ -13,7 +13,7 @@ import torch
 from dash_attn import Causal, Full, Machine, Problem, Schedule, generate, simulate
 from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import recorder as cpu_record
-from dash_attn.call.call import Call, Grads, Saved
+from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
 from dash_attn.execution.interleaving import Interleaving, TaskTime, interleaving
 from dash_attn.scheduling.problem import Task
@@ -154,9 +154,10 @@ def cpu_options(schedule: str) -> AttentionOptions:
 def recorded(schedule: str, workers: int) -> tuple[TaskTimes, torch.Tensor]:
     q, k, v, dout = random_inputs(300, 300, (2, 1), batch=2)
     options = cpu_options(schedule)
-    out, lse = cpu.forward(q, k, v, options)
-    spans = cpu_record.record_backward(Call(q, k, v, options, workers), Saved(out, lse), Grads(dout))
-    return spans, cpu.backward(dout, q, k, v, out, lse, options)[0]
+    call = Call(q, k, v, options)
+    saved = cpu.forward(call)
+    spans = cpu_record.record_backward(call, saved, Grads(dout), workers)
+    return spans, cpu.backward(call, saved, Grads(dout)).q
 
 
 @pytest.mark.parametrize("workers", [1, 3])

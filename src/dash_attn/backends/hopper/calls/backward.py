@@ -26,7 +26,7 @@ from ..driver.parameters import (
 from ..driver.tensor_map import TensorMap
 from ..driver.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..tiles import helper_blocks, threads_per_row
-from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
+from .backward_setup import DenseBackwardSetup, PackedBackwardSetup, dense_setup
 from .few_workers import BackwardInLegs
 from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales, masked_score, row_strides
 from .mask_bits import MaskBits, mask_bits
@@ -228,7 +228,7 @@ def prepare(
 ) -> DenseBackward | PackedBackward | BackwardInLegs:
     if isinstance(layout, PackedLayout):
         return PackedBackward(layout, tensors, options)
-    setup = DenseBackwardSetup(layout, options)
+    setup = dense_setup(layout, options)
     return DenseBackward(setup, tensors) if setup.legs is None else BackwardInLegs(setup, tensors[0].device)
 
 

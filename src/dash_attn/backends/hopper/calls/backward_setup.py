@@ -100,9 +100,9 @@ class BackwardSetup:
 class DenseBackwardSetup(BackwardSetup):
     """Of sequences of one length: the host has a plan."""
 
-    def __init__(self, layout: DenseLayout, options: AttentionOptions) -> None:
+    def __init__(self, layout: DenseLayout, options: AttentionOptions, sms: int) -> None:
         super().__init__(layout, options)
-        self.plan, self.legs = self._planned(sm_count(layout.device))
+        self.plan, self.legs = self._planned(sms)
         self.mask_kind = kind_of(self.plan.problem)
         check_kinds(self.plan.kinds)
         self.parts, self.kinds = self.plan.problem.parts, self.plan.kinds
@@ -160,9 +160,11 @@ class PackedBackwardSetup(BackwardSetup):
 def backward_setup(call: Call) -> DenseBackwardSetup | PackedBackwardSetup:
     """Of a backward of these tensors, which are looked at for shape, dtype and device only."""
     layout = Layout.of(call)
-    return PackedBackwardSetup(layout, call.options) if isinstance(layout, PackedLayout) else _dense_setup(layout, call.options)
+    return PackedBackwardSetup(layout, call.options) if isinstance(layout, PackedLayout) else dense_setup(layout, call.options)
 
 
-@lru_cache(maxsize=64)
-def _dense_setup(layout: DenseLayout, options: AttentionOptions) -> DenseBackwardSetup:
-    return DenseBackwardSetup(layout, options)
+def dense_setup(layout: DenseLayout, options: AttentionOptions) -> DenseBackwardSetup:
+    return _kept_setup(layout, options, sm_count(layout.device))
+
+
+_kept_setup = lru_cache(maxsize=64)(DenseBackwardSetup)

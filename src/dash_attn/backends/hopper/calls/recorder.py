@@ -22,7 +22,7 @@ from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, t
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from ..support import refuse_modifiers
 from .backward import DenseBackward
-from .backward_setup import DenseBackwardSetup
+from .backward_setup import dense_setup
 from .layout import CallCache, DenseLayout, PackedLayout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward/config.cuh)
@@ -38,7 +38,7 @@ class RecordingCall(DenseBackward):
 
     def __init__(self, layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         assert isinstance(layout, DenseLayout)  # record_backward takes no packed sequences, which are planned on the device
-        super().__init__(DenseBackwardSetup(layout, options), tensors)
+        super().__init__(dense_setup(layout, options), tensors)
         problem = self.plan.problem
         check_size(problem)
         self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
