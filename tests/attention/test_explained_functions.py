@@ -19,7 +19,6 @@ from dash_attn import (
     Mask,
     Prefix,
     ScheduleError,
-    Window,
     explain,
     flash_attn_func,
     flash_attn_kvpacked_func,
