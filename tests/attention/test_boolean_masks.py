@@ -304,6 +304,8 @@ def test_a_given_schedule_serves_one_pattern() -> None:
     schedule = generate("ascending", problem_of(Call(*inputs[:3], AttentionOptions(pattern, 1.0)), 64, 128), 132)
     with pytest.raises(ScheduleError, match="does not fit this call"):
         run_ours(inputs, mask, schedule=schedule)
+    with pytest.raises(ScheduleError, match="does not fit this call"):  # before there is a backward
+        flash_attn_func(*inputs[:3], mask=mask, schedule=schedule)
 
 
 @pytest.mark.parametrize("number", range(8))
