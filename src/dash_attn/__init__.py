@@ -18,10 +18,10 @@ from .scheduling.validate import ScheduleError
 from .simulation.simulate import Machine, Timeline, simulate
 
 if TYPE_CHECKING:
-    from .attention.functions import explain, flash_attn_func
+    from .attention.explain import explain
+    from .attention.functions import flash_attn_func
     from .attention.kv_cache import flash_attn_with_kvcache
-    from .attention.kv_cache_explained import explain_with_kvcache
-    from .attention.packed_tensors import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+    from .attention.side_by_side import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from .attention.varlen import flash_attn_varlen_func
     from .ledgers import ledger
     from .tools.doctor import doctor
@@ -30,11 +30,10 @@ __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
     "doctor": ".tools.doctor",
-    "explain": ".attention.functions",
-    "explain_with_kvcache": ".attention.kv_cache_explained",
+    "explain": ".attention.explain",
     "flash_attn_func": ".attention.functions",
-    "flash_attn_kvpacked_func": ".attention.packed_tensors",
-    "flash_attn_qkvpacked_func": ".attention.packed_tensors",
+    "flash_attn_kvpacked_func": ".attention.side_by_side",
+    "flash_attn_qkvpacked_func": ".attention.side_by_side",
     "flash_attn_varlen_func": ".attention.varlen",
     "flash_attn_with_kvcache": ".attention.kv_cache",
     "ledger": ".ledgers",
@@ -72,7 +71,6 @@ __all__ = [
     "Window",
     "doctor",
     "explain",
-    "explain_with_kvcache",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

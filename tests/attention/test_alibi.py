@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("slopes", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
 def test_what_is_refused(slopes: Any, error: type[Exception], message: str) -> None:
-    for function in (flash_attn_func, explain):
+    for function in (flash_attn_func, partial(explain, flash_attn_func)):
         with pytest.raises(error, match=message):
             function(Q, Q, Q, alibi_slopes=slopes)
 
@@ -104,8 +105,8 @@ def test_hopper_refuses_by_name() -> None:
     x = torch.zeros(2, 256, 4, 64, device="meta", dtype=torch.bfloat16)
     slopes: dict[str, Any] = {"alibi_slopes": torch.ones(4, device="meta"), "backend": "hopper", "predict_time": False}
     with pytest.raises(ValueError, match="has it without softcap, dropout and ALiBi; got alibi_slopes"):
-        explain(x, x, x, accumulation="unordered", **slopes)
+        explain(flash_attn_func, x, x, x, accumulation="unordered", **slopes)
     with pytest.raises(ValueError, match=r"softcap with dropout or with ALiBi, not with both; got softcap=5\.0, dropout_p=0\.1"):
-        explain(x, x, x, 0.1, softcap=5.0, **slopes)
-    explain(x, x, x, 0.1, **slopes)
-    explain(x, x, x, softcap=5.0, **slopes)
+        explain(flash_attn_func, x, x, x, 0.1, softcap=5.0, **slopes)
+    explain(flash_attn_func, x, x, x, 0.1, **slopes)
+    explain(flash_attn_func, x, x, x, softcap=5.0, **slopes)

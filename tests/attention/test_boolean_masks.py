@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from boolean_masks import SORTS, a_tree, draw, scattered
 from dash_attn import BooleanMask, Causal, Schedule, ScheduleError, TileMap, explain, flash_attn_func, flash_attn_varlen_func, generate
 from dash_attn.attention.torch_ops import VERSION
-from dash_attn.call.explanation import Explanation
+from dash_attn.call.call import Call
+from dash_attn.call.explain import Explanation
+from dash_attn.call.options import AttentionOptions
 from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.masks import TilePattern
@@ -192,16 +194,16 @@ def test_a_mask_that_is_made_once_gives_the_same_bits(sort: Any) -> None:
 def test_the_order_is_named_by_tiles_not_by_elements() -> None:
     q, k, v, _ = random_inputs(256, 512, (2, 2), 8)
     mask = matrix(256, 512)
-    hashes = [explain(q, k, v, mask=x).order_hash for x in (mask, ~mask, matrix(256, 512, 0.9, seed=1))]
+    hashes = [explain(flash_attn_func, q, k, v, mask=x).order_hash for x in (mask, ~mask, matrix(256, 512, 0.9, seed=1))]
     assert len(set(hashes)) == 1
     emptied = mask.clone()
     emptied[:64, :128] = False
-    assert explain(q, k, v, mask=emptied).order_hash != hashes[0]
+    assert explain(flash_attn_func, q, k, v, mask=emptied).order_hash != hashes[0]
     per_head = torch.stack([mask, emptied])
-    found = {explain(q, k, v, mask=x).order_hash for x in (per_head, per_head.flip(0), mask, emptied)}
+    found = {explain(flash_attn_func, q, k, v, mask=x).order_hash for x in (per_head, per_head.flip(0), mask, emptied)}
     assert len(found) == 4
     tril = torch.ones(256, 512, dtype=torch.bool).tril(256)
-    assert explain(q, k, v, mask=tril).order_hash == explain(q, k, v, causal=True).order_hash
+    assert explain(flash_attn_func, q, k, v, mask=tril).order_hash == explain(flash_attn_func, q, k, v, causal=True).order_hash
 
 
 def test_auto_chooses_as_for_a_map_of_tiles() -> None:
@@ -210,11 +212,11 @@ def test_auto_chooses_as_for_a_map_of_tiles() -> None:
     blocks = tiles.repeat_interleave(64, 0).repeat_interleave(128, 1)
     holes = blocks.clone()
     holes[3::64, 5::128] = False
-    expected = explain(q, k, v, mask=TileMap(tiles.numpy(), 64, 128))
+    expected = explain(flash_attn_func, q, k, v, mask=TileMap(tiles.numpy(), 64, 128))
     for mask in (blocks, holes):
-        found = explain(q, k, v, mask=mask)
+        found = explain(flash_attn_func, q, k, v, mask=mask)
         assert (found.schedule, found.order_hash) == ("weave", expected.order_hash)
-    assert explain(q, k, v, mask=matrix(640, 1280)).schedule == "shift_blocks"
+    assert explain(flash_attn_func, q, k, v, mask=matrix(640, 1280)).schedule == "shift_blocks"
 
 
 def test_an_own_schedule_fits_all_matrices_of_its_pattern() -> None:
@@ -222,8 +224,7 @@ def test_an_own_schedule_fits_all_matrices_of_its_pattern() -> None:
     mask[:64, :128] = False
     pattern = BooleanMask(mask).pattern
     assert isinstance(pattern, TilePattern)
-    options = type("Options", (), {"mask": pattern, "head_offset": 0})()
-    schedule = generate("descending", problem_of(inputs[0], inputs[1], options, 64, 128), 132)
+    schedule = generate("descending", problem_of(Call(*inputs[:3], AttentionOptions(pattern, 1.0)), 64, 128), 132)
     read = Schedule.from_json(schedule.to_json())
     assert read.problem.mask == pattern
     for one in (mask, mask & matrix(256, 512, 0.9, seed=5)):
@@ -300,9 +301,11 @@ def test_a_given_schedule_serves_one_pattern() -> None:
     mask = torch.stack([matrix(128, 128), matrix(128, 128)])
     mask[1, :64] = False
     pattern = BooleanMask(mask[0]).pattern
-    schedule = generate("ascending", problem_of(*inputs[:2], type("Options", (), {"mask": pattern, "head_offset": 0})(), 64, 128), 132)
+    schedule = generate("ascending", problem_of(Call(*inputs[:3], AttentionOptions(pattern, 1.0)), 64, 128), 132)
     with pytest.raises(ScheduleError, match="does not fit this call"):
         run_ours(inputs, mask, schedule=schedule)
+    with pytest.raises(ScheduleError, match="does not fit this call"):  # before there is a backward
+        flash_attn_func(*inputs[:3], mask=mask, schedule=schedule)
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -340,7 +343,7 @@ def test_any_byte_but_zero_attends() -> None:
 
 def on_hopper(mask: Any) -> Explanation:
     q, k = torch.empty(2, 256, 4, 64, device="meta", dtype=torch.bfloat16), torch.empty(2, 256, 2, 64, device="meta", dtype=torch.bfloat16)
-    return explain(q, k, k, mask=mask, backend="hopper", predict_time=False)
+    return explain(flash_attn_func, q, k, k, mask=mask, backend="hopper", predict_time=False)
 
 
 def test_hopper_plans_all_of_them() -> None:

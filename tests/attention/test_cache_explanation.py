@@ -1,4 +1,4 @@
-"""explain_with_kvcache tells what a call with a cache would do, without running it and without a GPU."""
+"""explain tells what a call with a cache would do, without running it and without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import explain_with_kvcache, flash_attn_with_kvcache
+from dash_attn import explain, flash_attn_with_kvcache
 from dash_attn.backends.hopper.calls import decode
 from dash_attn.backends.hopper.support import Unsupported
 from dash_attn.backends.hopper.tiles import decode_tiles
@@ -34,12 +34,21 @@ def whole(*shape: int) -> Tensor:
 def hopper(batch: int = 64, queries: int = 1, heads: tuple[int, int] = (32, 8), dim: int = 128, **options: Any) -> Any:
     caches = half(1000, 64, heads[1], dim), half(1000, 64, heads[1], dim)
     arguments = {"block_table": whole(batch, 20), "causal": True, "backend": "hopper", **options}
-    return explain_with_kvcache(half(batch, queries, heads[0], dim), *caches, **arguments)
+    return explain(flash_attn_with_kvcache, half(batch, queries, heads[0], dim), *caches, **arguments)
 
 
 def test_it_takes_what_the_call_takes() -> None:
-    call, question = (inspect.signature(function).parameters for function in (flash_attn_with_kvcache, explain_with_kvcache))
-    assert list(call.values()) == list(question.values())
+    """Each argument by its name, and nothing else."""
+    names = inspect.signature(flash_attn_with_kvcache).parameters
+    defaults = {name: one.default for name, one in names.items() if one.default is not inspect.Parameter.empty}
+    given = {"q": half(2, 1, 4, 64), "k_cache": half(2, 9, 4, 64), "v_cache": half(2, 9, 4, 64)}
+    assert set(names) == {*given, *defaults}
+    assert explain(flash_attn_with_kvcache, **given, **{**defaults, "backend": "cpu"}).backend == "cpu"
+    for wrong in ("cache_lengths", "mask", "schedule"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'"):
+            explain(flash_attn_with_kvcache, **given, backend="cpu", **{wrong: None})
+    with pytest.raises(TypeError, match="missing a required argument: 'v_cache'"):
+        explain(flash_attn_with_kvcache, half(2, 1, 4, 64), half(2, 9, 4, 64), backend="cpu")
 
 
 def test_hopper_without_a_gpu() -> None:
@@ -85,7 +94,7 @@ def test_cpu() -> None:
     q, cache = torch.zeros(2, 1, 4, 16), torch.full((2, 40, 2, 16), torch.nan)
     before = cache.clone()
     new = torch.zeros(2, 3, 2, 16)
-    found = explain_with_kvcache(q, cache, cache, new, new, cache_seqlens=5, causal=True, softcap=2.0)
+    found = explain(flash_attn_with_kvcache, q, cache, cache, new, new, cache_seqlens=5, causal=True, softcap=2.0)
     assert (found.backend, found.kv_rows, found.new_keys, found.read_bytes) == ("cpu", 128, 3, 2 * 8 * 2 * 32 * 4)
     assert "rows, float32, causal, softcap 2" in found.call
     assert "appended      3 keys per sequence" in str(found)

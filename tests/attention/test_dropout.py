@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -340,7 +341,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    for function in (flash_attn_func, explain):
+    for function in (flash_attn_func, partial(explain, flash_attn_func)):
         with pytest.raises(error, match=message):
             function(Q, Q, Q, **options)
 
@@ -350,13 +351,13 @@ def test_hopper_refuses_by_name() -> None:
     x = torch.zeros(2, 256, 4, 64, device="meta", dtype=torch.bfloat16)
     unordered: dict[str, Any] = {"accumulation": "unordered", "backend": "hopper", "predict_time": False}
     with pytest.raises(ValueError, match=r"has it without softcap, dropout and ALiBi; got dropout_p=0\.3"):
-        explain(x, x, x, P, **unordered)
-    explain(x, x, x, **unordered)
-    explain(x, x, x, P, backend="hopper", predict_time=False)
+        explain(flash_attn_func, x, x, x, P, **unordered)
+    explain(flash_attn_func, x, x, x, **unordered)
+    explain(flash_attn_func, x, x, x, P, backend="hopper", predict_time=False)
 
 
 def test_explanations_say_so() -> None:
-    assert "dropout 0.3, ALiBi" in explain(Q, Q, Q, P, alibi_slopes=torch.ones(4)).call
+    assert "dropout 0.3, ALiBi" in explain(flash_attn_func, Q, Q, Q, P, alibi_slopes=torch.ones(4)).call
 
 
 def test_packed_sequences_need_a_seed_each() -> None:

@@ -37,11 +37,11 @@ def tensors(batch: int, seqlen: int, heads: int, dim: int, device: str = "meta",
 
 
 def hopper(*shape: int, **options: Any) -> Any:
-    return explain(*tensors(*shape, dtype=torch.bfloat16), backend="hopper", **options)
+    return explain(flash_attn_func, *tensors(*shape, dtype=torch.bfloat16), backend="hopper", **options)
 
 
 def test_cpu_says_everything_but_a_time() -> None:
-    found = explain(*tensors(2, 300, 4, 16, "cpu"), causal=True)
+    found = explain(flash_attn_func, *tensors(2, 300, 4, 16, "cpu"), causal=True)
     assert (found.backend, found.schedule, found.accumulation) == ("cpu", "alternating", "ordered")
     assert found.guarantees == ALL_GUARANTEES
     assert found.backward_tiles == found.forward_tiles == (64, 128)
@@ -91,13 +91,13 @@ def test_why_there_is_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_meta_tensors_need_a_named_backend_and_only_explain() -> None:
     with pytest.raises(ValueError, match=r"say which one to explain, backend='cpu' or 'hopper' or 'triton'"):
-        explain(*tensors(1, 128, 1, 64))
+        explain(flash_attn_func, *tensors(1, 128, 1, 64))
     with pytest.raises(ValueError, match="backend 'hopper' needs cuda tensors; got tensors on meta"):
         flash_attn_func(*tensors(1, 128, 1, 64), backend="hopper")
     with pytest.raises(ValueError, match="backend 'hopper' needs cuda tensors; got tensors on cpu"):
-        explain(*tensors(1, 128, 1, 64, "cpu"), backend="hopper")
+        explain(flash_attn_func, *tensors(1, 128, 1, 64, "cpu"), backend="hopper")
     with pytest.raises(ValueError, match="takes bfloat16 and float16"):
-        explain(*tensors(1, 128, 1, 64), backend="hopper")
+        explain(flash_attn_func, *tensors(1, 128, 1, 64), backend="hopper")
 
 
 def test_it_prints_as_a_table() -> None:
@@ -112,7 +112,7 @@ def test_it_prints_as_a_table() -> None:
 
 
 def test_a_long_mask_is_cut() -> None:
-    found = explain(*tensors(1, 200, 1, 16, "cpu"), mask=Documents((1,) * 200))
+    found = explain(flash_attn_func, *tensors(1, 200, 1, 16, "cpu"), mask=Documents((1,) * 200))
     assert len(found.call) < 200
     assert found.call.endswith("...")
 
@@ -149,7 +149,7 @@ def test_parts_of_groups_on_hopper_cost_two_sums(group: int) -> None:
 
     def explained(kv_heads: int) -> Any:
         q, k = (torch.zeros(1, 2000, n, 64, device="meta", dtype=torch.bfloat16) for n in (group, kv_heads))
-        return explain(q, k, k, causal=True, backend="hopper")
+        return explain(flash_attn_func, q, k, k, causal=True, backend="hopper")
 
     grouped, equal = explained(1), explained(group)
     assert grouped.order_hash != equal.order_hash
@@ -171,7 +171,7 @@ def lines_of(setting: str | None) -> list[str]:
 
 def test_the_log_has_one_line_for_every_kind_of_call() -> None:
     causal, full, refused, packed = lines_of("1")
-    order = explain(*tensors(1, 300, 2, 16, "cpu"), mask=Causal()).order_hash
+    order = explain(flash_attn_func, *tensors(1, 300, 2, 16, "cpu"), mask=Causal()).order_hash
     shapes = ", ".join(f"{name} (1, 300, 2, 16)" for name in "qkv")
     assert causal == f"dash-attn: {shapes}, float32, causal: cpu on cpu, ordered, alternating, tiles 64 x 128, order {order}"
     assert "float32, full: cpu on cpu, ordered, shift_blocks" in full

@@ -26,6 +26,7 @@ from dash_attn import (
     generate,
 )
 from dash_attn.backends.cpu.recorder import record_backward
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.integrations import sdpa
@@ -79,9 +80,9 @@ def test_an_order_of_ones_own() -> None:
 
 def test_explain_tells_what_is_proven() -> None:
     q = torch.zeros(2, LENGTH, 4, 16)
-    named, given = (explain(q, q, q, causal=True, schedule=s) for s in ("weave", saved("weave", Causal())))
+    named, given = (explain(flash_attn_func, q, q, q, causal=True, schedule=s) for s in ("weave", saved("weave", Causal())))
     assert (given.schedule, given.order_hash, given.guarantees) == ("weave (given)", named.order_hash, named.guarantees)
-    own = explain(q, q, q, causal=True, schedule=shuffled(Causal()))
+    own = explain(flash_attn_func, q, q, q, causal=True, schedule=shuffled(Causal()))
     assert (own.schedule, own.guarantees) == ("weave (given)", (RUN_TO_RUN,))
     assert own.order_hash != named.order_hash
 
@@ -91,10 +92,10 @@ def test_explain_on_hopper() -> None:
     q = torch.zeros(2, LENGTH, 32, 64, device="meta", dtype=torch.bfloat16)
     k = q[:, :, :2]  # groups of 16 in three parts
     schedule = generate("weave", Problem(Causal(), LENGTH, LENGTH, 128, 128), 132)
-    named, given = (explain(q, k, k, causal=True, backend="hopper", schedule=s) for s in ("weave", schedule))
+    named, given = (explain(flash_attn_func, q, k, k, causal=True, backend="hopper", schedule=s) for s in ("weave", schedule))
     assert replace(given, schedule="weave") == named
     with pytest.raises(ScheduleError, match=r"for tile_q 64; the call has tile_q 128\."):
-        explain(q, k, k, causal=True, backend="hopper", schedule=saved("weave", Causal()))
+        explain(flash_attn_func, q, k, k, causal=True, backend="hopper", schedule=saved("weave", Causal()))
 
 
 MISFITS: list[tuple[str, str | Schedule, str]] = [
@@ -112,7 +113,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(schedule: str | Sched
     with pytest.raises(ValueError, match=said):
         flash_attn_func(q, k, v, causal=True, schedule=schedule)  # no gradient asked for, no backward
     with pytest.raises(ValueError, match=said):
-        explain(q, k, v, causal=True, schedule=schedule)
+        explain(flash_attn_func, q, k, v, causal=True, schedule=schedule)
     flash_attn_func(q, k, v, causal=True, schedule=saved("weave", Causal()))
 
 
@@ -208,5 +209,5 @@ def test_it_can_be_recorded() -> None:
     q, k, v, dout = random_inputs(LENGTH, LENGTH)
     options = AttentionOptions(Causal(), 0.1, schedule=shuffled(Causal()).to_json())
     out, lse = flash_attn_func(q, k, v, causal=True, softmax_scale=0.1, return_lse=True)
-    times = record_backward(dout, q, k, v, out, lse, options, workers=4)
+    times = record_backward(Call(q, k, v, options), Saved(out, lse), Grads(dout), workers=4)
     assert len(times.q_tile) == Problem(Causal(), LENGTH, LENGTH, heads=2).tasks

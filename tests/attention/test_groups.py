@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Problem, Window, explain, flash_attn_func, generate
 from dash_attn.backends.cpu import backward, forward
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.scheduling.problem import parts_of
@@ -146,13 +147,15 @@ def test_sixteen_bits_come_last() -> None:
     shape = SHAPES["three parts of one"]
     q, k, v, dout = made(shape, dtype=torch.bfloat16)
     options = AttentionOptions(Causal(), 0.125)
-    out, lse = forward(q, k, v, options)
-    in_half = backward(dout, q, k, v, out, lse, options)
-    in_full = backward(*(x.float() for x in (dout, q, k, v, out)), lse, options)
+    call = Call(q, k, v, options)
+    out, lse = saved = forward(call)
+    in_half = backward(call, saved, Grads(dout))
+    in_full = backward(Call(q.float(), k.float(), v.float(), options), Saved(out.float(), lse), Grads(dout.float()))
     assert all(torch.equal(half, full.bfloat16()) for half, full in zip(in_half[:3], in_full[:3], strict=True))
-    rounded = [
-        backward(*(x[:, :, i : i + 1] for x in (dout, q)), k, v, out[:, :, i : i + 1], lse[:, i : i + 1], options)[2] for i in range(3)
-    ]
+    rounded = []
+    for head in (slice(i, i + 1) for i in range(3)):
+        alone = Call(q[:, :, head], k, v, options)
+        rounded.append(backward(alone, Saved(out[:, :, head], lse[:, head]), Grads(dout[:, :, head])).v)
     assert not torch.equal(in_half[2], added(rounded, 2)), "the control: parts that were rounded before they are added"
 
 
@@ -227,7 +230,7 @@ def test_keys_that_nobody_attends_have_no_gradient() -> None:
 @pytest.mark.parametrize(("shape", "said"), [((2100, 300, 3), "3 parts"), ((130, 130, 71), "3 parts"), ((300, 300, 3), None)])
 def test_explain_says_the_parts(shape: tuple[int, int, int], said: str | None) -> None:
     q, k, v, _ = made(shape)
-    described = explain(q, k, v, mask=Causal())
+    described = explain(flash_attn_func, q, k, v, mask=Causal())
     assert described.parts == (3 if said else 1)
     assert ("parts" in str(described)) == (said is not None)
     assert said is None or f"groups of query heads in {said}" in str(described)
@@ -235,11 +238,11 @@ def test_explain_says_the_parts(shape: tuple[int, int, int], said: str | None) -
 
 def test_explanations_of_other_parts_have_other_order_hashes() -> None:
     """2049 queries and two query heads: two parts. With a query less they are one."""
-    short, long = (explain(*made((q_len, 300, 2))[:3], mask=Causal()) for q_len in (2048, 2049))
+    short, long = (explain(flash_attn_func, *made((q_len, 300, 2))[:3], mask=Causal()) for q_len in (2048, 2049))
     assert (short.parts, long.parts) == (1, 2)
-    alone = explain(*made((2049, 300, 1))[:3], mask=Causal())
+    alone = explain(flash_attn_func, *made((2049, 300, 1))[:3], mask=Causal())
     assert long.order_hash != alone.order_hash, "the same walks and ranks, but parts"
-    assert explain(*made((2049, 300, 2), kv_heads=2, batch=3)[:3], mask=Causal()).order_hash == long.order_hash
+    assert explain(flash_attn_func, *made((2049, 300, 2), kv_heads=2, batch=3)[:3], mask=Causal()).order_hash == long.order_hash
 
 
 def test_recomputed_gradients_are_the_same() -> None:

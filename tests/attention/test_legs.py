@@ -13,8 +13,9 @@ from torch import Tensor
 from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, TileMap, Window, explain, flash_attn_func, generate
 from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.backends.cpu.recorder import record_backward
-from dash_attn.call.any_workers import plan_on_any
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
+from dash_attn.call.planning import plan_on_any
 from dash_attn.execution.interleaving import TaskTime, interleaving
 from dash_attn.execution.rules import ExecutionError
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
@@ -98,7 +99,7 @@ def test_schedules_of_ones_own() -> None:
         assert not same_bits(run_ours(inputs, Full(), schedule="alternating").dq, expected.dq), "the control"
         check_on_all(inputs, Full(), expected, False, (1, 7), schedule=schedule)
     q, k, v, _ = inputs
-    told = explain(q, k, v, schedule=drawn(problem))
+    told = explain(flash_attn_func, q, k, v, schedule=drawn(problem))
     assert (told.guarantees, told.gang) == ((RUN_TO_RUN,), 1)
 
 
@@ -167,14 +168,20 @@ def test_it_is_attention() -> None:
 
 def test_explain_promises_any_number_of_workers() -> None:
     q, _, _, _ = random_inputs(2176, 2176, (1, 1), 64)
-    told = explain(q, q, q)
+    told = explain(flash_attn_func, q, q, q)
     assert (told.schedule, told.guarantees, told.gang) == ("shift_blocks", ALL_GUARANTEES, 1)
     assert "resident together" not in str(told)
     on_gpu = torch.empty_like(q, device="meta", dtype=torch.bfloat16)
-    hopper = explain(on_gpu, on_gpu, on_gpu, backend="hopper")
+    hopper = explain(flash_attn_func, on_gpu, on_gpu, on_gpu, backend="hopper")
     assert (hopper.guarantees, hopper.gang) == (ALL_GUARANTEES, 9)
     blocks = explain(
-        on_gpu, on_gpu, on_gpu, mask=TileMap(np.ones((17, 17), dtype=bool), 128, 128), schedule="shift_blocks", backend="hopper"
+        flash_attn_func,
+        on_gpu,
+        on_gpu,
+        on_gpu,
+        mask=TileMap(np.ones((17, 17), dtype=bool), 128, 128),
+        schedule="shift_blocks",
+        backend="hopper",
     )
     assert blocks.guarantees[2] == "worker-count-invariant (9 workers or more)"
 
@@ -182,7 +189,7 @@ def test_explain_promises_any_number_of_workers() -> None:
 def test_a_gang_beyond_the_default_number_of_workers() -> None:
     """136 chains wait for each other, more than an H200 has SMs."""
     q = torch.zeros(1, 34816, 1, 8)
-    told = explain(q, q, q, causal=True, schedule="symmetric_shift")
+    told = explain(flash_attn_func, q, q, q, causal=True, schedule="symmetric_shift")
     assert (told.guarantees, told.gang, told.workers) == (ALL_GUARANTEES, 1, 132)
 
 
@@ -196,7 +203,7 @@ def test_times_are_noted_in_legs_but_a_chart_needs_whole_chains() -> None:
     assert {row.worker for row in record} <= {0, 1}
     out, lse = flash_attn_func(q, k, v, return_lse=True)
     with pytest.raises(TooFewWorkers, match=r"needs 9 workers at once .* there are 2\."):
-        record_backward(dout, q, k, v, out, lse, AttentionOptions(Full(), 0.5), workers=2)
+        record_backward(Call(q, k, v, AttentionOptions(Full(), 0.5)), Saved(out, lse), Grads(dout), workers=2)
 
 
 def test_an_order_that_depends_on_the_workers_is_never_run_in_legs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from budget import assert_in_budget
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.attention.autograd import attention_backward
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dense import Results, dense, random_inputs, same_bits
 from devices import disturbed, make_inputs, on_each_device
@@ -129,8 +130,8 @@ def test_rows_that_attend_nothing_ignore_the_gradient_of_their_lse(device: str) 
     assert nothing.any()
     assert not nothing.all()
     dlse = torch.ones_like(lse)
-    clean = attention_backward(dout, q, k, v, out, lse, options, dlse=dlse)
-    dirty = attention_backward(dout, q, k, v, out, lse, options, dlse=dlse.masked_fill(nothing, torch.nan))
+    clean = attention_backward(Call(q, k, v, options), Saved(out, lse), Grads(dout, dlse))
+    dirty = attention_backward(Call(q, k, v, options), Saved(out, lse), Grads(dout, dlse.masked_fill(nothing, torch.nan)))
     assert all(same_bits(a, b) for a, b in zip(clean[:3], dirty[:3], strict=True))
 
 
@@ -164,7 +165,7 @@ def test_gradients_of_any_layout(device: str) -> None:
         given = lse.detach().requires_grad_()
         (dlse,) = torch.autograd.grad(loss(given), given)
         options = AttentionOptions(Causal(), 64**-0.5)
-        expected, *_ = attention_backward(dout, q, k, v, out.detach(), lse.detach(), options, dlse=dlse.contiguous())
+        expected, *_ = attention_backward(Call(q, k, v, options), Saved(out.detach(), lse.detach()), Grads(dout, dlse.contiguous()))
         (found,) = torch.autograd.grad((out, loss(lse)), leaf, (dout, torch.ones((), device=device)))
         assert same_bits(found, expected)
 

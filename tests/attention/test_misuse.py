@@ -92,7 +92,7 @@ def test_arrays_where_one_value_is_meant(options: dict[str, Any], message: str) 
 @pytest.mark.parametrize("causal", ["False", None, 1], ids=repr)
 def test_explain_takes_the_same_flags(causal: Any) -> None:
     with pytest.raises(TypeError, match="causal must be True or False"):
-        explain(Q, K, K, causal=causal)
+        explain(flash_attn_func, Q, K, K, causal=causal)
 
 
 @pytest.mark.parametrize("flag", ["causal", "deterministic"])
@@ -186,7 +186,7 @@ def test_the_other_functions_refuse_what_flash_attn_func_refuses() -> None:
     for call in (
         lambda: flash_attn_qkvpacked_func(torch.zeros(1, 4, 3, 1, 8), **wrong),
         lambda: flash_attn_kvpacked_func(Q, torch.stack([K, K], 2), **wrong),
-        lambda: explain(Q, K, K, **wrong),
+        lambda: explain(flash_attn_func, Q, K, K, **wrong),
     ):
         with pytest.raises(ValueError, match="either mask or causal/window_size"):
             call()

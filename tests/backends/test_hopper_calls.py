@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Problem, TileMap, Window, explain, generate
+from dash_attn import Causal, Documents, Full, Problem, TileMap, Window, explain, flash_attn_func, generate
+from dash_attn.call.call import Call
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.validate import TooFewWorkers
@@ -27,7 +28,7 @@ OPTIONS = AttentionOptions(Causal(), 1.0)
 
 
 @dataclass
-class Call:
+class Prepared:
     layout: Any
     shapes: list[torch.Size]
     holds_tables: bool = True
@@ -55,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def new_cache(holds_tables: bool = True) -> Any:
-    return layout.CallCache(lambda found, tensors, options: Call(found, [t.shape for t in tensors], holds_tables))
+    return layout.CallCache(lambda found, tensors, options: Prepared(found, [t.shape for t in tensors], holds_tables))
 
 
 def tensors(length: int, dim: int = 64) -> tuple[Tensor, ...]:
@@ -64,31 +65,31 @@ def tensors(length: int, dim: int = 64) -> tuple[Tensor, ...]:
 
 def test_same_layout_same_call(machine: Machine) -> None:
     calls = new_cache()
-    first, _ = calls.find(tensors(16), OPTIONS, None)
-    assert calls.find(tensors(16), OPTIONS, None)[0] is first
-    assert calls.find(tensors(17), OPTIONS, None)[0] is not first
-    assert calls.find(tensors(16), AttentionOptions(Causal(), 2.0), None)[0] is not first
+    first, _ = calls.find(Call(*tensors(16), OPTIONS))
+    assert calls.find(Call(*tensors(16), OPTIONS))[0] is first
+    assert calls.find(Call(*tensors(17), OPTIONS))[0] is not first
+    assert calls.find(Call(*tensors(16), AttentionOptions(Causal(), 2.0)))[0] is not first
     turned = tuple(t.transpose(1, 2) for t in tensors(2))
     assert turned[0].shape == (1, 2, 2, 64)
-    assert calls.find(turned, OPTIONS, None)[0] is not calls.find(tensors(2), OPTIONS, None)[0]
+    assert calls.find(Call(*turned, OPTIONS))[0] is not calls.find(Call(*tensors(2), OPTIONS))[0]
 
 
 def test_padding_is_part_of_the_layout(machine: Machine) -> None:
     """A head dim of 59 is padded to 64, but its gradients have 59 columns."""
     calls = new_cache()
-    narrow, padded = calls.find(tensors(16, 59), OPTIONS, None)
+    narrow, padded = calls.find(Call(*tensors(16, 59), OPTIONS))
     assert padded[0].shape[-1] == 64
     assert narrow.layout.q_dim == 59
-    assert calls.find(tensors(16, 64), OPTIONS, None)[0].layout.q_dim == 64
-    assert calls.find(tensors(16, 59), OPTIONS, None)[0] is narrow
+    assert calls.find(Call(*tensors(16, 64), OPTIONS))[0].layout.q_dim == 64
+    assert calls.find(Call(*tensors(16, 59), OPTIONS))[0] is narrow
 
 
 def test_the_number_of_calls_is_bounded(machine: Machine) -> None:
     calls = new_cache()
-    hot, _ = calls.find(tensors(1), OPTIONS, None)
+    hot, _ = calls.find(Call(*tensors(1), OPTIONS))
     for length in range(2, 2 * layout.MOST_CALLS):
-        calls.find(tensors(length), OPTIONS, None)
-        assert calls.find(tensors(1), OPTIONS, None)[0] is hot, "what is used stays"
+        calls.find(Call(*tensors(length), OPTIONS))
+        assert calls.find(Call(*tensors(1), OPTIONS))[0] is hot, "what is used stays"
     assert len(calls._kept.values) == layout.MOST_CALLS
     assert machine.waits == layout.MOST_CALLS - 1, "tables are let go only when nobody reads them"
 
@@ -96,20 +97,20 @@ def test_the_number_of_calls_is_bounded(machine: Machine) -> None:
 def test_calls_without_tables_go_without_waiting(machine: Machine) -> None:
     calls = new_cache(holds_tables=False)
     for length in range(1, layout.MOST_CALLS + 10):
-        calls.find(tensors(length), OPTIONS, None)
+        calls.find(Call(*tensors(length), OPTIONS))
     assert machine.waits == 0
 
 
 def test_graphs_keep_their_calls_and_prepare_nothing(machine: Machine) -> None:
     calls = new_cache()
-    call, _ = calls.find(tensors(8), OPTIONS, None)
+    call, _ = calls.find(Call(*tensors(8), OPTIONS))
     machine.capturing = True
-    calls.find(tensors(8), OPTIONS, None)
+    calls.find(Call(*tensors(8), OPTIONS))
     with pytest.raises(RuntimeError, match="run it once before the graph"):
-        calls.find(tensors(9), OPTIONS, None)
+        calls.find(Call(*tensors(9), OPTIONS))
     machine.capturing = False
     for length in range(10, 10 + layout.MOST_CALLS):
-        calls.find(tensors(length), OPTIONS, None)
+        calls.find(Call(*tensors(length), OPTIONS))
     assert call not in calls._kept.values.values()
     assert any(kept is call for kept in calls._kept.in_graphs)
 
@@ -129,15 +130,15 @@ def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
     """Callers may pass any number that is large enough, also one that does not fit 32 bits."""
     calls = new_cache()
     flat = tuple(t[0] for t in tensors(100))
-    call, _ = calls.find(flat, OPTIONS, offsets(2**40))
+    call, _ = calls.find(Call(*flat, OPTIONS, offsets(2**40)))
     assert (call.layout.q_longest, call.layout.k_longest) == (100, 100)
-    assert calls.find(flat, OPTIONS, offsets(100))[0] is call
-    assert calls.find(flat, OPTIONS, offsets(60))[0] is not call
+    assert calls.find(Call(*flat, OPTIONS, offsets(100)))[0] is call
+    assert calls.find(Call(*flat, OPTIONS, offsets(60)))[0] is not call
 
 
 def test_a_gang_must_fit_the_machine(machine: Machine) -> None:
     flat = tuple(torch.zeros(1, dtype=torch.bfloat16).expand(20000, 2, 128) for _ in range(3))
-    found = layout.Layout.of(flat, OPTIONS, offsets(20000))
+    found = layout.Layout.of(Call(*flat, OPTIONS, offsets(20000)))
     tiles = shapes.backward_tiles(*found.backward_dims)
     gang = packed.largest_gang(found, tiles, Full())
     assert (gang, packed.largest_gang(found, tiles, Window(-1, 30000))) == (16, 16)
@@ -177,7 +178,7 @@ SERVED = {
 def test_the_backward_kernel_of_head_dims(asked: tuple[int, int], served: tuple[int, int]) -> None:
     """Keys of 192 with values up to 128 have their own; the forward runs on the larger head dim."""
     q, v = (torch.empty(1, 300, 2, dim, dtype=torch.bfloat16, device="meta") for dim in asked)
-    found = setup.dense_setup(q, q, v, OPTIONS)
+    found = setup.backward_setup(Call(q, q, v, OPTIONS))
     assert (found.layout.backward_dims, found.layout.dim) == (served, served[0])
     assert found.tiles == shapes.backward_tiles(*served)
     kernels = found.kernels()
@@ -196,33 +197,33 @@ def test_tiles_are_those_of_a_kernel() -> None:
 def test_a_slice_of_a_gpu_runs_gangs_in_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
     full = AttentionOptions(Full(), 0.1)
-    whole = setup.dense_setup(q, q, q, full)
+    whole = setup.backward_setup(Call(q, q, q, full))
     assert (whole.gang, whole.legs) == (16, None)
     monkeypatch.setattr(setup, "sm_count", lambda index: 8)
-    in_legs = setup.dense_setup(q, q, q, full)
+    in_legs = setup.backward_setup(Call(q, q, q, full))
     assert in_legs.legs is not None
     assert (in_legs.plan.workers, in_legs.plan.order_hash) == (8, whole.plan.order_hash)
     others = (AttentionOptions(Full(), 0.1, schedule="alternating"), AttentionOptions(Causal(), 0.1))
     for runs_there in (*others, AttentionOptions(Full(), 0.1, accumulation="unordered")):
-        found = setup.dense_setup(q, q, q, runs_there)
+        found = setup.backward_setup(Call(q, q, q, runs_there))
         assert (found.plan.workers, found.legs) == (8, None)
 
 
 def test_blocks_need_their_gang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 4096, 1, 128, dtype=torch.bfloat16, device="meta")
     everything = AttentionOptions(TileMap(np.ones((32, 32), dtype=bool), 128, 128), 0.1, schedule="shift_blocks")
-    assert setup.dense_setup(q, q, q, everything).gang == 16
+    assert setup.backward_setup(Call(q, q, q, everything)).gang == 16
     monkeypatch.setattr(setup, "sm_count", lambda index: 8)
     with pytest.raises(TooFewWorkers, match=r"^shift_blocks needs 16 workers at once \(SMs of a GPU.*there are 8\."):
-        setup.dense_setup(q, q, q, everything)
+        setup.backward_setup(Call(q, q, q, everything))
 
 
 def test_documents_say_how_many_sms_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 6000, 1, 128, dtype=torch.bfloat16, device="meta")
-    full = explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
+    full = explain(flash_attn_func, q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
     assert (full.gang, full.guarantees[2]) == (16, "worker-count-invariant (16 workers or more)")
-    causal = explain(q, q, q, mask=Documents((3000, 3000)), backend="hopper")
+    causal = explain(flash_attn_func, q, q, q, mask=Documents((3000, 3000)), backend="hopper")
     assert (causal.gang, causal.guarantees[2]) == (1, "worker-count-invariant")
     monkeypatch.setattr(setup, "sm_count", lambda index: 8)
     with pytest.raises(support.Unsupported, match="need 16 SMs at once"):  # as the call would
-        explain(q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")
+        explain(flash_attn_func, q, q, q, mask=Documents((3000, 3000), causal=False), backend="hopper")

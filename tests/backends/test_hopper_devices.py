@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
-from dash_attn.call.documents import of_a_document
+from dash_attn.call.call import Call, Saved
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
+from dash_attn.call.parts import of_a_document
 from dash_attn.call.planning import plan_for
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
@@ -171,7 +172,7 @@ def test_what_a_launch_may_overlap(memory: Memory, monkeypatch: pytest.MonkeyPat
     for unit, (device, overlaps, awaited) in zip(legs, seen, strict=True):
         assert device == unit.rank
         semaphores = played.backwards[device].legs.host.semaphore_of
-        comes_from = None if unit.before is None else played.shared.units[unit.before].device
+        comes_from = None if unit.before is None else played.shared.units[unit.before].rank
         assert overlaps == (device in begun and comes_from in (None, device))
         assert awaited == (semaphores[unit.before] if overlaps and unit.before is not None else -1)
         begun.add(device)
@@ -184,7 +185,7 @@ def test_nothing_overlaps_a_launch_whose_keys_are_gone(memory: Memory, small: tu
     _, backward, shared = small
     backward.overlap = True
     first, *rest = [unit for unit in shared.by_rank[0] if unit.leg is not None and unit.before is None]
-    again = next(unit for unit in rest if not [w for w in shared.waits[unit.number] if shared.units[w].device == 0])
+    again = next(unit for unit in rest if not [w for w in shared.waits[unit.number] if shared.units[w].rank == 0])
     for unit, overlaps in ((first, 0), (again, 1)):
         backward._begin(unit, state := memory.add_tensor("states", backward.new_state(unit)))
         assert backward.leg.overlaps == overlaps
@@ -379,15 +380,15 @@ def small(memory: Memory) -> tuple[Case, Any, SharedSchedule]:
 def test_a_unit_before_its_turn_is_refused(memory: Memory, small: tuple[Case, Any, SharedSchedule]) -> None:
     _, backward, shared = small
     mine = shared.by_rank[0]
-    late = next(u for u in mine if any(shared.units[w].device == 0 for w in shared.waits[u.number]))
-    with pytest.raises(RuntimeError, match=r"waits for unit \d+ .* which has not run on this device"):
+    late = next(u for u in mine if any(shared.units[w].rank == 0 for w in shared.waits[u.number]))
+    with pytest.raises(RuntimeError, match=r"waits for unit \d+ .* which has not run on this rank"):
         backward.run(late, memory.add_tensor("states", backward.new_state(late)))
     first = mine[0]
     state = memory.add_tensor("states", backward.new_state(first))
     backward.run(first, state)
     with pytest.raises(RuntimeError, match=f"unit {first.number} ran already"):
         backward.run(first, state)
-    other = next(u for u in shared.units if u.device == 1)
+    other = next(u for u in shared.units if u.rank == 1)
     with pytest.raises(ValueError, match="belongs to device 1; this is device 0"):
         backward.run(other, memory.add_tensor("states", backward.new_state(other)))
     with pytest.raises(RuntimeError, match=rf"{len(mine) - 1} units of device 0 have not run; the first is {mine[1].number} \("):
@@ -437,7 +438,7 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
     with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
         calls.RankBackward(blocks.plan, blocks.shared, 0, blocks.options, (rows, rows, rows), (lse, None))
     with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
-        devices.forward(rows, rows, rows, blocks.options, None, blocks.problem, blocks.sharding, 0)
+        devices.forward(Call(rows, rows, rows, blocks.options), blocks.problem, blocks.sharding, 0)
 
 
 # The forward
@@ -478,19 +479,18 @@ def test_the_mask_of_some_rows(mask: Mask, rows: range) -> None:
 def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch, mask: Mask, keys: tuple[int, ...]) -> None:
     seen = []
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        seen.append((q.shape[1], k.shape[1], options.mask, options.schedule))
-        out, lse = flash_attn_func(q, k, v, mask=options.mask, sinks=sinks, return_lse=True)
-        return out, lse
+    def plain(call: Call) -> Saved:
+        seen.append((call.q.shape[1], call.k.shape[1], call.options.mask, call.options.schedule))
+        return Saved(*flash_attn_func(*call.tensors, mask=call.options.mask, sinks=call.sinks, return_lse=True))
 
     monkeypatch.setattr(ahead, "forward_of_batch", plain)
     case = Case(mask, UNEVEN, (2, 1), schedule="alternating")
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, UNEVEN.rows, heads, 64) for heads in (2, 1, 1))
     out, lse = flash_attn_func(q, k, v, mask=case.mask, return_lse=True)
-    for device in range(UNEVEN.devices):
+    for device in range(UNEVEN.ranks):
         mine = torch.from_numpy(UNEVEN.rows_of(device).copy()).long()
-        found = devices.forward(q[:, mine], k, v, case.options, None, case.problem, UNEVEN, device)
+        found = devices.forward(Call(q[:, mine], k, v, case.options), case.problem, UNEVEN, device)
         torch.testing.assert_close(found, (out[:, mine], lse[:, :, mine]))
     assert [entry[:2] for entry in seen] == list(zip((128, 200, 256, 256, 128, 128), keys, strict=True))
     assert {entry[3] for entry in seen} == {"auto"}, "a forward needs no schedule"
@@ -512,9 +512,10 @@ def test_heads_of_a_unit_fill_the_machine(batch: int, mask: Mask, ranks: int) ->
 def plain_forward(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU. States and rows may be anywhere: they are made inside."""
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = flash_attn_func(q.float(), k.float(), v.float(), mask=options.mask, return_lse=True)
-        return out.to(q.dtype), lse
+    def plain(call: Call) -> Saved:
+        q, k, v = (x.float() for x in call.tensors)
+        out, lse = flash_attn_func(q, k, v, mask=call.options.mask, return_lse=True)
+        return Saved(out.to(call.q.dtype), lse)
 
     monkeypatch.setattr(ahead, "forward_of_batch", plain)
     for name in ("states", "rows"):
@@ -576,14 +577,14 @@ def test_in_legs_on_few_workers(
     out, lse = flash_attn_func(q32, k32, v32, return_lse=True)
     out.backward(dout.float())
     monkeypatch.setattr(setups, "sm_count", lambda index: workers)
-    shapes = [x.to("meta") for x in (q, k, v)]
-    made = setups.dense_setup(*shapes, options_for(Choices(mask=Full()), 64))
+    asked = Call(*(x.to("meta") for x in (q, k, v)), options_for(Choices(mask=Full()), 64))
+    made = setups.backward_setup(asked)
     assert made.gang > workers
     new_state = calls.RankBackward.new_state
     monkeypatch.setattr(calls.RankBackward, "new_state", lambda *of: memory.add_tensor("states", new_state(*of)))
     call = few_workers.BackwardInLegs(made, torch.device("cpu"))
     lse = memory.add_tensor("rows", lse.detach().contiguous())
-    dq, dk, dv, dsinks = call.run((q, k, v, dout, out.detach().bfloat16()), lse, None, None)
+    dq, dk, dv, dsinks = call.run((q, k, v, dout, out.detach().bfloat16()), asked, lse, None)
     assert_near([dq, dk, dv], [q32.grad, k32.grad, v32.grad])
     assert dsinks is None
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, Window, generate
-from dash_attn.backends import document_offsets
+from dash_attn.backends import import_backend, run
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.order import WORKER_INVARIANT, Order
 from launchless import Driver, launchless_driver
 
-CALLS = ("forward", "backward", "backward_setup", "documents", "explain", "kernel_names", "layout", "packed", "tables")
-forward, backward, setup, documents, explain, kernel_names, layout, packed, tables = (
+CALLS = ("forward", "backward", "backward_setup", "explain", "kernel_names", "layout", "packed", "tables")
+forward, backward, setup, explain, kernel_names, layout, packed, tables = (
     import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS
 )
 rank_backward = import_module("dash_attn.backends.hopper.calls.rank_backward")
@@ -32,7 +34,8 @@ trouble = import_module("dash_attn.backends.hopper.driver.trouble")
 
 @pytest.fixture
 def driver() -> Iterator[Driver]:
-    with launchless_driver() as driver:
+    """Tensors on the CPU run on this backend."""
+    with launchless_driver() as driver, patch.object(run, "backend_for", lambda *_: import_backend("hopper")):
         yield driver
 
 
@@ -49,17 +52,18 @@ def shapes(*tensors: Tensor | None) -> list[tuple[int, ...]]:
 def test_a_dense_call(driver: Driver, dim: int, v_dim: int, mask: Mask) -> None:
     options = AttentionOptions(mask, 1.0)
     q, k, v, sinks = made(300, 4, dim), made(300, 2, dim), made(300, 2, v_dim), torch.zeros(4, dtype=torch.bfloat16)
-    out, lse = forward.forward(q, k, v, options, None, sinks)
+    call = Call(q, k, v, options, None, sinks)
+    out, lse = saved = forward.forward(call)
     assert shapes(out, lse) == [(2, 300, 4, v_dim), (2, 4, 300)]
-    *gradients, dsinks = backward.backward(torch.zeros_like(out), q, k, v, out, lse, options, None, sinks)
+    *gradients, dsinks = backward.backward(call, saved, Grads(torch.zeros_like(out)))
     assert shapes(*gradients) == shapes(q, k, v)
     assert (tuple(dsinks.shape), dsinks.dtype) == ((4,), torch.bfloat16)
     assert all(g.is_contiguous() for g in (out, *gradients))
     names = [name for name, _ in driver.launched]
     assert names == ["attention_forward", "backward_preprocess", "attention_backward", "backward_postprocess", "sink_gradient"]
-    again = forward.forward(q, k, v, options)[0]
-    assert again.shape == out.shape
-    assert backward.backward(torch.zeros_like(out), q, k, v, out, lse, options)[3] is None
+    call = Call(q, k, v, options)
+    assert forward.forward(call).out.shape == out.shape
+    assert backward.backward(call, saved, Grads(torch.zeros_like(out))).sinks is None
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256, 59])
@@ -69,9 +73,9 @@ def test_a_packed_call(driver: Driver, dim: int) -> None:
     offsets = SequenceOffsets(places, places, 500, 2**33)
     options = AttentionOptions(Causal(), 1.0)
     q, k = made(601, 4, dim, 1)[0], made(601, 2, dim, 1)[0]
-    out, lse = forward.forward(q, k, k, options, offsets, torch.zeros(4))
+    out, lse = saved = forward.forward(Call(q, k, k, options, offsets, torch.zeros(4)))
     assert shapes(out, lse) == [(601, 4, dim), (4, 601)]
-    gradients = backward.backward(torch.zeros_like(out), q, k, k, out, lse, options, offsets)
+    gradients = backward.backward(Call(q, k, k, options, offsets), saved, Grads(torch.zeros_like(out)))
     assert shapes(*gradients) == shapes(q, k, k)
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
@@ -87,7 +91,7 @@ def test_the_forward_takes_heads_in_groups_no_larger_than_all_of_them(driver: Dr
         ((made(600, 4, 64),) * 3, None),
         ((made(1, 1, 64),) * 3, None),
     ):
-        params = forward._calls.find(tensors, options, offsets)[0].params
+        params = forward._calls.find(Call(*tensors, options, offsets))[0].params
         assert 1 <= params.heads_side_by_side <= params.batch * params.q_heads
         assert 1 <= params.last_heads <= params.batch * params.q_heads
 
@@ -96,34 +100,41 @@ def test_the_forward_takes_heads_in_groups_no_larger_than_all_of_them(driver: Dr
 def test_documents_run_as_packed_sequences(driver: Driver, gaps: bool) -> None:
     options = AttentionOptions(Documents((100, 1, 199)), 1.0)
     q, k, v = (made(301 if gaps else 300, heads, 64)[:, :300] for heads in (4, 2, 2))
-    out, lse = documents.forward(q, k, v, options, None, torch.zeros(4))
+    call = Call(q, k, v, options, None, torch.zeros(4))
+    out, lse = saved = run.forward(call)
     assert shapes(out, lse) == [(2, 300, 4, 64), (2, 4, 300)]
-    *gradients, dsinks = documents.backward(torch.zeros_like(out), q, k, v, out, lse, options, None, torch.zeros(4))
+    *gradients, dsinks = run.backward(call, saved, Grads(torch.zeros_like(out)))
     assert shapes(*gradients, dsinks) == [*shapes(q, k, v), (4,)]
     assert all(t.is_contiguous() for t in (out, lse, *gradients))
     names = [name for name, _ in driver.launched]
     assert names[:3] == ["packed_layout", "packed_tiles", "attention_forward"]
     assert names[3:5] == ["packed_layout", "packed_plan"]
-    offsets = document_offsets.offsets_of(q, options)
+    offsets = run.document_offsets(call)
     assert offsets.cu_seqlens_q.tolist() == [0, 100, 101, 300, 400, 401, 600]
     assert offsets.max_seqlen_q == 256, "room for 199 and for other lengths"
 
 
 def test_only_the_last_document_lengths_are_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(document_offsets, "_kept", layout.Kept(document_offsets.MOST_OFFSETS))
-    recent = partial(document_offsets.recent_offsets, batch=1, device=torch.device("cpu"))
+    monkeypatch.setattr(run, "_kept", layout.Kept(run.MOST_OFFSETS))
+    monkeypatch.setattr(run, "upload", lambda array, device: torch.from_numpy(array))
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 1, 64, device="cuda")
+
+    def recent(lengths: tuple[int, ...]) -> SequenceOffsets:
+        return run.document_offsets(Call(q, q, q, AttentionOptions(Documents(lengths), 1.0)))
+
     first = recent((1, 2))
     assert recent((1, 2)) is first
-    for length in range(document_offsets.MOST_OFFSETS):
+    for length in range(run.MOST_OFFSETS):
         recent((length + 2,))
     assert recent((1, 2)) is not first
-    assert len(document_offsets._kept.values) == document_offsets.MOST_OFFSETS
+    assert len(run._kept.values) == run.MOST_OFFSETS
 
 
 def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driver) -> None:
     q = made(300, 4, 64)
-    documents.forward(q, q, q, AttentionOptions(Documents((100, 200)), 1.0, schedule="weave"))
+    run.forward(Call(q, q, q, AttentionOptions(Documents((100, 200)), 1.0, schedule="weave")))
     assert [name for name, _ in driver.launched] == ["attention_forward"]
 
 
@@ -134,7 +145,7 @@ def test_documents_with_a_schedule_of_their_own_run_as_one_sequence(driver: Driv
 @pytest.mark.parametrize(("length", "group", "parts"), [(2100, 3, 3), (300, 71, 6), (300, 13, 1), (2100, 1, 1)])
 def test_sums_of_a_dense_call(driver: Driver, length: int, group: int, parts: int, dim: int) -> None:
     q, k = made(length, 2 * group, dim), made(length, 2, dim)
-    found = setup.dense_setup(q, k, k, AttentionOptions(Causal(), 1.0, head_offset=1))
+    found = setup.backward_setup(Call(q, k, k, AttentionOptions(Causal(), 1.0, head_offset=1)))
     tiles = -(-length // found.tiles.kv_rows)
     sums = 2 if parts > 1 else 0
     assert (found.parts, found.kinds, found.sums, found.head_chains) == (parts, 2, sums, tiles)
@@ -152,7 +163,7 @@ def test_sums_of_a_dense_call(driver: Driver, length: int, group: int, parts: in
 def run_backward(q: Tensor, k: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None) -> Any:
     """The call that was launched."""
     lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1]) if offsets is None else torch.zeros(q.shape[1], q.shape[0])
-    gradients = backward.backward(q, q, k, k, q, lse, options, offsets)
+    gradients = backward.backward(Call(q, k, k, options, offsets), Saved(q, lse), Grads(q))
     assert shapes(*gradients) == shapes(q, k, k)
     return next(reversed(backward._calls._kept.values.values()))
 
@@ -215,7 +226,7 @@ def test_packed_sequences_have_room_for_every_part(driver: Driver, group: int) -
 def test_the_workspace_of_a_group(driver: Driver, group: int) -> None:
     """Beyond dQ and its statistics, 16 bytes per element of K and V, and 64 per chain: no copies for each part."""
     q, k = (made(4096, heads, 128, 1) for heads in (group, 1))
-    found = setup.dense_setup(q, k, k, AttentionOptions(Causal(), 1.0))
+    found = setup.backward_setup(Call(q, k, k, AttentionOptions(Causal(), 1.0)))
     of_queries = 4 * q.numel() + 2 * 4 * group * 4096
     of_keys = 16 * k.numel()
     assert of_queries + of_keys < found.workspace.bytes < of_queries + of_keys + (64 + 16) * found.chains + 8 * found.dq_tiles + 4096
@@ -225,7 +236,7 @@ def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:
     sizes = []
     for length in (4096, 8192, 16384):
         q = made(length, 4, 128, 1)
-        sizes.append(setup.dense_setup(q, q, q, AttentionOptions(Causal(), 1.0)).workspace.bytes)
+        sizes.append(setup.backward_setup(Call(q, q, q, AttentionOptions(Causal(), 1.0))).workspace.bytes)
     assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=1e-3)
 
 
@@ -234,7 +245,7 @@ def test_what_tma_cannot_read_is_copied(driver: Driver) -> None:
     wide = torch.zeros(2, 300, 4, 65, dtype=torch.bfloat16)
     q = wide[..., 1:]  # rows of 130 bytes, and not at a multiple of 16
     k = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16).expand(2, 300, 4, 64)  # stride 0
-    out, _ = forward.forward(q, k, k, options)
+    out, _ = forward.forward(Call(q, k, k, options))
     assert out.shape == (2, 300, 4, 64)
 
 
@@ -244,10 +255,10 @@ def test_explain_tells_of_the_call_that_runs(driver: Driver, mask: Mask, heads: 
     """The same kernels by name, the same workspace, gang and workers: both are asked of one setup."""
     q, k = made(300, heads[0], 64), made(300, heads[1], 64)
     options = AttentionOptions(mask, 1.0)
-    told = explain.explain(q, k, k, options, predict_time=False)
+    asked = Call(q, k, k, options)
+    told = explain.explain(asked, predict_time=False)
     driver.loaded.clear()
-    out, lse = documents.forward(q, k, k, options)
-    documents.backward(q, q, k, k, out, lse, options)
+    run.backward(asked, run.forward(asked), Grads(q))
     assert set(told.kernels.values()) <= set(driver.loaded)
     call = next(reversed(backward._calls._kept.values.values()))
     assert (told.workspace_bytes, told.gang) == (call.workspace.bytes, call.setup.gang)
@@ -264,10 +275,10 @@ def test_explain_tells_of_legs_where_sms_are_few(driver: Driver, monkeypatch: py
         monkeypatch.setattr(module, "sm_count", lambda index: 8)
     q, k = made(4096, heads[0], 128, 1), made(4096, heads[1], 128, 1)
     options = AttentionOptions(Full(), 1.0)
-    told = explain.explain(q, k, k, options)
+    told = explain.explain(Call(q, k, k, options))
     driver.loaded.clear()
     with counted_memory(monkeypatch) as most:
-        backward.backward(q, q, k, k, q, torch.zeros(1, heads[0], 4096), options)
+        backward.backward(Call(q, k, k, options), Saved(q, torch.zeros(1, heads[0], 4096)), Grads(q))
     assert told.workspace_bytes == max(most)
     behind = {name: kernel for name, kernel in told.kernels.items() if name != "forward"}
     assert set(behind.values()) == {name for name in driver.loaded if not name.startswith("sink_gradient")}
@@ -302,24 +313,24 @@ def counted_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_explain_of_meta_tensors_loads_and_uploads_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
     monkeypatch.setattr(tables, "upload", None)
     q = made(300, 4, 64).to("meta")
-    assert explain.explain(q, q, q, AttentionOptions(mask, 1.0)).kernels == {}
+    assert explain.explain(Call(q, q, q, AttentionOptions(mask, 1.0))).kernels == {}
     assert not driver.loaded
 
 
 def test_a_plan_that_does_not_serve_the_mask_compiles_nothing(driver: Driver) -> None:
     q, lse = made(300, 2, 64), torch.zeros(2, 2, 300)
     with pytest.raises(ValueError, match="shift serves full masks only"):
-        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule="shift"))
+        backward.backward(Call(q, q, q, AttentionOptions(Causal(), 1.0, schedule="shift")), Saved(q, lse), Grads(q))
     assert not driver.loaded
 
 
 def test_what_is_not_what_runs_is_not_recorded() -> None:
     record = import_module("dash_attn.backends.hopper.calls.recorder")
-    q, k, mask = made(300, 16, 64, 1), made(300, 1, 64, 1), Documents((100, 200))
+    mask = Documents((100, 200))
     with pytest.raises(ValueError, match="packed sequences"):
-        record.check_recordable(q, k, AttentionOptions(mask, 1.0))
-    record.check_recordable(q, k, AttentionOptions(mask, 1.0, schedule="weave"))
-    record.check_recordable(q, k, AttentionOptions(Causal(), 1.0))  # groups of any size
+        record.check_recordable(AttentionOptions(mask, 1.0))
+    record.check_recordable(AttentionOptions(mask, 1.0, schedule="weave"))
+    record.check_recordable(AttentionOptions(Causal(), 1.0))  # groups of any size
 
 
 def saved(name: str, q_rows: int = 128, workers: int = 16) -> Schedule:
@@ -332,7 +343,7 @@ def test_a_given_schedule_runs_on_the_tables_of_its_name(driver: Driver, name: s
     q, k = made(300, 16, 64), made(300, 1, 64)  # a group of two parts
     lse, found = torch.zeros(2, 16, 300), []
     for schedule in (name, saved(name).to_json()):
-        backward.backward(q, q, k, k, q, lse, AttentionOptions(Causal(), 1.0, schedule=schedule))
+        backward.backward(Call(q, k, k, AttentionOptions(Causal(), 1.0, schedule=schedule)), Saved(q, lse), Grads(q))
         call = next(reversed(backward._calls._kept.values.values()))
         found.append((call.tables.tables.memory, call.workers, driver.launched[-3:]))
     (named, *rest), (given, *same) = found
@@ -345,9 +356,10 @@ def test_what_the_tables_cannot_hold_is_refused(driver: Driver) -> None:
     one = saved("ascending")
     three = Schedule.build(one.problem, Order("three", one.order.kinds * 3), one.placement.starts * 3, 16)
     with pytest.raises(ValueError, match="at most 2 kinds of head; got one of 3"):
-        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule=three.to_json()))
+        backward.backward(Call(q, q, q, AttentionOptions(Causal(), 1.0, schedule=three.to_json())), Saved(q, lse), Grads(q))
+    misfit = AttentionOptions(Causal(), 1.0, schedule=saved("ascending", q_rows=64).to_json())
     with pytest.raises(ValueError, match=r"for tile_q 64; the call has tile_q 128\."):
-        backward.backward(q, q, q, q, q, lse, AttentionOptions(Causal(), 1.0, schedule=saved("ascending", q_rows=64).to_json()))
+        backward.backward(Call(q, q, q, misfit), Saved(q, lse), Grads(q))
     assert not driver.launched
 
 
@@ -355,7 +367,7 @@ def test_the_forward_refuses_a_schedule_that_the_backward_could_not_walk(driver:
     q = made(300, 2, 64)
     misfit, fitting = (AttentionOptions(Causal(), 1.0, schedule=saved("weave", rows).to_json()) for rows in (64, 128))
     with pytest.raises(ValueError, match=r"for tile_q 64; the call has tile_q 128\."):
-        documents.forward(q, q, q, misfit)
+        run.forward(Call(q, q, q, misfit))
     assert not driver.launched
-    documents.forward(q, q, q, fitting)
+    run.forward(Call(q, q, q, fitting))
     assert [name for name, _ in driver.launched] == ["attention_forward"]

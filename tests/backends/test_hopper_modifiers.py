@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from dash_attn import Causal, Full
-from dash_attn.backends.hopper.calls.backward_setup import dense_setup, packed_setup
-from dash_attn.backends.hopper.calls.forward_setup import dense_forward_setup, packed_forward_setup
+from dash_attn.backends.hopper.calls.backward_setup import DenseBackwardSetup, backward_setup
+from dash_attn.backends.hopper.calls.forward_setup import forward_setup
 from dash_attn.backends.hopper.calls.rank_forward import forward as forward_of_rows
 from dash_attn.backends.hopper.calls.recorder import check_recordable
 from dash_attn.backends.hopper.support import Unsupported, refuse_modifiers
+from dash_attn.call.call import Call
 from dash_attn.call.dropout import Dropout, key_of, threshold_of
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
@@ -141,11 +142,11 @@ def test_calls_name_kernels_that_are_tested(dims: tuple[int, int], asked: dict[s
     plain = AttentionOptions(Causal(), 1.0)
     for options, word in ((replace(plain, **asked), "_modified<"), (plain, "attention_forward<")):
         q, v = (torch.empty(1, 256, 2, dim, device="meta", dtype=torch.bfloat16) for dim in dims)
-        ahead, behind = dense_forward_setup(q, q, v, options), dense_setup(q, q, v, options)
+        dense = Call(q, q, v, options)
         ends = torch.empty(2, device="meta", dtype=torch.int32)
         offsets, (flat_q, flat_v) = SequenceOffsets(ends, ends, 256, 256), (x[0] for x in (q, v))
-        packed = packed_forward_setup(flat_q, flat_q, flat_v, options, offsets), packed_setup(flat_q, flat_q, flat_v, options, offsets)
-        for forward, kernels in ((ahead.kernel(), behind.kernels()), (packed[0].kernel(), packed[1].kernels())):
+        for call in (dense, Call(flat_q, flat_q, flat_v, options, offsets)):
+            forward, kernels = forward_setup(call).kernel(), backward_setup(call).kernels()
             named = [forward, kernels.attention, *([] if kernels.modifier_notes is None else [kernels.modifier_notes])]
             assert {(kernel.header, kernel.name) for kernel in named} <= set(VARIANTS)
             assert word in forward.name
@@ -156,9 +157,9 @@ def test_what_has_no_kernels_is_refused() -> None:
     """Each path that must not run without the modifiers it was given."""
     options, x = AttentionOptions(Causal(), 1.0, dropout_p=0.1, alibi=True), torch.empty(1, 256, 2, 64, device="meta", dtype=torch.bfloat16)
     with pytest.raises(Unsupported, match=r"no dropout and no ALiBi for recordings: .*; got dropout_p=0\.1 and alibi_slopes"):
-        check_recordable(x, x, options)
+        check_recordable(options)
     with pytest.raises(Unsupported, match="no dropout and no ALiBi for ranks that share a sequence"):
-        forward_of_rows(x, x, x, options, None, Sharding.zigzag(256, 2), 0)
+        forward_of_rows(Call(x, x, x, options), Sharding.zigzag(256, 2), 0)
     refuse_modifiers(replace(options, dropout_p=0.0, alibi=False), "anything")
 
 
@@ -166,6 +167,8 @@ def test_a_slice_with_too_few_sms_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """Legs have no dropout. The control: without it they run."""
     monkeypatch.setattr("dash_attn.backends.hopper.calls.backward_setup.sm_count", lambda index: 4)
     x, options = torch.empty(1, 4096, 2, 64, device="meta", dtype=torch.bfloat16), AttentionOptions(Full(), 1.0, schedule="shift_blocks")
-    assert dense_setup(x, x, x, options).legs is not None
+    dense = backward_setup(Call(x, x, x, options))
+    assert isinstance(dense, DenseBackwardSetup)
+    assert dense.legs is not None
     with pytest.raises(TooFewWorkers, match="shift_blocks"):
-        dense_setup(x, x, x, replace(options, dropout_p=0.1))
+        backward_setup(Call(x, x, x, replace(options, dropout_p=0.1)))

@@ -6,22 +6,24 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from boolean_masks import SORTS, draw
 from dash_attn import BooleanMask, Causal, TileMap
-from dash_attn.backends.hopper.calls import masks_per_head
+from dash_attn.backends import import_backend, run
 from dash_attn.backends.hopper.calls.explain import _kernels_of_all
 from dash_attn.backends.hopper.calls.mask_bits import BitLayout, MaskBits, PartialTiles
 from dash_attn.backends.hopper.driver.parameters import MaskParams
 from dash_attn.backends.hopper.tiles import BACKWARD_DIMS, CONSUMER_CHOICES, KERNEL_DIMS, backward_tiles, forward_tiles
 from dash_attn.call.boolean_masks import take_mask
-from dash_attn.call.modifiers import with_elements
+from dash_attn.call.call import Call, Grads, Modifiers, Saved, with_elements
 from dash_attn.call.options import AttentionOptions
 from dash_attn.masks import PatternPerHead, TilePattern
 from dash_attn.scheduling.problem import Problem
@@ -87,7 +89,8 @@ def attend(mask: object, lengths: tuple[int, int], dim: int = 128, heads: tuple[
     q, k, v = (torch.randn(batch, *shape, dim, generator=made).bfloat16() for shape in shapes)
     pattern, elements = take_mask(mask, q, k)
     options = AttentionOptions(pattern, dim**-0.5)
-    return *masks_per_head.forward(q, k, v, options, None, with_elements(None, elements)), q, k, v
+    with patch.object(run, "backend_for", lambda *_: import_backend("hopper")):
+        return *run.forward(Call(q, k, v, options, modifiers=with_elements(None, elements))), q, k, v
 
 
 def check(mask: Tensor, lengths: tuple[int, int], dim: int = 128, heads: tuple[int, int] = (2, 1), batch: int = 2) -> None:
@@ -149,9 +152,28 @@ def test_heads_of_other_patterns_have_the_bits_they_have_alone(machine: Machine)
 
 def test_what_a_graph_cannot_hold_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    mask = torch.rand(1, 2, 70, 140) < 0.5
+    mask = BooleanMask(torch.stack([torch.zeros(70, 140), torch.ones(70, 140)])[None] > 0)
+    assert isinstance(mask.pattern, PatternPerHead)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, length, 2, 64, dtype=torch.bfloat16, device="cuda") for length in (70, 140))
+    call = Call(q, k, k, AttentionOptions(mask.pattern, 1.0, backend="hopper"), modifiers=Modifiers(elements=mask))
     with pytest.raises(RuntimeError, match="differ between sequences or heads cannot be captured in a CUDA graph: give one mask for all"):
-        attend(BooleanMask(mask), (70, 140), 64)
+        run.forward(call)
+    with pytest.raises(RuntimeError, match="differ between sequences or heads cannot be captured in a CUDA graph: give one mask for all"):
+        run.backward(call, Saved(q, q), Grads(q))
+
+
+def test_elements_that_differ_cannot_be_captured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one pattern, so that one launch serves all heads. The control: one matrix for all of them can."""
+    drawn = torch.rand(1, 2, 70, 140, generator=torch.Generator().manual_seed(3)) < 0.5
+    several, one = BooleanMask(drawn), BooleanMask(drawn[:, :1])
+    assert several.pattern == one.pattern
+    for mask in (several, one):
+        attend(mask, (70, 140), 64)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    attend(one, (70, 140), 64)
+    with pytest.raises(RuntimeError, match="differ between sequences or heads cannot be captured in a CUDA graph: give one mask for all"):
+        attend(several, (70, 140), 64)
 
 
 def test_a_pattern_alone_has_no_elements(machine: Machine) -> None:

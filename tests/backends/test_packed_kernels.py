@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn import explain
+from dash_attn import explain, flash_attn_func
 from dash_attn.backends.hopper.driver.cubin_files import Kernel, read_kernel, write_kernel
 from dash_attn.tools.machine import Snapshot, version_facts
 from loading_driver import LoadingDriver, Status
 
-compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "driver", "packed"))
+compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "launch", "shipped"))
 devices = import_module("dash_attn.backends.hopper.ranks")
 
 OTHER = ("forward/attention.cuh", "other")
@@ -176,7 +176,7 @@ def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.M
 def test_an_explanation_tells() -> None:
     shape = (1, 256, 2, 64)
     q = torch.empty(shape, device="meta", dtype=torch.bfloat16)
-    asked = explain(q, q, q, backend="hopper")
+    asked = explain(flash_attn_func, q, q, q, backend="hopper")
     hashes = {"forward": "a" * 64, "backward": "b" * 64}
     same = replace(asked, kernels=hashes, kernel_origins=dict.fromkeys(hashes, NEW))
     assert str(same).splitlines()[-1] == f"kernels       forward {'a' * 12}, backward {'b' * 12} ({NEW})"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import dash_attn
-from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain
+from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain, flash_attn_func, flash_attn_with_kvcache
 from dash_attn.backends import _backend_of_gpu, resolve
 from dash_attn.backends.hopper.support import sm_count
 from dash_attn.backends.recently_used import Kept
@@ -25,10 +25,10 @@ from dash_attn.backends.triton import kept_tables, setup, support
 from dash_attn.backends.triton.kept_tables import kept_on
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, visit_lists
-from dash_attn.backends.triton.setup import Call, RowValues, aligned, block_of, gradient_launches, readable, strides
+from dash_attn.backends.triton.setup import Passes, RowValues, aligned, block_of, gradient_launches, readable, strides
 from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_elements, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, Tiles, listed, read_table, tiles_for
-from dash_attn.call.modifiers import Modifiers
+from dash_attn.call.call import Call, Modifiers
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.masks import EMPTY, FULL, PARTIAL, PatternPerHead, TilePattern
@@ -131,6 +131,9 @@ def test_too_little_shared_memory_is_named() -> None:
         assert words in str(raised.value)
 
 
+ENDS = torch.tensor([0, 64, 128], dtype=torch.int32)
+PACKED = SequenceOffsets(ENDS, ENDS, 64, 64)
+TENSORS = (meta(1, 128, 2, 64),) * 3
 PATTERN = TilePattern(np.array([[PARTIAL, FULL], [EMPTY, PARTIAL]], dtype=np.uint8))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float64": ({"dtype": torch.float64}, "takes bfloat16, float16 and float32; got torch.float64"),
@@ -153,7 +156,7 @@ def test_what_it_cannot_do_raises_by_name(name: str) -> None:
     q = meta(1, asked["length"], 2, asked["dim"], dtype=asked["dtype"])
     rest = {name: asked[name] for name in ("accumulation", "schedule", "dropout_p", "alibi") if name in asked}
     with pytest.raises(Unsupported, match=said):
-        check_call(q, q, AttentionOptions(asked["mask"], asked["scale"], **rest), asked["packed"])
+        check_call(Call(q, q, q, AttentionOptions(asked["mask"], asked["scale"], **rest), PACKED if asked["packed"] else None))
 
 
 def test_a_pattern_without_its_elements_is_refused() -> None:
@@ -162,21 +165,23 @@ def test_a_pattern_without_its_elements_is_refused() -> None:
     for mask in (PATTERN, per_head):
         for modifiers in (None, Modifiers()):
             with pytest.raises(Unsupported, match="needs the elements of a boolean mask"):
-                check_elements(mask, modifiers)
+                check_elements(Call(*TENSORS, AttentionOptions(mask, 1.0), modifiers=modifiers))
     whole = PatternPerHead(per_head.patterns[1:], np.array([[0]]))
-    check_elements(whole, None)
-    check_elements(PATTERN, Modifiers(elements=BooleanMask(np.ones((128, 128), dtype=bool))))
+    check_elements(Call(*TENSORS, AttentionOptions(whole, 1.0)))
+    modifiers = Modifiers(elements=BooleanMask(np.ones((128, 128), dtype=bool)))
+    check_elements(Call(*TENSORS, AttentionOptions(PATTERN, 1.0), modifiers=modifiers))
 
 
 def test_a_cache_is_refused_by_name() -> None:
     q, cache = meta(1, 1, 2, 64), meta(1, 128, 2, 64)
     with pytest.raises(NotImplementedError, match=r"backend 'triton' \(cuda tensors\) cannot attend to a cache .*; 'cpu' and 'hopper' can"):
-        dash_attn.explain_with_kvcache(q, cache, cache, cache_seqlens=3, backend="triton")
+        explain(flash_attn_with_kvcache, q, cache, cache, cache_seqlens=3, backend="triton")
 
 
 def test_what_it_can_do_is_not_refused() -> None:
     for mask in (Full(), Causal(), Window(3, -1), Window(3, 4), Prefix(3), Documents((64, 64)), TileMap(np.eye(2, dtype=bool), 64, 64)):
-        check_call(meta(1, 128, 2, 64), meta(1, 128, 2, 256), AttentionOptions(mask, 0.1, softcap=3.0, head_offset=5), False)
+        q, v = meta(1, 128, 2, 64), meta(1, 128, 2, 256)
+        check_call(Call(q, q, v, AttentionOptions(mask, 0.1, softcap=3.0, head_offset=5)))
 
 
 def test_a_grid_that_is_too_large_is_refused() -> None:
@@ -189,7 +194,7 @@ def test_a_grid_that_is_too_large_is_refused() -> None:
 
 def test_explain_tells_tiles_order_and_promises() -> None:
     q, k = meta(2, 4096, 16, 128), meta(2, 4096, 4, 128)
-    found = explain(q, k, k, causal=True, backend="triton")
+    found = explain(flash_attn_func, q, k, k, causal=True, backend="triton")
     assert (found.backend, found.schedule, found.gang) == ("triton", "two passes", 1)
     assert found.guarantees == ("run-to-run", "batch-invariant", "worker-count-invariant")
     assert found.workspace_bytes == 8 * 2 * 16 * 4096
@@ -202,7 +207,7 @@ def test_explain_tells_tiles_order_and_promises() -> None:
 def test_the_order_hash_names_what_decides_the_order() -> None:
     def order(length: int = 512, batch: int = 1, **options: Any) -> str:
         q, k = meta(batch, length, 4, 64), meta(batch, length, 2, 64)
-        return explain(q, k, k, backend="triton", **{"causal": True, **options}).order_hash
+        return explain(flash_attn_func, q, k, k, backend="triton", **{"causal": True, **options}).order_hash
 
     assert order() == order(batch=7) == order(head_offset=3)
     others = [order(640), order(causal=False), order(window_size=(5, 0))]
@@ -217,8 +222,8 @@ def test_the_order_hash_names_what_decides_the_order() -> None:
 
 def test_documents_are_explained_as_packed_sequences() -> None:
     q = meta(2, 512, 2, 64)
-    assert explain(q, q, q, mask=Documents((500, 12)), backend="triton").plan_bytes == 0
-    assert explain(q, q, q, mask=Prefix(100), backend="triton").plan_bytes > 0
+    assert explain(flash_attn_func, q, q, q, mask=Documents((500, 12)), backend="triton").plan_bytes == 0
+    assert explain(flash_attn_func, q, q, q, mask=Prefix(100), backend="triton").plan_bytes > 0
 
 
 def test_tables_of_a_boolean_mask_live_as_long_as_it() -> None:
@@ -357,18 +362,18 @@ def test_strides_are_counted_in_units() -> None:
 
 def test_programs_of_packed_sequences_have_room_for_every_tile() -> None:
     ends = torch.empty(4, dtype=torch.int32, device="meta")
-    call = Call.of(*(meta(1000, 4, 64),) * 3, AttentionOptions(Causal(), 0.1), SequenceOffsets(ends, ends, 1000, 1000))
+    passes = Passes(Call(*(meta(1000, 4, 64),) * 3, AttentionOptions(Causal(), 0.1), SequenceOffsets(ends, ends, 1000, 1000)))
     tile = Tile(64, 32, 4, 1)
-    assert call.launch("attention_forward", tile, {}).numbers["tiles"] == 1000 // 64 + 3
-    assert call.launch("key_gradients", tile, {}, by_keys=True).numbers["tiles"] == 1000 // 32 + 3
+    assert passes.launch("attention_forward", tile, {}).numbers["tiles"] == 1000 // 64 + 3
+    assert passes.launch("key_gradients", tile, {}, by_keys=True).numbers["tiles"] == 1000 // 32 + 3
 
 
 def test_two_launches_become_one_where_the_table_says_so() -> None:
     def kernels(mask: Mask, together: bool = True) -> list[str]:
         tiles = Tiles("a test", Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 64, 4, 2), together)
         with patch.object(setup, "tiles_for", return_value=tiles):
-            call = Call.of(meta(2, 512, 4, 128), meta(2, 512, 2, 128), meta(2, 512, 2, 128), AttentionOptions(mask, 0.1), None)
-            launches = gradient_launches(call, call.q, RowValues.empty(call), (call.q, call.k, call.v))
+            passes = Passes(Call(meta(2, 512, 4, 128), meta(2, 512, 2, 128), meta(2, 512, 2, 128), AttentionOptions(mask, 0.1)))
+            launches = gradient_launches(passes, passes.q, RowValues.empty(passes), (passes.q, passes.k, passes.v))
         programs.append(sum(launch.programs for launch in launches))
         return [launch.kernel for launch in launches]
 

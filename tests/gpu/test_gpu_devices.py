@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, flash_attn_func
+from dash_attn.call.call import Call
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
@@ -190,7 +191,7 @@ def test_any_number_of_sms(dims: tuple[int, int], workers: int) -> None:
     expected = run()
     with patched_backend({(module, "sm_count"): few for module in ("calls.backward_setup", "calls.rank_backward")}), poisoned_memory():
         found = run()
-        made = hopper("calls.backward_setup").dense_setup(q, k, v, options_for(Choices(mask=Full()), dims[0]))
+        made = hopper("calls.backward_setup").backward_setup(Call(q, k, v, options_for(Choices(mask=Full()), dims[0])))
         assert (made.legs is not None) == (workers < made.gang)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -69,7 +69,7 @@ def test_an_order_of_ones_own(dim: int) -> None:
         assert not same_bits(run_ours(inputs, Causal(), schedule=name).dq, expected.dq), name
     for run in range(max(1, REPEATS // 50)):
         assert_same_bits(run_ours(inputs, Causal(), schedule=schedule), expected, f"run {run}")
-    assert explain(*inputs[:3], causal=True, schedule=schedule).guarantees == (RUN_TO_RUN,)
+    assert explain(flash_attn_func, *inputs[:3], causal=True, schedule=schedule).guarantees == (RUN_TO_RUN,)
 
 
 def test_what_does_not_fit_is_refused() -> None:

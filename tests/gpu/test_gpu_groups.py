@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Full, Mask, Window, explain
+from dash_attn import Causal, Full, Mask, Window, explain, flash_attn_func
+from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling.problem import parts_of
 from dense import Results, assert_same_bits, run_dense, run_ours, same_bits
@@ -262,15 +263,15 @@ def test_memory_of_a_backward(heads: tuple[int, int]) -> None:
     """Gradients and what `explain` says: nothing is copied for a part."""
     q, k, v, dout = gpu_inputs(8192, 8192, heads)
     options = AttentionOptions(Causal(), 128**-0.5)
-    out, lse = hopper("calls.forward").forward(q, k, v, options)
-    backward = hopper("calls.backward").backward
-    backward(dout, q, k, v, out, lse, options)  # tables and kernels
+    call, backward = Call(q, k, v, options), hopper("calls.backward").backward
+    saved = hopper("calls.forward").forward(call)
+    backward(call, saved, Grads(dout))  # tables and kernels
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    gradients = backward(dout, q, k, v, out, lse, options)
+    gradients = backward(call, saved, Grads(dout))
     torch.cuda.synchronize()
-    workspace = explain(q, k, v, mask=Causal()).workspace_bytes
+    workspace = explain(flash_attn_func, q, k, v, mask=Causal()).workspace_bytes
     assert workspace is not None
     expected = workspace + sum(2 * x.numel() for x in gradients[:3])
     assert torch.cuda.max_memory_allocated() - before <= expected + 4 * 2**20

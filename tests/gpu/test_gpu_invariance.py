@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dash_attn import Causal, Documents, Full, Mask, Window
+from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
 from dense import Results, assert_same_bits, digest, run_ours, same_bits
 from gpu_helpers import assert_batch_changes_no_bit, gpu_inputs, hopper, patched_backend, run_script
@@ -78,7 +79,7 @@ def test_number_of_workers(mask: Mask, heads: tuple[int, int], batch: int) -> No
     for workers in (132, 100, 66):
         changes = {(module, "sm_count"): lambda _, n=workers: n for module in ("calls.forward", "calls.backward_setup", "calls.packed")}
         with patched_backend(changes):
-            plan = hopper("calls.explain").backward_plan(*inputs[:3], AttentionOptions(mask, 128**-0.5))
+            plan = hopper("calls.explain").backward_plan(Call(*inputs[:3], AttentionOptions(mask, 128**-0.5)))
             assert plan.workers == workers, "the control: the placement did change"
             orders.add(plan.order_hash)
             assert_same_bits(run_ours(inputs, mask), expected, f"{workers} workers")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cached import CacheCase, Played, play
-from dash_attn import explain_with_kvcache, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.backends.hopper.tiles import CLUSTERS
 from dense import same_bits
 from gpu_helpers import patched_backend, poisoned_memory, run_script
@@ -108,8 +108,8 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
 
 def test_the_machine_code_is_named() -> None:
     q, new, cache = (torch.zeros(2, n, heads, 64, dtype=torch.bfloat16, device="cuda") for n, heads in ((1, 4), (1, 2), (40, 2)))
-    read = explain_with_kvcache(q, cache, cache, causal=True)
-    appended = explain_with_kvcache(q, cache, cache, new, new, cache_seqlens=3, causal=True)
+    read = explain(flash_attn_with_kvcache, q, cache, cache, causal=True)
+    appended = explain(flash_attn_with_kvcache, q, cache, cache, new, new, cache_seqlens=3, causal=True)
     assert set(read.kernels) == {"decode"}
     assert set(appended.kernels) == {"decode", "append"}
     assert read.kernels["decode"] == appended.kernels["decode"]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from budget import assert_near
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Window
+from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
 from dense import assert_same_bits, run_ours
 from gpu_helpers import DEVICE, REPEATS, assert_accurate, hopper, poisoned_memory, ragged_map
@@ -108,8 +109,8 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 def test_a_recording_notes_every_task() -> None:
     options = AttentionOptions(Causal(), 192**-0.5)
-    q, k, v, dout = inputs_of((2048, 2048), heads=(8, 8))
-    out, lse = hopper("calls.forward").forward(q, k, v, options)
-    spans = hopper("calls.recorder").record_backward(dout, q, k, v, out, lse, options)
+    *tensors, dout = inputs_of((2048, 2048), heads=(8, 8))
+    call = Call(*tensors, options)
+    spans = hopper("calls.recorder").record_backward(call, hopper("calls.forward").forward(call), Grads(dout))
     assert len(spans.q_tile) == 2 * 8 * sum(-(-2048 // 64) - 2 * i for i in range(16))
     assert (spans.compute_end <= spans.reduce_start).all()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dash_attn import Causal, explain
-from dash_attn.call.explanation import Explanation
+from dash_attn import Causal, explain, flash_attn_func
+from dash_attn.call.explain import Explanation
 from dense import assert_same_bits, run_ours
 from gpu_helpers import gpu_inputs, hopper, patched_backend
 from readme_call import readme_kernels
@@ -19,7 +19,7 @@ ARCHITECTURE = 49  # the byte of a cubin that names it
 
 def fill(folder: Path, broken: bool) -> None:
     """With the kernels of README's call, as another compiler would have made them. broken: for another architecture."""
-    compiling, packed, files = (hopper(f"device.{name}") for name in ("compile", "packed", "cubin_files"))
+    compiling, packed, files = (hopper(f"driver.{name}") for name in ("compile", "shipped", "cubin_files"))
     for header, name in [packed.SMALLEST, *((kernel.header, kernel.name) for kernel in readme_kernels())]:
         kernel = compiling.compile_kernel(header, name)
         assert kernel.cubin[ARCHITECTURE] == 90
@@ -29,16 +29,16 @@ def fill(folder: Path, broken: bool) -> None:
 
 def told() -> Explanation:
     q, k, v, _ = gpu_inputs(1024, 1024, (8, 2), dim=64)
-    return explain(q, k, v, causal=True)
+    return explain(flash_attn_func, q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["loads", "does not load"])
 def test_they_run_if_the_driver_loads_them(tmp_path: Path, broken: bool, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = gpu_inputs(1024, 1024, (8, 2), dim=64)
-    with patched_backend({("device.packed", "FOLDER"): Path("/nowhere")}):
+    with patched_backend({("driver.shipped", "FOLDER"): Path("/nowhere")}):
         expected, compiled = run_ours(inputs, Causal()), told()
     fill(tmp_path, broken)
-    with patched_backend({("device.packed", "FOLDER"): tmp_path}):
+    with patched_backend({("driver.shipped", "FOLDER"): tmp_path}):
         found, explained = run_ours(inputs, Causal()), told()
     assert_same_bits(found, expected)
     assert explained.kernels == compiled.kernels

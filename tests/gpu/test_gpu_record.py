@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dash_attn import Causal, Full, Mask, Problem, generate
+from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
 from dash_attn.viewing.task_times import TaskTimes, task_table
 from dense import same_bits
@@ -28,9 +29,8 @@ def options_of(mask: Mask, schedule: str, dim: int) -> AttentionOptions:
 
 
 def recorded(inputs: Inputs, options: AttentionOptions) -> TaskTimes:
-    q, k, v, dout = inputs
-    out, lse = hopper("calls.forward").forward(q, k, v, options)
-    return hopper("calls.recorder").record_backward(dout, q, k, v, out, lse, options)
+    call, dout = Call(*inputs[:3], options), inputs[3]
+    return hopper("calls.recorder").record_backward(call, hopper("calls.forward").forward(call), Grads(dout))
 
 
 @times_the_gpu
@@ -64,13 +64,13 @@ def test_recorded_times_are_possible(dim: int, mask: Mask, schedule: str) -> Non
 @pytest.mark.parametrize("length", [1000, 2100])
 def test_recording_changes_no_bit(length: int, heads: tuple[int, int]) -> None:
     """Whole groups, and parts of groups."""
-    q, k, v, dout = inputs = gpu_inputs(length, length, heads, batch=2)
+    *tensors, dout = inputs = gpu_inputs(length, length, heads, batch=2)
     options = options_of(Causal(), "auto", 128)
-    backward, record = hopper("calls.backward"), hopper("calls.recorder")
-    out, lse = hopper("calls.forward").forward(q, k, v, options)
-    expected = backward.backward(dout, q, k, v, out, lse, options)
-    call, tensors = hopper("calls.layout").CallCache(record.RecordingCall).find((q, k, v, dout, out), options, None)
-    found = call.run(tensors, lse, None, None)
+    call, record = Call(*tensors, options), hopper("calls.recorder")
+    saved = hopper("calls.forward").forward(call)
+    expected = hopper("calls.backward").backward(call, saved, Grads(dout))
+    recording, ready = hopper("calls.layout").CallCache(record.RecordingCall).find(call, dout, saved.out)
+    found = recording.run(ready, call, saved.lse, None)
     assert all(same_bits(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
     assert recorded(inputs, options).makespan > 0
 

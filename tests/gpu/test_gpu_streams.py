@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dash_attn import Causal, Full, Mask, flash_attn_func
 from dash_attn.attention.autograd import attention_backward, attention_forward
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dense import Results, assert_same_bits, run_ours
 from gpu_helpers import full_size, gpu_inputs, hopper, poisoned_memory
@@ -63,7 +64,7 @@ def test_ticket_counters_are_left_at_zero() -> None:
     for length, heads in ((64, (1, 1)), (1000, (4, 2)), (3000, (40, 8))):
         for mask in BOTH:
             run_ours(gpu_inputs(length, length, heads), mask)
-    counters = hopper("device.stream_counters")._counters
+    counters = hopper("driver.stream_counters")._counters
     assert counters
     assert not any(of_device.any() for of_device in counters.values())
 
@@ -107,11 +108,11 @@ def test_backward_on_another_stream_than_forward(mask: Mask) -> None:
     q, k, v, dout = inputs = gpu_inputs(LENGTH, LENGTH)
     expected = run_ours(inputs, mask)
     options = AttentionOptions(mask, 128**-0.5)
-    out, lse = attention_forward(q, k, v, options)
+    out, lse = attention_forward(Call(q, k, v, options))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        *gradients, _ = attention_backward(dout, q, k, v, out, lse, options)
+        *gradients, _ = attention_backward(Call(q, k, v, options), Saved(out, lse), Grads(dout))
     torch.cuda.current_stream().wait_stream(side)
     assert_same_bits(Results(out, lse, *gradients), expected)
 

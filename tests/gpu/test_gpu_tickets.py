@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dash_attn import Causal, Full, Mask, Problem, Window, lower
+from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
 from dash_attn.call.planning import problem_of
 from dash_attn.scheduling.generators import generate
@@ -19,7 +20,7 @@ from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu
 
-RECORD = hopper("device.parameters").ChainRecord
+RECORD = hopper("driver.parameters").ChainRecord
 WORDS = RECORD.bytes() // 4
 HEADS = [((1, 1), 1), ((2, 2), 3), ((5, 5), 3), ((16, 16), 8), ((8, 2), 20), ((33, 33), 5), ((8, 1), 3), ((21, 3), 2), ((71, 1), 1)]
 
@@ -44,9 +45,9 @@ def test_tickets(
     inputs = gpu_inputs(length, length, heads, dim, batch=batch)
     kept = keep_workspaces(monkeypatch)
     run_ours(inputs, mask, head_offset=head_offset)
-    q, k = inputs[:2]
     tiles = hopper("tiles").backward_tiles(dim)
-    problem = problem_of(q, k, AttentionOptions(mask, 1.0, head_offset=head_offset), tiles.q_rows, tiles.kv_rows)
+    call = Call(*inputs[:3], AttentionOptions(mask, 1.0, head_offset=head_offset))
+    problem = problem_of(call, tiles.q_rows, tiles.kv_rows)
     found = tickets_in(*kept[-1], problem.chains)
     expected = generate("auto", problem, hopper("support").sm_count(0))
     parts = part_of(problem)
@@ -65,7 +66,7 @@ def test_tickets(
 
 def keep_workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each pass from now on allocates: memory, and the address of every part."""
-    workspace, kept = hopper("device.workspace").Workspace, list[Any]()
+    workspace, kept = hopper("driver.workspace").Workspace, list[Any]()
     allocate = workspace.allocate
 
     def allocate_and_keep(self: Any, device: torch.device) -> Any:

@@ -188,10 +188,10 @@ def test_strides_and_addresses() -> None:
 
 def test_explain_hashes_what_runs() -> None:
     q, k, v, _ = gpu_inputs(700, 700)
-    first, second = (explain(q, k, v, causal=True, **TRITON) for _ in range(2))
+    first, second = (explain(flash_attn_func, q, k, v, causal=True, **TRITON) for _ in range(2))
     assert first == second
     assert set(first.kernels) - {"forward", "row statistics"} in ({"gradients"}, {"key gradients", "query gradients"})
-    capped = explain(q, k, v, causal=True, softcap=3.0, **TRITON)
+    capped = explain(flash_attn_func, q, k, v, causal=True, softcap=3.0, **TRITON)
     assert capped.kernels["forward"] != first.kernels["forward"], "the control: another kernel has another hash"
 
 

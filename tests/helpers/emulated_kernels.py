@@ -1,4 +1,4 @@
-"""Kernels of a device that shares a sequence, in numpy on host memory: what is behind the launches of calls/turn_backward.py.
+"""Kernels of a device that shares a sequence, in numpy on host memory: what is behind the launches of calls/rank_backward.py.
 
 They read the same parameters, records and tables as the kernels do, by address, and refuse what lies outside of the memory that was
 made for it. Sums are in float64 where the kernels' are in float32; states have a layout of their own.

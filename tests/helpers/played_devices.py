@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Mask, Problem
+from dash_attn.call.call import Call
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for
@@ -86,7 +87,8 @@ def play_forward(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
     for device in range(case.sharding.ranks):
         mine = case.rows_of(device).to(q.device)
         forward = import_module("dash_attn.backends.hopper.ranks").forward
-        out[:, mine], lse[:, :, mine] = forward(q[:, mine], k, v, case.options, sinks, case.problem, case.sharding, device)
+        own = Call(q[:, mine], k, v, case.options, sinks=sinks)
+        out[:, mine], lse[:, :, mine] = forward(own, case.problem, case.sharding, device)
     return out, lse
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from dash_attn import Causal, Mask, Prefix, TileMap
-from dash_attn.backends.triton import explaining, setup
+from dash_attn.backends.triton import setup
+from dash_attn.backends.triton.explain import _launches
 from dash_attn.backends.triton.launch import Launch
+from dash_attn.call.call import Call
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.masks import TilePattern
@@ -50,9 +52,10 @@ class Compiled:
         with patch.object(setup, "architecture_of", return_value=self.architecture):
             if self.kind == "packed":
                 ends = torch.empty(4, dtype=torch.int32, device="meta")
-                call = setup.Call.of(q[0], k[0], v[0], self._options(Causal()), SequenceOffsets(ends, ends, 512, 512))
-                return {**explaining._launches(call), "offsets": setup.offsets_launch(call)}
-            return explaining._launches(setup.Call.of(q, k, v, self._options(MASKS[self.kind]), None))
+                packed = Call(q[0], k[0], v[0], self._options(Causal()), SequenceOffsets(ends, ends, 512, 512))
+                passes = setup.Passes(packed)
+                return {**_launches(passes), "offsets": setup.offsets_launch(passes)}
+            return _launches(setup.Passes(Call(q, k, v, self._options(MASKS[self.kind]))))
 
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         return (2 * self.group, self.dims[0]), (2, self.dims[0]), (2, self.dims[1])

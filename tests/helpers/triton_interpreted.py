@@ -23,11 +23,11 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
-from dash_attn.backends import cpu
+from dash_attn.backends import cpu, run
 from dash_attn.backends import triton as ours
 from dash_attn.backends.triton import boolean_tables, mask_tables, setup
 from dash_attn.backends.triton.tiles import Tile, Tiles
-from dash_attn.call.modifiers import Modifiers
+from dash_attn.call.call import Call, Grads, Modifiers
 from dash_attn.call.offsets import NO_OFFSETS, SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.integrations._padding import Padding
@@ -171,10 +171,11 @@ FAULTS = ("a key too many", "a tile too few", "the matrix of another head")
 def results(backend: Any, case: Interpreted, inputs: tuple[Tensor, ...], offsets: SequenceOffsets | None) -> dict[str, Tensor]:
     q, k, v, dout, dlse = inputs
     sinks = torch.tensor(case.sinks) if case.sinks else None
-    out, lse = backend.forward(q, k, v, case.options, offsets, sinks, case.modifiers)
-    more = sinks, dlse if case.dlse else None, case.modifiers
-    gradients = backend.backward(dout, q, k, v, out, lse, case.options, offsets, *more)
-    return {name: x for name, x in zip(NAMES, (out, lse, *gradients), strict=True) if x is not None}
+    call = Call(q, k, v, case.options, offsets, sinks, case.modifiers)
+    with patch.object(run, "backend_for", lambda *_: backend):
+        saved = run.forward(call)
+        gradients = run.backward(call, saved, Grads(dout, dlse if case.dlse else None))
+    return {name: x for name, x in zip(NAMES, (*saved, *gradients), strict=True) if x is not None}
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -276,7 +277,7 @@ def wrong_offsets() -> dict[str, str]:
         offsets = SequenceOffsets(torch.tensor(ends, dtype=torch.int32), torch.tensor([0, 33, 40, 60], dtype=torch.int32), longest, 60)
         try:
             with patch.object(interpreter_builder, "options", InterpreterOptions(debug=True)):  # as check_offsets is compiled
-                ours.forward(q, k, v, case.options, offsets)
+                ours.forward(Call(q, k, v, case.options, offsets))
             said[name] = ""
         except Exception as found:  # the interpreter wraps an assertion
             said[name] = str(found)

@@ -97,7 +97,7 @@ def test_attention_that_ranks_share_is_recorded_with_its_plan(runs: Path) -> Non
     explained = explain(context_parallel_attention, rows, rows, rows, RANKS, causal=True)
     whole = torch.empty(1, ledger_workers.ROWS, 2, 16)
     assert [(plan["schedule"], plan["order_hash"]) for plan in plans] == [(explained.schedule, explained.order_hash)] * RANKS
-    assert explained.order_hash == dash_attn.explain(whole, whole, whole, causal=True).order_hash
+    assert explained.order_hash == dash_attn.explain(dash_attn.flash_attn_func, whole, whole, whole, causal=True).order_hash
     assert [(plan["ranks"], plan["rank"]) for plan in plans] == [(2, 0), (2, 1)]
     assert plans[0]["chunks"] == [[128, 256, 128], [0, 1, 0]]  # of four, the middle two are one rank's
     assert compare_runs(runs / "context-zigzag", runs / "context-again").agree

@@ -200,7 +200,7 @@ def test_attention_calls_are_recorded(tmp_path: Path) -> None:
     assert module is None  # no detail
     plan = found.plans[name]
     q = torch.empty(2, 64, 1, 16)
-    explained = dash_attn.explain(q, q, q, causal=True)
+    explained = dash_attn.explain(dash_attn.flash_attn_func, q, q, q, causal=True)
     assert (plan["order_hash"], plan["schedule"], plan["backend"]) == (explained.order_hash, explained.schedule, "cpu")
     assert len(found.steps[1].layout.attention) == 5
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dash_attn import Causal, Full, Mask, Prefix, Problem, Schedule, ScheduleError, Window, generate
-from dash_attn.call.any_workers import plan_on_any
+from dash_attn.call.planning import plan_on_any
 from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import tiles as cpu_tiles
-from dash_attn.call.any_workers import AnyWorkers
 from dash_attn.call.options import BACKENDS
-from dash_attn.call.planning import plan_for
+from dash_attn.call.planning import AnyWorkers, plan_for
 from dash_attn.cli import devices
 from dash_attn.cli.devices import choose_device, choose_served
 from dash_attn.cli.main import main

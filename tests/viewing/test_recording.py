@@ -13,6 +13,7 @@ import torch
 from dash_attn import Causal, Full, Machine, Problem, Schedule, generate, simulate
 from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import recorder as cpu_record
+from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
 from dash_attn.execution.interleaving import Interleaving, TaskTime, interleaving
 from dash_attn.scheduling.problem import Task
@@ -153,9 +154,10 @@ def cpu_options(schedule: str) -> AttentionOptions:
 def recorded(schedule: str, workers: int) -> tuple[TaskTimes, torch.Tensor]:
     q, k, v, dout = random_inputs(300, 300, (2, 1), batch=2)
     options = cpu_options(schedule)
-    out, lse = cpu.forward(q, k, v, options)
-    spans = cpu_record.record_backward(dout, q, k, v, out, lse, options, workers)
-    return spans, cpu.backward(dout, q, k, v, out, lse, options)[0]
+    call = Call(q, k, v, options)
+    saved = cpu.forward(call)
+    spans = cpu_record.record_backward(call, saved, Grads(dout), workers)
+    return spans, cpu.backward(call, saved, Grads(dout)).q
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -181,12 +183,12 @@ def test_threads_note_every_task_in_its_turn(workers: int) -> None:
 
 def test_recording_changes_no_bit() -> None:
     q, k, v, dout = random_inputs(300, 300)
-    options = cpu_options("alternating")
-    out, lse = cpu.forward(q, k, v, options)
+    call = Call(q, k, v, cpu_options("alternating"))
+    saved = cpu.forward(call)
     rows: list[TaskTime] = []
-    expected = cpu.backward(dout, q, k, v, out, lse, options)
+    expected = cpu.backward(call, saved, Grads(dout))
     with interleaving(1, threads=True, workers=3, record=rows):
-        found = cpu.backward(dout, q, k, v, out, lse, options)
+        found = cpu.backward(call, saved, Grads(dout))
     assert len(rows) == Problem(Causal(), 300, 300, 64, 128, heads=2).tasks
     assert all(same_bits(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
 

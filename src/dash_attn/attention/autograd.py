@@ -7,63 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import backend_for
-from ..call.empty import backward_of_nothing, forward_of_nothing, no_pairs
-from ..call.modifiers import Modifiers
+from ..backends import run
+from ..call.call import Call, Gradients, Grads, Modifiers, Saved, no_pairs
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from .call_log import LOG_CALLS, log_call
-from .deterministic_setting import alert_if_unordered
 from .observers import observers, tell_observers
+from .pytorch import alert_if_unordered
 
 
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    offsets: SequenceOffsets | None = None,
-    sinks: Tensor | None = None,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE."""
-    alert_if_unordered(options)
-    backend = backend_for(options.backend, q.device)
-    if no_pairs(q, k):
-        if offsets is not None and q.device.type == "cpu":
-            offsets.sequences(len(q), len(k))  # no backend looks at the lengths
-        return forward_of_nothing(q, v, sinks)
-    results = backend.forward(q, k, v, options, offsets, sinks, *_if_any(modifiers))
-    if LOG_CALLS:
-        log_call(q, k, v, options, offsets)
-    if observers:
-        tell_observers(q, k, v, options, offsets)
-    return results
+def attention_forward(call: Call) -> Saved:
+    alert_if_unordered(call.options)
+    saved = run.forward(call)
+    if LOG_CALLS and not no_pairs(call):
+        log_call(call)
+    if observers and not no_pairs(call):
+        tell_observers(call)
+    return saved
 
 
-def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
-    offsets: SequenceOffsets | None = None,
-    sinks: Tensor | None = None,
-    dlse: Tensor | None = None,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dQ, dK, dV and, where there are sinks, their gradient. `dout` and `dlse` are the gradients of output and LSE."""
-    alert_if_unordered(options)
-    backend = backend_for(options.backend, q.device)
-    if no_pairs(q, k):
-        return backward_of_nothing(q, k, v, sinks, dlse)
-    return backend.backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse, *_if_any(modifiers))
-
-
-def _if_any(modifiers: Modifiers | None) -> tuple[Modifiers, ...]:
-    return () if modifiers is None else (modifiers,)
+def attention_backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
+    alert_if_unordered(call.options)
+    return run.backward(call, saved, grads)
 
 
 def _as_recomputed(modifiers: Modifiers | None, seeds: Tensor | None, slopes: Tensor | None) -> Modifiers | None:
@@ -104,7 +69,7 @@ class Attention(torch.autograd.Function):
         offsets: SequenceOffsets | None,
         modifiers: Modifiers | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attention_forward(q, k, v, options, offsets, sinks, modifiers)
+        out, lse = attention_forward(Call(q, k, v, options, offsets, sinks, modifiers))
         # Saved like the other tensors, so that changing them in place before the backward is noticed.
         ends = (None, None) if offsets is None else (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *ends, *(modifiers or Modifiers())[:2])
@@ -119,12 +84,13 @@ class Attention(torch.autograd.Function):
             if dlse is None:
                 return (None,) * 7
             dout = torch.zeros_like(out)  # only the LSE was used
-        arguments = (dout, q, k, v, out, lse, ctx.options, ctx.offsets, sinks, dlse, _as_recomputed(ctx.modifiers, *given))
+        call = Call(q, k, v, ctx.options, ctx.offsets, sinks, _as_recomputed(ctx.modifiers, *given))
+        gradients: tuple[Tensor | None, ...]
         if not torch.is_grad_enabled():
-            gradients = attention_backward(*arguments)
+            gradients = attention_backward(call, Saved(out, lse), Grads(dout, dlse))
         else:  # create_graph=True
             with torch.no_grad():
-                gradients = attention_backward(*arguments)
+                gradients = attention_backward(call, Saved(out, lse), Grads(dout, dlse))
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
         return *wanted, None, None, None

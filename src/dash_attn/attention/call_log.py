@@ -11,12 +11,10 @@ import sys
 import threading
 from typing import Any
 
-from torch import Tensor
-
 from ..backends import backend_for, resolve
-from ..call.cache_explanation import call_in_words
+from ..call.call import Call
+from ..call.explain import call_in_words
 from ..call.kv_cache import DECODE_EQUALS_TRAINING, CachePlaces, CacheTensors
-from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..call.planning import describe_call
 from ..scheduling.validate import ScheduleError
@@ -28,8 +26,9 @@ _lock = threading.Lock()
 _seen: set[tuple[Any, ...]] = set()
 
 
-def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> None:
+def log_call(call: Call) -> None:
     """Print the call unless one with the same shapes, dtype, device and options was printed before."""
+    (q, k, v), options, offsets = call.tensors, call.options, call.offsets
     sequences = 0 if offsets is None else len(offsets.cu_seqlens_q) - 1
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, sequences)
     with _lock:
@@ -37,9 +36,9 @@ def log_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets
             return
         _seen.add(key)
     packed = f" in {sequences} packed sequences" if sequences else ""
-    decided = "planned sequence by sequence" if sequences else _order_in_words(q, k, v, options)
+    decided = "planned sequence by sequence" if sequences else _order_in_words(call)
     backend = f"{resolve(options.backend, q.device)} on {q.device}, {options.accumulation}"
-    print(f"dash-attn: {describe_call(q, k, v, options)}{packed}: {backend}, {decided}", file=sys.stderr, flush=True)
+    print(f"dash-attn: {describe_call(call)}{packed}: {backend}, {decided}", file=sys.stderr, flush=True)
 
 
 def log_cache_call(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, packed: bool) -> None:
@@ -60,8 +59,8 @@ def log_cache_call(tensors: CacheTensors, places: CachePlaces, options: Attentio
     )
 
 
-def _order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+def _order_in_words(call: Call) -> str:
     try:
-        return backend_for(options.backend, q.device).order_in_words(q, k, v, options)
+        return backend_for(call.options.backend, call.q.device).order_in_words(call)
     except ScheduleError as error:  # the forward needs no schedule, so it goes on; the backward will raise this
         return f"no backward: {error}"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from ..backends import import_backend, resolve_to_explain
 from ..call.boolean_masks import take_mask
-from ..call.explanation import Explanation
-from ..call.modifiers import check_seeds, check_slopes, modifiers_of, with_elements
-from ..call.options import AttentionOptions, Choices, check_determinism, check_dropout, options_for
+from ..call.call import modifiers_of, with_elements
+from ..call.options import Accumulation, AttentionOptions, BackendName, Choices, check_determinism, check_dropout, options_for
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import BooleanMask, Mask
+from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
-from .signatures import AnyResults, OutAndLse, OutLseNone, OwnKeywords
-from .torch_ops import is_traced, traced_attention
-from .transforms import refuse_transforms
+from .pytorch import is_traced, refuse_transforms
+from .signatures import AnyResults, Keywords, OutAndLse, OutLseNone
+from .torch_ops import traced_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,73 +24,17 @@ if TYPE_CHECKING:
 
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **own: Unpack[OwnKeywords],
-) -> Tensor: ...
-@overload
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-    *,
-    return_lse: Literal[True],
-    **own: Unpack[OwnKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_lse: Literal[True], **options: Unpack[Keywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    *,
-    return_attn_probs: Literal[True],
-    return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_attn_probs: Literal[True], return_lse: bool = ..., **options: Unpack[Keywords]
 ) -> OutLseNone: ...
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_attn_probs: bool = ...,
-    *,
-    return_lse: bool = ...,
-    **own: Unpack[OwnKeywords],
-) -> AnyResults: ...
-def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_lse: Literal[False] = ..., **options: Unpack[Keywords]
+) -> Tensor: ...
+def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttention's
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,9 +50,9 @@ def flash_attn_func(
     mask: Mask | BooleanMask | Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
-    schedule: str | Schedule = "auto",
-    accumulation: str = "ordered",
-    backend: str = "auto",
+    schedule: ScheduleName | Schedule = "auto",
+    accumulation: Accumulation = "ordered",
+    backend: BackendName = "auto",
     return_lse: bool = False,
     head_offset: int = 0,
 ) -> AnyResults:
@@ -127,9 +70,9 @@ def flash_attn_func(
     dropout_seed: one number per sequence, (batch,) of torch.int64 on the device of the tensors; which pairs dropout keeps depends on
         it, the query head in the unsharded model and the two positions alone. None: drawn from PyTorch's generator.
     alibi_slopes: (q_heads,) or (batch, q_heads); slope x distance is taken off each score, behind scale and softcap. No gradient.
-    schedule: the order in which dQ is summed: "auto", a name in dash_attn.GENERATORS, or a Schedule (or its JSON text) of your
-        own. Its mask, lengths and tile sizes must be those of the call (explain tells the tile sizes); batch, heads and workers
-        may differ. In programs that are traced, give the JSON text.
+    schedule: the order in which dQ is summed: "auto", a name in dash_attn.scheduling.generators.GENERATORS, or a Schedule of your own
+        (Schedule.from_json reads a saved one). Its mask, lengths and tile sizes must be those of the call (explain tells the tile
+        sizes); batch, heads and workers may differ. A program that is traced cannot hold the object: there, give schedule.to_json().
     accumulation: "ordered", or "unordered" for sums in order of arrival. `deterministic=False` is still ordered.
     backend: "auto" (by the device of the tensors), "cpu", "hopper" or "triton". An explicit one never falls back.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
@@ -160,7 +103,7 @@ def flash_attn_func(
         modifiers = modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes)
         out, lse = traced_attention(q, k, v, sinks, None, choices, modifiers)
     else:
-        options, elements = _options_of(q, k, v, sinks, choices)
+        options, elements = options_of(q, k, v, sinks, choices)
         modifiers = with_elements(modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes), elements)
         out, lse = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
     if return_attn_probs:
@@ -168,61 +111,7 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    mask: Mask | BooleanMask | Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_seed: Tensor | None = None,
-    schedule: str | Schedule = "auto",
-    accumulation: str = "ordered",
-    backend: str = "auto",
-    return_lse: bool = False,
-    head_offset: int = 0,
-    predict_time: bool = True,
-) -> Explanation:
-    """What flash_attn_func would do with these arguments, without running it. What it refuses also raises here.
-
-    The tensors are looked at for shape, dtype and device only. Sinks do not change the answer. Tensors on the meta
-    device ask what a backend that is not here would do: explain(q, k, v, backend="hopper") then needs no GPU, and leaves
-    out the hashes of kernels.
-    predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
-    """
-    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse, predict_time=predict_time)
-    check_dropout(dropout_p)
-    check_determinism(deterministic, accumulation)
-    choices = Choices(
-        mask=mask,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        schedule=schedule,
-        accumulation=accumulation,
-        backend=backend,
-        head_offset=head_offset,
-        dropout_p=dropout_p,
-        alibi=alibi_slopes is not None,
-    )
-    options, _ = _options_of(q, k, v, sinks, choices)
-    check_seeds(dropout_seed, q, q.shape[0])
-    check_slopes(alibi_slopes, q, q.shape[0])
-    if 0 in (q.shape[0], q.shape[1], k.shape[1]):
-        raise ValueError(f"nothing to explain: there is no query or no key; got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return import_backend(resolve_to_explain(options.backend, q.device)).explain(q, k, v, options, predict_time)
-
-
-def _options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> tuple[AttentionOptions, BooleanMask | None]:
+def options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> tuple[AttentionOptions, BooleanMask | None]:
     """The options of a call of these tensors; everything is checked that can be without a plan. And the elements of a boolean mask."""
     check_tensors(q, k, v)
     check_sinks(sinks, q)

@@ -2,101 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..call.kv_cache import CachePlaces, CacheTensors
 from ..call.offsets import SequenceOffsets
-from ..call.options import Choices
+from ..call.options import BackendName, Choices
 from ..call.tensor_checks import check_flags, check_strided
 from ..masks import is_whole
 from .kv_cache_ops import run_eagerly, run_traced
-from .signatures import OutAndLse
-from .torch_ops import is_traced
-from .transforms import refuse_transforms
+from .pytorch import is_traced, refuse_transforms
+from .signatures import CacheKeywords, OutAndLse
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = ...,
-    v: Tensor | None = ...,
-    rotary_cos: None = ...,
-    rotary_sin: None = ...,
-    cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ...,
-    cache_leftpad: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    rotary_interleaved: bool = ...,
-    alibi_slopes: None = ...,
-    num_splits: int = ...,
-    return_softmax_lse: Literal[False] = ...,
-    *,
-    sinks: Tensor | None = ...,
-    first_position: int | Tensor = ...,
-    backend: str = ...,
-) -> Tensor: ...
-@overload
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = ...,
-    v: Tensor | None = ...,
-    rotary_cos: None = ...,
-    rotary_sin: None = ...,
-    cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ...,
-    cache_leftpad: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    rotary_interleaved: bool = ...,
-    alibi_slopes: None = ...,
-    num_splits: int = ...,
-    *,
-    return_softmax_lse: Literal[True],
-    sinks: Tensor | None = ...,
-    first_position: int | Tensor = ...,
-    backend: str = ...,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *positional: Any, return_softmax_lse: Literal[True], **options: Unpack[CacheKeywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k: Tensor | None = ...,
-    v: Tensor | None = ...,
-    rotary_cos: None = ...,
-    rotary_sin: None = ...,
-    cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ...,
-    cache_leftpad: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    rotary_interleaved: bool = ...,
-    alibi_slopes: None = ...,
-    num_splits: int = ...,
-    return_softmax_lse: bool = ...,
-    *,
-    sinks: Tensor | None = ...,
-    first_position: int | Tensor = ...,
-    backend: str = ...,
-) -> Tensor | OutAndLse: ...
-def flash_attn_with_kvcache(
+    *positional: Any,
+    return_softmax_lse: Literal[False] = ...,
+    **options: Unpack[CacheKeywords],
+) -> Tensor: ...
+def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are FlashAttention's
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -119,7 +56,7 @@ def flash_attn_with_kvcache(
     *,
     sinks: Tensor | None = None,
     first_position: int | Tensor = 0,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | OutAndLse:
     """Attention of new queries to cached keys and values. Each token has the bits it has in flash_attn_func on the whole sequence.
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions
+from ..call.call import Call
 
 
 class SharedPart(NamedTuple):
@@ -18,18 +15,11 @@ class SharedPart(NamedTuple):
     describe: Callable[[], dict[str, Any]]  # what decides its bits, as JSON has it
 
 
-Observer = Callable[[Tensor, Tensor, Tensor, AttentionOptions, SequenceOffsets | None, SharedPart | None], None]
+Observer = Callable[[Call, SharedPart | None], None]
 
 observers: list[Observer] = []
 
 
-def tell_observers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    offsets: SequenceOffsets | None = None,
-    shared: SharedPart | None = None,
-) -> None:
+def tell_observers(call: Call, shared: SharedPart | None = None) -> None:
     for observer in tuple(observers):
-        observer(q, k, v, options, offsets, shared)
+        observer(call, shared)

@@ -1,4 +1,8 @@
-"""What the functions share in their signatures: the keywords that are ours, and what comes back."""
+"""What the functions share in their signatures: keywords, and what comes back.
+
+Overloads tell type checkers what a call returns. They name the options once, as keywords; the functions themselves take FlashAttention's
+in its order, too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from ..call.options import Accumulation, BackendName
 from ..masks import BooleanMask, Mask
+from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 
 OutAndLse = tuple[Tensor, Tensor]
@@ -15,17 +21,24 @@ AnyResults = Tensor | OutAndLse | OutLseNone
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Keyword-only arguments that FlashAttention does not have, except mask and return_lse."""
+    """FlashAttention's choices, and ours."""
 
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
     sinks: Tensor | None
     dropout_seed: Tensor | None
-    schedule: str | Schedule
-    accumulation: str
-    backend: str
+    schedule: ScheduleName | Schedule
+    accumulation: Accumulation
+    backend: BackendName
     head_offset: int
 
 
-class OwnKeywords(SharedKeywords, total=False):
+class Keywords(SharedKeywords, total=False):
     """Those of flash_attn_func."""
 
     mask: Mask | BooleanMask | Tensor | None
@@ -35,3 +48,27 @@ class PackedKeywords(SharedKeywords, total=False):
     """Those of flash_attn_varlen_func: a matrix is for sequences of one length."""
 
     mask: Mask | None
+    block_table: Tensor | None
+
+
+class CacheKeywords(TypedDict, total=False):
+    """Those of flash_attn_with_kvcache."""
+
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: None
+    rotary_sin: None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    rotary_interleaved: bool
+    alibi_slopes: None
+    num_splits: int
+    sinks: Tensor | None
+    first_position: int | Tensor
+    backend: BackendName

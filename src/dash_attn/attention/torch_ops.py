@@ -17,17 +17,16 @@ from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
 from ..call.boolean_masks import check_mask_tensor, take_mask
+from ..call.call import Call, Grads, Modifiers, Saved, with_elements
 from ..call.given_schedule import text_of
-from ..call.modifiers import Modifiers, check_seeds, check_slopes, with_elements
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule
-from ..call.tensor_checks import check_sinks, check_tensors
+from ..call.tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
 from ..masks import check_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
 from .mask_arguments import BY_TENSOR, decode_mask, encode_mask
 
-PLAIN = (Tensor, torch.nn.Parameter)
 TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
 MORE_TENSORS = TENSORS.count("Tensor?")
 CHOICES = (
@@ -42,13 +41,6 @@ BACKWARD = (
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
-
-
-def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether a call goes through the operator: in a program that is traced, and for tensor subclasses, whose memory is not theirs."""
-    if torch.compiler.is_compiling():
-        return True
-    return any(type(tensor) not in PLAIN and isinstance(tensor, Tensor) for tensor in tensors)
 
 
 class Arguments(NamedTuple):
@@ -133,23 +125,26 @@ def _schedule_text(schedule: str | Schedule) -> str:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    arguments = Arguments(*rest)
-    offsets, options = _read(q, k, v, sinks, arguments)
-    assert options is not None, "a program that runs has no symbols"
-    options, modifiers = _with_matrix(q, k, options, arguments)
-    return attention_forward(q, k, v, options, offsets, sinks, modifiers)
+    out, lse = attention_forward(_call(q, k, v, sinks, Arguments(*rest)))
+    return out, lse
 
 
 def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    arguments = Arguments(*rest)
+    dq, dk, dv, dsinks = attention_backward(_call(q, k, v, sinks, Arguments(*rest)), Saved(out, lse), Grads(dout, dlse))
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments) -> Call:
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    options, modifiers = _with_matrix(q, k, options, arguments)
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, sinks, dlse, modifiers)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+    modifiers = arguments.modifiers
+    if arguments.mask_tensor is not None:  # what it keeps is known when a program runs: in every run it is planned anew
+        mask, elements = take_mask(arguments.mask_tensor, q, k)
+        options, modifiers = replace(options, mask=mask), with_elements(modifiers, elements)
+    return Call(q, k, v, options, offsets, sinks, modifiers)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -215,14 +210,6 @@ def _check_matrix(q: Tensor, k: Tensor, arguments: Arguments) -> None:
     if arguments.cu_seqlens_q is not None:
         check_mask(matrix)  # a matrix is for sequences of one length
     check_mask_tensor(matrix, q, k)
-
-
-def _with_matrix(q: Tensor, k: Tensor, options: AttentionOptions, arguments: Arguments) -> tuple[AttentionOptions, Modifiers | None]:
-    """What a mask tensor keeps is known when a program runs: in every run it is planned anew."""
-    if arguments.mask_tensor is None:
-        return options, arguments.modifiers
-    mask, elements = take_mask(arguments.mask_tensor, q, k)
-    return replace(options, mask=mask), with_elements(arguments.modifiers, elements)
 
 
 def _check_modifiers(q: Tensor, arguments: Arguments) -> None:

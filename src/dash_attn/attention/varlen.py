@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from ..call.modifiers import modifiers_of
+from ..call.call import modifiers_of
 from ..call.offsets import SequenceOffsets
-from ..call.options import Choices, check_determinism, check_dropout, options_for, refuse_given_schedule
+from ..call.options import (
+    Accumulation,
+    AttentionOptions,
+    BackendName,
+    Choices,
+    check_determinism,
+    check_dropout,
+    options_for,
+    refuse_given_schedule,
+)
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
 from ..masks import Mask
+from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
 from .pages import attention_of_pages
+from .pytorch import is_traced, refuse_transforms
 from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
-from .torch_ops import is_traced, traced_attention
-from .transforms import refuse_transforms
+from .torch_ops import traced_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,92 +34,23 @@ if TYPE_CHECKING:
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-    block_table: Tensor | None = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **own: Unpack[PackedKeywords],
-) -> Tensor: ...
-@overload
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-    block_table: Tensor | None = ...,
-    *,
-    return_lse: Literal[True],
-    **own: Unpack[PackedKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_lse: Literal[True], **options: Unpack[PackedKeywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    *,
+    *lengths: Any,
     return_attn_probs: Literal[True],
     return_lse: bool = ...,
-    **own: Unpack[PackedKeywords],
+    **options: Unpack[PackedKeywords],
 ) -> OutLseNone: ...
 @overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_attn_probs: bool = ...,
-    block_table: Tensor | None = ...,
-    *,
-    return_lse: bool = ...,
-    **own: Unpack[PackedKeywords],
-) -> AnyResults: ...
-def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_lse: Literal[False] = ..., **options: Unpack[PackedKeywords]
+) -> Tensor: ...
+def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are FlashAttention's
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -130,9 +71,9 @@ def flash_attn_varlen_func(
     mask: Mask | None = None,
     sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
-    schedule: str | Schedule = "auto",
-    accumulation: str = "ordered",
-    backend: str = "auto",
+    schedule: ScheduleName | Schedule = "auto",
+    accumulation: Accumulation = "ordered",
+    backend: BackendName = "auto",
     return_lse: bool = False,
     head_offset: int = 0,
 ) -> AnyResults:
@@ -181,14 +122,23 @@ def flash_attn_varlen_func(
         modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
         out, lse = traced_attention(q, k, v, sinks, packed, choices, modifiers)
     else:
-        check_tensors(q, k, v, ndim=3)
-        check_sinks(sinks, q)
-        offsets = SequenceOffsets(*packed)
-        offsets.check_device(q.device)
-        options = options_for(choices, q.shape[-1])
-        refuse_given_schedule(options)
+        options, offsets = packed_options_of(q, k, v, sinks, packed, choices)
         modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
         out, lse = Attention.apply(q, k, v, sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
+
+
+def packed_options_of(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Tensor, Tensor, int, int], choices: Choices
+) -> tuple[AttentionOptions, SequenceOffsets]:
+    """The options of a call of these tensors; everything is checked that can be without the lengths. packed: SequenceOffsets' fields."""
+    check_tensors(q, k, v, ndim=3)
+    check_sinks(sinks, q)
+    offsets = SequenceOffsets(*packed)
+    if not q.is_meta:
+        offsets.check_device(q.device)
+    options = options_for(choices, q.shape[-1])
+    refuse_given_schedule(options)
+    return options, offsets

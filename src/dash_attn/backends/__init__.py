@@ -13,10 +13,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from ..call.cache_explanation import CacheExplanation
-from ..call.explanation import Explanation
+from ..call.call import Call, Gradients, Grads, Saved
+from ..call.explain import CacheExplanation, Explanation
 from ..call.kv_cache import CachePlaces, CacheTensors
-from ..call.modifiers import Modifiers
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
 from ..scheduling.problem import Problem
@@ -29,45 +28,22 @@ ALWAYS_ORDERED = ("triton",)  # backends in which no sum could be unordered
 
 
 class Backend(Protocol):
-    """Dense tensors are (batch, length, heads, head dim), LSE (batch, query heads, length). With `offsets` they are
-    (tokens, heads, head dim) and (query heads, tokens). There is at least one query and one key; of packed sequences
-    some may be empty. `sinks` are (query heads,) logits that each row's softmax also sums. `modifiers`
-    come where the options have dropout or ALiBi.
-    """
+    """Calls have at least one query and one key. Documents in a row come as packed sequences (run.py)."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions,
-        offsets: SequenceOffsets | None = None,
-        sinks: Tensor | None = None,
-        modifiers: Modifiers | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Output and LSE. Raises where a schedule that was given does not fit, which a backward would find too late."""
+    HEADS_AT_ONCE: bool  # whether a call may have a PatternPerHead; else its heads come pattern by pattern
+    EXACT_PARTS: bool  # whether gradients of float32 tensors are not rounded
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: AttentionOptions,
-        offsets: SequenceOffsets | None = None,
-        sinks: Tensor | None = None,
-        dlse: Tensor | None = None,
-        modifiers: Modifiers | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dQ, dK, dV, and the gradient of the sinks where there are any. `dlse`, where the LSE was used, is laid out like it."""
+    def forward(self, call: Call) -> Saved: ...
+    def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients: ...
 
-    def order_in_words(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    def check_schedule(self, call: Call) -> None:
+        """Raise where a schedule that was given does not fit."""
+
+    def order_in_words(self, call: Call) -> str:
         """What the backward of these dense tensors walks, for a log."""
 
-    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
-        """What forward and backward of these dense tensors, which may be on the meta device, would do."""
+    def explain(self, call: Call, predict_time: bool = True) -> Explanation:
+        """What forward and backward of these tensors, which may be on the meta device, would do."""
 
 
 class RankBackward(Protocol):
@@ -102,7 +78,7 @@ class RankBackward(Protocol):
 class Ranks(Protocol):
     """The module `ranks` of a backend that can run one of several ranks that share a sequence."""
 
-    RankBackward: type  # (plan, shared, device, options, rows, of_rows, modifiers=) -> RankBackward
+    RankBackward: type  # (plan, shared, rank, options, rows, of_rows, modifiers=) -> RankBackward
 
     def backward_tiles(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """Rows of a Q tile and of a KV tile."""
@@ -116,19 +92,8 @@ class Ranks(Protocol):
     def machine_code(self) -> str:
         """What must be equal on all ranks besides the plan, because it decides the bits."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions,
-        sinks: Tensor | None,
-        problem: Problem,
-        sharding: Sharding,
-        rank: int,
-        modifiers: Modifiers | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Output and LSE of the rank's queries; k and v are those of the whole sequence, all of some heads."""
+    def forward(self, call: Call, problem: Problem, sharding: Sharding, rank: int) -> Saved:
+        """Of the rank's queries; k and v are those of the whole sequence, all of some heads."""
 
 
 class Cache(Protocol):

@@ -32,6 +32,15 @@ def refuse_capture() -> None:
         )
 
 
+def refuse_capture_of(mask: object) -> None:
+    """A graph would hold the addresses of tables and bits that are kept as long as the mask, and launches for all of its patterns."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "boolean masks that differ between sequences or heads cannot be captured in a CUDA graph: give one mask for all,"
+            f" made as a BooleanMask before the capture; got {mask}"
+        )
+
+
 def lasting(make: Callable[[], Made], device: torch.device) -> Made:
     """What `make` allocates on the current stream, but never from the pool of a CUDA graph.
 

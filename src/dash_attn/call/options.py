@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
 from ..scheduling.generators import GENERATORS
@@ -16,8 +16,10 @@ from .given_schedule import in_words, is_given, read_given, text_of
 from .tensor_checks import check_flags
 
 SCHEDULES = ("auto", *GENERATORS)
-ACCUMULATIONS = ("ordered", "unordered")
-BACKENDS = ("auto", "cpu", "hopper", "triton")
+Accumulation = Literal["ordered", "unordered"]
+BackendName = Literal["auto", "cpu", "hopper", "triton"]
+ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
+BACKENDS: tuple[str, ...] = get_args(BackendName)
 
 
 @dataclass(frozen=True)

@@ -78,3 +78,35 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, k and v ({q.device}); got {sinks.device}")
+
+
+def check_seeds(seeds: Tensor | None, q: Tensor, sequences: int) -> None:
+    """One whole number per sequence."""
+    if seeds is None:
+        return
+    if not isinstance(seeds, Tensor):
+        raise TypeError(f"dropout_seed must be a tensor or None; got {type(seeds).__name__}")
+    if seeds.dtype != torch.int64 or tuple(seeds.shape) != (sequences,):
+        raise ValueError(
+            f"dropout_seed must be {sequences} numbers of torch.int64, one per sequence; got {seeds.dtype} of shape {tuple(seeds.shape)}"
+        )
+    if seeds.device != q.device:
+        raise ValueError(f"dropout_seed must be on the device of q, k and v ({q.device}); got {seeds.device}")
+
+
+def check_slopes(slopes: Tensor | None, q: Tensor, sequences: int) -> None:
+    """One number per query head, or per sequence and query head."""
+    if slopes is None:
+        return
+    if not isinstance(slopes, Tensor):
+        raise TypeError(f"alibi_slopes must be a tensor or None; got {type(slopes).__name__}")
+    heads = q.shape[-2]
+    if tuple(slopes.shape) not in ((heads,), (sequences, heads)) or not slopes.dtype.is_floating_point:
+        raise ValueError(
+            f"alibi_slopes must be floating-point numbers of shape ({heads},), one per query head, or ({sequences}, {heads});"
+            f" got {slopes.dtype} of shape {tuple(slopes.shape)}"
+        )
+    if slopes.device != q.device:
+        raise ValueError(f"alibi_slopes must be on the device of q, k and v ({q.device}); got {slopes.device}")
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes get no gradient, as in FlashAttention: pass alibi_slopes.detach(); got slopes that require one")

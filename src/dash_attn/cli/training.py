@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.functions import flash_attn_func
+from ..call.options import Accumulation
 from ..execution.interleaving import interleaving
 from ..ledgers.recorder import ledger
 
@@ -23,7 +24,7 @@ SEED = 0
 class Attention(nn.Module):
     """Causal self-attention, with the projections around it."""
 
-    def __init__(self, accumulation: str) -> None:
+    def __init__(self, accumulation: Accumulation) -> None:
         super().__init__()
         self.accumulation = accumulation
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -37,7 +38,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and a two-layer perceptron."""
 
-    def __init__(self, accumulation: str) -> None:
+    def __init__(self, accumulation: Accumulation) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = Attention(accumulation)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from .passes import backward, explain, forward, order_in_words
+from .explain import explain, order_in_words
+from .passes import backward, check_schedule, forward
 
-__all__ = ["backward", "explain", "forward", "order_in_words"]
+HEADS_AT_ONCE = False
+EXACT_PARTS = True
+
+__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call.cache_explanation import CACHE_GUARANTEES, CacheExplanation, bytes_at_most, call_in_words
-from ...call.empty import no_pairs
+from ...call.call import Call
+from ...call.explain import CACHE_GUARANTEES, CacheExplanation, bytes_at_most, call_in_words
 from ...call.kv_cache import CachePlaces, CacheTensors
 from ...call.kv_cache_values import SequenceSlots, check_owners, check_pages, first_attended, slots_of_sequences
 from ...call.offsets import SequenceOffsets
@@ -84,7 +84,7 @@ def _gather(cache: Tensor, sequence: SequenceSlots, low: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    before = (len(k) - len(q)) % TILE_Q if not no_pairs(q, k) else 0
+    before = (len(k) - len(q)) % TILE_Q if len(q) and len(k) else 0
     on_grid = torch.cat([q.new_zeros(before, *q.shape[1:]), q])
-    out, lse = forward(on_grid[None], k[None], v[None], options, None, sinks)
+    out, lse = forward(Call(on_grid[None], k[None], v[None], options, sinks=sinks))
     return out[0, before:], lse[0, :, before:]

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...call.any_workers import walk_in_legs
-from ...call.modifiers import Modifiers
+from ...call.call import Call, Grads, Modifiers, Saved
 from ...call.options import AttentionOptions
+from ...call.planning import walk_in_legs
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Landed
 from ...execution.run import run_chains
@@ -49,19 +49,9 @@ def share_of(problem: Problem, sharding: Sharding, rank: int) -> Share:
     return Share(q_tiles, kv_tiles)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    sinks: Tensor | None,
-    problem: Problem,
-    sharding: Sharding,
-    rank: int,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the rank's queries. k and v are those of the whole sequence."""
-    return forward_of_share(q, k, v, options, sinks, problem, share_of(problem, sharding, rank), modifiers)
+def forward(call: Call, problem: Problem, sharding: Sharding, rank: int) -> Saved:
+    """Of the rank's queries. k and v are those of the whole sequence."""
+    return forward_of_share(call, problem, share_of(problem, sharding, rank))
 
 
 class RankBackward:
@@ -153,18 +143,11 @@ class RankBackward:
         return found
 
 
-def run_in_legs(
-    plan: Plan,
-    legs: SharedSchedule,
-    options: AttentionOptions,
-    tensors: tuple[Tensor, ...],
-    of_rows: tuple[Tensor, Tensor | None],
-    modifiers: Modifiers | None = None,
-) -> BackwardTiles:
-    """A backward on one rank that has too few workers for whole chains. tensors: dout, q, k, v and out."""
-    dout, q, k, v, out = tensors
-    backward = RankBackward(plan, legs, 0, options, (dout, q, out), of_rows, modifiers)
-    backward.take_keys(k, v, 0)
+def run_in_legs(plan: Plan, legs: SharedSchedule, call: Call, saved: Saved, grads: Grads) -> BackwardTiles:
+    """A backward on one rank that has too few workers for whole chains."""
+    rows, of_rows = (grads.out, call.q, saved.out), (saved.lse, grads.lse)
+    backward = RankBackward(plan, legs, 0, call.options, rows, of_rows, call.modifiers)
+    backward.take_keys(call.k, call.v, 0)
     walk_in_legs(backward, legs)
     backward.check()
     return backward.tiles

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
-from ...call.documents import runs_packed
+from ...call.call import Call, Grads, Saved
 from ...call.given_schedule import schedule_for
-from ...call.options import AttentionOptions
+from ...call.parts import runs_packed
 from ...call.planning import problem_of
 from ...execution.interleaving import TaskTime, interleaving
 from ...scheduling.schedule import Schedule
@@ -17,17 +16,15 @@ from .passes import backward
 from .tiles import TILE_KV, TILE_Q
 
 
-def record_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions, workers: int
-) -> TaskTimes:
-    """Run one backward of these tensors on `workers` threads and tell when every task ran. Times are microseconds."""
-    if runs_packed(options):  # what runs must be what the schedule says
+def record_backward(call: Call, saved: Saved, grads: Grads, workers: int) -> TaskTimes:
+    """Run one backward on `workers` threads and tell when every task ran. Times are microseconds."""
+    if runs_packed(call.options):  # what runs must be what the schedule says
         raise ValueError("documents run one by one, each with an order of its own; name a schedule to record the whole mask")
     # Before anything runs: a chart shows whole chains, so workers that are too few for them are refused here.
-    schedule = schedule_for(problem_of(q, k, options, TILE_Q, TILE_KV), options.schedule, workers)
+    schedule = schedule_for(problem_of(call, TILE_Q, TILE_KV), call.options.schedule, workers)
     record: list[TaskTime] = []
     with interleaving(None, threads=True, workers=workers, record=record):
-        backward(dout, q, k, v, out, lse, options)
+        backward(call, saved, grads)
     return read_record(schedule, record)
 
 

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...call.call import Call, Modifiers, Saved
 from ...call.dropout import Dropout, threshold_of
-from ...call.modifiers import Modifiers
 from ...call.options import AttentionOptions
 from ...execution.rules import ChainPlace, Contribution, Coroutine, Ending, SumPlace
 from ...masks import EMPTY, PARTIAL, Mask, TilePattern
@@ -176,19 +176,11 @@ def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Sc
     return out, (highest + total.log()).masked_fill_(nothing, -torch.inf)
 
 
-def forward_of_share(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    sinks: Tensor | None,
-    problem: Problem,
-    share: Share,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward_of_share(call: Call, problem: Problem, share: Share) -> Saved:
     """The queries of a share on all keys of the problem."""
+    (q, k, v), sinks = call.tensors, call.sinks
     with fixed_arithmetic():
-        scores = Scores(problem, options, modifiers)
+        scores = Scores(problem, call.options, call.modifiers)
         q_tiles, k_tiles, v_tiles = to_tiles(q, TILE_Q), to_tiles(k, TILE_KV), to_tiles(v, TILE_KV)
         sink_of = q_tiles.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks.detach().to(q_tiles.dtype)
         out = q_tiles.new_empty(*q_tiles.shape[:-1], v.shape[-1])
@@ -197,7 +189,7 @@ def forward_of_share(
             sequence, head, local = place
             kv_head, at = (sequence, head // problem.group), (sequence, head, share.q_tiles[local])
             out[place], lse[place] = attend(q_tiles[place], k_tiles[kv_head], v_tiles[kv_head], sink_of[head], scores, at)
-        return from_tiles(out, q.shape[1], q.dtype), lse.flatten(2)[:, :, : q.shape[1]].contiguous()
+        return Saved(from_tiles(out, q.shape[1], q.dtype), lse.flatten(2)[:, :, : q.shape[1]].contiguous())
 
 
 class BackwardTiles:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from .calls.documents import backward, forward
-from .calls.explain import explain, order_in_words
+from .calls.backward import backward
+from .calls.explain import check_schedule, explain, order_in_words
+from .calls.forward import forward
 
-__all__ = ["backward", "explain", "forward", "order_in_words"]
+HEADS_AT_ONCE = False
+EXACT_PARTS = False
+
+__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words"]

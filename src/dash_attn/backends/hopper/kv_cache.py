@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .calls.decode import attention_with_cache
-from .calls.decode_explained import explain_cache
+from .calls.explain import explain_cache
 
 __all__ = ["attention_with_cache", "explain_cache"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 
-from torch import Tensor
-
-from ...call.modifiers import Modifiers
-from ...call.options import AttentionOptions
+from ...call.call import Call, Saved
 from ...call.planning import DEFAULT_WORKERS
 from ...scheduling.generators.shift import LARGEST_BLOCK
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.share import FILLINGS
+from ...scheduling.ranks.together import FILLINGS
 from . import tiles
 from .calls.rank_backward import RankBackward, tile_size
 from .calls.rank_forward import forward as forward_of_rows
@@ -55,16 +52,6 @@ def _sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    sinks: Tensor | None,
-    problem: Problem,
-    sharding: Sharding,
-    rank: int,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the rank's queries. k and v are those of the whole sequence. Options that come with modifiers are refused."""
-    return forward_of_rows(q, k, v, options, sinks, sharding, rank)
+def forward(call: Call, problem: Problem, sharding: Sharding, rank: int) -> Saved:
+    """Of the rank's queries. k and v are those of the whole sequence. Options that come with modifiers are refused."""
+    return forward_of_rows(call, sharding, rank)

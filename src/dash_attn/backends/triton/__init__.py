@@ -5,7 +5,10 @@ Each sum belongs to one program, which adds in a fixed order: nothing is handed 
 
 from __future__ import annotations
 
-from .explaining import explain, order_in_words
-from .passes import backward, forward
+from .explain import explain, order_in_words
+from .passes import backward, check_schedule, forward
 
-__all__ = ["backward", "explain", "forward", "order_in_words"]
+HEADS_AT_ONCE = True
+EXACT_PARTS = False
+
+__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words"]

@@ -1,4 +1,4 @@
-"""Runs the passes of a call on the current stream. Documents in a row run as packed sequences."""
+"""Runs the passes of a call on the current stream."""
 
 from __future__ import annotations
 
@@ -7,72 +7,47 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ...call.documents import backward_of_documents, forward_of_documents, runs_packed
-from ...call.modifiers import Modifiers
-from ...call.offsets import SequenceOffsets
-from ...call.options import AttentionOptions
-from ..document_offsets import offsets_of
-from .setup import Call, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, readable, sink_launch, statistics_launch
-from .support import check_elements
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+from ...call.call import Call, Gradients, Grads, Saved
+from .setup import Passes, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, readable, sink_launch, statistics_launch
+from .support import check_call, check_elements
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    offsets: SequenceOffsets | None = None,
-    sinks: Tensor | None = None,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE, which is float32."""
-    check_elements(options.mask, modifiers)
-    if offsets is None and runs_packed(options):
-        return forward_of_documents(forward, (q, k, v), options, offsets_of(q, options), sinks, modifiers)
-    with on_device(q):
-        call = Call.of(q, k, v, options, offsets, modifiers)
-        if offsets is not None:
-            offsets_launch(call).run()
-        out = call.q.new_empty((*q.shape[:-1], call.v.shape[-1]))
-        lse = q.new_empty(call.lse_shape, dtype=torch.float32)
-        forward_launch(call, out, lse, None if sinks is None else logits_of(sinks)).run()
-    return cut(out, v.shape[-1]), lse
+def forward(call: Call) -> Saved:
+    """The LSE is float32."""
+    check_elements(call)
+    with on_device(call.q):
+        passes = Passes(call)
+        if call.offsets is not None:
+            offsets_launch(passes).run()
+        out = passes.q.new_empty((*call.q.shape[:-1], passes.v.shape[-1]))
+        lse = call.q.new_empty(passes.lse_shape, dtype=torch.float32)
+        forward_launch(passes, out, lse, None if call.sinks is None else logits_of(call.sinks)).run()
+    return Saved(cut(out, call.v.shape[-1]), lse)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
-    offsets: SequenceOffsets | None = None,
-    sinks: Tensor | None = None,
-    dlse: Tensor | None = None,
-    modifiers: Modifiers | None = None,
-) -> Gradients:
-    """dQ, dK, dV and the gradient of the sinks."""
-    check_elements(options.mask, modifiers)
-    if offsets is None and runs_packed(options):
-        return backward_of_documents(backward, (dout, q, k, v, out), (lse, dlse), options, offsets_of(q, options), sinks, modifiers)
-    with on_device(q):
-        call = Call.of(q, k, v, options, offsets, modifiers)
-        dout, rows = aligned(dout), RowValues.empty(call)
-        statistics_launch(call, aligned(out), dout, readable(lse), None if dlse is None else readable(dlse), rows).run()
-        dq, dk, dv = (x.new_empty(x.shape) for x in (call.q, call.k, call.v))
-        for launch in gradient_launches(call, dout, rows, (dq, dk, dv)):
+def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
+    check_elements(call)
+    with on_device(call.q):
+        passes = Passes(call)
+        dout, rows = aligned(grads.out), RowValues.empty(passes)
+        dlse = None if grads.lse is None else readable(grads.lse)
+        statistics_launch(passes, aligned(saved.out), dout, readable(saved.lse), dlse, rows).run()
+        dq, dk, dv = (x.new_empty(x.shape) for x in (passes.q, passes.k, passes.v))
+        for launch in gradient_launches(passes, dout, rows, (dq, dk, dv)):
             launch.run()
-        dsinks = None if sinks is None else _sink_gradient(call, rows, sinks)
-    return cut(dq, q.shape[-1]), cut(dk, k.shape[-1]), cut(dv, v.shape[-1]), dsinks
+        dsinks = None if call.sinks is None else _sink_gradient(passes, rows, call.sinks)
+    return Gradients(cut(dq, call.q.shape[-1]), cut(dk, call.k.shape[-1]), cut(dv, call.v.shape[-1]), dsinks)
 
 
-def _sink_gradient(call: Call, rows: RowValues, sinks: Tensor) -> Tensor:
+def check_schedule(call: Call) -> None:
+    """There is no schedule here: whatever is given is refused."""
+    check_call(call)
+
+
+def _sink_gradient(passes: Passes, rows: RowValues, sinks: Tensor) -> Tensor:
     logits = logits_of(sinks)
     gradient = torch.empty_like(logits)
-    sink_launch(call, rows, logits, gradient).run()
+    sink_launch(passes, rows, logits, gradient).run()
     return gradient.to(sinks.dtype)
 
 

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.modifiers import Modifiers
-from ...call.offsets import SequenceOffsets
-from ...call.options import AttentionOptions
-from ...masks import BooleanMask
+from ...call.call import Call
 from .launch import Launch
 from .mask_tables import TABLES, Masked, MaskTables
 from .support import architecture_of, check_call, is_band
@@ -26,29 +23,13 @@ OFFSETS = 1024  # that are checked at once
 SMALL = Tile(1, 1, 4, 1)  # of kernels that have no tiles: their warps
 
 
-@dataclass(frozen=True)
-class Call:
-    """Tensors as kernels can read them (`aligned`), and what is asked for."""
+class Passes:
+    """The launches of a call, on tensors as kernels can read them (`aligned`)."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: AttentionOptions
-    offsets: SequenceOffsets | None
-    elements: BooleanMask | None = None
-
-    @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions,
-        offsets: SequenceOffsets | None,
-        modifiers: Modifiers | None = None,
-    ) -> Call:
-        check_call(q, v, options, offsets is not None)
-        return cls(aligned(q), aligned(k), aligned(v), options, offsets, None if modifiers is None else modifiers.elements)
+    def __init__(self, call: Call) -> None:
+        check_call(call)
+        self.q, self.k, self.v = map(aligned, call.tensors)
+        self.options, self.offsets, self.elements = call.options, call.offsets, call.elements
 
     @property
     def tiles(self) -> Tiles:
@@ -130,9 +111,9 @@ class Call:
         return Launch(kernel, self.batch * numbers["heads"] * tiles, numbers, fixed, tile)
 
 
-def forward_launch(call: Call, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Launch:
+def forward_launch(passes: Passes, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Launch:
     """sinks: in float32."""
-    return call.launch("attention_forward", call.tiles.forward, {"out": out, "lse": lse, "sinks": sinks}, SINKS=sinks is not None)
+    return passes.launch("attention_forward", passes.tiles.forward, {"out": out, "lse": lse, "sinks": sinks}, SINKS=sinks is not None)
 
 
 @dataclass(frozen=True)
@@ -143,31 +124,31 @@ class RowValues:
     delta: Tensor
 
     @classmethod
-    def empty(cls, call: Call, device: torch.device | str | None = None) -> RowValues:
-        *heads, rows = call.lse_shape
+    def empty(cls, passes: Passes, device: torch.device | str | None = None) -> RowValues:
+        *heads, rows = passes.lse_shape
         shape = (*heads, -(-rows // UNIT) * UNIT)
-        return cls(*(torch.empty(shape, dtype=torch.float32, device=call.q.device if device is None else device) for _ in range(2)))
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=passes.q.device if device is None else device) for _ in range(2)))
 
     @property
     def units(self) -> int:
         return self.delta.shape[-1] // UNIT
 
 
-def statistics_launch(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: RowValues) -> Launch:
-    block = block_of(call.v.shape[-1])
+def statistics_launch(passes: Passes, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: RowValues) -> Launch:
+    block = block_of(passes.v.shape[-1])
     tile = Tile(STATISTIC_ROWS[max(64, block)], 1, 4, 1)
-    q_len, heads = call.lengths[0], call.heads[0]
+    q_len, heads = passes.lengths[0], passes.heads[0]
     numbers = {
         **{"out": out, "dout": dout, "lse": lse, "dlse": dlse, "minus_lse": rows.minus_lse, "delta": rows.delta},
         **strides("out", out),
         **strides("do", dout),
         **{"heads": heads, "q_len": q_len, "row_units": rows.units},
     }
-    constants = {"VALUE_DIM": call.v.shape[-1], "BLOCK_VALUE": block, "BLOCK_Q": tile.q_rows, "WITH_DLSE": dlse is not None}
-    return Launch("row_statistics", call.batch * heads * -(-q_len // tile.q_rows), numbers, constants, tile)
+    constants = {"VALUE_DIM": passes.v.shape[-1], "BLOCK_VALUE": block, "BLOCK_Q": tile.q_rows, "WITH_DLSE": dlse is not None}
+    return Launch("row_statistics", passes.batch * heads * -(-q_len // tile.q_rows), numbers, constants, tile)
 
 
-def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Launch, ...]:
+def gradient_launches(passes: Passes, dout: Tensor, rows: RowValues, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Launch, ...]:
     """dK and dV by KV tile, then dQ by Q tile; or both in one launch."""
     dq, dk, dv = gradients
     shared = {
@@ -175,14 +156,14 @@ def gradient_launches(call: Call, dout: Tensor, rows: RowValues, gradients: tupl
         "dout": dout,
         "minus_lse": rows.minus_lse,
         "delta": rows.delta,
-        "scale": call.options.scale,
+        "scale": passes.options.scale,
         "row_units": rows.units,
         **strides("do", dout),
     }
-    tiles, grouped = call.tiles, call.heads[0] > call.heads[1]
-    keys = call.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=grouped)
-    queries = call.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq})
-    return (together(keys, queries),) if tiles.together and is_band(call.options.mask) else (keys, queries)
+    tiles, grouped = passes.tiles, passes.heads[0] > passes.heads[1]
+    keys = passes.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=grouped)
+    queries = passes.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq})
+    return (together(keys, queries),) if tiles.together and is_band(passes.options.mask) else (keys, queries)
 
 
 def together(keys: Launch, queries: Launch) -> Launch:
@@ -196,24 +177,24 @@ def together(keys: Launch, queries: Launch) -> Launch:
     return Launch("gradients", keys.programs + queries.programs, numbers, constants, keys.tile)
 
 
-def sink_launch(call: Call, rows: RowValues, sinks: Tensor, dsinks: Tensor) -> Launch:
+def sink_launch(passes: Passes, rows: RowValues, sinks: Tensor, dsinks: Tensor) -> Launch:
     """Both in float32."""
-    q_len, heads = call.lengths[0], call.heads[0]
+    q_len, heads = passes.lengths[0], passes.heads[0]
     numbers = {
         **{"minus_lse": rows.minus_lse, "delta": rows.delta, "sinks": sinks, "dsinks": dsinks},
-        **{"heads": heads, "q_len": q_len, "row_units": rows.units, "count": call.batch * q_len},
+        **{"heads": heads, "q_len": q_len, "row_units": rows.units, "count": passes.batch * q_len},
     }
     return Launch("sink_gradient", heads, numbers, {"BLOCK": SINK_ROWS}, Tile(SINK_ROWS, 1, 8, 1))
 
 
-def offsets_launch(call: Call) -> Launch:
-    assert call.offsets is not None
-    q_len, kv_len = call.lengths
+def offsets_launch(passes: Passes) -> Launch:
+    assert passes.offsets is not None
+    q_len, kv_len = passes.lengths
     numbers = {
-        **{"q_ends": readable(call.offsets.cu_seqlens_q), "kv_ends": readable(call.offsets.cu_seqlens_k)},
-        "entries": len(call.offsets.cu_seqlens_q),
+        **{"q_ends": readable(passes.offsets.cu_seqlens_q), "kv_ends": readable(passes.offsets.cu_seqlens_k)},
+        "entries": len(passes.offsets.cu_seqlens_q),
         **{"q_tokens": q_len, "kv_tokens": kv_len},
-        **{"q_longest": int(call.offsets.max_seqlen_q), "kv_longest": int(call.offsets.max_seqlen_k)},
+        **{"q_longest": int(passes.offsets.max_seqlen_q), "kv_longest": int(passes.offsets.max_seqlen_k)},
     }
     return Launch("check_offsets", 1, numbers, {"BLOCK": OFFSETS}, SMALL)
 

@@ -7,11 +7,9 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
+from ...call.call import Call
 from ...call.given_schedule import in_words
-from ...call.modifiers import Modifiers
-from ...call.options import AttentionOptions
 from ...masks import Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
 from ..gpus import OLDEST
 
@@ -62,7 +60,8 @@ def triton_version() -> str:
     return str(triton.__version__)
 
 
-def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool) -> None:
+def check_call(call: Call) -> None:
+    (q, _, v), options = call.tensors, call.options
     if q.dtype not in DTYPES:
         raise Unsupported(f"backend 'triton' takes bfloat16, float16 and float32; got {q.dtype}")
     if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
@@ -85,7 +84,7 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool) ->
         )
     if options.alibi:
         raise Unsupported("backend 'triton' has no ALiBi yet: alibi_slopes must be None. Backends 'cpu' and 'hopper' have it")
-    if packed and not is_band(options.mask):
+    if call.offsets is not None and not is_band(options.mask):
         raise Unsupported(
             f"packed sequences on backend 'triton' take a full or causal mask, or a window; got {options.mask}."
             " A sequence at a time, by flash_attn_func, takes any mask."
@@ -94,10 +93,11 @@ def check_call(q: Tensor, v: Tensor, options: AttentionOptions, packed: bool) ->
         raise Unsupported(f"backend 'triton' has no element mask for {type(options.mask).__name__}")
 
 
-def check_elements(mask: Mask, modifiers: Modifiers | None) -> None:
+def check_elements(call: Call) -> None:
     """A pattern alone does not say what attends."""
+    mask = call.options.mask
     patterns = mask.patterns if isinstance(mask, PatternPerHead) else (mask,)
-    if any(isinstance(pattern, TilePattern) for pattern in patterns) and (modifiers is None or modifiers.elements is None):
+    if any(isinstance(pattern, TilePattern) for pattern in patterns) and call.elements is None:
         raise Unsupported(f"backend 'triton' needs the elements of a boolean mask: give flash_attn_func the mask itself; got {mask}")
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.functions import explain, flash_attn_func
+from ...attention.explain import explain
+from ...attention.functions import flash_attn_func
 from ...attention.varlen import flash_attn_varlen_func
 from ...backends import ALWAYS_ORDERED
 from .shape import PASSES, Shape

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...attention.autograd import attention_backward, attention_forward
+from ...call.call import Call, Grads
 from ...call.options import AttentionOptions
 from .candidates import CUDNN, OURS, Candidate, first_line, make_tensors, ours
 from .measure import OK, UNAVAILABLE
@@ -66,11 +67,10 @@ def _step_alone(device: torch.device) -> Callable[[], Any]:
     """What we do ourselves, without autograd: look-up, descriptors, allocations, launches."""
     tensors = make_tensors(SHAPE, device)
     q, k, v = (x.detach() for x in (tensors.q, tensors.k, tensors.v))
-    options = AttentionOptions(SHAPE.attended, SHAPE.head_dim**-0.5)
+    call = Call(q, k, v, AttentionOptions(SHAPE.attended, SHAPE.head_dim**-0.5))
 
     def step() -> Any:
-        out, lse = attention_forward(q, k, v, options)
-        return attention_backward(tensors.dout, q, k, v, out, lse, options)
+        return attention_backward(call, attention_forward(call), Grads(tensors.dout))
 
     return step
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from ...attention.functions import explain, flash_attn_func
+from ...attention.explain import explain
+from ...attention.functions import flash_attn_func
 from ...backends import ALWAYS_ORDERED, has_cache, resolve
-from ...call.explanation import Explanation
+from ...call.explain import Explanation
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...execution.interleaving import interleaving
 from ...scheduling.order import WORKER_INVARIANT, promises
@@ -63,7 +64,9 @@ class CaseTest:
 
     def explain(self) -> Explanation:
         q, k, v, _ = self.inputs
-        return explain(q, k, v, mask=self.mask, schedule=self.case.schedule, predict_time=False, backend=self.backend)
+        options = {"mask": self.mask, "schedule": self.case.schedule, "backend": self.backend}
+        told: Explanation = explain(flash_attn_func, q, k, v, predict_time=False, **options)
+        return told
 
     def outcomes(self, fresh: dict[str, Results]) -> Iterator[Outcome]:
         """`fresh`: what other processes computed, by their description; empty if none was asked."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.modifiers import Modifiers
+from ....call.call import Call, Gradients, Grads, Saved
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....scheduling.validate import TooFewWorkers
@@ -26,7 +26,7 @@ from ..driver.parameters import (
 from ..driver.tensor_map import TensorMap
 from ..driver.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
 from ..tiles import helper_blocks, threads_per_row
-from .backward_setup import DenseBackwardSetup, PackedBackwardSetup
+from .backward_setup import DenseBackwardSetup, PackedBackwardSetup, dense_setup
 from .few_workers import BackwardInLegs
 from .layout import CallCache, DenseLayout, PackedLayout, empty_contiguous, kernel_scales, masked_score, row_strides
 from .mask_bits import MaskBits, mask_bits
@@ -35,22 +35,9 @@ from .packed import PackedPlanner
 from .tables import MaskOnDevice, mask_on_device, plan_on_device
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
-    offsets: SequenceOffsets | None = None,
-    sinks: Tensor | None = None,
-    dlse: Tensor | None = None,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dQ, dK, dV and the gradient of the sinks."""
-    call, tensors = _calls.find((q, k, v, dout, out), options, offsets)
-    return call.run(tensors, lse, offsets, sinks, dlse, modifiers)
+def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
+    prepared, tensors = _calls.find(call, grads.out, saved.out)
+    return prepared.run(tensors, call, saved.lse, grads.lse)
 
 
 class BackwardCall:
@@ -138,15 +125,8 @@ class BackwardCall:
         self.postprocess = kernels.postprocess.load(device).prepare(blocks, [addressof(self.after)], early=True)
         self.sink_gradient = kernels.sink_gradient.load(device).prepare(self.layout.q_heads, [addressof(self.sink)])
 
-    def run(
-        self,
-        tensors: tuple[Tensor, ...],
-        lse: Tensor,
-        offsets: SequenceOffsets | None,
-        sinks: Tensor | None,
-        dlse: Tensor | None = None,
-        modifiers: Modifiers | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def run(self, tensors: tuple[Tensor, ...], call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
+        """tensors: q, k, v, dout and out, as TMA can read them."""
         raise_if_troubled()
         q, k, v, dout, out = tensors
         index = self.layout.device
@@ -163,15 +143,15 @@ class BackwardCall:
                     tensor_map.point_to(tensor.data_ptr())
                 self._point(at, out, dout, lse, (dq, dk, dv))
                 self.before.grad_lse = None if dlse is None else dlse.data_ptr()
-                held = None if self.bits is None else self.bits.give(self.main.mask, modifiers and modifiers.elements)
-                self._plan_on_device(offsets, at, stream)
+                held = None if self.bits is None else self.bits.give(self.main.mask, call.elements)
+                self._plan_on_device(call.offsets, at, stream)
                 lasting = []
                 if self.modifiers is not None:
-                    lasting = self.modifiers.launch(modifiers, self.before.tiles, at["modifier_notes"], stream)
+                    lasting = self.modifiers.launch(call.modifiers, self.before.tiles, at["modifier_notes"], stream)
                 self.preprocess.on(stream)
                 self.attention.on(stream)
                 self.postprocess.on(stream)
-                dsinks = None if sinks is None else self._sink_gradient(sinks, at, stream)
+                dsinks = None if call.sinks is None else self._sink_gradient(call.sinks, at, stream)
         del memory, held, lasting  # stream order keeps it alive long enough
         return self.layout.without_padding(dq, dk, dv, dsinks)
 
@@ -248,7 +228,7 @@ def prepare(
 ) -> DenseBackward | PackedBackward | BackwardInLegs:
     if isinstance(layout, PackedLayout):
         return PackedBackward(layout, tensors, options)
-    setup = DenseBackwardSetup(layout, options)
+    setup = dense_setup(layout, options)
     return DenseBackward(setup, tensors) if setup.legs is None else BackwardInLegs(setup, tensors[0].device)
 
 

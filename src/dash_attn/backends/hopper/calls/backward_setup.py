@@ -5,14 +5,11 @@ The call that runs is built from it, and `explain` asks it.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from torch import Tensor
-
-from ....call.any_workers import plan_on_any
-from ....call.offsets import SequenceOffsets
+from ....call.call import Call
 from ....call.options import AttentionOptions
-from ....call.planning import plan_for
+from ....call.planning import plan_for, plan_on_any
 from ....masks import IntervalMask
 from ....scheduling.plan import Plan
 from ....scheduling.problem import Problem
@@ -103,9 +100,9 @@ class BackwardSetup:
 class DenseBackwardSetup(BackwardSetup):
     """Of sequences of one length: the host has a plan."""
 
-    def __init__(self, layout: DenseLayout, options: AttentionOptions) -> None:
+    def __init__(self, layout: DenseLayout, options: AttentionOptions, sms: int) -> None:
         super().__init__(layout, options)
-        self.plan, self.legs = self._planned(sm_count(layout.device))
+        self.plan, self.legs = self._planned(sms)
         self.mask_kind = kind_of(self.plan.problem)
         check_kinds(self.plan.kinds)
         self.parts, self.kinds = self.plan.problem.parts, self.plan.kinds
@@ -160,14 +157,14 @@ class PackedBackwardSetup(BackwardSetup):
         return {**super()._sizes(), **packed_sizes(self._packed_layout, self.head_tiles, self.head_chains)}
 
 
-def dense_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> DenseBackwardSetup:
+def backward_setup(call: Call) -> DenseBackwardSetup | PackedBackwardSetup:
     """Of a backward of these tensors, which are looked at for shape, dtype and device only."""
-    layout = Layout.of((q, k, v), options, None)
-    assert isinstance(layout, DenseLayout)
-    return DenseBackwardSetup(layout, options)
+    layout = Layout.of(call)
+    return PackedBackwardSetup(layout, call.options) if isinstance(layout, PackedLayout) else dense_setup(layout, call.options)
 
 
-def packed_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets) -> PackedBackwardSetup:
-    layout = Layout.of((q, k, v), options, offsets)
-    assert isinstance(layout, PackedLayout)
-    return PackedBackwardSetup(layout, options)
+def dense_setup(layout: DenseLayout, options: AttentionOptions) -> DenseBackwardSetup:
+    return _kept_setup(layout, options, sm_count(layout.device))
+
+
+_kept_setup = lru_cache(maxsize=64)(DenseBackwardSetup)

@@ -5,83 +5,85 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from ....call.documents import laid_end_to_end, of_a_document, runs_packed
-from ....call.explanation import Explanation
-from ....call.mask_per_head import Together, together
+from ....call import planning
+from ....call.call import Call
+from ....call.explain import CACHE_GUARANTEES, CacheExplanation, Explanation, bytes_at_most, call_in_words
+from ....call.kv_cache import CachePlaces, CacheTensors
 from ....call.options import AttentionOptions
-from ....call.planning import describe_call, explanation_of, explanation_of_several, hash_of, plan_in_words, predict
-from ....masks import Documents, PatternPerHead
+from ....call.parts import each_planned_alone, runs_whole
+from ....masks import PatternPerHead
 from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
-from ...document_offsets import offsets_of
+from ...run import as_packed
 from ..driver.cubin_files import Kernel
-from .backward_setup import BackwardSetup, DenseBackwardSetup, dense_setup, packed_setup
+from ..driver.launch import device_index
+from ..support import DTYPES
+from ..tiles import decode_tiles
+from .backward_setup import BackwardSetup, DenseBackwardSetup, backward_setup
+from .decode import APPEND, Work, check_cache_call
 from .few_workers import LegSetup
-from .forward_setup import ForwardSetup, dense_forward_setup, packed_forward_setup
+from .forward_setup import ForwardSetup, forward_setup
 from .kernel_names import KernelName
 
 
-def backward_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Plan:
-    """The plan that a backward of these (batched) tensors walks."""
-    return dense_setup(q, k, v, options).plan
+def backward_plan(call: Call) -> Plan:
+    """The plan that a backward of dense tensors walks."""
+    setup = backward_setup(call)
+    assert isinstance(setup, DenseBackwardSetup)
+    return setup.plan
 
 
-def order_in_words(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    if runs_packed(options):
-        return "planned document by document"
-    if isinstance(options.mask, PatternPerHead):
-        return "planned head by head"
-    return plan_in_words(backward_plan(q, k, v, options))
+def check_schedule(call: Call) -> None:
+    """A schedule that was given must be one that the backward can follow."""
+    backward_plan(call)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, predict_time: bool = True) -> Explanation:
+def order_in_words(call: Call) -> str:
+    return planning.order_in_words(call, backward_plan)
+
+
+def explain(call: Call, predict_time: bool = True) -> Explanation:
     """Tensors on the meta device need no GPU; nothing is compiled for them, so there are no hashes of kernels."""
-    if runs_packed(options):
-        return _explain_documents(q, k, v, options)
-    if isinstance(options.mask, PatternPerHead):
-        return _explain_heads(q, k, v, options)
-    ahead, behind = dense_forward_setup(q, k, v, options), dense_setup(q, k, v, options)
+    if isinstance(call.options.mask, PatternPerHead):
+        return _explain_heads(call)
+    if not runs_whole(call):
+        return _explain_packed(call)
+    ahead, behind = forward_setup(call), backward_setup(call)
+    assert isinstance(behind, DenseBackwardSetup)
     if behind.legs is not None:
-        return _explain_legs(q, k, v, ahead, behind)
+        return _explain_legs(call, ahead, behind)
     plan, machine = behind.plan, H200.get(behind.layout.dim)
-    time = predict(plan, options, machine, "an H200") if predict_time else {"prediction_note": "not asked for"}
-    described = explanation_of(plan, "hopper", (q, k, v), options, **_fields(q, ahead, behind), **time)
+    time = planning.predict(plan, call, machine, "an H200") if predict_time else {"prediction_note": "not asked for"}
+    described = planning.explanation_of([plan], "hopper", call, **_fields(call, ahead, behind), **time)
     return replace(described, guarantees=reported(described.guarantees, 1)) if behind.any_workers else described
 
 
-def _explain_legs(q: Tensor, k: Tensor, v: Tensor, ahead: ForwardSetup, behind: DenseBackwardSetup) -> Explanation:
+def _explain_legs(call: Call, ahead: ForwardSetup, behind: DenseBackwardSetup) -> Explanation:
     """Too few SMs for whole chains. No chain has to be resident together with others."""
-    in_legs, options = LegSetup(behind), behind.options
+    in_legs = LegSetup(behind)
     note = f"{behind.plan.workers} SMs are too few for {behind.gang} chains at once; they walk in legs, whose time is not modelled"
-    fields = {**_fields(q, ahead, behind, in_legs), "prediction_note": note}
-    described = explanation_of(behind.plan, "hopper", (q, k, v), options, **fields)
+    fields = {**_fields(call, ahead, behind, in_legs), "prediction_note": note}
+    described = planning.explanation_of([behind.plan], "hopper", call, **fields)
     return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=in_legs.tables_bytes)
 
 
-def _explain_heads(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
+def _explain_heads(call: Call) -> Explanation:
     """Heads of one pattern run together, the others apart. Sizes are those of the largest workspace."""
-    found = [_explain_together(one, q, k, v) for one in together(q, k, options)]
+    found = [explain(one, predict_time=False) for one in each_planned_alone(call)]
     largest, kernels = max(found, key=lambda one: one.workspace_bytes or 0), _kernels_of_all(found)
     return replace(
         largest,
-        call=describe_call(q, k, v, options),
+        call=planning.describe_call(call),
         schedule=" and ".join(dict.fromkeys(one.schedule for one in found)),
         guarantees=tuple(name for name in largest.guarantees if all(name in one.guarantees for one in found)),
-        order_hash=hash_of(*(one.order_hash for one in found)),
+        order_hash=planning.hash_of(*(one.order_hash for one in found)),
         gang=max(one.gang for one in found),
         plan_bytes=sum(one.plan_bytes for one in found),
         kernels={name: digest for name, (digest, _) in kernels.items()},
         kernel_origins={name: origin for name, (_, origin) in kernels.items()},
         prediction_note="heads of several patterns run one after the other",
     )
-
-
-def _explain_together(one: Together, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
-    (queries,), (keys, values) = one.queries(q), one.keys(k, v)
-    return explain(queries, keys, values, one.options, predict_time=False)
 
 
 def _kernels_of_all(found: list[Explanation]) -> dict[str, tuple[str, str]]:
@@ -95,24 +97,22 @@ def _kernels_of_all(found: list[Explanation]) -> dict[str, tuple[str, str]]:
     return kernels
 
 
-def _explain_documents(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Explanation:
-    """Each document has the order that it has alone."""
-    assert isinstance(options.mask, Documents)
-    alone, offsets, (flat_q, flat_k, flat_v) = of_a_document(options), offsets_of(q, options), map(laid_end_to_end, (q, k, v))
-    ahead = packed_forward_setup(flat_q, flat_k, flat_v, alone, offsets)
-    behind = packed_setup(flat_q, flat_k, flat_v, alone, offsets)
-    plans = [backward_plan(q[:1, :length], k[:1, :length], v[:1, :length], alone) for length in options.mask.lengths]
-    note = "documents are planned on the device, one by one"
-    fields = _fields(q, ahead, behind)
-    described = explanation_of_several(plans, "hopper", (q, k, v), options, **fields, prediction_note=note)
+def _explain_packed(call: Call) -> Explanation:
+    """Documents and packed sequences. Each has the order that it has alone."""
+    packed = as_packed(call) if call.offsets is None else call
+    ahead, behind = forward_setup(packed), backward_setup(packed)
+    plans = [backward_plan(one) for one in each_planned_alone(call)]
+    what = "packed sequences" if call.offsets is not None else "documents"
+    note = f"{what} are planned on the device, one by one"
+    described = planning.explanation_of(plans, "hopper", call, **_fields(call, ahead, behind), prediction_note=note)
     gang = behind.gang  # what the call needs, which has room for longer documents
     return replace(described, plan_bytes=0, gang=gang, guarantees=reported(described.guarantees, gang))
 
 
-def _fields(q: Tensor, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegSetup | None = None) -> dict[str, Any]:
+def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegSetup | None = None) -> dict[str, Any]:
     """What this backend adds to an explanation."""
     names = {"forward": ahead.kernel(), **(_kernels(behind) if in_legs is None else _kernels_of_legs(in_legs))}
-    loaded = {} if q.is_meta else _load(names, behind.layout.device)
+    loaded = {} if call.q.is_meta else _load(names, behind.layout.device)
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
         "forward_tiles": (ahead.q_rows, ahead.kv_rows),
@@ -141,3 +141,25 @@ def _kernels_of_legs(in_legs: LegSetup) -> dict[str, KernelName]:
 def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:
     """Compiles what is not compiled yet: hashes are of the machine code, not of the source."""
     return {name: kernel.load(device).kernel for name, kernel in kernels.items()}
+
+
+def explain_cache(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+    check_cache_call(tensors, places, options)
+    work = Work.of(tensors, *tensors.q.shape[:2])
+    return CacheExplanation(
+        call=call_in_words(tensors, places, options),
+        backend="hopper",
+        guarantees=CACHE_GUARANTEES,
+        kv_rows=decode_tiles(work.dim).kv_rows,
+        units=work.units,
+        served_by=f"each by a cluster of {work.ctas_of_unit} CTAs" if work.columns else "each by one CTA",
+        new_keys=places.new,
+        read_bytes=bytes_at_most(tensors, places, options),
+        kernels={} if tensors.q.is_meta else _hashes(work, tensors, places, options),
+    )
+
+
+def _hashes(work: Work, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> dict[str, str]:
+    """Of the machine code; what is not compiled yet is compiled."""
+    names = {"decode": work.kernel(DTYPES[tensors.q.dtype], bool(options.softcap)), **({"append": APPEND} if places.new else {})}
+    return {name: kernel.sha256 for name, kernel in _load(names, device_index(tensors.q.device)).items()}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....call.any_workers import walk_in_legs
-from ....call.modifiers import Modifiers
-from ....call.offsets import SequenceOffsets
-from ....call.sums import sum_in_order
-from ....scheduling.ranks.units import most_states
+from ....call.call import Call, Gradients, sum_in_order
+from ....call.planning import walk_in_legs
+from ....scheduling.ranks.peaks import most_states
 from ..driver.workspace import Workspace
 from .backward_setup import DenseBackwardSetup
 from .kernel_names import LegKernels, leg_kernels
@@ -48,16 +46,8 @@ class BackwardInLegs:
     def __init__(self, setup: DenseBackwardSetup, device: torch.device) -> None:
         self.setup, self.device = setup, device
 
-    def run(
-        self,
-        tensors: tuple[Tensor, ...],
-        lse: Tensor,
-        offsets: SequenceOffsets | None,
-        sinks: Tensor | None,
-        dlse: Tensor | None = None,
-        modifiers: Modifiers | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        q, k, v, dout, out = tensors
+    def run(self, tensors: tuple[Tensor, ...], call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
+        (q, k, v, dout, out), sinks = tensors, call.sinks
         assert self.setup.legs is not None
         backward = RankBackward(self.setup.plan, self.setup.legs, 0, self.setup.options, (dout, q, out), (lse, dlse))
         backward.take_keys(k, v, 0)
@@ -65,5 +55,4 @@ class BackwardInLegs:
         dsinks = None
         if sinks is not None:
             dsinks = sum_in_order(backward.sink_gradients(backward.rows_of_sinks, sinks)).to(sinks.dtype)
-        dq, dk, dv, dsinks = self.setup.layout.without_padding(*backward.finish(), dsinks)
-        return dq, dk, dv, dsinks
+        return self.setup.layout.without_padding(*backward.finish(), dsinks)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.modifiers import Modifiers
+from ....call.call import Call, Saved
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..driver.launch import check, cuda_driver, current_stream, on_device
@@ -19,7 +19,6 @@ from ..driver.tensor_map import TensorMap
 from ..driver.trouble import raise_if_troubled
 from ..driver.workspace import Workspace
 from ..support import sm_count
-from .backward_setup import dense_setup
 from .forward_setup import CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
 from .layout import CallCache, DenseLayout, PackedLayout, cut, empty_contiguous, kernel_scales
 from .mask_bits import MaskBits, mask_bits
@@ -31,18 +30,9 @@ CACHED_BYTES = 8 * 2**20  # K and V that stay in the L2 cache beside Q and the o
 LAST_ROUNDS = 4  # Q tiles of the last heads per SM: enough to end together, the shortest last
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    offsets: SequenceOffsets | None = None,
-    sinks: Tensor | None = None,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE."""
-    call, tensors = _calls.find((q, k, v), options, offsets)
-    return call.run(tensors, offsets, sinks, modifiers)
+def forward(call: Call) -> Saved:
+    prepared, tensors = _calls.find(call)
+    return prepared.run(tensors, call)
 
 
 class ForwardCall:
@@ -89,11 +79,9 @@ class ForwardCall:
         heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
 
-    def run(
-        self, tensors: tuple[Tensor, ...], offsets: SequenceOffsets | None, sinks: Tensor | None, modifiers: Modifiers | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, tensors: tuple[Tensor, ...], call: Call) -> Saved:
         raise_if_troubled()
-        q, k, v = tensors
+        (q, k, v), sinks = tensors, call.sinks
         index = self.layout.device
         with on_device(index):
             out = empty_contiguous(q) if self.out_like_q else q.new_empty(self.out_shape)
@@ -110,12 +98,12 @@ class ForwardCall:
                 params = self.params
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
                 params.next_ticket = at["next_ticket"]
-                held = None if self.bits is None else self.bits.give(params.mask, modifiers and modifiers.elements)
-                lasting = [] if self.modifiers is None else self.modifiers.point_to(modifiers)
-                self._plan_on_device(offsets, at, stream)
+                held = None if self.bits is None else self.bits.give(params.mask, call.elements)
+                lasting = [] if self.modifiers is None else self.modifiers.point_to(call.modifiers)
+                self._plan_on_device(call.offsets, at, stream)
                 self.launch.on(stream)
         del memory, held, lasting  # stream order keeps it alive long enough
-        return cut(out, self.layout.v_dim), lse
+        return Saved(cut(out, self.layout.v_dim), lse)
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
         """Memory to keep until the launches are done, and the address of every part of it."""
@@ -131,8 +119,6 @@ class DenseForward(ForwardCall):
     holds_tables = True
 
     def __init__(self, layout: DenseLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        if options.gives_schedule:
-            dense_setup(tensors[0], tensors[1], tensors[2], options)  # of the backward, which must be able to follow
         setup = DenseForwardSetup(layout, options)
         super().__init__(setup, tensors, Workspace(next_ticket=8))
         self.visits = visits_on_device(setup.problem, self.device)

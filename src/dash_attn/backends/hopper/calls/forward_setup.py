@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ....call.offsets import SequenceOffsets
+from ....call.call import Call
 from ....call.options import AttentionOptions
 from ....scheduling.problem import Problem
 from ..tiles import CONSUMER_CHOICES, forward_dims, forward_tiles
@@ -62,14 +60,7 @@ def _problem(layout: DenseLayout, options: AttentionOptions, consumers: int) -> 
     )
 
 
-def dense_forward_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> DenseForwardSetup:
+def forward_setup(call: Call) -> ForwardSetup:
     """Of a forward of these tensors, which are looked at for shape, dtype and device only."""
-    layout = Layout.of((q, k, v), options)
-    assert isinstance(layout, DenseLayout)
-    return DenseForwardSetup(layout, options)
-
-
-def packed_forward_setup(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets) -> PackedForwardSetup:
-    layout = Layout.of((q, k, v), options, offsets)
-    assert isinstance(layout, PackedLayout)
-    return PackedForwardSetup(layout, options)
+    layout = Layout.of(call)
+    return PackedForwardSetup(layout, call.options) if isinstance(layout, PackedLayout) else DenseForwardSetup(layout, call.options)

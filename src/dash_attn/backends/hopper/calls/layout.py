@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ....call.call import Call, Gradients
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ...recently_used import Kept
@@ -38,9 +39,9 @@ class Layout:
     kv_heads: int
 
     @staticmethod
-    def of(tensors: tuple[Tensor, ...], options: AttentionOptions, offsets: SequenceOffsets | None = None) -> DenseLayout | PackedLayout:
-        q, k, v = tensors[:3]
-        check_call(q, v, options, offsets is not None)
+    def of(call: Call) -> DenseLayout | PackedLayout:
+        (q, k, v), offsets = call.tensors, call.offsets
+        check_call(q, v, call.options, offsets is not None)
         shared: dict[str, Any] = {
             "device": device_index(q.device),
             "dtype": DTYPES[q.dtype],
@@ -66,9 +67,9 @@ class Layout:
     def group(self) -> int:
         return self.q_heads // self.kv_heads
 
-    def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+    def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor, dsinks: Tensor | None) -> Gradients:
         """The gradients with the caller's head dims."""
-        return cut(dq, self.q_dim), cut(dk, self.q_dim), cut(dv, self.v_dim), *rest
+        return Gradients(cut(dq, self.q_dim), cut(dk, self.q_dim), cut(dv, self.v_dim), dsinks)
 
 
 @dataclass(frozen=True)
@@ -149,58 +150,56 @@ def kernel_scales(options: AttentionOptions) -> dict[str, float]:
     return {"scale_log2": (cap or options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * options.scale / cap if cap else 0.0}
 
 
-class PreparedCall(Protocol):
+class Prepared(Protocol):
     """What is kept for a layout. `holds_tables`: it owns device memory that launches in flight may still read."""
 
     device: torch.device
     holds_tables: bool
 
 
-Call = TypeVar("Call", bound=PreparedCall)
+Made = TypeVar("Made", bound=Prepared)
 
 
-class CallCache(Generic[Call]):
+class CallCache(Generic[Made]):
     """Calls by shapes, strides, dtype, device and options. A call that was made before costs one look-up."""
 
-    def __init__(self, prepare: Callable[[DenseLayout | PackedLayout, tuple[Tensor, ...], AttentionOptions], Call]) -> None:
+    def __init__(self, prepare: Callable[[DenseLayout | PackedLayout, tuple[Tensor, ...], AttentionOptions], Made]) -> None:
         self._prepare = prepare
-        self._kept: Kept[Call] = Kept(MOST_CALLS)
+        self._kept: Kept[Made] = Kept(MOST_CALLS)
 
-    def find(
-        self, tensors: tuple[Tensor, ...], options: AttentionOptions, offsets: SequenceOffsets | None
-    ) -> tuple[Call, tuple[Tensor, ...]]:
-        """The prepared call and the tensors it can work on (copies of those that TMA cannot read)."""
-        dims = tensors[0].shape[-1], tensors[2].shape[-1]
-        key = _key(tensors, dims, options, offsets)
-        call = self._kept.get(key)
-        if call is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
-            return call, tensors
-        layout = Layout.of(tensors, options, offsets)
+    def find(self, call: Call, *others: Tensor) -> tuple[Made, tuple[Tensor, ...]]:
+        """What is prepared for a call, and the tensors it can work on: q, k, v and others, copies of those that TMA cannot read."""
+        tensors = (*call.tensors, *others)
+        key = _key(call, tensors)
+        prepared = self._kept.get(key)
+        if prepared is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
+            return prepared, tensors
+        layout = Layout.of(call)
         tensors = tuple(tma_ready(t) for t in tensors)
-        key = _key(tensors, dims, options, offsets)
-        call = self._kept.get(key)
-        return (self._make(key, layout, tensors, options) if call is None else call), tensors
+        key = _key(call, tensors)
+        prepared = self._kept.get(key)
+        return (self._make(key, layout, tensors, call.options) if prepared is None else prepared), tensors
 
     def _make(
         self, key: tuple[Any, ...], layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions
-    ) -> Call:
+    ) -> Made:
         refuse_capture()
         with on_device(layout.device):
-            call = self._prepare(layout, tensors, options)
-        for old in self._kept.put(key, call):
+            prepared = self._prepare(layout, tensors, options)
+        for old in self._kept.put(key, prepared):
             if old.holds_tables:
                 torch.cuda.synchronize(old.device)  # launches on any stream may still read them; here they go
-        return call
+        return prepared
 
     def clear(self) -> None:
         self._kept.clear()
 
 
-def _key(tensors: tuple[Tensor, ...], dims: tuple[int, int], options: AttentionOptions, offsets: SequenceOffsets | None) -> tuple[Any, ...]:
-    """`dims`: head dims before padding."""
-    first = tensors[0]
-    packed = None if offsets is None else (len(offsets.cu_seqlens_q), *_longest(first, tensors[1], offsets))
-    return options, packed, dims, first.dtype, first.device, *((t.shape, t.stride()) for t in tensors)
+def _key(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """tensors: padded to whole units, where those of the call are not; so their head dims count, too."""
+    q, k, v, options, offsets, *_ = call
+    packed = None if offsets is None else (len(offsets.cu_seqlens_q), *_longest(q, k, offsets))
+    return options, packed, q.shape[-1], v.shape[-1], q.dtype, q.device, *((t.shape, t.stride()) for t in tensors)
 
 
 def _longest(q: Tensor, k: Tensor, offsets: SequenceOffsets) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....masks import BooleanMask, TileMap
 from ....masks.bit_matrix import BitMatrix
 from ....scheduling.problem import Problem
-from ...uploading import lasting, refuse_capture, upload
+from ...uploading import lasting, refuse_capture, refuse_capture_of, upload
 from ..driver.launch import current_stream, device_index, flag, on_device
 from ..driver.parameters import MaskBitsParams, MaskParams
 from ..support import Unsupported
@@ -92,6 +92,8 @@ class MaskBits:
         return bits
 
     def _kept(self, elements: BooleanMask) -> BitsOfMask:
+        if elements.numbers.size > 1:
+            refuse_capture_of(elements)
         with _lock:
             of_mask = _bits.setdefault(elements, {})
             found = of_mask.get(self.key)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call.call import Modifiers
 from ....call.dropout import LEVELS, threshold_of
-from ....call.modifiers import Modifiers
 from ....call.options import AttentionOptions
 from ..driver.launch import Launch
 from ..driver.parameters import ModifierNotesParams, ModifierParams, TilePlaces

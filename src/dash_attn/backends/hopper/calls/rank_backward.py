@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....call.modifiers import Modifiers
+from ....call.call import Modifiers
 from ....call.options import AttentionOptions
 from ....scheduling.plan import Plan
 from ....scheduling.ranks.units import SharedSchedule, Unit

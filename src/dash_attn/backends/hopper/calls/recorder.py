@@ -12,16 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....call.documents import runs_packed
+from ....call.call import Call, Grads, Saved
 from ....call.given_schedule import schedule_for
 from ....call.options import AttentionOptions
+from ....call.parts import runs_packed
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
 from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from ..support import refuse_modifiers
 from .backward import DenseBackward
-from .backward_setup import DenseBackwardSetup
+from .backward_setup import dense_setup
 from .layout import CallCache, DenseLayout, PackedLayout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward/config.cuh)
@@ -37,7 +38,7 @@ class RecordingCall(DenseBackward):
 
     def __init__(self, layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         assert isinstance(layout, DenseLayout)  # record_backward takes no packed sequences, which are planned on the device
-        super().__init__(DenseBackwardSetup(layout, options), tensors)
+        super().__init__(dense_setup(layout, options), tensors)
         problem = self.plan.problem
         check_size(problem)
         self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
@@ -45,22 +46,22 @@ class RecordingCall(DenseBackward):
         self.main.record, self.main.clocks, self.main.record_turns = self.record.data_ptr(), self.clocks.data_ptr(), problem.kv_tiles
 
 
-def record_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> TaskTimes:
-    """Run one backward of these (batched) tensors, after some to warm up, and tell when every task ran. Times are microseconds."""
-    check_recordable(q, k, options)
-    call, tensors = CallCache(RecordingCall).find((q, k, v, dout, out), options, None)  # kept for this call only
-    plan = call.plan
-    with torch.cuda.device(q.device):
+def record_backward(call: Call, saved: Saved, grads: Grads) -> TaskTimes:
+    """Run one backward of dense tensors, after some to warm up, and tell when every task ran. Times are microseconds."""
+    check_recordable(call.options)
+    recording, tensors = CallCache(RecordingCall).find(call, grads.out, saved.out)  # kept for this call only
+    plan = recording.plan
+    with torch.cuda.device(call.q.device):
         for _ in range(WARM_UP + 1):
-            call.record.fill_(UNWRITTEN)
-            call.run(tensors, lse, None, None)
+            recording.record.fill_(UNWRITTEN)
+            recording.run(tensors, call, saved.lse, grads.lse)
         torch.cuda.synchronize()
-    schedule = schedule_for(plan.problem, options.schedule, plan.workers)
-    drains = DRAINS[call.layout.dim <= 128]
-    return read_record(schedule, call.record.cpu().numpy(), call.clocks.cpu().numpy(), drains)
+    schedule = schedule_for(plan.problem, call.options.schedule, plan.workers)
+    drains = DRAINS[recording.layout.dim <= 128]
+    return read_record(schedule, recording.record.cpu().numpy(), recording.clocks.cpu().numpy(), drains)
 
 
-def check_recordable(q: Tensor, k: Tensor, options: AttentionOptions) -> None:
+def check_recordable(options: AttentionOptions) -> None:
     """What runs must be what the schedule says."""
     refuse_modifiers(options, "recordings")
     if runs_packed(options):
