@@ -12,8 +12,8 @@ import torch
 import dash_attn
 import ledger_workers
 import train_example
+from dash_attn import explain
 from dash_attn.distributed import context_parallel_attention
-from dash_attn.distributed.context.explain import explain
 from dash_attn.ledgers import compare_runs, read_run
 from dash_attn.ledgers.reading import RankLedger
 from processes import run_processes

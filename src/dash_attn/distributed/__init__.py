@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..scheduling.ranks.sharding import Sharding
 from .context.attention import context_parallel_attention
+from .context.explain import SharedExplanation
 from .context.layout import positions, shard, unshard
 from .heads import head_offset
 from .micro_batches.accumulator import TreeAccumulator
@@ -12,6 +13,7 @@ from .micro_batches.sampler import MicroBatchSampler
 __all__ = [
     "MicroBatchSampler",
     "Sharding",
+    "SharedExplanation",
     "TreeAccumulator",
     "context_parallel_attention",
     "head_offset",

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ..attention.autograd import attention_backward, attention_forward
+from ..call.call import Call, Grads, Saved
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
@@ -136,7 +137,7 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *given: Any, **name
     if unsupported:
         raise ValueError(f"dash_attn does not support {', '.join(unsupported)} in PyTorch's flash attention")
     check_tensors(query, key, value, ndim=4 if asked[0] is None else 3)
-    out, lse = attention_forward(query, key, value, _options(query, value, *asked[4:], **named), _offsets(*asked[:4]))
+    out, lse = attention_forward(Call(query, key, value, _options(query, value, *asked[4:], **named), _offsets(*asked[:4])))
     # The random state of dropout. There is no dropout, so nobody reads these.
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     return _laid_out_like(query, out), lse, seed, offset, query.new_empty(0)
@@ -150,7 +151,7 @@ def flash_backward(
     given: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, and what dropout would need
     """
     options, offsets = _options(query, value, *given[4:6], **named), _offsets(*given[:4])
-    *gradients, _ = attention_backward(grad_out, query, key, value, out, logsumexp, options, offsets)
+    *gradients, _ = attention_backward(Call(query, key, value, options, offsets), Saved(out, logsumexp), Grads(grad_out))
     return tuple(_laid_out_like(x, gradient) for x, gradient in zip((query, key, value), gradients, strict=True))
 
 

@@ -28,8 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.observers import SharedPart, observers
 from ..backends import backend_for, resolve
-from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions
+from ..call.call import Call
 from ..call.planning import describe_call
 from .bit_sums import PartSums, part_sums
 from .format import Entry, Plan
@@ -235,32 +234,26 @@ class AttentionCalls:
         if self._observe in observers:
             observers.remove(self._observe)
 
-    def _observe(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions,
-        offsets: SequenceOffsets | None,
-        shared: SharedPart | None,
-    ) -> None:
-        key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, offsets is not None, None if shared is None else shared.key)
+    def _observe(self, call: Call, shared: SharedPart | None) -> None:
+        (q, k, v), options = call.tensors, call.options
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, call.offsets is not None, None if shared is None else shared.key)
         name = self._names.get(key)
         if name is None:
             # Of a shared call these are the rows of this rank; schedule and order are those of the whole sequence.
             whole = None if shared is None else {"accumulation": options.accumulation, **shared.describe()}
-            plan = {"call": describe_call(q, k, v, options), **(whole or _decided(q, k, v, options, offsets))}
+            plan = {"call": describe_call(call), **(whole or _decided(call))}
             name = sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:DIGITS]
             self._names[key], self.plans[name] = name, plan
         self._calls.append((self._current_module(), name))
 
 
-def _decided(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None) -> Plan:
-    if offsets is not None:
-        asked = {"backend": resolve(options.backend, q.device), "schedule": options.schedule, "accumulation": options.accumulation}
+def _decided(call: Call) -> Plan:
+    options, device = call.options, call.q.device
+    if call.offsets is not None:
+        asked = {"backend": resolve(options.backend, device), "schedule": options.schedule, "accumulation": options.accumulation}
         return {**asked, "order_hash": "planned sequence by sequence"}
     try:
-        explained = asdict(backend_for(options.backend, q.device).explain(q, k, v, options, predict_time=False))
+        explained = asdict(backend_for(options.backend, device).explain(call, predict_time=False))
     except (ValueError, NotImplementedError) as error:  # the forward has run; what is wrong with the backward, it says itself
         return {"order_hash": f"not explained: {error}"}
     return {name: explained[name] for name in TOLD}

@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Documents, backends
+from dash_attn import Documents, backends, explain
 from dash_attn import explain as explain_alone
 from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
-from dash_attn.distributed.context.explain import explain
 from dash_attn.distributed.context.gathering import Keys
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.of_rank import OfRank

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention.autograd import FirstGradientsOnly
-from ...attention.torch_ops import is_traced
-from ...attention.transforms import refuse_transforms
+from ...attention.pytorch import is_traced, refuse_transforms
 from ...call.options import Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask

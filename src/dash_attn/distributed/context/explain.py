@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...attention.explain import explains
 from ...backends import import_backend, resolve_to_explain
-from ...call.explanation import Explanation, size_in_words
+from ...call.call import Call
+from ...call.explain import Explanation, size_in_words
 from ...call.options import AttentionOptions, Choices
 from ...call.planning import describe_call, hash_of
 from ...call.tensor_checks import check_flags
@@ -78,19 +78,16 @@ class SharedExplanation:
         return f"{size_in_words(most.total)} per rank at most" + (f": {', '.join(parts)}" if parts else "")
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SharedExplanation:
-    """What context_parallel_attention, the function, with these arguments would do. No group is needed: `group` may be a number of ranks.
+@explains(context_parallel_attention)
+def _explain(given: dict[str, Any], predict_time: bool) -> SharedExplanation:
+    """No group is needed: `group` may be a number of ranks.
 
     q, k and v are the rows of one rank, as there; they may be on the meta device, with a named backend. It raises what the call would
     raise: so a plan that does not fit is found before anything is launched. return_lse changes nothing: neighbours
     that exchange heads also exchange the gradient of the LSE, be it used or not.
     """
-    if function is not context_parallel_attention:
-        raise TypeError(f"ranks share calls of context_parallel_attention; got {getattr(function, '__name__', function)!r}")
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    check_flags(return_lse=bound.arguments["return_lse"])
-    asked = _asked(bound.arguments)
+    check_flags(return_lse=given["return_lse"])
+    asked = _asked(given)
     options, sharding = asked.checked(rank=None)
     name = resolve_to_explain(options.backend, asked.q.device)
     parts = [Part.of(asked, options, sharding, place, name) for place in range(asked.sharing.ulysses)]
@@ -122,14 +119,16 @@ def _asked(arguments: Mapping[str, Any]) -> Asked:
 
 def _alone(backend: str, whole: list[Tensor], options: AttentionOptions, documents: Lengths | None) -> Explanation:
     """What one rank would do. Documents that are not those of a mask are explained one by one."""
-    explain = partial(import_backend(backend).explain, options=options, predict_time=False)
+    explain, (q, k, v) = import_backend(backend).explain, whole
+    call = Call(q, k, v, options)
     if documents is None:
-        return explain(*whole)
-    of_length = {length: explain(*(x[:1, :length] for x in whole)) for length in set(documents)}
+        return explain(call, predict_time=False)
+    parts = {length: Call(q[:1, :length], k[:1, :length], v[:1, :length], options) for length in set(documents)}
+    of_length = {length: explain(part, predict_time=False) for length, part in parts.items()}
     each = [of_length[length] for length in documents]
     return replace(
         of_length[max(documents)],
-        call=f"{describe_call(whole[0], whole[1], whole[2], options)}, {len(documents)} documents",
+        call=f"{describe_call(call)}, {len(documents)} documents",
         schedule=" and ".join(dict.fromkeys(one.schedule for one in each)),
         order_hash=hash_of(*(one.order_hash for one in each)),
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.modifiers import Modifiers
+from ...call.call import Modifiers
 from ...scheduling.ranks.units import Unit
 from .asked import Given
 from .gathering import whole_keys

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
-from ...call.documents import document_ends, laid_end_to_end
-from ...call.modifiers import Modifiers
+from ...call.call import Call, Gradients, Grads, Saved
 from ...call.offsets import SequenceOffsets
+from ...call.parts import backward_end_to_end, document_ends, end_to_end, in_rows
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
 from .asked import Asked, Given, Part
@@ -25,7 +25,6 @@ from .shared_call import Lengths, SharedCall
 from .ulysses import HeadExchange, inside_and_outside
 
 Rows = tuple[Tensor, ...]  # dout, q, k, v, out
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dQ, dK, dV and, where there are any, of the sinks
 OfRows = tuple[Tensor, Tensor | None]  # LSE and, where it was used, its gradient
 
 
@@ -69,7 +68,7 @@ class OfRank:
             out, lse = _forward(call, self.outside, (q, k, v), given)
             if observers:
                 part = SharedPart((call, rank), partial(call.described, rank))
-                tell_observers(q, k, v, self.part.options, shared=part)
+                tell_observers(Call(q, k, v, self.part.options), part)
         return self.exchange.to_rows(out), self.exchange.to_rows(lse)
 
     def backward(self, rows: Rows, of_rows: OfRows, given: Given) -> Gradients:
@@ -85,7 +84,7 @@ class OfRank:
         else:
             *gradients, dsinks = _backward(call, self.outside, rows, (lse, dlse), given)
         dq, dk, dv = map(self.exchange.to_rows, gradients)
-        return dq, dk, dv, None if dsinks is None else self._on_first_rank(dsinks)
+        return Gradients(dq, dk, dv, None if dsinks is None else self._on_first_rank(dsinks))
 
     def _on_first_rank(self, dsinks: Tensor) -> Tensor:
         whole = self.exchange.inside.gather(dsinks.contiguous())
@@ -113,10 +112,10 @@ def _backward(call: SharedCall, peers: Peers, rows: Rows, of_rows: OfRows, given
     mail.finish()
     dq, dk, dv = move(moves.back, peers, work.gradients())
     if given.sinks is None:
-        return dq, dk, dv, None
+        return Gradients(dq, dk, dv)
     (tiles,) = move(moves.tiles, peers, [work.tiles_of_sinks()])
     (sums,) = move(moves.sums, peers, [work.sums_of_sinks(tiles)])
-    return dq, dk, dv, sum_of_sinks(sums, given.sinks)
+    return Gradients(dq, dk, dv, sum_of_sinks(sums, given.sinks))
 
 
 def _keys_of(call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> KeysOf:
@@ -127,32 +126,28 @@ def _keys_of(call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> KeysOf:
     return whole_keys(k, v)
 
 
-def _forward_alone(tensors: Rows, part: Part, given: Given) -> tuple[Tensor, Tensor]:
+def _forward_alone(tensors: Rows, part: Part, given: Given) -> Saved:
     """Of a rank that has all rows of its heads: nothing is shared. Documents in the row are packed sequences."""
-    q, k, v = tensors
+    call = _call_alone(tensors, part, given)
     if part.documents is None:
-        return attention_forward(q, k, v, part.options, None, given.sinks, given.modifiers)
-    batch, length, heads, _ = q.shape
-    offsets, modifiers = _of_each(part.documents, q, given)
-    q, k, v = map(laid_end_to_end, tensors)
-    out, lse = attention_forward(q, k, v, part.options, offsets, given.sinks, modifiers)
-    return out.unflatten(0, (batch, length)), lse.view(heads, batch, length).transpose(0, 1).contiguous()
+        return attention_forward(call)
+    return in_rows(attention_forward(end_to_end(call, call.options, _offsets(part.documents, call.q))), call)
 
 
 def _backward_alone(rows: Rows, of_rows: OfRows, part: Part, given: Given) -> Gradients:
-    (dout, q, k, v, out), (lse, dlse), options = rows, of_rows, part.options
+    (dout, *tensors, out), (lse, dlse) = rows, of_rows
+    call, saved, grads = _call_alone(tuple(tensors), part, given), Saved(out, lse), Grads(dout, dlse)
     if part.documents is None:
-        return attention_backward(dout, q, k, v, out, lse, options, None, given.sinks, dlse, given.modifiers)
-    batch, length = q.shape[:2]
-    offsets, modifiers = _of_each(part.documents, q, given)
-    dout, q, k, v, out = map(laid_end_to_end, rows)
-    lse, dlse = lse.transpose(0, 1).flatten(1), None if dlse is None else dlse.transpose(0, 1).flatten(1)
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, options, offsets, given.sinks, dlse, modifiers)
-    dq, dk, dv = (x.unflatten(0, (batch, length)) for x in (dq, dk, dv))
-    return dq, dk, dv, dsinks
+        return attention_backward(call, saved, grads)
+    packed = end_to_end(call, call.options, _offsets(part.documents, call.q))
+    return backward_end_to_end(attention_backward, packed, saved, grads)
 
 
-def _of_each(documents: Lengths, q: Tensor, given: Given) -> tuple[SequenceOffsets, Modifiers | None]:
+def _call_alone(tensors: Rows, part: Part, given: Given) -> Call:
+    q, k, v = tensors
+    return Call(q, k, v, part.options, None, given.sinks, given.modifiers)
+
+
+def _offsets(documents: Lengths, q: Tensor) -> SequenceOffsets:
     ends = torch.from_numpy(document_ends(documents, len(q))).to(q.device)
-    modifiers = None if given.modifiers is None else given.modifiers.of_documents(len(documents))
-    return SequenceOffsets(ends, ends, max(documents), max(documents)), modifiers
+    return SequenceOffsets(ends, ends, max(documents), max(documents))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...backends import RankBackward
-from ...call.sums import sum_in_order
+from ...call.call import Call, sum_in_order
 from ...scheduling.ranks.units import Unit
 from .asked import Given
 from .gathering import Keys
@@ -41,11 +41,9 @@ def _forward(own: OwnDocument, q: Tensor, keys: Keys, given: Given, into: tuple[
         keys.start(min(number + 1, len(document.gathers) - 1))
         heads = slice(kv_heads.start * call.group, kv_heads.stop * call.group)
         sinks = None if given.sinks is None else given.sinks[heads]
-        more = () if given.modifiers is None else (given.modifiers.of_heads(heads),)
-        problem, sharding = document.problem, document.sharding
-        out[:, :, heads], lse[:, heads] = call.backend.forward(
-            q[:, :, heads], *keys.get(number), call.options, sinks, problem, sharding, own.rank, *more
-        )
+        modifiers = None if given.modifiers is None else given.modifiers.of_heads(heads)
+        some = Call(q[:, :, heads], *keys.get(number), call.options, None, sinks, modifiers)
+        out[:, :, heads], lse[:, heads] = call.backend.forward(some, document.problem, document.sharding, own.rank)
 
 
 class BackwardPass:

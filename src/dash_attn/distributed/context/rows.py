@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.documents import of_a_document, runs_packed
 from ...call.options import AttentionOptions, refuse_given_schedule
+from ...call.parts import of_a_document, runs_packed
 from ...masks import Documents, is_whole
 from ...scheduling.ranks.sharding import Sharding
 from .shared_call import Lengths

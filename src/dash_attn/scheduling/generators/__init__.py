@@ -27,9 +27,6 @@ ScheduleName = Literal[
 ]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 GENERATED_BY.update(GENERATORS)
-ScheduleName = Literal[
-    "auto", "ascending", "descending", "spt", "shift", "shift_blocks", "symmetric_shift", "alternating", "arrival", "weave"
-]
 
 
 def generate(name: str, problem: Problem, workers: int) -> Schedule:

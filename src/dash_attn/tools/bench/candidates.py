@@ -167,4 +167,6 @@ def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, b
     if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
     options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap, "backend": backend}
-    return asdict(explain(tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options))
+    return asdict(
+        explain(flash_attn_func, tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options)
+    )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.call import Call, Grads
 from ...call.options import AttentionOptions
 from ...masks import Causal, Full, Mask
 from ...scheduling.generators import generate
@@ -51,8 +52,9 @@ def cpu_device(workers: int | None = None) -> Device:
         from ...backends.cpu.recorder import record_backward
 
         q, k, v, dout = tensors
-        out, lse = forward(q, k, v, options)
-        runs = (record_backward(dout, q, k, v, out, lse, options, count) for _ in range(CPU_RUNS))
+        call = Call(q, k, v, options)
+        saved = forward(call)
+        runs = (record_backward(call, saved, Grads(dout), count) for _ in range(CPU_RUNS))
         return min(runs, key=lambda spans: spans.makespan)  # whatever else runs here only adds time
 
     tiles = dict.fromkeys(CPU_HEAD_DIMS, (TILE_Q, TILE_KV))
@@ -81,7 +83,8 @@ def _record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
     from ...backends.hopper.calls.recorder import record_backward
 
     q, k, v, dout = tensors
-    return record_backward(dout, q, k, v, *forward(q, k, v, options), options)
+    call = Call(q, k, v, options)
+    return record_backward(call, forward(call), Grads(dout))
 
 
 def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
@@ -92,13 +95,14 @@ def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
     from ...backends.hopper import backward, forward
 
     q, k, v, dout = tensors
-    out, lse = forward(q, k, v, options)
+    call = Call(q, k, v, options)
+    saved = forward(call)
     for _ in range(GPU_WARM_UP):
-        backward(dout, q, k, v, out, lse, options)
+        backward(call, saved, Grads(dout))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(GPU_RUNS):
-            backward(dout, q, k, v, out, lse, options)
+            backward(call, saved, Grads(dout))
         torch.cuda.synchronize()
     (event,) = (e for e in profiled.key_averages() if "attention_backward" in e.key)
     return float(event.device_time_total / event.count)

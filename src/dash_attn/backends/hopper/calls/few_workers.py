@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....call.call import Call, Gradients, sum_in_order
 from ....call.planning import walk_in_legs
-from ....scheduling.ranks.peaks import most_states
+from ....scheduling.ranks.units import most_states
 from ..driver.workspace import Workspace
 from .backward_setup import DenseBackwardSetup
 from .kernel_names import LegKernels, leg_kernels
