@@ -12,10 +12,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from dash_attn import Causal, Full, Mask, Problem, ScheduleError, generate, simulate
+from dash_attn import Causal, Full, Mask, ScheduleError
 from dash_attn.backends.hopper.tiles import backward_tiles
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.generators import GENERATORS
+from dash_attn.simulation import simulate
 from dash_attn.simulation.machines import H200
 
 TOKENS, WIDTH = 16384, 2048  # batch x seqlen, heads x head dim

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import dash_attn
-from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window, flash_attn_func
+from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window, flash_attn_func
 from dash_attn.backends import DEVICE_OF, import_cache
 from dash_attn.backends.hopper.calls.layout import Layout
 from dash_attn.backends.hopper.support import sm_count
@@ -28,6 +28,7 @@ from dash_attn.backends.triton.tiles import listed
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.call.tensor_checks import DTYPES
+from dash_attn.scheduling import GENERATORS
 from page_parts import code, numbers_in_words, section, table
 
 LENGTH = 512  # four KV tiles: enough for masks to differ by tiles

@@ -15,15 +15,12 @@ from dash_attn import (
     Documents,
     Full,
     Mask,
-    Problem,
-    Schedule,
     ScheduleError,
     Window,
     explain,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    generate,
 )
 from dash_attn.backends.cpu.recorder import record_backward
 from dash_attn.call.call import Call, Grads, Saved
@@ -31,6 +28,7 @@ from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.integrations import sdpa
 from dash_attn.nn import SelfAttention
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
 from dense import assert_same_bits, random_inputs, run_ours, same_bits
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
 from dash_attn.call.call import Call, Saved
 from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
@@ -24,6 +24,7 @@ from dash_attn.call.parts import of_a_document
 from dash_attn.call.planning import plan_for
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.scheduling import Problem
 from dash_attn.scheduling.plan import Plan
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding

@@ -19,11 +19,12 @@ from dash_attn.backends.hopper.calls.backward_setup import DenseBackwardSetup, b
 from dash_attn.backends.hopper.calls.forward_setup import forward_setup
 from dash_attn.backends.hopper.calls.rank_forward import forward as forward_of_rows
 from dash_attn.backends.hopper.calls.recorder import check_recordable
-from dash_attn.backends.hopper.support import Unsupported, refuse_modifiers
+from dash_attn.backends.hopper.support import refuse_modifiers
 from dash_attn.call.call import Call
 from dash_attn.call.dropout import Dropout, key_of, threshold_of
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.errors import Unsupported
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.validate import TooFewWorkers
 from host_kernels import ON_HOST, host_library, write_sources

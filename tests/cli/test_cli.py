@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from dash_attn import GENERATORS, Problem, Schedule, parse_mask
+from dash_attn import parse_mask
 from dash_attn.cli.main import main
+from dash_attn.scheduling import GENERATORS, Problem, Schedule
 
 KEYS = ["schedule", "mask", "q_tiles", "kv_tiles", "heads", "workers", "tasks", "makespan", "lower_bound", "gap", "utilization", "stalled"]
 SMALL = ["--q-tiles", "8", "--kv-tiles", "8", "--heads", "4", "--workers", "8", "--compute", "3", "--reduce", "1"]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Mask, Problem, generate
+from dash_attn import Causal, Full, Mask
 from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling import Problem, generate
 from dash_attn.viewing.task_times import TaskTimes, task_table
 from dense import same_bits
 from gpu_helpers import Inputs, full_size, gpu_inputs, hopper, times_the_gpu

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn import Causal, Problem, explain, generate
+from dash_attn import Causal, explain
 from dash_attn.distributed import Sharding, context_parallel_attention
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from doc_pages import DOCS, rows, run_long_sequences

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from dash_attn import Machine, Problem, generate, simulate
+from dash_attn.scheduling import Problem, generate
+from dash_attn.simulation import Machine, simulate
 from dash_attn.viewing.gantt import gantt
 from figure_hash import shown
 from pictures import DOCS, DRAWINGS, drawn, file_hash, recorded, watched

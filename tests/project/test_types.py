@@ -31,7 +31,8 @@ RESULTS = {
 }
 HEAD = """
 from torch import Tensor
-from dash_attn import Causal, Schedule, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn import Causal, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn.scheduling import Schedule
 def check(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, qkv: Tensor, ends: Tensor, flag: bool, saved: Schedule) -> None:
 """
 

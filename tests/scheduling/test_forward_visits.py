@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dash_attn import Problem
+from dash_attn.scheduling import Problem
 from dash_attn.scheduling.plan import visit_tables
 from golden_problems import SMALL, many
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from cases import REFUSED, SERVED
-from dash_attn import Causal, Documents, Full, Machine, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, simulate
+from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.engine import run_in_model_time
 from dash_attn.scheduling.generators import GENERATORS, SCHEDULES, ScheduleName
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.machines import H200
 from reference import mirrored
 

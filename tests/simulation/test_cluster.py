@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from clusters import blocks, random_shared, shared
-from dash_attn import Machine, Problem, generate, parse_mask, simulate
+from dash_attn import parse_mask
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import heads_that_fill, share
 from dash_attn.scheduling.ranks.units import SharedSchedule
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.cluster import (
     EXECUTIONS,
     MODELS,

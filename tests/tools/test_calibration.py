@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Machine, Problem, Schedule, generate, simulate
+from dash_attn import Causal, Full
 from dash_attn.cli.main import main
+from dash_attn.scheduling import Problem, Schedule, generate
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.machines import H200, SHIPPED, Calibrated, load_machine
 from dash_attn.tools.calibrate import measured
 from dash_attn.tools.calibrate.fit import CONSTANTS, Observation, estimate, fit, path_counts

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from chromium import Chromium, needs_chromium
-from dash_attn import GENERATORS, Causal, Machine, Problem, Timeline, generate, simulate
+from dash_attn import Causal
 from dash_attn.cli import explore
+from dash_attn.scheduling import GENERATORS, Problem, generate
+from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.simulation.critical_path import turn_predecessors
 from dash_attn.simulation.machines import SHIPPED
 from dash_attn.viewing.explore.page import saved_page, served_page

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dash_attn import Causal, Machine, Problem, generate, simulate
+from dash_attn import Causal
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
 from dash_attn.viewing.explore.page import as_text, saved_page, served_page

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dash_attn import Machine, Problem, Timeline, generate, simulate
+from dash_attn.scheduling import Problem, generate
+from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.viewing.task_times import TaskTimes, task_table, times_of
 
 pytest.importorskip("matplotlib")

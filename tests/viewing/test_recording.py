@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Machine, Problem, Schedule, generate, simulate
+from dash_attn import Causal, Full
 from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import recorder as cpu_record
 from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
+from dash_attn.errors import RecordError
 from dash_attn.execution.interleaving import Interleaving, TaskTime, interleaving
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.problem import Task
-from dash_attn.viewing.recorded import Clocks, Cycles, Noted, RecordError, noted_by_drains, times_from, to_microseconds
+from dash_attn.simulation import Machine, simulate
+from dash_attn.viewing.recorded import Clocks, Cycles, Noted, noted_by_drains, times_from, to_microseconds
 from dash_attn.viewing.task_times import TaskTimes, task_table, times_of
 from dense import random_inputs, same_bits
 

@@ -17,7 +17,7 @@ from ..call.explain import call_in_words
 from ..call.kv_cache import DECODE_EQUALS_TRAINING, CachePlaces, CacheTensors
 from ..call.options import AttentionOptions
 from ..call.planning import describe_call
-from ..scheduling.validate import ScheduleError
+from ..errors import ScheduleError
 
 VARIABLE = "DASH_ATTN_LOG"
 LOG_CALLS = os.environ.get(VARIABLE, "") not in ("", "0")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..errors import ScheduleError
 from ..masks import MASK_FORMS
 from ..scheduling.generators import GENERATORS
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import SHARDINGS
-from ..scheduling.validate import ScheduleError
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
 from ..viewing.explore.page import saved_page, served_page

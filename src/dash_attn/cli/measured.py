@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import ScheduleError
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
-from ..scheduling.validate import ScheduleError
 from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.recorded import MICROSECONDS
 from ..viewing.task_times import TaskTimes, times_of

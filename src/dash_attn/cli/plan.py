@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import ScheduleError
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
-from ..scheduling.validate import ScheduleError
 from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.task_times import Recorded
 from ..viewing.words import counted, describe_machine, describe_problem, figures_of, label_of

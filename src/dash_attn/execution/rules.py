@@ -8,15 +8,12 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
+from ..errors import ExecutionError
 from ..scheduling.order import Ints
 from ..scheduling.plan import Plan
 from ..scheduling.problem import Task
 
 Target = tuple[Any, ...]  # a dQ tile (sequence, query head, Q tile), or "sum" and a SumPlace
-
-
-class ExecutionError(RuntimeError):
-    """A plan that breaks the rules: a turn that is wrong, taken twice or missing."""
 
 
 class Deadlock(ExecutionError):

@@ -6,8 +6,9 @@ import threading
 import time
 from random import Random
 
+from ..errors import ExecutionError
 from .interleaving import Interleaving, TaskTime
-from .rules import Chain, ExecutionError, Landed, Starts, Target
+from .rules import Chain, Landed, Starts, Target
 
 LONGEST_SLEEP = 3e-4  # seconds; about one task on a CPU, so that chains overtake each other
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..ledgers.format import LedgerError
+from ..errors import LedgerError
 from ..ledgers.recorder import Ledger, ledger
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ..errors import LedgerError
 from .aligning import Alignment, Bools, Pair, aligner
 from .culprit import Culprit, culprit
-from .format import PHASES, LedgerError
+from .format import PHASES
 from .reading import RankPair, Runs, Step, read_runs
 from .remarks import Change, attention_changes, by_ranks, environment_changes, lacks, notes_on, numbers, span
 

@@ -21,6 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from ..errors import LedgerError
+
 if TYPE_CHECKING:  # ledgers are read and compared without PyTorch
     import torch
     from torch import Tensor
@@ -39,10 +41,6 @@ DETAIL = ("forward", "backward", "recompute")  # phases of modules, recorded at 
 SETTING, COUNT = "setting", "count"  # roles of what is recorded of an optimizer at every step
 Plan = dict[str, Any]  # what decides the bits of a call of attention
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without flock answer: some Lustre, some NFS
-
-
-class LedgerError(ValueError):
-    """A ledger that cannot be written or read, with the reason."""
 
 
 class Record(NamedTuple):

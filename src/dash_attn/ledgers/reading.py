@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .format import END, FRAME_BYTES, HEAD, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerError, Plan, Record, from_json, records
+from ..errors import LedgerError
+from .format import END, FRAME_BYTES, HEAD, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, Plan, Record, from_json, records
 
 FILE_NAME = re.compile(r"rank-(\d+)\.ledger")
 

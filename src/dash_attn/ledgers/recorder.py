@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import LedgerError
 from ..tools.doctor import doctor
 from ..tools.machine import is_distributed, process_environment
 from . import tensors
 from .collecting import AttentionCalls, Collector, ModuleHooks, UnderWay, sees_modules
-from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerError, LedgerFile, as_json
+from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerFile, as_json
 
 Steps = Container[int] | bool
 Records = list[tuple[bytes, bytes]]  # kind, payload

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import LedgerError
 from .aligning import Alignment, aligner
-from .format import LedgerError
 from .reading import RankLedger, read_runs
 
 DIRECTIONS = ("forward", "backward", "update")

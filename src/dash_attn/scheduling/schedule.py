@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ScheduleError
 from .json_fields import as_lists, as_whole, as_wholes, load_json, read_fields
 from .order import RUN_TO_RUN, HeadOrder, Ints, Order, frozen_ints, reported
 from .problem import Problem, whole_number
-from .validate import ScheduleError, check_starts, validate
+from .validate import check_starts, validate
 
 MOST_TILES = 2**26  # of a schedule that is read from JSON: half a million tokens square
 

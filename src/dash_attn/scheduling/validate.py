@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import ScheduleError
 from .engine import Chain, Costs, Reduces, Stuck, run_in_model_time
 from .order import HeadOrder, Ints, Order
 from .problem import Problem, Task
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 ANY_WORKERS = "alternating"  # serves every mask on any number of workers
 NOTHING = Costs(0, 0, 0, 0)  # without times: what can run does
 MOST_TASKS = 2**25  # that are run untimed for a proof, in about half a minute
-
-
-class ScheduleError(ValueError):
-    """A schedule that is incomplete, ambiguous or can hang."""
 
 
 class StuckOnWorkers(ScheduleError):

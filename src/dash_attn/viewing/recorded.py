@@ -8,15 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import RecordError
 from ..scheduling.schedule import Schedule
 from .task_times import Floats, Indices, TaskTable, TaskTimes, chains_before, task_table
 from .words import percent
 
 MICROSECONDS = "microseconds"
-
-
-class RecordError(RuntimeError):
-    """What was noted does not fit the plan."""
 
 
 class Noted(NamedTuple):

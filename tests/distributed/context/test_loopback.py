@@ -14,8 +14,9 @@ from dash_attn.distributed import Sharding
 from dash_attn.distributed.context.loopback import Mailbox, Results, play_all_ranks
 from dash_attn.distributed.context.rows import sharding_for
 from dash_attn.distributed.context.shared_call import Document, SharedCall
+from dash_attn.errors import ExecutionError
 from dash_attn.execution.interleaving import interleaving
-from dash_attn.execution.rules import Deadlock, ExecutionError
+from dash_attn.execution.rules import Deadlock
 from dash_attn.scheduling.ranks.units import Unit
 from shared_cases import CAUSAL, Case, Inputs, on_one_process
 from shared_problems import random_case

@@ -8,9 +8,10 @@ from ...call.call import Call, Grads, Saved
 from ...call.given_schedule import schedule_for
 from ...call.parts import runs_packed
 from ...call.planning import problem_of
+from ...errors import RecordError
 from ...execution.interleaving import TaskTime, interleaving
 from ...scheduling.schedule import Schedule
-from ...viewing.recorded import Noted, RecordError, times_from
+from ...viewing.recorded import Noted, times_from
 from ...viewing.task_times import TaskTimes, task_table
 from .passes import backward
 from .tiles import TILE_KV, TILE_Q

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...errors import ScheduleError
 from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Order, turn_within
 from ..problem import Problem, whole_number
 from ..schedule import HAND_OVER, Schedule
-from ..validate import ScheduleError
 
 
 def shift(problem: Problem, workers: int) -> Schedule:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import ScheduleError
 from ..order import WORKER_INVARIANT
 from ..problem import Problem, whole_number
 from ..schedule import Schedule
-from ..validate import ANY_WORKERS, ScheduleError
+from ..validate import ANY_WORKERS
 from .sharding import Sharding
 from .trips import Trips, trips_without_circle
 from .units import Head, SharedSchedule, Unit

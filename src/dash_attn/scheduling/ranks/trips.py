@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import ScheduleError
 from ..order import HeadOrder, Ints
 from ..problem import Problem
 from ..schedule import Schedule
-from ..validate import ANY_WORKERS, ScheduleError
+from ..validate import ANY_WORKERS
 from .sharding import Sharding
 
 Edges = NDArray[np.int64]  # rows (earlier, later)

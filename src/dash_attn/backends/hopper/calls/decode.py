@@ -14,6 +14,7 @@ from torch import Tensor
 from ....call.kv_cache import CachePlaces, CacheTensors
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
+from ....errors import Unsupported
 from ....masks import Causal, Full, Mask, Window
 from ...recently_used import Kept
 from ...uploading import refuse_capture
@@ -22,7 +23,7 @@ from ..driver.parameters import AppendParams, CacheParams, DecodeParams, Strides
 from ..driver.tensor_map import TensorMap, is_tma_ready
 from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace
-from ..support import DTYPES, Unsupported, check_call, refuse_modifiers, sm_count
+from ..support import DTYPES, check_call, refuse_modifiers, sm_count
 from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
 from .kernel_names import KernelName, cluster_kernel, decode_kernel
 from .layout import MOST_CALLS, kernel_scales

@@ -16,9 +16,10 @@ from ....call.call import Call, Grads, Saved
 from ....call.given_schedule import schedule_for
 from ....call.options import AttentionOptions
 from ....call.parts import runs_packed
+from ....errors import RecordError
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
-from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
+from ....viewing.recorded import Clocks, Cycles, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from ..support import refuse_modifiers
 from .backward import DenseBackward
