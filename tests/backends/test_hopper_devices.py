@@ -390,9 +390,9 @@ def test_a_unit_before_its_turn_is_refused(memory: Memory, small: tuple[Case, An
     with pytest.raises(RuntimeError, match=f"unit {first.number} ran already"):
         backward.run(first, state)
     other = next(u for u in shared.units if u.rank == 1)
-    with pytest.raises(ValueError, match="belongs to device 1; this is device 0"):
+    with pytest.raises(ValueError, match="belongs to rank 1; this is rank 0"):
         backward.run(other, memory.add_tensor("states", backward.new_state(other)))
-    with pytest.raises(RuntimeError, match=rf"{len(mine) - 1} units of device 0 have not run; the first is {mine[1].number} \("):
+    with pytest.raises(RuntimeError, match=rf"{len(mine) - 1} units of rank 0 have not run; the first is {mine[1].number} \("):
         backward.finish()
 
 
