@@ -91,8 +91,8 @@ def test_which_kernels_are_packed() -> None:
     assert not [name for _, name in PACKED if UNORDERED.match(name)]
     assert len(PACKED) > len([variant for variant in left_out if variant not in SELDOM]) > 10
     dropout = "attention_backward_modified<bf16, 128, 128, false, MaskKind::Band, true, false>"
-    assert ("backward/modified.cuh", dropout) in PACKED
-    assert ("backward/modified.cuh", dropout.replace("true, false>", "true, true>")) in SELDOM
+    assert ("backward/attention.cuh", dropout) in PACKED
+    assert ("backward/attention.cuh", dropout.replace("true, false>", "true, true>")) in SELDOM
     with pytest.raises(ValueError, match="must be packed"):
         pack(PACKED[:1], Path("/nowhere"))
 

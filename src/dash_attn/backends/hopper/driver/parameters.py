@@ -264,7 +264,7 @@ class BackwardParams(Structure):
 
 @shared_with_kernels
 class LegParams(Structure):
-    """Of a launch that walks legs (backward/legs.cuh): `sums` of BackwardParams are the states of its chains."""
+    """Of a launch that walks legs (backward/attention.cuh): `sums` of BackwardParams are the states of its chains."""
 
     _members_ = (
         ("const float*", "states", "the same memory; null: the chains begin here"),
