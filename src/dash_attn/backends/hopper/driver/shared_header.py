@@ -15,8 +15,9 @@ from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
-from . import parameters
-from .parameters import RAGGED, STRUCTURES, Structure
+from . import cache_parameters, parameters  # noqa: F401  both define structures
+from .parameters import RAGGED
+from .structures import STRUCTURES, declaration
 
 NAME = "common/shared_with_python.cuh"
 MASK_KINDS = ("Band", "Rows", "Blocks", "Packed", "Bits")
@@ -43,7 +44,7 @@ def shared_header() -> str:
         _enumerations(),
         _tiles(),
         "\n".join(f"struct {name};" for name in STRUCTURES),
-        *(structure_in_c(name, structure) for name, structure in STRUCTURES.items()),
+        *map(declaration, STRUCTURES.values()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -107,19 +108,3 @@ def _by_dim(name: str, values: dict[int, int]) -> str:
 def _by_dims(name: str, values: dict[tuple[int, int], int]) -> str:
     choices = "".join(f"dim == {dim} && v_dim == {v_dim} ? {value} : " for (dim, v_dim), value in values.items())
     return f"__host__ __device__ constexpr int {name}(int dim, int v_dim) {{ return {choices}0; }}"
-
-
-def structure_in_c(name: str, structure: type[Structure]) -> str:
-    """With assertions that the compiler lays it out as Python does."""
-    aligned = f"alignas({structure._alignment_}) " if structure._alignment_ > 1 else ""
-    lines = [f"struct {aligned}{name} {{"]
-    for c_type, names, note in structure._members_:
-        star, base = ("*", c_type[:-1]) if c_type.endswith("*") else ("", c_type)
-        member = f"  {base} {', '.join(star + name.strip() for name in names.split(','))};"
-        lines.append(f"{member}  // {note}" if note else member)
-    lines.append("};")
-    lines.append(f'static_assert(sizeof({name}) == {structure.bytes()}, "Python counts other bytes in {name}");')
-    for field, *_ in structure._fields_:
-        offset = getattr(structure, field).offset
-        lines.append(f'static_assert(OFFSET_OF({name}, {field}) == {offset}, "Python has {name}.{field} elsewhere");')
-    return "\n".join(lines)

@@ -9,14 +9,12 @@ template <typename Half, int D, int COLUMNS, bool SOFTCAP> __global__ void __clu
         attention_decode_cluster(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                                  const __grid_constant__ DecodeParams p) {
   using C = ClusterConfig<D, COLUMNS>;
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 shared = shared_address(memory);
-  if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
+  const u32 shared = shared_memory();
   Unit unit(p, blockIdx.x / C::CTAS, C::ROWS);
   if (!unit.has_rows()) return;  // the whole cluster
   const CacheSlots slots(p.cache, unit.sequence);
   unit.look_at_keys(p, slots);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP, rank = (int)cluster_rank();
+  const int warp = warp_index(), lane = threadIdx.x % WARP, rank = (int)cluster_rank();
   if (threadIdx.x == 0) {
     Ring<typename C::KRing>::init(shared);
     Ring<typename C::VRing>::init(shared);

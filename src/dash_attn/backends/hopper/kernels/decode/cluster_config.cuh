@@ -15,7 +15,7 @@
 #pragma once
 #include "common/cluster.cuh"
 #include "decode/config.cuh"
-#include "decode/softmax.cuh"
+#include "decode/rows.cuh"
 
 template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = COLUMNS_, CTAS = D / COLUMNS, LANES = sum_lanes(D);

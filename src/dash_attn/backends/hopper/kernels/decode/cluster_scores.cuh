@@ -4,7 +4,7 @@
 // rows, 2 (lane % 4) and the next, for the keys 16 warp + lane / 4 + 8 j + 64 half. The order of a row sum is the forward's nevertheless:
 // the first warp gets the weights through shared memory and adds them as a warp of the forward would.
 #pragma once
-#include "common/wgmma.cuh"
+#include "common/product.cuh"
 #include "decode/cluster_config.cuh"
 
 template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScores {
@@ -37,12 +37,12 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
       wgmma_wait<0>();
 #pragma unroll
       for (int half = 0; half < HALVES; half++) pin(s[half]);
-      __syncwarp();
-      if (lane == 0) ring.empty().arrive();
+      arrive_as_warp(ring.empty(), lane);
 #pragma unroll
       for (int i = 0; i < C::GROUPS; i++) ring.next();
       const int start = rounds.first_key(round * C::CTAS + rank);
-      if constexpr (SOFTCAP) cap_scores();
+      if constexpr (SOFTCAP)
+        for (int half = 0; half < HALVES; half++) cap_scores(s[half], p.cap_scale);
       if (start < unit.lowest_full || start + C::KV_ROWS > unit.end_full) mask_scores(kept, start);
       const int tiles = rounds.tiles_of(round);
       tell_maxima(tiles, round);
@@ -82,17 +82,8 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     for (int k = 0; k < D / 16; k++)
 #pragma unroll
       for (int half = 0; half < HALVES; half++)
-        wgmma_ss<Half, 0, 0>(
-            k > 0, s[half],
-            descriptor(a + descriptor_low(C::K + (k / 4) * C::KV_PANEL + half * 64 * PANEL_ROW + (k % 4) * SIXTEEN_COLUMNS)),
-            descriptor(b + descriptor_low(C::Q + (k / 4) * C::GROUP + (k % 4) * SIXTEEN_COLUMNS)));
+        wgmma_ss<Half, 0, 0>(k > 0, s[half], RowsOf{a, C::K + half * 64 * PANEL_ROW, C::KV_PANEL}[k], RowsOf{b, C::Q, C::GROUP}[k]);
     wgmma_commit();
-  }
-  DEVICE void cap_scores() {
-#pragma unroll
-    for (int half = 0; half < HALVES; half++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[half][i] = tanh_half_log2(s[half][i] * p.cap_scale);
   }
   DEVICE void mask_scores(const KeyRange (&kept)[2], int start) {
 #pragma unroll

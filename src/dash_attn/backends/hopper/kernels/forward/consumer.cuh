@@ -39,7 +39,7 @@ template <typename V> struct ForwardConsumer {
   static constexpr bool SOFTCAP = V::SOFTCAP, DROPOUT = V::DROPOUT, ALIBI = V::ALIBI;
   static constexpr int D = C::D, V_DIM = C::V_DIM, CONSUMERS = C::CONSUMERS;
   using Bits = OwnBits<MASK, C::SCORES, CONSUMERS * WARPGROUP>;
-  static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the sum of a row
+  static constexpr int LANES = sum_lanes(D);
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
   // With two buffers for weights, a softmax waits for no output. With one, weights would overwrite those that it still reads.
@@ -237,8 +237,7 @@ template <typename V> struct ForwardConsumer {
   DEVICE ForwardModifiers modifiers_of(const Rows& rows, int kv_tile) {
     return {load_shared_i32x4(shared + C::SHARED_BYTES + rows.slot * MODIFIER_NOTE_BYTES), rows.query, kv_tile * C::KV_ROWS, lane};
   }
-  // What is one operation and what two is written out, here and everywhere: left to the compiler, the variants of a kernel would differ
-  // in the last bit. `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
+  // `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
   template <bool PASS = false> DEVICE void find_maxima(float (&rescale)[2], float (&shift)[2]) {
     float largest[2];
     if constexpr (V_DIM <= 128) {
@@ -249,8 +248,8 @@ template <typename V> struct ForwardConsumer {
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      shift[r] = largest[r] == MINUS_INFINITY ? 0.f : __fmul_rn(largest[r], p.scale_log2);  // a row may have met no key yet
-      rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift[r]);  // just 1 if the maximum stays: extra visits change nothing
+      shift[r] = shift_of(largest[r], p.scale_log2);
+      rescale[r] = rescale_of(row_max[r], p.scale_log2, shift[r]);  // just 1 if the maximum stays: extra visits change nothing
       row_max[r] = largest[r];
     }
   }
@@ -258,9 +257,9 @@ template <typename V> struct ForwardConsumer {
   DEVICE float largest_score(int r) {
     float most[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) most[i] = row_score(r, i);
+    for (int i = 0; i < 4; i++) most[i] = row_score(s, r, i);
 #pragma unroll
-    for (int i = 4; i < C::SCORES / 2; i++) most[i % 4] = fmaxf(most[i % 4], row_score(r, i));
+    for (int i = 4; i < C::SCORES / 2; i++) most[i % 4] = fmaxf(most[i % 4], row_score(s, r, i));
     float largest = fmaxf(row_max[r], fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
@@ -287,7 +286,7 @@ template <typename V> struct ForwardConsumer {
     int most[2] = {before, before};
 #pragma unroll
     for (int i = 0; i < C::SCORES / 2; i += 2) {
-      const int x = __float_as_int(row_score(r, i)), y = __float_as_int(row_score(r, i + 1));
+      const int x = __float_as_int(row_score(s, r, i)), y = __float_as_int(row_score(s, r, i + 1));
       most[i / 2 % 2] = MAX ? __vimax3_s32(most[i / 2 % 2], x, y) : __vimin3_s32(most[i / 2 % 2], x, y);
     }
     return MAX ? max(most[0], most[1]) : min(most[0], most[1]);
@@ -305,18 +304,10 @@ template <typename V> struct ForwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float part[LANES];
-#pragma unroll
-      for (int i = 0; i < C::SCORES / 2; i++) {
-        float& x = row_score(r, i);
-        x = exp2_approx(fmaf(x, p.scale_log2, -shift[r]));
-        part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
-      }
-      row_sum[r] = fmaf(row_sum[r], rescale[r], part[0]);
-#pragma unroll
-      for (int i = 1; i < LANES; i++) row_sum[r] += part[i];
+      weigh(s, r, p.scale_log2, shift[r], part);
+      row_sum[r] = add_to_sum(row_sum[r], rescale[r], part);
     }
   }
-  DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }  // column i of row r, as this thread holds them
 
   // Writes LSE. Returns what outputs must be multiplied by.
   DEVICE void finish_rows(u32 slot, float (&factor)[2]) {

@@ -21,8 +21,7 @@ template <typename V> struct ForwardStorer {
       sync_with_others<OUTPUT>(wg, WARPGROUP + WARP);
       if (lane == 0) {
         for (int i = 0; i < C::V_PANELS; i++)
-          tma_store<V::PACKED>(out_map, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, a.y, a.z + a.w + wg * 64,
-                                              plane);
+          tma_store<V::PACKED>(out_map, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, a.y, a.z + a.w + wg * 64, plane);
         bulk_commit();
         bulk_wait_read();
       }
