@@ -67,8 +67,8 @@ def test_planted_faults_change_bits(fault: str, tmp_path: Path, monkeypatch: pyt
     """`ascending`, where chains meet at every tile: hand-overs are never late by luck."""
     inputs = full_size(4096)
     expected = run_ours(inputs, Causal(), schedule="ascending")
-    faulty = plant(fault, hopper("device.compile").sources())
-    with monkeypatch.context() as private, patched_backend({("device.compile", "sources"): lambda: faulty}):
+    faulty = plant(fault, hopper("driver.compile").sources())
+    with monkeypatch.context() as private, patched_backend({("driver.compile", "sources"): lambda: faulty}):
         private.setenv("DASH_ATTN_CACHE", str(tmp_path))
         results = [run_ours(inputs, Causal(), schedule="ascending").dq for _ in range(TRIES)]
         differing = sum(not same_bits(dq, expected.dq) for dq in results)

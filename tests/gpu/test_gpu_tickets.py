@@ -19,7 +19,7 @@ from start_orders import laid_end_to_end, starts_alone
 
 pytestmark = pytest.mark.gpu
 
-RECORD = hopper("device.parameters").ChainRecord
+RECORD = hopper("driver.parameters").ChainRecord
 WORDS = RECORD.bytes() // 4
 HEADS = [((1, 1), 1), ((2, 2), 3), ((5, 5), 3), ((16, 16), 8), ((8, 2), 20), ((33, 33), 5), ((8, 1), 3), ((21, 3), 2), ((71, 1), 1)]
 
@@ -65,7 +65,7 @@ def test_tickets(
 
 def keep_workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each pass from now on allocates: memory, and the address of every part."""
-    workspace, kept = hopper("device.workspace").Workspace, list[Any]()
+    workspace, kept = hopper("driver.workspace").Workspace, list[Any]()
     allocate = workspace.allocate
 
     def allocate_and_keep(self: Any, device: torch.device) -> Any:

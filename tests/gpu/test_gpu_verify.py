@@ -23,8 +23,8 @@ RARE = pytest.mark.xfail(strict=False, reason="a race: the late writes may overt
 def test_a_weak_hand_over_fails_and_is_named(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faulty = plant(fault, hopper("device.compile").sources())
-    with monkeypatch.context() as private, patched_backend({("device.compile", "sources"): lambda: faulty}):
+    faulty = plant(fault, hopper("driver.compile").sources())
+    with monkeypatch.context() as private, patched_backend({("driver.compile", "sources"): lambda: faulty}):
         private.setenv("DASH_ATTN_CACHE", str(tmp_path))
         status = main(WORDS)
     out = capsys.readouterr().out

@@ -104,7 +104,7 @@ def hopper(name: str) -> ModuleType:
 
 
 def forget_kernels_and_calls() -> None:
-    for cached in (hopper("device.compile").source_key, hopper("device.driver").load_kernel, hopper("device.driver").takes_packed):
+    for cached in (hopper("driver.compile").source_key, hopper("driver.launch").load_kernel, hopper("driver.launch").takes_shipped):
         cached.cache_clear()
     for name in ("calls.forward", "calls.backward", "calls.decode"):
         hopper(name)._calls.clear()

@@ -42,9 +42,9 @@ def compilers(backend: str) -> dict[str, str | None]:
 
         return {"triton": triton_version()}
     from ...backends.hopper.driver.compile import compiler_at_hand
-    from ...backends.hopper.driver.shipped import packed_compiler
+    from ...backends.hopper.driver.shipped import shipped_compiler
 
-    return {"nvrtc": compiler_at_hand(), "packed_nvrtc": packed_compiler()}  # of the kernels that came with the package
+    return {"nvrtc": compiler_at_hand(), "packed_nvrtc": shipped_compiler()}  # of the kernels that came with the package
 
 
 def short_name(gpu: str) -> str:

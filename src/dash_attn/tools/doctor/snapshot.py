@@ -131,8 +131,8 @@ def _kernels() -> str:
     driver = sys.modules.get("dash_attn.backends.hopper.driver.launch")
     if driver is not None and driver.origins:
         return "; ".join(f"{count} {origin}" for origin, count in sorted(Counter(driver.origins.values()).items()))
-    compiler = import_module("dash_attn.backends.hopper.driver.shipped").packed_compiler()
-    where = "none came with the package, so the NVRTC at hand compiles them" if compiler is None else f"packed, NVRTC {compiler}"
+    compiler = import_module("dash_attn.backends.hopper.driver.shipped").shipped_compiler()
+    where = "none came with the package, so the NVRTC at hand compiles them" if compiler is None else f"shipped, NVRTC {compiler}"
     return f"none loaded yet; {where}"
 
 

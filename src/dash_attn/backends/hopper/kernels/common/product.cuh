@@ -35,15 +35,3 @@ template <typename Half, int N, int PAIRS> DEVICE void multiply_add(float (&d)[N
   for (int k = 0; k < PAIRS / 4; k++) wgmma_rs<Half, 1>(d, a + 4 * k, b[k]);
   wgmma_commit();
 }
-
-// Columns of a finished tile in 16 bits, times a factor for rows lane / 4 and for those 8 further, to 64 rows of panels.
-template <typename Half, int COLUMNS, typename At> DEVICE void put_rows(u32 to, const float* tile, const float (&factor)[2], const At& at) {
-#pragma unroll
-  for (int g = 0; g < COLUMNS / 16; g++) {
-    u32 r[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) r[i] = pack<Half>(tile[8 * g + 2 * i] * factor[i & 1], tile[8 * g + 2 * i + 1] * factor[i & 1]);
-    const int row = at.warp * 16 + (at.lane & 15), chunk = (2 * (g % 4) + (at.lane >> 4)) ^ (at.lane & 7);
-    stmatrix(to + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
-  }
-}
