@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64
+from enum import IntEnum
 
 from .structures import Structure, lay_out_all
 
 RAGGED = 2**30  # where the row axis of a packed tensor ends (kernels/common/sequence.cuh)
-# Why a kernel gave up (trouble.py).
-HANG, BAD_LENGTHS = 1, 2
-CACHE_LENGTH, CACHE_PADDING, CACHE_ROW, CACHE_PAGE, CACHE_SHARED, CACHE_POSITION = 3, 4, 5, 6, 7, 8
+# Why a kernel gave up (trouble.py). Kernels have the same names.
+Trouble = IntEnum("Trouble", "Hang BadLengths CacheLength CachePadding CacheRow CachePage CacheShared CachePosition")
 Pair = c_int * 2
 Strides = c_int64 * 3
 
@@ -68,10 +68,7 @@ class Run(Structure):
 
 
 class Step(Structure):
-    in_c = """
-    // One entry of an irregular walk.
-    int q_tile, turn, partial;
-    """
+    in_c = "int q_tile, turn, partial;"  # One entry of an irregular walk.
 
 
 class GroupSplit(Structure):

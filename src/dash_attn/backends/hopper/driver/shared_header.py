@@ -15,22 +15,12 @@ from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
-from . import cache_parameters, parameters  # noqa: F401  both define structures
-from .parameters import RAGGED
+from . import cache_parameters  # noqa: F401  defines structures
+from .parameters import RAGGED, Trouble
 from .structures import STRUCTURES, declaration
 
 NAME = "common/shared_with_python.cuh"
 MASK_KINDS = ("Band", "Rows", "Blocks", "Packed", "Bits")
-TROUBLES = {
-    "Hang": "HANG",
-    "BadLengths": "BAD_LENGTHS",
-    "CacheLength": "CACHE_LENGTH",
-    "CachePadding": "CACHE_PADDING",
-    "CacheRow": "CACHE_ROW",
-    "CachePage": "CACHE_PAGE",
-    "CacheShared": "CACHE_SHARED",
-    "CachePosition": "CACHE_POSITION",
-}
 
 
 @cache
@@ -83,28 +73,24 @@ def _generator() -> str:
 
 def _enumerations() -> str:
     kinds = ", ".join(MASK_KINDS)
-    troubles = ", ".join(f"{name} = {getattr(parameters, constant)}" for name, constant in TROUBLES.items())
+    troubles = ", ".join(f"{trouble.name} = {trouble.value}" for trouble in Trouble)
     return f"enum class MaskKind {{ {kinds} }};\nenum class Trouble : int {{ None, {troubles} }};"
 
 
 def _tiles() -> str:
     """Rows and shared memory, by head dim; in the backward by those of q and k, and of v."""
     backward = {dims: backward_tiles(*dims) for dims in BACKWARD_DIMS}
-    forward = {dim: forward_tiles(dim, 2) for dim, _ in FORWARD_DIMS}
     lines = [
         _by_dims("backward_q_rows", {dims: tiles.q_rows for dims, tiles in backward.items()}),
         _by_dims("backward_kv_rows", {dims: tiles.kv_rows for dims, tiles in backward.items()}),
         _by_dims("backward_shared_bytes", {dims: tiles.shared_bytes for dims, tiles in backward.items()}),
-        _by_dim("forward_kv_rows", {dim: tiles.kv_rows for dim, tiles in forward.items()}),
+        _by_dims("forward_kv_rows", {(dim,): forward_tiles(dim, 2).kv_rows for dim, _ in FORWARD_DIMS}),
     ]
     return "\n".join(lines)
 
 
-def _by_dim(name: str, values: dict[int, int]) -> str:
-    choices = "".join(f"dim == {dim} ? {value} : " for dim, value in values.items())
-    return f"__host__ __device__ constexpr int {name}(int dim) {{ return {choices}0; }}"
-
-
-def _by_dims(name: str, values: dict[tuple[int, int], int]) -> str:
-    choices = "".join(f"dim == {dim} && v_dim == {v_dim} ? {value} : " for (dim, v_dim), value in values.items())
-    return f"__host__ __device__ constexpr int {name}(int dim, int v_dim) {{ return {choices}0; }}"
+def _by_dims(name: str, values: dict[tuple[int, int], int] | dict[tuple[int], int]) -> str:
+    given = ("dim", "v_dim")[: len(next(iter(values)))]
+    conditions = [(" && ".join(f"{one} == {dim}" for one, dim in zip(given, dims, strict=True)), value) for dims, value in values.items()]
+    choices = "".join(f"{condition} ? {value} : " for condition, value in conditions)
+    return f"__host__ __device__ constexpr int {name}({', '.join(f'int {one}' for one in given)}) {{ return {choices}0; }}"

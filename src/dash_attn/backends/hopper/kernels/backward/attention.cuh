@@ -26,10 +26,12 @@ template <typename V> DEVICE void run_backward(const BackwardMaps& maps, const B
   const int warp = warp_index(), lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) Barriers<C>{shared}.init();
   __syncthreads();
-  bool alone = true;
-  if constexpr (V::LEGS) alone = !more->overlaps;
-  if (alone) await_kernel_before();  // the preprocess, or whatever brought the states of legs
-  allow_next_kernel();               // the postprocess: its blocks run where CTAs of this kernel have ended
+  if constexpr (V::LEGS) {
+    if (!more->overlaps) await_kernel_before();  // whatever brought the states
+  } else {
+    await_kernel_before();  // the preprocess
+  }
+  allow_next_kernel();  // the postprocess: its blocks run where CTAs of this kernel have ended
 
   const Role<V> role{p, more, shared};
   if (warp < 4) {
