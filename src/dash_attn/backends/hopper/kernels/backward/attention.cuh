@@ -33,7 +33,7 @@ template <typename V> DEVICE void run_backward(const BackwardMaps& maps, const B
   }
   allow_next_kernel();  // the postprocess: its blocks run where CTAs of this kernel have ended
 
-  const Role<V> role{p, more, shared};
+  const Role<V> role{p, shared, more};
   if (warp < 4) {
     registers_decrease<C::HELPER_REGISTERS>();
     if (lane != 0) return;
@@ -41,8 +41,10 @@ template <typename V> DEVICE void run_backward(const BackwardMaps& maps, const B
     if (warp == 1) Planner<V>{role}.run();
     if (warp == 2) Drain<V, 0>{role}.run();
     if (warp == 3) Drain<V, 1>{role}.run();
-    if constexpr (V::LEGS)
-      if (warp == 1 && more->overlaps && blockIdx.x == 0) await_kernel_before();  // launches end one after the other
+    if constexpr (V::LEGS) {
+      const int overlaps = more->overlaps;
+      if (warp == 1 && overlaps && blockIdx.x == 0) await_kernel_before();  // launches end one after the other
+    }
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
     run_consumer(role, warp, lane, maps);

@@ -312,8 +312,8 @@ struct BackwardMaps {
 // What every role knows.
 template <typename V> struct Role {
   const BackwardParams& p;
-  const typename V::More* more;  // of legs, or of dropout and ALiBi
   u32 shared;
+  const typename V::More* more;  // of legs, or of dropout and ALiBi
   Notes<typename V::C> notes{shared};
   Barriers<typename V::C> bars{shared};
 };
