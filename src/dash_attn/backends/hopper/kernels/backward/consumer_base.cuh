@@ -1,5 +1,8 @@
-// What the three kinds of consumers have in common. `Self` is one of them: it says which warpgroup a thread is of (`wg`), its own_lane() and
-// whether it elects(), as the first of the warpgroup. `warp` is one of the warpgroup.
+// What the three kinds of consumers have in common. `Self` is one of them: it says which warpgroup a thread is of (`wg`), its own_lane(),
+// whether it elects(), as the first of the warpgroup, and where finished tiles leave: out().
+//
+// Masks, dS and tiles that leave are written out in each, with members of its own: taken through functions of this one, the compiler
+// keeps what follows from warp and lane in registers, and those of narrow values spill.
 #pragma once
 #include "backward/config.cuh"
 #include "backward/elementwise.cuh"
