@@ -29,7 +29,8 @@ template <MaskKind KIND> struct KeyMask {
 // scores (planning/mask_bits.cuh), and a number: that of its bits.
 struct BitTables {
   const MaskParams& mask;
-  // Of the tile, from [row of tiles][tile], then [sequence][query head]; where heads have matrices of their own, as many further on as the tiles of the matrices before have.
+  // Of the tile, from [row of tiles][tile]; where heads have matrices of their own, as many further on as the tiles of the matrices before
+  // have, from [sequence][query head] behind it.
   DEVICE int number(int row, int tile, int sequence, int q_head) const {
     const int in_matrix = __ldg(mask.tile_numbers + row * mask.row_tiles + tile), per_head = mask.head_numbers;
     return per_head == 0 ? in_matrix : in_matrix + __ldg(mask.tile_numbers + per_head + sequence * mask.numbered_heads + q_head);
