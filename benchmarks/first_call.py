@@ -77,7 +77,7 @@ def main() -> int:
         with zipfile.ZipFile(wheel) as file:
             file.extractall(package)
         found = {setting: [fresh_process(setting, package) for _ in range(PROCESSES)] for setting in ("with NVRTC", "without NVRTC")}
-        rmtree(package / "dash_attn/backends/hopper/packed")
+        rmtree(package / "dash_attn/backends/hopper/shipped")
         control = fresh_process("nothing packed", package)
     for setting, runs in (*found.items(), ("nothing packed", [control])):
         report(setting, runs)

@@ -17,7 +17,7 @@ from setuptools.build_meta import *  # noqa: F403  the hooks that stay as they a
 
 NVRTC = "13.4.92"  # another one makes other machine code, so other bits: say so in CHANGELOG.md
 VARIANTS = Path("tests/helpers/kernel_variants.py")  # an unpacked source distribution is without, and has the kernels already
-PACKED = Path("src/dash_attn/backends/hopper/packed")
+SHIPPED = Path("src/dash_attn/backends/hopper/shipped")
 Settings = dict[str, Any] | None
 
 
@@ -30,7 +30,7 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
     if not VARIANTS.exists():
         return build_meta.build_sdist(sdist_directory, config_settings)
     try:
-        subprocess.run([sys.executable, "tools/pack_kernels.py"], check=True)
+        subprocess.run([sys.executable, "tools/ship_kernels.py"], check=True)
         return build_meta.build_sdist(sdist_directory, config_settings)
     finally:
-        shutil.rmtree(PACKED, ignore_errors=True)  # a checkout that keeps them would test those instead of its own
+        shutil.rmtree(SHIPPED, ignore_errors=True)  # a checkout that keeps them would test those instead of its own

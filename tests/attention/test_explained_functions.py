@@ -12,7 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, explain, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn import (
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    Prefix,
+    ScheduleError,
+    explain,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from dash_attn.call.explain import Explanation
 from dash_attn.scheduling import generate
 from dash_attn.scheduling.problem import Problem

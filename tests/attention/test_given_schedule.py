@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, ScheduleError, Window, explain, flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn import (
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    ScheduleError,
+    Window,
+    explain,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from dash_attn.backends.cpu.recorder import record_backward
 from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions, Choices, options_for

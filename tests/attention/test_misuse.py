@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Documents, Full, TileMap, explain, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn import (
+    Causal,
+    Documents,
+    Full,
+    TileMap,
+    explain,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from devices import dim_features, make_inputs, require
 from packed_batches import places
 

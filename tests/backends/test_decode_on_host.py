@@ -229,14 +229,14 @@ def numbers(*values: int) -> Tensor:
 TABLE = torch.tensor([[5, 6, -1], [2, 3, 4]], dtype=torch.int32)
 GOOD = CachePlaces(numbers(20, 33), 3, block_table=TABLE)
 BAD: dict[str, tuple[CachePlaces, tuple[int, int, int]]] = {
-    "too long": (replace(GOOD, cache_seqlens=numbers(20, 46)), (parameters.CACHE_LENGTH, 1, 46)),
-    "negative": (replace(GOOD, cache_seqlens=numbers(-1, 33)), (parameters.CACHE_LENGTH, 0, -1)),
-    "no page": (replace(GOOD, cache_seqlens=numbers(31, 33)), (parameters.CACHE_PAGE, 0, 2)),
-    "two owners": (replace(GOOD, block_table=torch.tensor([[5, 6, -1], [2, 3, 6]]).int()), (parameters.CACHE_SHARED, 1, 6)),
-    "no row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 8)), (parameters.CACHE_ROW, 1, 8)),
-    "the same row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 1)), (parameters.CACHE_SHARED, 1, 1)),
-    "dropped too much": (CachePlaces(9, 3, first_position=numbers(0, 2)), (parameters.CACHE_POSITION, 1, 2)),
-    "too much padding": (CachePlaces(9, 3, cache_leftpad=numbers(0, 10)), (parameters.CACHE_PADDING, 1, 10)),
+    "too long": (replace(GOOD, cache_seqlens=numbers(20, 46)), (parameters.Trouble.CacheLength, 1, 46)),
+    "negative": (replace(GOOD, cache_seqlens=numbers(-1, 33)), (parameters.Trouble.CacheLength, 0, -1)),
+    "no page": (replace(GOOD, cache_seqlens=numbers(31, 33)), (parameters.Trouble.CachePage, 0, 2)),
+    "two owners": (replace(GOOD, block_table=torch.tensor([[5, 6, -1], [2, 3, 6]]).int()), (parameters.Trouble.CacheShared, 1, 6)),
+    "no row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 8)), (parameters.Trouble.CacheRow, 1, 8)),
+    "the same row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 1)), (parameters.Trouble.CacheShared, 1, 1)),
+    "dropped too much": (CachePlaces(9, 3, first_position=numbers(0, 2)), (parameters.Trouble.CachePosition, 1, 2)),
+    "too much padding": (CachePlaces(9, 3, cache_leftpad=numbers(0, 10)), (parameters.Trouble.CachePadding, 1, 10)),
 }
 
 

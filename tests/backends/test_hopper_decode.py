@@ -218,11 +218,11 @@ def test_padding_and_pages_do_not_go_together(driver: Driver) -> None:
 
 def test_what_a_kernel_says_of_a_cache() -> None:
     for what, text in (
-        (parameters.CACHE_LENGTH, "cache_seqlens is 9 for sequence 4"),
-        (parameters.CACHE_PADDING, "cache_leftpad is 9 for sequence 4"),
-        (parameters.CACHE_POSITION, "first_position is 9 for sequence 4"),
-        (parameters.CACHE_ROW, "cache_batch_idx is 9 for sequence 4"),
-        (parameters.CACHE_PAGE, "entry 9 of sequence 4 in block_table is no page"),
-        (parameters.CACHE_SHARED, "page or row 9 of the cache is appended to by sequence 4 and by another one"),
+        (parameters.Trouble.CacheLength, "cache_seqlens is 9 for sequence 4"),
+        (parameters.Trouble.CachePadding, "cache_leftpad is 9 for sequence 4"),
+        (parameters.Trouble.CachePosition, "first_position is 9 for sequence 4"),
+        (parameters.Trouble.CacheRow, "cache_batch_idx is 9 for sequence 4"),
+        (parameters.Trouble.CachePage, "entry 9 of sequence 4 in block_table is no page"),
+        (parameters.Trouble.CacheShared, "page or row 9 of the cache is appended to by sequence 4 and by another one"),
     ):
         assert text in trouble._message(what, 0, 4, 9)

@@ -70,10 +70,10 @@ def test_bits_are_what_threads_hold(machine: Machine, layout: BitLayout, shape: 
     params, bits = MaskParams(), MaskBits(problem, layout.forward, torch.device("cpu"))
     held = bits.give(params, mask)
     numbers = held.numbers.numpy()
-    assert numbers[params.block_q :].tolist() == [0, partial.count, 0] * 2, "whose matrix begins where"
+    assert numbers[params.head_numbers :].tolist() == [0, partial.count, 0] * 2, "whose matrix begins where"
     for (q_tile, kv_tile), head in ((tile, head) for tile in partial.tiles.tolist() for head in range(3)):
         row, column = (q_tile, kv_tile) if layout.forward else (kv_tile, q_tile)
-        number = numbers[row * params.block_columns + column] + numbers[params.block_q + head]
+        number = numbers[row * params.row_tiles + column] + numbers[params.head_numbers + head]
         found = held.memory.view(-1, layout.words)[number].numpy().reshape(layout.threads, -1)
         expected = as_threads_hold_them(matrices[head % 2], layout, (q_tile, kv_tile))
         unpacked = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")

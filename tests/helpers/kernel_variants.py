@@ -44,14 +44,14 @@ MODIFIERS = [
 ]
 MODIFIED = [
     *(
-        ("backward/modified.cuh", f"attention_backward_modified<{dtype}, {dim}, {v_dim}, {softcap}, MaskKind::{mask}, {modifiers}>")
+        ("backward/attention.cuh", f"attention_backward_modified<{dtype}, {dim}, {v_dim}, {softcap}, MaskKind::{mask}, {modifiers}>")
         for dtype in DTYPES
         for dim, v_dim in BACKWARD_DIMS
         for mask in MODIFIED_MASKS
         for softcap, modifiers in MODIFIERS
     ),
     *(
-        ("forward/modified.cuh", f"attention_forward_modified<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}, {modifiers}>")
+        ("forward/attention.cuh", f"attention_forward_modified<{dtype}, {dim}, {consumers}, {softcap}, MaskKind::{mask}, {modifiers}>")
         for dtype in DTYPES
         for dim in DIMS
         for consumers in CONSUMER_CHOICES[dim]
@@ -102,7 +102,7 @@ CLUSTER = [
 ]
 VARIANTS = [
     *(("backward/attention.cuh", name) for name in (*BACKWARD, *RECORDING)),
-    *(("backward/legs.cuh", name) for name in LEGS),
+    *(("backward/attention.cuh", name) for name in LEGS),
     *MODIFIED,
     *(("forward/attention.cuh", name) for name in FORWARD),
     *(("decode/attention.cuh", name) for name in DECODE),

@@ -14,7 +14,7 @@ class Status:
 
 
 class LoadingDriver:
-    """Loads everything, except that it answers `loading` for packed kernels of tests, whose binary begins with that word."""
+    """Loads everything, except that it answers `loading` for shipped kernels of tests, whose binary begins with that word."""
 
     class CUfunction_attribute:
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 0
@@ -25,7 +25,7 @@ class LoadingDriver:
 
     def cuModuleLoadData(self, cubin: bytes) -> tuple[Any, ...]:
         self.asked.append(cubin)
-        return self.loading if cubin.startswith(b"packed") else Status("CUDA_SUCCESS"), 1
+        return self.loading if cubin.startswith(b"shipped") else Status("CUDA_SUCCESS"), 1
 
     def cuModuleUnload(self, module: int) -> tuple[Any, ...]:
         return (Status("CUDA_SUCCESS"),)

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 FOLDERS = ("src", "tools", "tests/helpers")
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", "packed")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", "shipped")
 
 
 def run(*command: str, limit: float = 300, **environment: str) -> str:

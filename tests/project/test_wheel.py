@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
-    files = [path for path in SOURCE.rglob("*") if path.is_file() and not {"__pycache__", "packed"} & {*path.parts}]
+    files = [path for path in SOURCE.rglob("*") if path.is_file() and not {"__pycache__", "shipped"} & {*path.parts}]
     missing = [str(path) for path in files if f"dash_attn/{path.relative_to(SOURCE).as_posix()}" not in packed]
     assert not missing
     assert "dash_attn/py.typed" in packed

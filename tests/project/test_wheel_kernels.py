@@ -21,8 +21,8 @@ import build_with_kernels
 from build_with_kernels import NVRTC, get_requires_for_build_sdist
 from dash_attn.backends.hopper.driver.shipped import SMALLEST
 from kernel_variants import VARIANTS
-from pack_kernels import PACKED, SELDOM, UNORDERED, pack
 from readme_call import KV, Q, readme_kernels
+from ship_kernels import SELDOM, SHIPPED, UNORDERED, ship
 
 HELPERS = str(ROOT / "tests" / "helpers")
 INSTALLED_NVRTC = metadata.version("nvidia-cuda-nvrtc")
@@ -33,7 +33,7 @@ import json, sys
 from contextlib import nullcontext
 sys.modules["cuda.bindings.nvrtc"] = None  # as if it were not installed
 from dash_attn.backends.hopper.calls.kernel_names import KernelName
-from dash_attn.backends.hopper.driver import driver
+from dash_attn.backends.hopper.driver import launch as driver
 from loading_driver import LoadingDriver
 from readme_call import readme_kernels
 
@@ -59,7 +59,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     variants = [(kernel.header, kernel.name) for kernel in readme_kernels()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DASH_ATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        pack([*variants, SMALLEST], tree / "src/dash_attn/backends/hopper/packed")
+        ship([*variants, SMALLEST], tree / "src/dash_attn/backends/hopper/shipped")
     return install(build(tree, "--wheel"), tmp_path_factory.mktemp("installed"))
 
 
@@ -73,7 +73,7 @@ def test_readmes_call_is_the_one_tested() -> None:
 def test_readmes_call_compiles_nothing(installed: Path, tmp_path: Path) -> None:
     origins, hashes = load_installed(installed, tmp_path / "cache")
     assert set(origins) == {kernel.name for kernel in readme_kernels()}
-    assert set(origins.values()) == {f"packed, NVRTC {INSTALLED_NVRTC}"}
+    assert set(origins.values()) == {f"shipped, NVRTC {INSTALLED_NVRTC}"}
     assert len(set(hashes.values())) == len(hashes)
     assert not (tmp_path / "cache").exists(), "nobody looked for a compiled one"
 
@@ -84,24 +84,24 @@ def test_another_kernel_would_be_compiled(installed: Path, tmp_path: Path) -> No
         load_installed(installed, tmp_path, [("backward/ending.cuh", "end_trips<128, 128>")])
 
 
-def test_which_kernels_are_packed() -> None:
-    left_out = [variant for variant in VARIANTS if variant not in PACKED]
-    assert SMALLEST in PACKED
+def test_which_kernels_are_shipped() -> None:
+    left_out = [variant for variant in VARIANTS if variant not in SHIPPED]
+    assert SMALLEST in SHIPPED
     assert all(UNORDERED.match(name) or name.endswith("Band, true>") or (header, name) in SELDOM for header, name in left_out)
-    assert not [name for _, name in PACKED if UNORDERED.match(name)]
-    assert len(PACKED) > len([variant for variant in left_out if variant not in SELDOM]) > 10
+    assert not [name for _, name in SHIPPED if UNORDERED.match(name)]
+    assert len(SHIPPED) > len([variant for variant in left_out if variant not in SELDOM]) > 10
     dropout = "attention_backward_modified<bf16, 128, 128, false, MaskKind::Band, true, false>"
-    assert ("backward/modified.cuh", dropout) in PACKED
-    assert ("backward/modified.cuh", dropout.replace("true, false>", "true, true>")) in SELDOM
-    with pytest.raises(ValueError, match="must be packed"):
-        pack(PACKED[:1], Path("/nowhere"))
+    assert ("backward/attention.cuh", dropout) in SHIPPED
+    assert ("backward/attention.cuh", dropout.replace("true, false>", "true, true>")) in SELDOM
+    with pytest.raises(ValueError, match="must be shipped"):
+        ship(SHIPPED[:1], Path("/nowhere"))
 
 
-def test_packing_needs_no_torch() -> None:
+def test_shipping_needs_no_torch() -> None:
     """An isolated build has numpy and NVRTC alone."""
-    code = "import sys; sys.modules['torch'] = None; import pack_kernels; print(len(pack_kernels.PACKED))"
+    code = "import sys; sys.modules['torch'] = None; import ship_kernels; print(len(ship_kernels.SHIPPED))"
     paths = f"{ROOT / 'src'}:{ROOT / 'tools'}:{HELPERS}"
-    assert int(run(sys.executable, "-c", code, PYTHONPATH=paths)) == len(PACKED)
+    assert int(run(sys.executable, "-c", code, PYTHONPATH=paths)) == len(SHIPPED)
 
 
 def test_one_compiler_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_a_release_has_every_kernel(tmp_path: Path) -> None:
     (source,) = (tree / "dist").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as one, tarfile.open(source) as other:
         in_wheel, in_source = ([name for name in names if name.endswith(".cubin")] for names in (one.namelist(), other.getnames()))
-    assert len(in_wheel) == len(in_source) == len(PACKED)
+    assert len(in_wheel) == len(in_source) == len(SHIPPED)
     print(f"{wheel.name}: {len(in_wheel)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB")
     assert wheel.stat().st_size < MOST_BYTES
-    assert not (tree / "src/dash_attn/backends/hopper/packed").exists(), "nothing is left beside the sources"
+    assert not (tree / "src/dash_attn/backends/hopper/shipped").exists(), "nothing is left beside the sources"
     installed = install(wheel, tmp_path / "installed")
-    origins, _ = load_installed(installed, tmp_path / "cache", PACKED)
-    assert set(origins.values()) == {f"packed, NVRTC {NVRTC}"}
+    origins, _ = load_installed(installed, tmp_path / "cache", SHIPPED)
+    assert set(origins.values()) == {f"shipped, NVRTC {NVRTC}"}

@@ -91,7 +91,7 @@ PLANTED = [
     ("transformer-engine", variables(NVTE_ALLOW_NONDETERMINISTIC_ALGO=None), "not set"),
     ("torch-version", {"torch_version": "2.8.1+cu128"}, "2.8.1"),
     ("cuda-bindings", {"cuda_bindings": False}, "cuda-bindings"),
-    ("kernel-origin", {"kernels": "4 packed, NVRTC 13.4.92; 1 compiled here, NVRTC 13.0"}, "1 compiled here"),
+    ("kernel-origin", {"kernels": "4 shipped, NVRTC 13.4.92; 1 compiled here, NVRTC 13.0"}, "1 compiled here"),
     ("gpu-model", {"gpu": Gpu("NVIDIA A100", (8, 0))}, "A100 has compute capability 8.0"),
     ("gpu-too-old", {"gpu": Gpu("Tesla T4", (7, 5))}, "T4 has compute capability 7.5"),
     ("triton-missing", {"gpu": Gpu("NVIDIA L40S", (8, 9)), "triton": False}, "8.9, and Triton is not installed"),

@@ -22,7 +22,7 @@ struct Fiber {
   Condition ready;
 };
 struct Cta {
-  int block, rank;
+  int block, place;
   std::vector<unsigned char> shared;
   std::vector<Exchange> warps;
   std::map<int, Meeting> meetings;
@@ -53,7 +53,7 @@ int this_cta() { return now->cta; }
 int threads_of_cta() { return (int)(fibers.size() / ctas.size()); }
 Exchange& exchange_of_warp() { return ctas[now->cta].warps[now->thread / 32]; }
 Meeting& named_meeting(int id) { return ctas[now->cta].meetings[id]; }
-u32 cluster_rank() { return (u32)ctas[now->cta].rank; }
+u32 place_in_cluster() { return (u32)ctas[now->cta].place; }
 void cluster_sync() {
   const int generation = cluster_meeting.generation;
   if (++cluster_meeting.arrived == (int)fibers.size()) {

@@ -2,9 +2,9 @@
 #pragma once
 #include "common/ptx.cuh"
 
-u32 cluster_rank();
+u32 place_in_cluster();
 void cluster_sync();
-DEVICE u32 in_cta(u32 shared, u32 rank) { return (shared & 0xffffff) | rank << 24; }
+DEVICE u32 in_cta(u32 shared, u32 place) { return (shared & 0xffffff) | place << 24; }
 DEVICE void copy_to_cta(u32 remote, u32 shared, u32 bytes, u32 remote_barrier) {
   unsigned char *const to = at_shared(remote), *const from = at_shared(shared);
   HostBarrier& b = barrier_at(remote_barrier);

@@ -18,8 +18,9 @@ from ....errors import Unsupported
 from ....masks import Causal, Full, Mask, Window
 from ...recently_used import Kept
 from ...uploading import refuse_capture
+from ..driver.cache_parameters import AppendParams, CacheParams, DecodeParams
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
-from ..driver.parameters import AppendParams, CacheParams, DecodeParams, Strides
+from ..driver.parameters import Strides
 from ..driver.tensor_map import TensorMap, is_tma_ready
 from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace

@@ -62,7 +62,7 @@ def forward_kernel(variant: Variant, consumers: int, v_dim: int) -> KernelName:
     threads, shared_bytes = 128 * (consumers + 1), forward_tiles(variant.dim, consumers, v_dim).shared_bytes
     if variant.modified:
         name = f"attention_forward_modified<{choices}, {variant.modifiers}>"
-        return KernelName("forward/modified.cuh", name, threads, shared_bytes + MODIFIER_BYTES)
+        return KernelName("forward/attention.cuh", name, threads, shared_bytes + MODIFIER_BYTES)
     of_values = f", {v_dim}" if v_dim != variant.dim else ""
     return KernelName("forward/attention.cuh", f"attention_forward<{choices}{of_values}>", threads, shared_bytes)
 
@@ -95,7 +95,7 @@ def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool =
     if variant.modified:
         assert ordered, "support.py refuses others"
         name = f"attention_backward_modified<{dtype}, {dims}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}, {variant.modifiers}>"
-        attention = KernelName("backward/modified.cuh", name, THREADS, tiles.shared_bytes + MODIFIER_BYTES)
+        attention = KernelName("backward/attention.cuh", name, THREADS, tiles.shared_bytes + MODIFIER_BYTES)
     else:
         name = f"attention_backward<{dtype}, {dims}, {flags}, MaskKind::{variant.mask_kind}{', true' if record else ''}>"
         attention = KernelName("backward/attention.cuh", name, THREADS, tiles.shared_bytes)
@@ -126,7 +126,7 @@ def leg_kernels(variant: Variant, v_dim: int) -> LegKernels:
     attention = f"attention_backward_of_legs<{variant.dtype}, {variant.dim}, {v_dim}, {flags}>"
     return LegKernels(
         plain.preprocess,
-        KernelName("backward/legs.cuh", attention, THREADS, plain.attention.shared_bytes),
+        KernelName("backward/attention.cuh", attention, THREADS, plain.attention.shared_bytes),
         KernelName("backward/ending.cuh", f"end_trips<{variant.dim}, {v_dim}>"),
         plain.postprocess,
         plain.sink_gradient,

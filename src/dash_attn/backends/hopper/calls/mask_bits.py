@@ -87,8 +87,8 @@ class MaskBits:
         if elements is None:
             raise ValueError("a pattern of blocks says which tiles are kept; the elements come with a call: give it the BooleanMask")
         bits = self._kept(elements)
-        params.rows, params.blocks = bits.numbers.data_ptr(), bits.memory.data_ptr()
-        params.block_q, params.block_kv, params.block_columns = bits.first_of_heads, self.shape[1], self.columns
+        params.tile_numbers, params.tile_bits = bits.numbers.data_ptr(), bits.memory.data_ptr()
+        params.head_numbers, params.numbered_heads, params.row_tiles = bits.first_of_heads, self.shape[1], self.columns
         return bits
 
     def _kept(self, elements: BooleanMask) -> BitsOfMask:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from .parameters import Structure, laid_out_as_in_c
-from .shared_header import structure_in_c
+from .structures import Structure, declaration, lay_out
 
 NAME = "ledger/shared_with_python.cuh"
 MOST_TENSORS = 192  # of a launch: their table travels as a kernel parameter, which has room for 4 KB
@@ -21,16 +20,18 @@ MIX_SHIFTS = (30, 27, 31)
 MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-@laid_out_as_in_c
 class BitSumsParams(Structure):
-    _members_ = (
-        ("const void*", f"tensors[{MOST_TENSORS}]", "any address"),
-        ("u64", f"sizes[{MOST_TENSORS}]", "in bytes"),
-        ("u64*", "sums", "one per tensor, added to"),
-        ("u32", f"first_chunks[{MOST_TENSORS + 1}]", "of each tensor; then the number of chunks"),
-        ("int", "count", "tensors"),
-        ("u32", "ctas", "of the launch"),
-    )
+    in_c = f"""
+    const void* tensors[{MOST_TENSORS}];  // any address
+    u64 sizes[{MOST_TENSORS}];  // in bytes
+    u64* sums;  // one per tensor, added to
+    u32 first_chunks[{MOST_TENSORS + 1}];  // of each tensor; then the number of chunks
+    int count;  // tensors
+    u32 ctas;  // of the launch
+    """
+
+
+lay_out(BitSumsParams)
 
 
 @cache
@@ -43,6 +44,6 @@ def bit_sums_header() -> str:
         '#pragma once\n#include "common/types.cuh"',
         *(f"constexpr int {name} = {value};" for name, value in {**sizes, **shifts}.items()),
         *(f"constexpr u64 {name} = {value:#x}ull;" for name, value in factors.items()),
-        structure_in_c("BitSumsParams", BitSumsParams),
+        declaration(BitSumsParams),
     ]
     return "\n".join(lines) + "\n"

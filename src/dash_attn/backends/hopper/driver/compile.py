@@ -1,6 +1,6 @@
 """NVRTC: kernel sources in the package -> cubin, cached on disk by source, options and compiler version.
 
-Only what did not come compiled with the package (packed.py) is compiled here.
+Only what did not come compiled with the package (shipped.py) is compiled here.
 Needs no GPU and no CUDA toolkit: `nvidia-cuda-nvrtc` and `cuda-bindings` come with torch's CUDA builds (or from PyPI).
 """
 
@@ -119,11 +119,17 @@ def _nvrtc() -> Any:
 
 @cache
 def source_key(header: str, name: str) -> str:
-    """Names a kernel by all that a compiler is given, so that a change elsewhere compiles nothing again."""
+    """Names a kernel by all that matters to a compiler, so that a change elsewhere, or of words, compiles nothing again."""
     digest = hashlib.sha256()
-    for part in (header, name, *OPTIONS, *(f"{n}\0{t}" for n, t in sorted(included_by(header, sources()).items()))):
+    for part in (header, name, *OPTIONS, *(f"{n}\0{code_of(t)}" for n, t in sorted(included_by(header, sources()).items()))):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:40]
+
+
+def code_of(text: str) -> str:
+    """A source without comments and indentation."""
+    lines = (line.partition("//")[0].strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 def _read_cache(path: Path) -> Kernel | None:

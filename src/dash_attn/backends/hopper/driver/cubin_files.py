@@ -21,7 +21,7 @@ class Kernel:
     symbol: str
     log: str
     compiler: str
-    packed: bool = False  # it came with the package
+    shipped: bool = False  # it came with the package
 
     @property
     def sha256(self) -> str:
@@ -30,15 +30,15 @@ class Kernel:
 
     @property
     def origin(self) -> str:
-        return origin(self.compiler, self.packed)
+        return origin(self.compiler, self.shipped)
 
 
 class DamagedFile(RuntimeError):
     """A file that is not as it was written."""
 
 
-def origin(compiler: str, packed: bool) -> str:
-    return f"{'packed' if packed else 'compiled here'}, NVRTC {compiler}"
+def origin(compiler: str, shipped: bool) -> str:
+    return f"{'shipped' if shipped else 'compiled here'}, NVRTC {compiler}"
 
 
 def write_kernel(path: Path, kernel: Kernel) -> None:

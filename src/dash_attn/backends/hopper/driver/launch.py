@@ -15,7 +15,7 @@ import torch
 
 from .compile import compile_kernel, compiler_version
 from .cubin_files import Kernel, origin
-from .shipped import SMALLEST, packed_compiler, packed_kernel
+from .shipped import SMALLEST, shipped_compiler, shipped_kernel
 
 ANY_DEVICE = -1  # of tensors on the meta device, which only ask what a call would do
 CANNOT_LOAD = {"CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_SOURCE", "CUDA_ERROR_NOT_SUPPORTED"}
@@ -81,7 +81,7 @@ def _attribute(name: Any, field: str) -> Any:
 @cache
 def load_kernel(device: int, header: str, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
     """Take from the package (or the cache on disk, or compile) and load a kernel on a device. A kernel is loaded once per device."""
-    kernel = (packed_kernel(header, name) if takes_packed(device) else None) or compile_kernel(header, name)
+    kernel = (shipped_kernel(header, name) if takes_shipped(device) else None) or compile_kernel(header, name)
     driver = cuda_driver()
     with on_device(device):
         module = check(driver.cuModuleLoadData(kernel.cubin))
@@ -93,9 +93,9 @@ def load_kernel(device: int, header: str, name: str, threads: int, shared_bytes:
 
 
 @cache
-def takes_packed(device: int) -> bool:
+def takes_shipped(device: int) -> bool:
     """Whether a device runs the kernels that came with the package: all that there are, or none, so that ranks can compare."""
-    smallest = packed_kernel(*SMALLEST)
+    smallest = shipped_kernel(*SMALLEST)
     if smallest is None:
         return False
     driver = cuda_driver()
@@ -110,10 +110,10 @@ def takes_packed(device: int) -> bool:
 
 def usual_origin() -> str:
     """Of the kernels that the current device runs, but for a few that never come with the package. Before CUDA is used: as if they load."""
-    packed = packed_compiler()
-    if packed is not None and (not torch.cuda.is_initialized() or takes_packed(torch.cuda.current_device())):
-        return origin(packed, packed=True)
-    return origin(compiler_version(), packed=False)
+    shipped = shipped_compiler()
+    if shipped is not None and (not torch.cuda.is_initialized() or takes_shipped(torch.cuda.current_device())):
+        return origin(shipped, shipped=True)
+    return origin(compiler_version(), shipped=False)
 
 
 def flag(value: bool) -> str:

@@ -14,21 +14,12 @@ from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import CACHED, FILLED, HAND_OVER, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
-from . import parameters
-from .parameters import RAGGED, STRUCTURES, Structure
+from . import cache_parameters  # noqa: F401  defines structures
+from .parameters import RAGGED, Trouble
+from .structures import STRUCTURES, declaration
 
 NAME = "common/shared_with_python.cuh"
 MASK_KINDS = ("Band", "Rows", "Blocks", "Packed", "Bits")
-TROUBLES = {
-    "Hang": "HANG",
-    "BadLengths": "BAD_LENGTHS",
-    "CacheLength": "CACHE_LENGTH",
-    "CachePadding": "CACHE_PADDING",
-    "CacheRow": "CACHE_ROW",
-    "CachePage": "CACHE_PAGE",
-    "CacheShared": "CACHE_SHARED",
-    "CachePosition": "CACHE_POSITION",
-}
 
 
 @cache
@@ -42,7 +33,7 @@ def shared_header() -> str:
         _enumerations(),
         _tiles(),
         "\n".join(f"struct {name};" for name in STRUCTURES),
-        *(structure_in_c(name, structure) for name, structure in STRUCTURES.items()),
+        *map(declaration, STRUCTURES.values()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -81,44 +72,24 @@ def _generator() -> str:
 
 def _enumerations() -> str:
     kinds = ", ".join(MASK_KINDS)
-    troubles = ", ".join(f"{name} = {getattr(parameters, constant)}" for name, constant in TROUBLES.items())
+    troubles = ", ".join(f"{trouble.name} = {trouble.value}" for trouble in Trouble)
     return f"enum class MaskKind {{ {kinds} }};\nenum class Trouble : int {{ None, {troubles} }};"
 
 
 def _tiles() -> str:
     """Rows and shared memory, by head dim; in the backward by those of q and k, and of v."""
     backward = {dims: backward_tiles(*dims) for dims in BACKWARD_DIMS}
-    forward = {dim: forward_tiles(dim, 2) for dim, _ in FORWARD_DIMS}
     lines = [
         _by_dims("backward_q_rows", {dims: tiles.q_rows for dims, tiles in backward.items()}),
         _by_dims("backward_kv_rows", {dims: tiles.kv_rows for dims, tiles in backward.items()}),
         _by_dims("backward_shared_bytes", {dims: tiles.shared_bytes for dims, tiles in backward.items()}),
-        _by_dim("forward_kv_rows", {dim: tiles.kv_rows for dim, tiles in forward.items()}),
+        _by_dims("forward_kv_rows", {(dim,): forward_tiles(dim, 2).kv_rows for dim, _ in FORWARD_DIMS}),
     ]
     return "\n".join(lines)
 
 
-def _by_dim(name: str, values: dict[int, int]) -> str:
-    choices = "".join(f"dim == {dim} ? {value} : " for dim, value in values.items())
-    return f"__host__ __device__ constexpr int {name}(int dim) {{ return {choices}0; }}"
-
-
-def _by_dims(name: str, values: dict[tuple[int, int], int]) -> str:
-    choices = "".join(f"dim == {dim} && v_dim == {v_dim} ? {value} : " for (dim, v_dim), value in values.items())
-    return f"__host__ __device__ constexpr int {name}(int dim, int v_dim) {{ return {choices}0; }}"
-
-
-def structure_in_c(name: str, structure: type[Structure]) -> str:
-    """With assertions that the compiler lays it out as Python does."""
-    aligned = f"alignas({structure._alignment_}) " if structure._alignment_ > 1 else ""
-    lines = [f"struct {aligned}{name} {{"]
-    for c_type, names, note in structure._members_:
-        star, base = ("*", c_type[:-1]) if c_type.endswith("*") else ("", c_type)
-        member = f"  {base} {', '.join(star + name.strip() for name in names.split(','))};"
-        lines.append(f"{member}  // {note}" if note else member)
-    lines.append("};")
-    lines.append(f'static_assert(sizeof({name}) == {structure.bytes()}, "Python counts other bytes in {name}");')
-    for field, *_ in structure._fields_:
-        offset = getattr(structure, field).offset
-        lines.append(f'static_assert(OFFSET_OF({name}, {field}) == {offset}, "Python has {name}.{field} elsewhere");')
-    return "\n".join(lines)
+def _by_dims(name: str, values: dict[tuple[int, int], int] | dict[tuple[int], int]) -> str:
+    given = ("dim", "v_dim")[: len(next(iter(values)))]
+    conditions = [(" && ".join(f"{one} == {dim}" for one, dim in zip(given, dims, strict=True)), value) for dims, value in values.items()]
+    choices = "".join(f"{condition} ? {value} : " for condition, value in conditions)
+    return f"__host__ __device__ constexpr int {name}({', '.join(f'int {one}' for one in given)}) {{ return {choices}0; }}"

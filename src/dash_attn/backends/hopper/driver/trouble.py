@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 
 from ....call.offsets import FROM_A_MASK
 from ....scheduling.problem import Task
-from .parameters import BAD_LENGTHS, CACHE_LENGTH, CACHE_PADDING, CACHE_PAGE, CACHE_POSITION, CACHE_ROW, CACHE_SHARED
+from .parameters import Trouble
 
 MOST_POLLS = 200_000_000  # of a semaphore, each about half a microsecond: minutes, far beyond any real wait
 MOST_NAMED = 4096  # calls whose tasks can still be named
 
 # What is wrong with a cache; the sequence and a number of it are filled in.
 OF_A_CACHE = {
-    CACHE_LENGTH: "cache_seqlens is {1} for sequence {0}: it must be at least 0, and with the new keys at most the slots of a sequence",
-    CACHE_PADDING: "cache_leftpad is {1} for sequence {0}: it must be between 0 and cache_seqlens",
-    CACHE_ROW: "cache_batch_idx is {1} for sequence {0}: it must be a row of the cache",
-    CACHE_PAGE: "entry {1} of sequence {0} in block_table is no page of the cache",
-    CACHE_SHARED: "page or row {1} of the cache is appended to by sequence {0} and by another one, or twice",
-    CACHE_POSITION: "first_position is {1} for sequence {0}: it must be at least 0 and at most the first position that is attended",
+    Trouble.CacheLength: (
+        "cache_seqlens is {1} for sequence {0}: it must be at least 0, and with the new keys at most the slots of a sequence"
+    ),
+    Trouble.CachePadding: "cache_leftpad is {1} for sequence {0}: it must be between 0 and cache_seqlens",
+    Trouble.CacheRow: "cache_batch_idx is {1} for sequence {0}: it must be a row of the cache",
+    Trouble.CachePage: "entry {1} of sequence {0} in block_table is no page of the cache",
+    Trouble.CacheShared: "page or row {1} of the cache is appended to by sequence {0} and by another one, or twice",
+    Trouble.CachePosition: "first_position is {1} for sequence {0}: it must be at least 0 and at most the first position that is attended",
 }
 
 _numbers = count()
@@ -64,14 +66,14 @@ def raise_if_troubled() -> None:
 
 
 def _message(what: int, call: int, x: int, y: int) -> str:
-    if what == BAD_LENGTHS:
+    if what == Trouble.BadLengths:
         return (
             f"dash-attn: cu_seqlens_{'k' if x else 'q'} is wrong at entry {y} or {y + 1}: it must start at 0, never decrease,"
             f" end at the number of tokens and hold no sequence longer than max_seqlen_{'k' if x else 'q'}. If a model of transformers"
             f" was called: {FROM_A_MASK}"
         )
     if what in OF_A_CACHE:
-        return f"dash-attn: {OF_A_CACHE[what].format(x, y)}"
+        return f"dash-attn: {OF_A_CACHE[Trouble(what)].format(x, y)}"
     name = f"dQ tile {x} of a call long ago"
     if call in _tiles:
         q_heads, head_tiles = _tiles[call]

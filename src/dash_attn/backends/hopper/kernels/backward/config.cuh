@@ -2,7 +2,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "planning/walk.cuh"
-#include "common/ptx.cuh"
+#include "common/cta.cuh"
 
 constexpr int STAGES = 2;  // Q tiles in flight (also dO, dS and dQ buffers, where there is room)
 constexpr int NOTES = 8;   // step notes from the planner in flight
@@ -283,3 +283,37 @@ template <typename C> struct Notes {
   DEVICE int word(const Pipeline& pipe, u32 offset) const { return load_shared_i32(chain_at(pipe.chain_slot()) + offset); }
 };
 static_assert(OFFSET_OF(ChainRecord, kv_head) == 0 && OFFSET_OF(ChainRecord, steps) == 12, "a note is read as four words");
+
+// What a kernel is made for. The templates below make the rarer choices.
+template <typename Half_, int D_, int DV_, bool SOFTCAP_, MaskKind MASK_> struct BackwardVariant {
+  using Half = Half_;
+  using C = BackwardConfig<D_, DV_>;
+  using More = ModifierParams;
+  static constexpr int D = D_, DV = DV_;
+  static constexpr MaskKind MASK = MASK_;
+  static constexpr bool SOFTCAP = SOFTCAP_, PACKED = MASK == MaskKind::Packed;
+  static constexpr bool ORDERED = true, RECORD = false, LEGS = false, DROPOUT = false, ALIBI = false;
+};
+template <typename V, bool ORDERED_, bool RECORD_> struct Plain : V {
+  static constexpr bool ORDERED = ORDERED_, RECORD = RECORD_;
+};
+template <typename V> struct OfLegs : V {
+  using More = LegParams;
+  static constexpr bool LEGS = true;
+};
+template <typename V, bool DROPOUT_, bool ALIBI_> struct Modified : V {
+  static constexpr bool DROPOUT = DROPOUT_, ALIBI = ALIBI_;
+};
+
+struct BackwardMaps {
+  const TensorMap *q, *k, *v, *grad_out, *dk, *dv;
+};
+
+// What every role knows.
+template <typename V> struct Role {
+  const BackwardParams& p;
+  u32 shared;
+  const typename V::More* more;  // of legs, or of dropout and ALiBi
+  Notes<typename V::C> notes{shared};
+  Barriers<typename V::C> bars{shared};
+};

@@ -6,12 +6,11 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, int DV, bool ORDERED, bool RECORD, int W, bool LEGS = false> struct Drain {
-  using C = BackwardConfig<D, DV>;
-  const BackwardParams& p;
-  Notes<C> notes;
-  Barriers<C> bars;
-  u32 shared;
+template <typename V, int W> struct Drain : Role<V> {
+  using R = Role<V>;
+  using C = typename V::C;
+  using R::bars, R::notes, R::p, R::shared;
+  static constexpr bool ORDERED = V::ORDERED, RECORD = V::RECORD, LEGS = V::LEGS;
 
   DEVICE void run() {
     Pipeline pipe;

@@ -1,13 +1,8 @@
-// What both kinds of consumers do with the elements of a score tile. Register 4 g + e of a tile is key row + 8 (e / 2), query
-// column 8 g + 2 (lane % 4) + e % 2; a group is four registers with one pair of row statistics.
+// What consumers do with the elements of a score tile. Register 4 g + e of a tile is key row + 8 (e / 2), query column
+// 8 g + 2 (lane % 4) + e % 2; a group is four registers with one pair of row statistics.
 #pragma once
-#include "common/ptx.cuh"
-
-// In units of the cap: exp2 multiplies by it.
-template <int N> DEVICE void cap_scores(float (&s)[N], float cap_scale) {
-#pragma unroll
-  for (int i = 0; i < N; i++) s[i] = tanh_half_log2(s[i] * cap_scale);
-}
+#include "backward/config.cuh"
+#include "backward/element_modifiers.cuh"
 
 // P = exp2(S scale - LSE) of one group, packed; S becomes what dS needs: P, times the slope of the cap.
 template <typename Half, bool SOFTCAP> DEVICE void exponentiate_group(float* s, float2 lse, float scale, u32* packed) {
@@ -28,12 +23,39 @@ template <typename Half> DEVICE void differentiate_group(const float* s, const f
   packed[1] = pack<Half>(s[2] * (dp[2] - delta.x), s[3] * (dp[3] - delta.y));
 }
 
-// The same in two steps, with P from elsewhere.
-DEVICE void subtract_delta(float* dp, float2 delta) {
-#pragma unroll
-  for (int e = 0; e < 4; e++) dp[e] -= (e & 1) ? delta.y : delta.x;
+// ---- under dropout and ALiBi. A dropped weight has its sign flipped: what dV needs of it is 0, and dS needs both the weight and that it
+// was dropped.
+
+// `more_keys` of a chain.
+template <MaskKind MASK, typename C> DEVICE int more_keys(const Notes<C>& notes, const Pipeline& pipe, const MaskParams& mask) {
+  if constexpr (is_band(MASK)) return notes.template mask_from<MASK>(pipe) - mask.band_right;
+  return notes.keys(pipe) - mask.q_len;
 }
-template <typename Half> DEVICE void multiply_by_p(const float* dp, float4 probability, u32* packed) {
-  packed[0] = pack<Half>(probability.x * dp[0], probability.y * dp[1]);
-  packed[1] = pack<Half>(probability.z * dp[2], probability.w * dp[3]);
+
+// exponentiate_group for sixteen queries, registers 8 k to 8 k + 7. Returns P in x, with the signs of dropout; S becomes what dS needs.
+template <bool SOFTCAP, bool DROPOUT, bool ALIBI> DEVICE void exponentiate_sixteen(const ElementModifiers<DROPOUT, ALIBI>& m, int k,
+                                                                                   float* s, const float2 (&lse)[2], float scale,
+                                                                                   float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = exp2_approx(fmaf(s[i], scale, m.shift(k, i, (i & 1) ? lse[i / 4].y : lse[i / 4].x)));
+  if constexpr (DROPOUT) m.flip(k, x);
+#pragma unroll
+  for (int i = 0; i < 8; i++) s[i] = SOFTCAP ? x[i] * fmaf(-s[i], s[i], 1.f) : x[i];
+}
+// P of two elements, 0 where it is dropped.
+template <typename Half, bool DROPOUT> DEVICE u32 pack_kept(float low, float high) {
+  if constexpr (DROPOUT) return pack_positive<Half>(low, high);
+  return pack<Half>(low, high);
+}
+// dP - delta; of a dropped weight, which is negative, delta.
+DEVICE float dropped_difference(float weight, float dp, float rescale, float delta) {
+  const float kept = fmaf(dp, rescale, -delta);
+  return weight < 0.f ? delta : kept;
+}
+// dS = P (dP - delta) of one group, packed.
+template <typename Half> DEVICE void differentiate_dropped(const float* s, const float* dp, float2 delta, float rescale, u32* packed) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    packed[i] = pack<Half>(s[2 * i] * dropped_difference(s[2 * i], dp[2 * i], rescale, delta.x),
+                           s[2 * i + 1] * dropped_difference(s[2 * i + 1], dp[2 * i + 1], rescale, delta.y));
 }

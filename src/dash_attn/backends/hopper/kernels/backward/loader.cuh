@@ -3,14 +3,11 @@
 #include "backward/config.cuh"
 #include "common/modifiers.cuh"
 
-template <int D, int DV, MaskKind MASK, bool LEGS = false, bool MODIFIED = false> struct Loader {
-  using C = BackwardConfig<D, DV>;
-  const BackwardParams& p;
-  const TensorMap *q_map, *k_map, *v_map, *do_map;
-  Notes<C> notes;
-  Barriers<C> bars;
-  u32 shared;
-  const typename Choice<LEGS, LegParams, ModifierParams>::type* more = nullptr;  // of legs, or of dropout and ALiBi
+template <typename V> struct Loader : Role<V> {
+  using R = Role<V>;
+  using C = typename V::C;
+  using R::bars, R::more, R::notes, R::p, R::shared;
+  const BackwardMaps& maps;
 
   DEVICE void run() {
     Pipeline pipe;
@@ -21,7 +18,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false, bool MODIFIED = false
       if (steps < 0) return;
       if (steps > 0) {
         bars.kv_empty().wait(phases >> 2 & 1 ^ 1);
-        load_kv<C::PANELS>(C::K, k_map, bars.k_full(), pipe);
+        load_kv<C::PANELS>(C::K, maps.k, bars.k_full(), pipe);
 #pragma unroll 1
         for (int j = 0; j < steps; j++) {
           load_step(j, phases >> (j & 1) & 1, pipe);
@@ -36,25 +33,23 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false, bool MODIFIED = false
   }
 
  private:
-  static constexpr bool PACKED = MASK == MaskKind::Packed;
-
   template <int PANELS> DEVICE void load_kv(int at, const TensorMap* map, Barrier full, const Pipeline& pipe) {
     ChainNote chain = notes.chain(pipe);
-    if constexpr (LEGS) chain.kv_head -= more->first_kv_head;
+    if constexpr (V::LEGS) chain.kv_head -= more->first_kv_head;
     full.arrive_expect(PANELS * C::KV_PANEL);
     for (int i = 0; i < PANELS; i++)
-      tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head, chain.kv_row,
-                       chain.kv_plane);
+      tma_load<V::PACKED>(shared + at + i * C::KV_PANEL, map, full.address, 64 * (at == C::K ? C::k_panel(i) : i), chain.kv_head,
+                          chain.kv_row, chain.kv_plane);
   }
 
   DEVICE void load_step(int j, u32 phase, const Pipeline& pipe) {
     const u32 s = j & 1, number = pipe.steps + j;
     bars.note_full(number).wait((number / NOTES) & 1);
-    if constexpr (MODIFIED) load_modifiers(s, phase, load_shared_i32(notes.step_at(number) + OFFSET_OF(StepNote, dq_tile)));
+    if constexpr (V::DROPOUT || V::ALIBI) load_modifiers(s, phase, load_shared_i32(notes.step_at(number) + OFFSET_OF(StepNote, dq_tile)));
     const StepNote note = notes.step(number);
-    load_rows<C::PANELS>({C::Q, C::LSE, q_map, p.lse, bars.q_full(0), bars.q_empty(0)}, s, phase, note, pipe);
-    if (j == 0) load_kv<C::V_PANELS>(C::V, v_map, bars.v_full(), pipe);  // behind the first Q: S needs no V
-    const Rows grad_out{C::DO, C::DELTA, do_map, p.delta, bars.do_full(0), bars.do_empty(0)};
+    load_rows<C::PANELS>({C::Q, C::LSE, maps.q, p.lse, bars.q_full(0), bars.q_empty(0)}, s, phase, note, pipe);
+    if (j == 0) load_kv<C::V_PANELS>(C::V, maps.v, bars.v_full(), pipe);  // behind the first Q: S needs no V
+    const Rows grad_out{C::DO, C::DELTA, maps.grad_out, p.delta, bars.do_full(0), bars.do_empty(0)};
     if constexpr (C::DO_STAGES == 2)
       load_rows<C::V_PANELS>(grad_out, s, phase, note, pipe);
     else
@@ -76,17 +71,18 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false, bool MODIFIED = false
     Barrier full, empty;
   };
   DEVICE int q_row(const StepNote& note, const Pipeline& pipe) {
-    if constexpr (MASK != MaskKind::Bits) return note.q_row();
+    if constexpr (V::MASK != MaskKind::Bits) return note.q_row();
     return notes.q_tile(pipe, note, p.head_tiles) * C::Q_ROWS;
   }
   // By value: by reference the compiler reads parameters at other places. What the load needs is read before the wait: after it,
   // every cycle delays the tile.
   template <int PANELS> DEVICE void load_rows(const Rows rows, u32 s, u32 phase, const StepNote& note, const Pipeline& pipe) {
-    const int plane = notes.q_plane(pipe), row = q_row(note, pipe) + (PACKED ? notes.q_shift(pipe) : 0);
+    const int plane = notes.q_plane(pipe), row = q_row(note, pipe) + (V::PACKED ? notes.q_shift(pipe) : 0);
     rows.empty[s].wait(phase ^ 1);
     rows.full[s].arrive_expect(PANELS * C::Q_PANEL + C::ROW_BYTES);
     for (int i = 0; i < PANELS; i++)
-      tma_load<PACKED>(shared + rows.at + (s * PANELS + i) * C::Q_PANEL, rows.map, rows.full[s].address, i * 64, note.q_head, row, plane);
+      tma_load<V::PACKED>(shared + rows.at + (s * PANELS + i) * C::Q_PANEL, rows.map, rows.full[s].address, i * 64, note.q_head, row,
+                          plane);
     bulk_load(shared + rows.statistics_at + s * C::ROW_BYTES, rows.statistics + (i64)note.dq_tile * C::Q_ROWS, C::ROW_BYTES,
               rows.full[s].address);
   }

@@ -2,13 +2,10 @@
 #pragma once
 #include "backward/config.cuh"
 
-template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
-  using C = BackwardConfig<D, DV>;
-  const BackwardParams& p;
-  Notes<C> notes;
-  Barriers<C> bars;
-  u32 shared;
-  const LegParams* legs = nullptr;
+template <typename V> struct Planner : Role<V> {
+  using R = Role<V>;
+  using C = typename V::C;
+  using R::bars, R::more, R::notes, R::p, R::shared;
 
   DEVICE void run() {
     Counts counts;
@@ -24,8 +21,8 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
         full.arrive();
         return;
       }
-      if constexpr (LEGS)
-        if (legs->awaited >= 0) await_state(legs->awaited + read(p.tickets[ticket].first_sum) - p.first_sum);
+      if constexpr (V::LEGS)
+        if (more->awaited >= 0) await_state(more->awaited + read(p.tickets[ticket].first_sum) - p.first_sum);
       full.arrive_expect(sizeof(ChainRecord));
       bulk_load(notes.chain_at(slot), p.tickets + ticket, sizeof(ChainRecord), full.address);
       full.wait((chains >> 1) & 1);
@@ -81,7 +78,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
 #pragma unroll 1
     for (int i = 0; i < load_shared_i32(chain + WALK) >> 1; i++, counts.add_step()) {
       Step step;
-      if constexpr (MASK == MaskKind::Packed)
+      if constexpr (V::PACKED)
         step = PackedWalk<C::Q_ROWS, C::KV_ROWS>::step(p.chains[load_shared_i32(chain + FIRST_RUN)], i);
       else
         step = table_walk.next(p.runs, p.entries);
@@ -97,7 +94,7 @@ template <int D, int DV, MaskKind MASK, bool LEGS = false> struct Planner {
   }
 
   DEVICE int rows_of(u32 chain, const Step& step, int member) {
-    if constexpr (MASK != MaskKind::Bits) return StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial);
+    if constexpr (V::MASK != MaskKind::Bits) return StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial);
     if (!step.partial) return 0;
     return BitTables::note(BitTables{p.mask}.number(load_shared_i32(chain + KV_ROW) / C::KV_ROWS, step.q_tile,
                                                     load_shared_i32(chain + Q_PLANE), load_shared_i32(chain + Q_HEAD) + member));

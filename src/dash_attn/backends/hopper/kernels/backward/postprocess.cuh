@@ -98,12 +98,11 @@ template <typename Half, int D, int DV, bool PACKED> struct SumFinisher {
     __syncthreads();
     i64 first_row;  // in the caller's tensor, whose rows are `stride` apart
     int rows, kv_head;
+    const int first = place.y * C::KV_ROWS + 64 * half;
     if constexpr (PACKED) {
       const Sequence& sequence = p.tiles.sequences[place.x];
-      const int first = place.y * C::KV_ROWS + 64 * half;
       first_row = (i64)sequence.kv_plane - sequence.kv_len + first, rows = sequence.kv_len - first, kv_head = head;
     } else {
-      const int first = place.y * C::KV_ROWS + 64 * half;
       first_row = (i64)(head / s.kv_heads) * s.kv_len + first, rows = s.kv_len - first, kv_head = head % s.kv_heads;
     }
     const int dim = of_dk ? s.dk_dim : s.dv_dim;

@@ -2,15 +2,15 @@
 #pragma once
 #include "common/ptx.cuh"
 
-DEVICE u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
+DEVICE u32 place_in_cluster() {
+  u32 place;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(place));
+  return place;
 }
-// The address that something of this CTA has in the CTA `rank`.
-DEVICE u32 in_cta(u32 shared, u32 rank) {
+// The address that something of this CTA has in the CTA `place`.
+DEVICE u32 in_cta(u32 shared, u32 place) {
   u32 address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(place));
   return address;
 }
 DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }

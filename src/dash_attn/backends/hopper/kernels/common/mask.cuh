@@ -26,15 +26,14 @@ template <MaskKind KIND> struct KeyMask {
 };
 
 // MaskKind::Bits is any boolean matrix. A partial tile has bits of its own, in the order in which the threads of a warpgroup hold its
-// scores (planning/mask_bits.cuh), and a number: that of its bits. Here members of MaskParams have another meaning, because
-// another member would move those behind it, and the machine code of all kernels with them.
+// scores (planning/mask_bits.cuh), and a number: that of its bits.
 struct BitTables {
   const MaskParams& mask;
-  DEVICE const int* numbers() const { return (const int*)mask.rows; }  // [row of tiles][tile], then [sequence][query head]
-  // ... of the tile; where heads have matrices of their own, as many further on as the tiles of the matrices before have.
+  // Of the tile, from [row of tiles][tile]; where heads have matrices of their own, as many further on as the tiles of the matrices before
+  // have, from [sequence][query head] behind it.
   DEVICE int number(int row, int tile, int sequence, int q_head) const {
-    const int in_matrix = __ldg(numbers() + row * mask.block_columns + tile), per_head = mask.block_q;
-    return per_head == 0 ? in_matrix : in_matrix + __ldg(numbers() + per_head + sequence * mask.block_kv + q_head);
+    const int in_matrix = __ldg(mask.tile_numbers + row * mask.row_tiles + tile), per_head = mask.head_numbers;
+    return per_head == 0 ? in_matrix : in_matrix + __ldg(mask.tile_numbers + per_head + sequence * mask.numbered_heads + q_head);
   }
   // What a note says of a tile, in one word: 0 if all elements attend.
   static DEVICE int note(int number) { return 2 * number + 1; }
@@ -54,10 +53,10 @@ template <int SCORES, int THREADS> struct OwnBits<MaskKind::Bits, SCORES, THREAD
     if (!(note & 1)) return;
     const i64 at = (i64)(note >> 1) * THREADS + thread;
     if constexpr (WORDS == 2) {
-      const uint2 both = __ldg((const uint2*)mask.blocks + at);
+      const uint2 both = __ldg((const uint2*)mask.tile_bits + at);
       low = both.x, high = both.y;
     } else {
-      low = __ldg((const u32*)mask.blocks + at);
+      low = __ldg(mask.tile_bits + at);
     }
   }
   DEVICE bool keep_all() const { return WORDS == 2 ? (low & high) == ~0u : low == ~0u; }

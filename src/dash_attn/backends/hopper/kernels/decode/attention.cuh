@@ -14,7 +14,7 @@ template <typename Half, int D, bool SOFTCAP> __global__ void __launch_bounds__(
   if (!unit.has_rows()) return;
   const CacheSlots slots(p.cache, unit.sequence);
   unit.look_at_keys(p, slots);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+  const int warp = warp_index(), lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) Ring<C>::init(shared);
   __syncthreads();
   if (warp == C::CONSUMER_WARPS)

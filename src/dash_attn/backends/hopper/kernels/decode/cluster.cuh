@@ -9,32 +9,30 @@ template <typename Half, int D, int COLUMNS, bool SOFTCAP> __global__ void __clu
         attention_decode_cluster(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                                  const __grid_constant__ DecodeParams p) {
   using C = ClusterConfig<D, COLUMNS>;
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 shared = shared_address(memory);
-  if (shared & 1023) __trap();  // the swizzle pattern needs 1024-byte alignment
+  const u32 shared = shared_memory();
   Unit unit(p, blockIdx.x / C::CTAS, C::ROWS);
   if (!unit.has_rows()) return;  // the whole cluster
   const CacheSlots slots(p.cache, unit.sequence);
   unit.look_at_keys(p, slots);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP, rank = (int)cluster_rank();
+  const int warp = warp_index(), lane = threadIdx.x % WARP, place = (int)place_in_cluster();
   if (threadIdx.x == 0) {
     Ring<typename C::KRing>::init(shared);
     Ring<typename C::VRing>::init(shared);
-    Mail<C>{shared}.init(Rounds<C>(unit), rank);
+    Mail<C>{shared}.init(Rounds<C>(unit), place);
   }
   cluster_sync();  // nobody sends to barriers that are not there yet
   if (warp < 4)
-    ClusterScores<Half, C, SOFTCAP, 0>(p, unit, shared, rank, warp, lane).run();
+    ClusterScores<Half, C, SOFTCAP, 0>(p, unit, shared, place, warp, lane).run();
   else if (warp < 8)
-    ClusterOutputs<Half, C>(p, unit, shared, rank, warp - 4, lane).run();
+    ClusterOutputs<Half, C>(p, unit, shared, place, warp - 4, lane).run();
   else if (warp < C::FIRST_LOADER)
-    ClusterScores<Half, C, SOFTCAP, 1>(p, unit, shared, rank, warp - 8, lane).run();
+    ClusterScores<Half, C, SOFTCAP, 1>(p, unit, shared, place, warp - 8, lane).run();
   else if (warp == C::FIRST_LOADER)
-    ClusterKeys<C>{p, &k_map, unit, slots, shared, rank, lane}.run();
+    ClusterKeys<C>{p, &k_map, unit, slots, shared, place, lane}.run();
   else if (warp == C::FIRST_LOADER + 1)
     ClusterSums<C>{unit, {shared}, lane}.run();
   else
-    ClusterValues<C>{p, &v_map, unit, slots, shared, rank, warp - C::FIRST_LOADER - 2, lane}.run();
+    ClusterValues<C>{p, &v_map, unit, slots, shared, place, warp - C::FIRST_LOADER - 2, lane}.run();
   __syncwarp();
   cluster_sync();  // nobody leaves while others still read from it or write to it
 }

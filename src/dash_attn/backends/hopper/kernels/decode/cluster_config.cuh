@@ -15,7 +15,7 @@
 #pragma once
 #include "common/cluster.cuh"
 #include "decode/config.cuh"
-#include "decode/softmax.cuh"
+#include "decode/rows.cuh"
 
 template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = COLUMNS_, CTAS = D / COLUMNS, LANES = sum_lanes(D);
@@ -101,12 +101,12 @@ template <typename C> struct Mail {
   DEVICE u32 draft_read(u32 turn) const { return shared + C::DRAFTS_READ + 8 * turn; }
   DEVICE Barrier round_read(u32 turn) const { return {shared + C::ROUND_READ + 8 * turn}; }
 
-  DEVICE void expect_maxima(const Rounds<C>& rounds, int round, int rank) const {
+  DEVICE void expect_maxima(const Rounds<C>& rounds, int round, int place) const {
     const int tiles = rounds.tiles_of(round);
-    if (rank < tiles) mbarrier_arrive_expect(maxima_full(round), tiles * C::TELLERS * C::ROWS * 4);
+    if (place < tiles) mbarrier_arrive_expect(maxima_full(round), tiles * C::TELLERS * C::ROWS * 4);
   }
   // Once, by one thread, before the cluster meets.
-  DEVICE void init(const Rounds<C>& rounds, int rank) const {
+  DEVICE void init(const Rounds<C>& rounds, int place) const {
     for (int i = 0; i < C::TOLD; i++) mbarrier_init(maxima_full(i), 1);
     for (int i = 0; i < C::ROUNDS; i++) {
       mbarrier_init(draft_read(i), C::CTAS);
@@ -115,7 +115,7 @@ template <typename C> struct Mail {
     for (int i = 0; i < C::MESSAGES; i++) mbarrier_init(message_full(i), 1);
     mbarrier_init_fence();
     fence_async_all();
-    for (int i = 0; i < C::TOLD; i++) expect_maxima(rounds, i, rank);
+    for (int i = 0; i < C::TOLD; i++) expect_maxima(rounds, i, place);
     for (int i = 0; i < min(C::MESSAGES, rounds.visits); i++) mbarrier_arrive_expect(message_full(i), C::MESSAGE_BYTES);
   }
 };
@@ -126,6 +126,6 @@ enum ClusterMeeting { QUERIES = 1, CLEARED = 2, SUMMED = 3, WRITTEN = 4, READ = 
 // High words of descriptors. Of V: as many bytes of swizzle as a row has, 8 rows between groups. Of weights: no swizzle, one group.
 template <int COLUMNS> constexpr u32 NARROW_ROWS = COLUMNS == 16 ? 0xc0000010u : COLUMNS == 32 ? 0x80000020u : 0x40000040u;
 constexpr u32 NOT_SWIZZLED = 0;
-// An address in a descriptor. In a cluster, bits 24 and up of a shared address are the CTA's rank, where descriptors have a stride.
+// An address in a descriptor. In a cluster, bits 24 and up of a shared address are the CTA's place in it, where descriptors have a stride.
 DEVICE u32 matrix_address(u32 shared) { return (shared >> 4) & 0x3fff; }
 DEVICE u64 descriptor_of(u32 high, u32 low) { return ((u64)high << 32) | low; }

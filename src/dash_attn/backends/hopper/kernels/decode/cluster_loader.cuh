@@ -9,24 +9,24 @@ template <typename C> struct ClusterKeys {
   const Unit& unit;
   const CacheSlots& slots;
   u32 shared;
-  int rank, lane;
+  int place, lane;
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     const int index = lane / C::PANELS, panel = lane - index * C::PANELS;
     const u32 at = panel * C::KV_PANEL + index * p.box_rows * PANEL_ROW;
     Ring<typename C::KRing> ring{shared};
-    if (rank >= rounds.visits) return;
+    if (place >= rounds.visits) return;
     Box now = find(rounds, 0, index);
 #pragma unroll 1
-    for (int round = 0; rank < rounds.tiles_of(round); round++) {
+    for (int round = 0; place < rounds.tiles_of(round); round++) {
       const Box next = find(rounds, round + 1, index);
-      const int2 place = now.place.checked(p.cache, unit.sequence);
+      const int2 at_page = now.place.checked(p.cache, unit.sequence);
       const u32 bytes = now.count() * p.box_rows * PANEL_ROW;
       ring.empty().wait(ring.phase ^ 1);
       if (lane == 0) ring.full().arrive_expect(bytes);
       __syncwarp();
-      if (now.mine) tma_load<false>(ring.address() + at, k_map, ring.full().address, panel * 64, unit.kv_head, place.y, place.x);
+      if (now.mine) tma_load<false>(ring.address() + at, k_map, ring.full().address, panel * 64, unit.kv_head, at_page.y, at_page.x);
       ring.next();
       now = next;
     }
@@ -34,8 +34,8 @@ template <typename C> struct ClusterKeys {
 
  private:
   DEVICE Box find(const Rounds<C>& rounds, int round, int index) {
-    const bool exists = rank < rounds.tiles_of(round) && index * p.box_rows < C::KV_ROWS;
-    return Box(p, unit, slots, rounds.first_key(round * C::CTAS + rank) + index * p.box_rows, exists);
+    const bool exists = place < rounds.tiles_of(round) && index * p.box_rows < C::KV_ROWS;
+    return Box(p, unit, slots, rounds.first_key(round * C::CTAS + place) + index * p.box_rows, exists);
   }
 };
 
@@ -46,7 +46,7 @@ template <typename C> struct ClusterValues {
   const Unit& unit;
   const CacheSlots& slots;
   u32 shared;
-  int rank, first, lane;
+  int place, first, lane;
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
@@ -57,12 +57,13 @@ template <typename C> struct ClusterValues {
 #pragma unroll 1
     for (int visit = first; visit < rounds.visits; visit += C::V_WARPS) {
       const Box next = find(rounds, visit + C::V_WARPS);
-      const int2 place = now.place.checked(p.cache, unit.sequence);
+      const int2 at_page = now.place.checked(p.cache, unit.sequence);
       const u32 bytes = now.count() * p.box_rows * C::V_ROW;
       ring.empty().wait(ring.phase ^ 1);
       if (lane == 0) ring.full().arrive_expect(bytes);
       __syncwarp();
-      if (now.mine) tma_load<false>(ring.address() + at, v_map, ring.full().address, rank * C::COLUMNS, unit.kv_head, place.y, place.x);
+      if (now.mine)
+        tma_load<false>(ring.address() + at, v_map, ring.full().address, place * C::COLUMNS, unit.kv_head, at_page.y, at_page.x);
 #pragma unroll
       for (int i = 0; i < C::V_WARPS; i++) ring.next();
       now = next;

@@ -10,13 +10,13 @@ template <typename Half, typename C> struct ClusterOutputs {
   const DecodeParams& p;
   const Unit& unit;
   u32 shared, base;
-  int rank, warp, lane;
+  int place, warp, lane;
   Mail<C> mail;
   float out[4];  // rows 2 (lane % 4) and the next, of columns 16 warp + lane / 4 and 8 further
 
-  DEVICE ClusterOutputs(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int rank_of_cta, int warp_of_group,
+  DEVICE ClusterOutputs(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int place_of_cta, int warp_of_group,
                         int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), rank(rank_of_cta), warp(warp_of_group),
+      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), place(place_of_cta), warp(warp_of_group),
         lane(lane_of_warp), mail{shared_base} {}
 
   DEVICE void run() {
@@ -87,7 +87,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     if (warp * 16 >= C::COLUMNS) return;  // its columns are those of another warp
     const RowPlace of_sum(p, unit, unit.first_row + (lane >> 2));
     const RowEnd end(p, of_sum, load_float(shared + C::SUMS + lane * 4), load_float(shared + C::SUMS + (WARP + lane) * 4));
-    if (of_sum.exists && rank == 0 && warp == 0 && (lane & 3) == 0) p.lse[of_sum.lse_at(p, unit)] = end.lse;
+    if (of_sum.exists && place == 0 && warp == 0 && (lane & 3) == 0) p.lse[of_sum.lse_at(p, unit)] = end.lse;
     const int second = (lane >> 2) & 1, mine = 2 * (lane & 3) + second;
     const float factor = __int_as_float(__shfl_sync(0xffffffffu, __float_as_int(end.factor), 4 * mine));
     const RowPlace row(p, unit, unit.first_row + mine);
@@ -95,7 +95,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     for (int i = 0; i < 4; i += 2) {
       const float theirs = __shfl_xor_sync(0xffffffffu, second ? out[i] : out[i + 1], 4);
       const float x = second ? theirs : out[i], y = second ? out[i + 1] : theirs;
-      const int column = rank * C::COLUMNS + 16 * warp + 4 * i + (lane >> 2) - second;
+      const int column = place * C::COLUMNS + 16 * warp + 4 * i + (lane >> 2) - second;
       if (row.exists) store_pair<Half>(p, unit, row, column, x * factor, y * factor);
     }
   }

@@ -4,7 +4,7 @@
 // rows, 2 (lane % 4) and the next, for the keys 16 warp + lane / 4 + 8 j + 64 half. The order of a row sum is the forward's nevertheless:
 // the first warp gets the weights through shared memory and adds them as a warp of the forward would.
 #pragma once
-#include "common/wgmma.cuh"
+#include "common/product.cuh"
 #include "decode/cluster_config.cuh"
 
 template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScores {
@@ -12,14 +12,14 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
   const DecodeParams& p;
   const Unit& unit;
   u32 shared, base;
-  int rank, warp, lane;
+  int place, warp, lane;
   Mail<C> mail;
   float s[HALVES][4];
   float highest[2];  // in the tiles of all rounds before, of the CTA whose maxima this thread looks at
 
-  DEVICE ClusterScores(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int rank_of_cta, int warp_of_group,
+  DEVICE ClusterScores(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int place_of_cta, int warp_of_group,
                        int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), rank(rank_of_cta), warp(warp_of_group),
+      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), place(place_of_cta), warp(warp_of_group),
         lane(lane_of_warp), mail{shared_base} {}
 
   DEVICE void run() {
@@ -31,24 +31,24 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     Turn<C::ROUNDS> turn{GROUP};
     highest[0] = highest[1] = MINUS_INFINITY;
 #pragma unroll 1
-    for (int round = GROUP; rank < rounds.tiles_of(round); round += C::GROUPS) {
+    for (int round = GROUP; place < rounds.tiles_of(round); round += C::GROUPS) {
       ring.full().wait(ring.phase);
       multiply(ring.slot);
       wgmma_wait<0>();
 #pragma unroll
       for (int half = 0; half < HALVES; half++) pin(s[half]);
-      __syncwarp();
-      if (lane == 0) ring.empty().arrive();
+      arrive_as_warp(ring.empty(), lane);
 #pragma unroll
       for (int i = 0; i < C::GROUPS; i++) ring.next();
-      const int start = rounds.first_key(round * C::CTAS + rank);
-      if constexpr (SOFTCAP) cap_scores();
+      const int start = rounds.first_key(round * C::CTAS + place);
+      if constexpr (SOFTCAP)
+        for (int half = 0; half < HALVES; half++) cap_scores(s[half], p.cap_scale);
       if (start < unit.lowest_full || start + C::KV_ROWS > unit.end_full) mask_scores(kept, start);
       const int tiles = rounds.tiles_of(round);
       tell_maxima(tiles, round);
       if (C::GROUPS > 1 && round > 0) mail.await_maxima(round - 1);
       mail.await_maxima(round);
-      if (warp == 0 && lane == 0) mail.expect_maxima(rounds, round + C::TOLD, rank);
+      if (warp == 0 && lane == 0) mail.expect_maxima(rounds, round + C::TOLD, place);
       float before[2], largest[2], rescale[2];
       look_at_maxima(tiles, round, before, largest);
 #pragma unroll
@@ -62,7 +62,7 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
 #pragma unroll
       for (int i = 0; i < C::GROUPS; i++) turn.next();
     }
-    if (warp != 0 && rank < rounds.tiles_of(GROUP)) named_barrier_sync<READ + GROUP>(WARPGROUP);  // so that all arrivals are awaited
+    if (warp != 0 && place < rounds.tiles_of(GROUP)) named_barrier_sync<READ + GROUP>(WARPGROUP);  // so that all arrivals are awaited
   }
 
  private:
@@ -82,17 +82,8 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     for (int k = 0; k < D / 16; k++)
 #pragma unroll
       for (int half = 0; half < HALVES; half++)
-        wgmma_ss<Half, 0, 0>(
-            k > 0, s[half],
-            descriptor(a + descriptor_low(C::K + (k / 4) * C::KV_PANEL + half * 64 * PANEL_ROW + (k % 4) * SIXTEEN_COLUMNS)),
-            descriptor(b + descriptor_low(C::Q + (k / 4) * C::GROUP + (k % 4) * SIXTEEN_COLUMNS)));
+        wgmma_ss<Half, 0, 0>(k > 0, s[half], RowsOf{a, C::K + half * 64 * PANEL_ROW, C::KV_PANEL}[k], RowsOf{b, C::Q, C::GROUP}[k]);
     wgmma_commit();
-  }
-  DEVICE void cap_scores() {
-#pragma unroll
-    for (int half = 0; half < HALVES; half++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[half][i] = tanh_half_log2(s[half][i] * p.cap_scale);
   }
   DEVICE void mask_scores(const KeyRange (&kept)[2], int start) {
 #pragma unroll
@@ -112,7 +103,7 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
       for (int i = 1; i < 2 * HALVES; i++) largest = fmaxf(largest, s[i / 2][2 * (i & 1) + e]);
 #pragma unroll
       for (int apart = 4; apart < WARP; apart *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, apart));
-      const u32 at = mail.maxima(round) + ((rank * C::TELLERS + warp) * C::ROWS + 2 * (lane & 3) + e) * 4;
+      const u32 at = mail.maxima(round) + ((place * C::TELLERS + warp) * C::ROWS + 2 * (lane & 3) + e) * 4;
       if (cta < tiles) store_to_cta(in_cta(at, cta), largest, in_cta(mail.maxima_full(round), cta));
     }
   }
@@ -124,8 +115,8 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     if (cta < tiles) read_maxima(cta, round, theirs);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      before[e] = over_ctas(cta < rank ? fmaxf(highest[e], theirs[e]) : highest[e]);
-      largest[e] = over_ctas(cta <= rank ? fmaxf(highest[e], theirs[e]) : highest[e]);
+      before[e] = over_ctas(cta < place ? fmaxf(highest[e], theirs[e]) : highest[e]);
+      largest[e] = over_ctas(cta <= place ? fmaxf(highest[e], theirs[e]) : highest[e]);
       highest[e] = fmaxf(highest[e], theirs[e]);
     }
   }
@@ -195,7 +186,7 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
       store_shared_i32(draft + C::PARTS + ((i * C::ROWS + row) * 4 + quarter) * 4, __float_as_int(part[i]));
   }
   DEVICE void send(u32 turn) {
-    const u32 slot = turn * C::CTAS + rank;
+    const u32 slot = turn * C::CTAS + place;
     fence_async_shared();
     __syncwarp();
     if (lane < C::CTAS)

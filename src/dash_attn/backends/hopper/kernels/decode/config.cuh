@@ -5,7 +5,7 @@
 // is the forward's (forward/consumer.cuh): the same products on the same KV tiles, counted from the sequence's first key, visited
 // downward, with the same softmax. Rows of a product do not meet, so which rows lie beside each other does not matter.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/cta.cuh"
 
 template <int D_> struct DecodeConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 64;

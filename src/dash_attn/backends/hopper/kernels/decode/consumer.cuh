@@ -2,8 +2,8 @@
 // forward/consumer.cuh, in its order; tests compare the bits.
 #pragma once
 #include "decode/config.cuh"
-#include "decode/softmax.cuh"
-#include "common/wgmma.cuh"
+#include "decode/rows.cuh"
+#include "common/product.cuh"
 
 template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
   using C = DecodeConfig<D>;
@@ -36,10 +36,7 @@ template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
   }
 
  private:
-  DEVICE void arrive(Barrier barrier) {
-    __syncwarp();
-    if (lane == 0) barrier.arrive();
-  }
+  DEVICE void arrive(Barrier barrier) { arrive_as_warp(barrier, lane); }
   // Rows are gathered from all query heads of the group; columns beyond the head dim are 0.
   DEVICE void load_q() {
     const int thread = warp * WARP + lane;
@@ -61,7 +58,7 @@ template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
     pin(s);
     arrive(ring.empty());
     ring.next();
-    if constexpr (SOFTCAP) cap_scores();
+    if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
     if (start < unit.lowest_full || start + C::KV_ROWS > unit.end_full) mask_scores(low, high, start);
     float rescale[2];
     softmax(rescale);
@@ -91,20 +88,10 @@ template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
 
   DEVICE void multiply_s(u32 slot) {  // S = Q K^T
     const u32 a = opaque(base), b = opaque(base) + slot * (C::KV_BYTES / DESCRIPTOR_UNIT);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::Q + (k / 4) * C::PANEL + (k % 4) * SIXTEEN_COLUMNS)),
-                           descriptor(b + descriptor_low(C::RING + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
-    wgmma_commit();
+    multiply<Half, D>(s, RowsOf{a, C::Q, C::PANEL}, RowsOf{b, C::RING, C::KV_PANEL});
   }
   DEVICE void multiply_out(u32 slot) {  // O += P V
-    const u32 b = opaque(base) + slot * (C::KV_BYTES / DESCRIPTOR_UNIT);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(out, probability + 4 * k, descriptor(b + descriptor_low(C::RING + k * SIXTEEN_ROWS, C::KV_PANEL)));
-    wgmma_commit();
+    multiply_add<Half>(out, probability, ColumnsOf{opaque(base) + slot * (C::KV_BYTES / DESCRIPTOR_UNIT), C::RING, C::KV_PANEL});
   }
 
   // Register 4 g + e of a score tile is row + 8 (e / 2), key column 8 g + 2 (lane % 4) + e % 2.
@@ -117,16 +104,14 @@ template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {
       if (at < row.first || at >= row.end) s[i] = MINUS_INFINITY;
     }
   }
-  DEVICE void cap_scores() {
-#pragma unroll
-    for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
-  }
   DEVICE void softmax(float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float part[LANES];
       const float largest = fmaxf(row_max[r], tile_max(s, r));
-      rescale[r] = weigh(s, r, row_max[r], largest, p.scale_log2, part);
+      const float shift = shift_of(largest, p.scale_log2);
+      weigh(s, r, p.scale_log2, shift, part);
+      rescale[r] = rescale_of(row_max[r], p.scale_log2, shift);
       row_max[r] = largest;
       row_sum[r] = add_to_sum(row_sum[r], rescale[r], part);
     }

@@ -1,6 +1,6 @@
 // Tile sizes, shared-memory layout, barriers and parameters of the forward kernel.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/cta.cuh"
 #include "common/sequence.cuh"
 
 // What the loader tells the consumers about a tile. Row r of its sequence is at TMA coordinates (r + q_shift, q_plane).
@@ -66,6 +66,17 @@ template <int D_, int CONSUMERS_, int V_DIM_ = D_> struct ForwardConfig {
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
 };
 
+// What a kernel is made for.
+template <typename Half_, typename C_, bool SOFTCAP_, MaskKind MASK_, bool DROPOUT_ = false, bool ALIBI_ = false> struct ForwardVariant {
+  using Half = Half_;
+  using C = C_;
+  static constexpr MaskKind MASK = MASK_;
+  static constexpr bool SOFTCAP = SOFTCAP_, DROPOUT = DROPOUT_, ALIBI = ALIBI_, PACKED = MASK == MaskKind::Packed;
+};
+struct ForwardMaps {
+  const TensorMap *q, *k, *v, *out;
+};
+
 // Handles of the barriers, by the address of the first.
 struct ForwardBarrierHandles {
   u32 first;
@@ -98,6 +109,13 @@ struct ForwardBarrierHandles {
  private:
   DEVICE Barrier at(u32 offset) const { return {first + offset}; }
 };
+
+// Read anew where it is needed: registers are scarcer than shared-memory loads.
+template <typename C> DEVICE TileNote note_of_tile(u32 shared, u32 slot) {
+  const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot),
+             b = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot + 16);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
 
 // Barriers of warps (bar.sync has 16): a warpgroup's turn on the tensor cores; its output is in shared memory; there is room for the next. One per
 // warpgroup each.

@@ -3,7 +3,8 @@
 #pragma once
 #include "forward/config.cuh"
 #include "forward/element_modifiers.cuh"
-#include "common/wgmma.cuh"
+#include "common/product.cuh"
+#include "common/softmax.cuh"
 
 // The keys a query attends inside partial tiles.
 template <MaskKind KIND> struct QueryMask {
@@ -31,11 +32,14 @@ template <MaskKind KIND> DEVICE bool is_kept(const MaskParams& mask, int query, 
   return mask.blocks[(i64)(query / mask.block_q) * mask.block_columns + key / mask.block_kv] != 0;
 }
 
-template <typename Half, int D, int CONSUMERS, bool SOFTCAP, MaskKind MASK, bool DROPOUT = false, bool ALIBI = false, int V_DIM = D>
-struct ForwardConsumer {
-  using C = ForwardConfig<D, CONSUMERS, V_DIM>;
+template <typename V> struct ForwardConsumer {
+  using C = typename V::C;
+  using Half = typename V::Half;
+  static constexpr MaskKind MASK = V::MASK;
+  static constexpr bool SOFTCAP = V::SOFTCAP, DROPOUT = V::DROPOUT, ALIBI = V::ALIBI;
+  static constexpr int D = C::D, V_DIM = C::V_DIM, CONSUMERS = C::CONSUMERS;
   using Bits = OwnBits<MASK, C::SCORES, CONSUMERS * WARPGROUP>;
-  static constexpr int LANES = D == 64 ? 4 : 1;  // independent parts of the sum of a row
+  static constexpr int LANES = sum_lanes(D);
   // Where two warpgroups do not fill the tensor cores, one that ends a tile must not hold up the other.
   static constexpr bool TAKE_TURNS = CONSUMERS == 3 || D > 64;
   // With two buffers for weights, a softmax waits for no output. With one, weights would overwrite those that it still reads.
@@ -61,7 +65,7 @@ struct ForwardConsumer {
     for (u32 tiles = 0;; tiles++) {
       const u32 slot = tiles & 1, phase = (tiles >> 1) & 1;
       bars.tile_full(slot).wait(phase);
-      const TileNote tile = note_of_tile(slot);
+      const TileNote tile = note_of_tile<C>(shared, slot);
       if (tile.visits < 0) break;
 #pragma unroll
       for (int i = 0; i < C::OUTPUTS; i++) out[i] = 0.f;
@@ -83,28 +87,16 @@ struct ForwardConsumer {
   }
 
  private:
-  DEVICE void arrive(Barrier barrier) {
-    __syncwarp();
-    if (lane == 0) barrier.arrive();
-  }
+  DEVICE void arrive(Barrier barrier) { arrive_as_warp(barrier, lane); }
   DEVICE void await_turn() {
-    if constexpr (!TAKE_TURNS) return;
-    if (wg == 0) named_barrier_sync<TURN>(2 * WARPGROUP);
-    if (wg == 1) named_barrier_sync<TURN + 1>(2 * WARPGROUP);
-    if (wg == 2) named_barrier_sync<TURN + 2>(2 * WARPGROUP);
+    if constexpr (TAKE_TURNS) sync_with_others<TURN>(wg, 2 * WARPGROUP);
   }
   DEVICE void pass_turn(bool now = true) {
     if constexpr (!TAKE_TURNS) return;
-    const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;
+    const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;  // written out: in a function, the condition would be asked once, before
     if (now && next == 0) named_barrier_arrive<TURN>(2 * WARPGROUP);
     if (now && next == 1) named_barrier_arrive<TURN + 1>(2 * WARPGROUP);
     if (now && next == 2) named_barrier_arrive<TURN + 2>(2 * WARPGROUP);
-  }
-  // Read anew where it is needed: registers are scarcer than shared-memory loads.
-  DEVICE TileNote note_of_tile(u32 slot) {
-    const int4 a = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot),
-               b = load_shared_i32x4(shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot + 16);
-    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   }
   DEVICE int query_of(const TileNote& tile) { return tile.query + wg * 64 + warp * 16 + (lane >> 2); }
 
@@ -200,7 +192,7 @@ struct ForwardConsumer {
   DEVICE void take_scores(const Rows& rows, VisitNote note, const Bits& bits, u32 stage) {
     pin(s);
     arrive(bars.k_empty(stage));
-    if constexpr (SOFTCAP) cap_scores();
+    if constexpr (SOFTCAP) cap_scores(s, p.cap_scale);
     if constexpr (ALIBI) modifiers_of(rows, note.kv_tile()).take_off_distances(s);
     if constexpr (MASK == MaskKind::Bits)
       bits.apply(s, MINUS_INFINITY);
@@ -219,20 +211,10 @@ struct ForwardConsumer {
   DEVICE void multiply_s(u32 q_stage, u32 stage) {  // S = Q K^T
     const u32 a = opaque(base) + q_stage * (C::Q_BYTES / DESCRIPTOR_UNIT) + wg * (C::HALF_BYTES / DESCRIPTOR_UNIT),
               b = opaque(base) + stage * (C::K_BYTES / DESCRIPTOR_UNIT);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-      wgmma_ss<Half, 0, 0>(k > 0, s, descriptor(a + descriptor_low(C::Q + (k / 4) * C::PANEL + (k % 4) * SIXTEEN_COLUMNS)),
-                           descriptor(b + descriptor_low(C::K + (k / 4) * C::KV_PANEL + (k % 4) * SIXTEEN_COLUMNS)));
-    wgmma_commit();
+    multiply<Half, D>(s, RowsOf{a, C::Q, C::PANEL}, RowsOf{b, C::K, C::KV_PANEL});
   }
   template <int B> DEVICE void multiply_out(u32 stage) {  // O += P V
-    const u32 b = opaque(base) + stage * (C::V_BYTES / DESCRIPTOR_UNIT);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < C::KV_ROWS / 16; k++)
-      wgmma_rs<Half, 1>(out, weights[B] + 4 * k, descriptor(b + descriptor_low(C::V + k * SIXTEEN_ROWS, C::KV_PANEL)));
-    wgmma_commit();
+    multiply_add<Half>(out, weights[B], ColumnsOf{opaque(base) + stage * (C::V_BYTES / DESCRIPTOR_UNIT), C::V, C::KV_PANEL});
   }
 
   // Register 4 g + e of a score tile is query row + 8 (e / 2), key column 8 g + 2 (lane % 4) + e % 2.
@@ -252,15 +234,10 @@ struct ForwardConsumer {
       if (is_outside || !is_kept<MASK>(p.mask, rows.query + 8 * r, key + column)) s[i] = MINUS_INFINITY;
     }
   }
-  DEVICE void cap_scores() {  // in units of the cap: exp2 multiplies by it
-#pragma unroll
-    for (int i = 0; i < C::SCORES; i++) s[i] = tanh_half_log2(s[i] * p.cap_scale);
-  }
   DEVICE ForwardModifiers modifiers_of(const Rows& rows, int kv_tile) {
     return {load_shared_i32x4(shared + C::SHARED_BYTES + rows.slot * MODIFIER_NOTE_BYTES), rows.query, kv_tile * C::KV_ROWS, lane};
   }
-  // What is one operation and what two is written out, here and everywhere: left to the compiler, the variants of a kernel would differ
-  // in the last bit. `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
+  // `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
   template <bool PASS = false> DEVICE void find_maxima(float (&rescale)[2], float (&shift)[2]) {
     float largest[2];
     if constexpr (V_DIM <= 128) {
@@ -271,8 +248,8 @@ struct ForwardConsumer {
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      shift[r] = largest[r] == MINUS_INFINITY ? 0.f : __fmul_rn(largest[r], p.scale_log2);  // a row may have met no key yet
-      rescale[r] = exp2_approx(__fmul_rn(row_max[r], p.scale_log2) - shift[r]);  // just 1 if the maximum stays: extra visits change nothing
+      shift[r] = shift_of(largest[r], p.scale_log2);
+      rescale[r] = rescale_of(row_max[r], p.scale_log2, shift[r]);  // just 1 if the maximum stays: extra visits change nothing
       row_max[r] = largest[r];
     }
   }
@@ -280,9 +257,9 @@ struct ForwardConsumer {
   DEVICE float largest_score(int r) {
     float most[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) most[i] = row_score(r, i);
+    for (int i = 0; i < 4; i++) most[i] = row_score(s, r, i);
 #pragma unroll
-    for (int i = 4; i < C::SCORES / 2; i++) most[i % 4] = fmaxf(most[i % 4], row_score(r, i));
+    for (int i = 4; i < C::SCORES / 2; i++) most[i % 4] = fmaxf(most[i % 4], row_score(s, r, i));
     float largest = fmaxf(row_max[r], fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
@@ -309,7 +286,7 @@ struct ForwardConsumer {
     int most[2] = {before, before};
 #pragma unroll
     for (int i = 0; i < C::SCORES / 2; i += 2) {
-      const int x = __float_as_int(row_score(r, i)), y = __float_as_int(row_score(r, i + 1));
+      const int x = __float_as_int(row_score(s, r, i)), y = __float_as_int(row_score(s, r, i + 1));
       most[i / 2 % 2] = MAX ? __vimax3_s32(most[i / 2 % 2], x, y) : __vimin3_s32(most[i / 2 % 2], x, y);
     }
     return MAX ? max(most[0], most[1]) : min(most[0], most[1]);
@@ -327,22 +304,14 @@ struct ForwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float part[LANES];
-#pragma unroll
-      for (int i = 0; i < C::SCORES / 2; i++) {
-        float& x = row_score(r, i);
-        x = exp2_approx(fmaf(x, p.scale_log2, -shift[r]));
-        part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
-      }
-      row_sum[r] = fmaf(row_sum[r], rescale[r], part[0]);
-#pragma unroll
-      for (int i = 1; i < LANES; i++) row_sum[r] += part[i];
+      weigh(s, r, p.scale_log2, shift[r], part);
+      row_sum[r] = add_to_sum(row_sum[r], rescale[r], part);
     }
   }
-  DEVICE float& row_score(int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }  // column i of row r, as this thread holds them
 
   // Writes LSE. Returns what outputs must be multiplied by.
   DEVICE void finish_rows(u32 slot, float (&factor)[2]) {
-    const TileNote tile = note_of_tile(slot);
+    const TileNote tile = note_of_tile<C>(shared, slot);
     const int query = query_of(tile);
     arrive(bars.tile_empty(slot));
 #pragma unroll
@@ -377,14 +346,9 @@ struct ForwardConsumer {
       stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
     }
     fence_async_shared();
-    if (wg == 0) named_barrier_arrive<OUTPUT>(WARPGROUP + WARP);
-    if (wg == 1) named_barrier_arrive<OUTPUT + 1>(WARPGROUP + WARP);
-    if (wg == 2) named_barrier_arrive<OUTPUT + 2>(WARPGROUP + WARP);
+    arrive_for_others<OUTPUT>(wg, WARPGROUP + WARP);
   }
   DEVICE void await_room() {  // until the output of the tile before has left its memory
-    if constexpr (C::OUT_OVER_Q) return;
-    if (wg == 0) named_barrier_sync<ROOM>(WARPGROUP + WARP);
-    if (wg == 1) named_barrier_sync<ROOM + 1>(WARPGROUP + WARP);
-    if (wg == 2) named_barrier_sync<ROOM + 2>(WARPGROUP + WARP);
+    if constexpr (!C::OUT_OVER_Q) sync_with_others<ROOM>(wg, WARPGROUP + WARP);
   }
 };

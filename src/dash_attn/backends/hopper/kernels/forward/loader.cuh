@@ -3,10 +3,11 @@
 #include "forward/config.cuh"
 #include "common/modifiers.cuh"
 
-template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader {
-  static constexpr bool PACKED = MASK == MaskKind::Packed;
+template <typename V> struct ForwardLoader {
+  using C = typename V::C;
+  static constexpr bool PACKED = V::PACKED;
   const ForwardParams& p;
-  const TensorMap *q_map, *k_map, *v_map;
+  const ForwardMaps& maps;
   u32 shared;
   ForwardBarrierHandles bars;
   const ModifierParams* m = nullptr;  // of dropout and ALiBi
@@ -15,7 +16,7 @@ template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader
     u32 loads = 0;  // KV tiles so far
     int2 next = take_ticket();
     for (u32 tiles = 0;; tiles++) {
-      if constexpr (MODIFIED) announce_modifiers(next, tiles);
+      if constexpr (V::DROPOUT || V::ALIBI) announce_modifiers(next, tiles);
       const TileNote tile = describe(next);
       announce(tile, tiles);
       if (tile.visits < 0) return;
@@ -94,7 +95,7 @@ template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader
     full.arrive_expect(C::Q_BYTES);
     for (int half = 0; half < C::CONSUMERS; half++)
       for (int i = 0; i < C::PANELS; i++)
-        tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, q_map, full.address, i * 64, tile.q_head,
+        tma_load<PACKED>(shared + C::Q + s * C::Q_BYTES + half * C::HALF_BYTES + i * C::PANEL, maps.q, full.address, i * 64, tile.q_head,
                          tile.query + tile.q_shift + half * 64, tile.q_plane);
   }
 
@@ -113,7 +114,7 @@ template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader
         const u32 load = loads + j, stage = load & 1;
         visits.next();
         row = visits.kv_tile * C::KV_ROWS + kv_shift;
-        if constexpr (MASK == MaskKind::Bits) {
+        if constexpr (V::MASK == MaskKind::Bits) {
           const VisitNote note = note_of_bits(visits.kv_tile, visits.partial, tile);  // a look-up, not behind the wait
           await_empty(bars.k_empty(stage), load);
           store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, note.word);
@@ -121,12 +122,12 @@ template <typename C, MaskKind MASK, bool MODIFIED = false> struct ForwardLoader
           await_empty(bars.k_empty(stage), load);
           store_shared_i32(shared + C::VISIT_NOTES + 4 * stage, VisitNote::pack(visits.kv_tile, visits.partial).word);
         }
-        load_tile<C::PANELS>(C::K + stage * C::K_BYTES, k_map, bars.k_full(stage), kv_head, row, kv_plane);
+        load_tile<C::PANELS>(C::K + stage * C::K_BYTES, maps.k, bars.k_full(stage), kv_head, row, kv_plane);
       }
       if (j > 0) {
         const u32 load = loads + j - 1, stage = load & 1;
         await_empty(bars.v_empty(stage), load);
-        load_tile<C::V_PANELS>(C::V + stage * C::V_BYTES, v_map, bars.v_full(stage), kv_head, row_before, kv_plane);
+        load_tile<C::V_PANELS>(C::V + stage * C::V_BYTES, maps.v, bars.v_full(stage), kv_head, row_before, kv_plane);
       }
       if (j == ticket_at) next = take_ticket();
     }

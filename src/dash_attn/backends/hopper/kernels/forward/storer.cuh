@@ -2,7 +2,8 @@
 #pragma once
 #include "forward/config.cuh"
 
-template <typename C, MaskKind MASK> struct ForwardStorer {
+template <typename V> struct ForwardStorer {
+  using C = typename V::C;
   const TensorMap* out_map;
   u32 shared;
   ForwardBarrierHandles bars;
@@ -16,18 +17,17 @@ template <typename C, MaskKind MASK> struct ForwardStorer {
       const int4 a = load_shared_i32x4(at);
       if (a.x < 0) break;
       const int plane = load_shared_i32(at + 16);
-      arrive(bars.tile_empty(slot));
-      await_output();
+      arrive_as_warp(bars.tile_empty(slot), lane);
+      sync_with_others<OUTPUT>(wg, WARPGROUP + WARP);
       if (lane == 0) {
         for (int i = 0; i < C::V_PANELS; i++)
-          tma_store<MASK == MaskKind::Packed>(out_map, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, a.y, a.z + a.w + wg * 64,
-                                              plane);
+          tma_store<V::PACKED>(out_map, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, a.y, a.z + a.w + wg * 64, plane);
         bulk_commit();
         bulk_wait_read();
       }
       __syncwarp();
       if constexpr (C::OUT_OVER_Q)
-        arrive(bars.q_empty(0));
+        arrive_as_warp(bars.q_empty(0), lane);
       else
         tell_room();
     }
@@ -35,19 +35,7 @@ template <typename C, MaskKind MASK> struct ForwardStorer {
   }
 
  private:
-  DEVICE void arrive(Barrier barrier) {
-    __syncwarp();
-    if (lane == 0) barrier.arrive();
-  }
-  DEVICE void await_output() {
-    if (wg == 0) named_barrier_sync<OUTPUT>(WARPGROUP + WARP);
-    if (wg == 1) named_barrier_sync<OUTPUT + 1>(WARPGROUP + WARP);
-    if (wg == 2) named_barrier_sync<OUTPUT + 2>(WARPGROUP + WARP);
-  }
   DEVICE void tell_room() {
-    if constexpr (C::OUT_OVER_Q) return;
-    if (wg == 0) named_barrier_arrive<ROOM>(WARPGROUP + WARP);
-    if (wg == 1) named_barrier_arrive<ROOM + 1>(WARPGROUP + WARP);
-    if (wg == 2) named_barrier_arrive<ROOM + 2>(WARPGROUP + WARP);
+    if constexpr (!C::OUT_OVER_Q) arrive_for_others<ROOM>(wg, WARPGROUP + WARP);
   }
 };

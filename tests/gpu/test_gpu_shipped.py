@@ -19,12 +19,12 @@ ARCHITECTURE = 49  # the byte of a cubin that names it
 
 def fill(folder: Path, broken: bool) -> None:
     """With the kernels of README's call, as another compiler would have made them. broken: for another architecture."""
-    compiling, packed, files = (hopper(f"driver.{name}") for name in ("compile", "shipped", "cubin_files"))
-    for header, name in [packed.SMALLEST, *((kernel.header, kernel.name) for kernel in readme_kernels())]:
+    compiling, shipped, files = (hopper(f"driver.{name}") for name in ("compile", "shipped", "cubin_files"))
+    for header, name in [shipped.SMALLEST, *((kernel.header, kernel.name) for kernel in readme_kernels())]:
         kernel = compiling.compile_kernel(header, name)
         assert kernel.cubin[ARCHITECTURE] == 90
         cubin = kernel.cubin[:ARCHITECTURE] + bytes([80]) + kernel.cubin[ARCHITECTURE + 1 :] if broken else kernel.cubin
-        files.write_kernel(packed.packed_file(folder, header, name), replace(kernel, cubin=cubin, compiler="99.1.2"))
+        files.write_kernel(shipped.shipped_file(folder, header, name), replace(kernel, cubin=cubin, compiler="99.1.2"))
 
 
 def told() -> Explanation:
@@ -42,6 +42,6 @@ def test_they_run_if_the_driver_loads_them(tmp_path: Path, broken: bool, capsys:
         found, explained = run_ours(inputs, Causal()), told()
     assert_same_bits(found, expected)
     assert explained.kernels == compiled.kernels
-    assert explained.kernel_origins == (compiled.kernel_origins if broken else dict.fromkeys(compiled.kernels, "packed, NVRTC 99.1.2"))
+    assert explained.kernel_origins == (compiled.kernel_origins if broken else dict.fromkeys(compiled.kernels, "shipped, NVRTC 99.1.2"))
     assert all(origin.startswith("compiled here") for origin in compiled.kernel_origins.values())
     assert capsys.readouterr().err.count("this driver cannot load kernels of NVRTC 99.1.2") == broken

@@ -1,11 +1,15 @@
 """Compiles the kernels that the package carries: tools/build_with_kernels.py runs it. Needs NVRTC and numpy, no GPU and no PyTorch.
 
+They take a quarter of an hour on two cores, so each is kept, in a folder of its compiler beside the other compiled kernels, by its source
+(but for comments), options and name: another build compiles only what changed. `--clear` forgets what that compiler made.
+
 Kernels that only measure or compare (recorded task times, unordered sums) are left out, and of those with dropout or ALiBi all but the
 usual ones; they are compiled on first use.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -34,15 +38,15 @@ def import_without_torch() -> None:
 if find_spec("torch") is None:
     import_without_torch()
 
-from dash_attn.backends.hopper.driver.compile import compile_kernel, compiler_version  # noqa: E402
+from dash_attn.backends.hopper.driver.compile import cache_folder, compile_kernel, compiler_version  # noqa: E402
 from dash_attn.backends.hopper.driver.cubin_files import write_kernel  # noqa: E402
-from dash_attn.backends.hopper.driver.shipped import FOLDER, SMALLEST, packed_file  # noqa: E402
+from dash_attn.backends.hopper.driver.shipped import FOLDER, SMALLEST, shipped_file  # noqa: E402
 from kernel_variants import MODIFIED, RECORDING, VARIANTS  # noqa: E402
 
 UNORDERED = re.compile(r"attention_backward<\w+, \d+, \d+, false\b")
 USUAL = re.compile(r".*, false, MaskKind::(Band|Packed), (true, false|false, true)>")  # dropout or ALiBi, without softcap
 SELDOM = {variant for variant in MODIFIED if not USUAL.match(variant[1])}
-PACKED = [variant for variant in VARIANTS if variant[1] not in RECORDING and not UNORDERED.match(variant[1]) and variant not in SELDOM]
+SHIPPED = [variant for variant in VARIANTS if variant[1] not in RECORDING and not UNORDERED.match(variant[1]) and variant not in SELDOM]
 
 
 def exact_compiler() -> str:
@@ -53,16 +57,25 @@ def exact_compiler() -> str:
     return installed
 
 
-def pack(variants: Sequence[tuple[str, str]], folder: Path) -> int:
+def ship(variants: Sequence[tuple[str, str]], folder: Path) -> int:
     """Into a new folder, from the cache on disk or compiled now. Without logs, which tell times. Returns the bytes in it."""
     if SMALLEST not in variants:
-        raise ValueError(f"{SMALLEST} must be packed: it tells whether a driver loads such kernels")
+        raise ValueError(f"{SMALLEST} must be shipped: it tells whether a driver loads such kernels")
     compiler = exact_compiler()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for header, name in variants:
-        write_kernel(packed_file(folder, header, name), replace(compile_kernel(header, name), compiler=compiler, log=""))
+        write_kernel(shipped_file(folder, header, name), replace(compile_kernel(header, name), compiler=compiler, log=""))
     return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def keep_apart(clear: bool) -> Path:
+    """Where kernels are kept from now on: names in the usual folder have two numbers of the compiler, and a release has one compiler."""
+    folder = cache_folder() / f"shipped-{exact_compiler()}"
+    if clear:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.environ["DASH_ATTN_CACHE"] = str(folder)
+    return folder
 
 
 def fill_cache(variants: Sequence[tuple[str, str]]) -> None:
@@ -73,6 +86,7 @@ def fill_cache(variants: Sequence[tuple[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    fill_cache(PACKED)
-    size = pack(PACKED, FOLDER)
-    print(f"packed {len(PACKED)} kernels of NVRTC {exact_compiler()}, {size / 2**20:.1f} MiB")
+    print(f"kernels are kept in {keep_apart('--clear' in sys.argv[1:])}")
+    fill_cache(SHIPPED)
+    size = ship(SHIPPED, FOLDER)
+    print(f"shipped {len(SHIPPED)} kernels of NVRTC {exact_compiler()}, {size / 2**20:.1f} MiB")

@@ -1,48 +1,8 @@
-// What the forward's consumer does to the scores of a row, step by step (forward/consumer.cuh), for both decode kernels. A thread holds
-// SCORES / 2 scores of each of two rows, r = 0 and 1.
+// Rows of a unit, and where they lie in the caller's tensors: for both decode kernels.
 #pragma once
+#include "common/softmax.cuh"
 #include "decode/places.cuh"
 
-// Independent parts of the sums of a row, as in the forward.
-__host__ __device__ constexpr int sum_lanes(int dim) { return dim == 64 ? 4 : 1; }
-
-template <int SCORES> DEVICE float& row_score(float (&s)[SCORES], int r, int i) { return s[4 * (i / 2) + 2 * r + (i & 1)]; }
-
-// Of a row in this tile. How maxima are grouped does not change them.
-template <int SCORES> DEVICE float tile_max(float (&s)[SCORES], int r) {
-  float largest = row_score(s, r, 0);
-#pragma unroll
-  for (int i = 1; i < SCORES / 2; i++) largest = fmaxf(largest, row_score(s, r, i));
-  largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-  return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-}
-
-DEVICE float shift_of(float largest, float scale_log2) { return largest == MINUS_INFINITY ? 0.f : __fmul_rn(largest, scale_log2); }
-DEVICE float weight_of(float score, float scale_log2, float shift) { return exp2_approx(fmaf(score, scale_log2, -shift)); }
-// What output and sum so far must be multiplied by.
-DEVICE float rescale_of(float before, float scale_log2, float shift) { return exp2_approx(__fmul_rn(before, scale_log2) - shift); }
-
-// Scores become weights, `part` their sums over this thread's columns. Returns the rescale factor.
-template <int SCORES, int LANES>
-DEVICE float weigh(float (&s)[SCORES], int r, float before, float largest, float scale_log2, float (&part)[LANES]) {
-  const float shift = shift_of(largest, scale_log2);
-#pragma unroll
-  for (int i = 0; i < SCORES / 2; i++) {
-    float& x = row_score(s, r, i);
-    x = weight_of(x, scale_log2, shift);
-    part[i % LANES] = i < LANES ? x : part[i % LANES] + x;
-  }
-  return rescale_of(before, scale_log2, shift);
-}
-
-template <int LANES> DEVICE float add_to_sum(float sum, float rescale, const float (&part)[LANES]) {
-  sum = fmaf(sum, rescale, part[0]);
-#pragma unroll
-  for (int i = 1; i < LANES; i++) sum += part[i];
-  return sum;
-}
-
-// A row of the unit, and where it lies in the caller's tensors.
 struct RowPlace {
   bool exists;
   int query, head;
@@ -57,6 +17,7 @@ struct RowPlace {
   }
 };
 
+// As finish_rows of forward/consumer.cuh.
 struct RowEnd {
   float factor, lse;  // factor: of the output
 

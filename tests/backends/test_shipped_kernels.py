@@ -17,21 +17,21 @@ from dash_attn.backends.hopper.driver.cubin_files import Kernel, read_kernel, wr
 from dash_attn.tools.machine import Snapshot, version_facts
 from loading_driver import LoadingDriver, Status
 
-compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "launch", "shipped"))
+compiling, driver, shipped = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "launch", "shipped"))
 devices = import_module("dash_attn.backends.hopper.ranks")
 
 OTHER = ("forward/attention.cuh", "other")
 UNPACKED = ("forward/attention.cuh", "unpacked")
-NEW, HERE = "packed, NVRTC 13.4.92", "compiled here, NVRTC 13.0"
+NEW, HERE = "shipped, NVRTC 13.4.92", "compiled here, NVRTC 13.0"
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoadingDriver]:
-    """A driver, two packed kernels, and a compiler that compiles anything."""
+    """A driver, two shipped kernels, and a compiler that compiles anything."""
     stand_in = LoadingDriver()
-    monkeypatch.setattr(packed, "FOLDER", tmp_path)
-    for header, name in (packed.SMALLEST, OTHER):
-        write_kernel(packed.packed_file(tmp_path, header, name), Kernel(b"packed " + name.encode(), name, "a log", "13.4.92"))
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    for header, name in (shipped.SMALLEST, OTHER):
+        write_kernel(shipped.shipped_file(tmp_path, header, name), Kernel(b"shipped " + name.encode(), name, "a log", "13.4.92"))
     monkeypatch.setattr(driver, "compile_kernel", lambda header, name: Kernel(b"compiled " + name.encode(), name, "", "13.0"))
     monkeypatch.setattr(driver, "compiler_version", lambda: "13.0")
     monkeypatch.setattr(driver, "cuda_driver", lambda: stand_in)
@@ -43,7 +43,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoadingDri
 
 
 def forget() -> None:
-    for cached in (driver.load_kernel, driver.takes_packed, compiling.source_key, compiling.sources):
+    for cached in (driver.load_kernel, driver.takes_shipped, compiling.source_key, compiling.sources):
         cached.cache_clear()
 
 
@@ -51,18 +51,18 @@ def load(header: str, name: str) -> Kernel:
     return driver.load_kernel(0, header, name, 384, 0).kernel
 
 
-def test_packed_kernels_are_taken_and_others_compiled(cuda: LoadingDriver) -> None:
+def test_shipped_kernels_are_taken_and_others_compiled(cuda: LoadingDriver) -> None:
     assert load(*OTHER).origin == NEW
     assert load(*UNPACKED).origin == HERE
     assert driver.origins == {"other": NEW, "unpacked": HERE}
     assert driver.usual_origin() == NEW
-    assert cuda.asked == [b"packed end_trips<64, 64>", b"packed other", b"compiled unpacked"]
+    assert cuda.asked == [b"shipped end_trips<64, 64>", b"shipped other", b"compiled unpacked"]
 
 
 @pytest.mark.parametrize("refusal", sorted(driver.CANNOT_LOAD))
 def test_a_driver_that_cannot_load_them_gets_all_compiled(cuda: LoadingDriver, capsys: pytest.CaptureFixture[str], refusal: str) -> None:
     cuda.loading = Status(refusal)
-    assert load(*OTHER).origin == load(*packed.SMALLEST).origin == HERE
+    assert load(*OTHER).origin == load(*shipped.SMALLEST).origin == HERE
     assert capsys.readouterr().err.count("this driver cannot load kernels of NVRTC 13.4.92") == 1
 
 
@@ -72,35 +72,43 @@ def test_another_error_of_the_driver_is_raised(cuda: LoadingDriver) -> None:
         load(*OTHER)
 
 
-def changed_source(name: str) -> dict[str, object]:
-    files = {**compiling.sources(), name: compiling.sources()[name] + "// changed"}
+def changed_source(name: str, more: str = "struct Changed;\n") -> dict[str, object]:
+    files = {**compiling.sources(), name: compiling.sources()[name] + more}
     return {"sources": lambda: files}
 
 
 def test_changed_sources_or_options_find_none(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = packed.SMALLEST[0]
+    header = shipped.SMALLEST[0]
     for changed in (changed_source(header), changed_source("common/types.cuh"), {"OPTIONS": ("--another",)}):
         with monkeypatch.context() as private:
             for name, value in changed.items():
                 private.setattr(compiling, name, value)
             forget_keys()
-            assert packed.packed_compiler() is None
-            assert packed.packed_kernel(*packed.SMALLEST) is None
+            assert shipped.shipped_compiler() is None
+            assert shipped.shipped_kernel(*shipped.SMALLEST) is None
     forget_keys()
-    assert packed.packed_compiler() == "13.4.92"  # the control
+    assert shipped.shipped_compiler() == "13.4.92"  # the control
 
 
 def test_sources_that_a_kernel_does_not_include_do_not_matter(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = compiling.source_key(*packed.SMALLEST)
+    key = compiling.source_key(*shipped.SMALLEST)
     for name, is_included in (("forward/consumer.cuh", False), ("common/types.cuh", True)):
         with monkeypatch.context() as private:
             private.setattr(compiling, "sources", changed_source(name)["sources"])
             forget_keys()
-            assert (compiling.source_key(*packed.SMALLEST) != key) == is_included
+            assert (compiling.source_key(*shipped.SMALLEST) != key) == is_included
+
+
+def test_comments_do_not_matter(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = compiling.source_key(*shipped.SMALLEST)
+    with monkeypatch.context() as private:
+        private.setattr(compiling, "sources", changed_source("common/types.cuh", "  // changed\n")["sources"])
+        forget_keys()
+        assert compiling.source_key(*shipped.SMALLEST) == key
 
 
 def forget_keys() -> None:
-    driver.takes_packed.cache_clear()
+    driver.takes_shipped.cache_clear()
     compiling.source_key.cache_clear()
 
 
@@ -114,8 +122,8 @@ def test_they_are_found_without_a_compiler(cuda: LoadingDriver, monkeypatch: pyt
         compiling.compile_kernel(*UNPACKED)
 
 
-def test_a_damaged_packed_kernel_is_an_error(cuda: LoadingDriver) -> None:
-    damage(packed.packed_file(packed.FOLDER, *OTHER))
+def test_a_damaged_shipped_kernel_is_an_error(cuda: LoadingDriver) -> None:
+    damage(shipped.shipped_file(shipped.FOLDER, *OTHER))
     with pytest.raises(RuntimeError, match=r"is damaged, the kernel other that came with dash-attn; install the package again"):
         load(*OTHER)
 
@@ -148,14 +156,14 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 
 
 def test_turns_see_which_of_the_two_runs(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked before CUDA is used, machine_code assumes that the packed ones load; it does not remember that."""
+    """Asked before CUDA is used, machine_code assumes that the shipped ones load; it does not remember that."""
     before = devices.machine_code()
     assert before.endswith(NEW)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert devices.machine_code() == before
     cuda.loading = Status("CUDA_ERROR_NO_BINARY_FOR_GPU")
-    driver.takes_packed.cache_clear()
+    driver.takes_shipped.cache_clear()
     assert devices.machine_code() == before.replace(NEW, HERE)
 
 
@@ -168,7 +176,7 @@ def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.M
     monkeypatch.setattr(compiling, "compiler_version", lambda: "13.0")
     found = version_facts("cuda", "hopper")
     assert (found["nvrtc"], found["packed_nvrtc"]) == ("13.0", "13.4.92")
-    monkeypatch.setattr(packed, "FOLDER", Path("/nowhere"))
+    monkeypatch.setattr(shipped, "FOLDER", Path("/nowhere"))
     driver.origins.clear()
     assert "none came with the package" in str(Snapshot().kernels)
 
