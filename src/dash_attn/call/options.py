@@ -76,7 +76,7 @@ class AttentionOptions:
     @cached_property
     def gives_schedule(self) -> bool:
         """Whether the schedule is the caller's own, not one that we name."""
-        return is_given(self.schedule)
+        return self.schedule not in SCHEDULES
 
 
 class Choices(NamedTuple):
@@ -169,8 +169,10 @@ def _kept(mask: Mask | None, causal: bool, left: int, right: int, *others: Any) 
 
 
 def _check_schedule(schedule: Any) -> None:
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return
     if isinstance(schedule, str) and is_given(schedule):
         read_given(schedule)
-    elif not isinstance(schedule, str) or schedule not in SCHEDULES:
+    else:
         allowed = ", ".join(SCHEDULES)
         raise ValueError(f"unknown schedule {schedule!r}; choose from {allowed}, or give a Schedule or its JSON text")

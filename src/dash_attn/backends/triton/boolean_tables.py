@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...masks import EMPTY, FULL, BooleanMask, PatternPerHead, TileMap, TilePattern
 from ...masks.bit_matrix import words_and_places
-from ..uploading import upload
+from ..kept import upload
 from .kept_tables import Tables, kept_on
 
 Boolean = TilePattern | PatternPerHead

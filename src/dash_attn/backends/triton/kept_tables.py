@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..recently_used import Kept
+from ..kept import Kept
 
 MOST_TABLES = 128
 Tables = TypeVar("Tables")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
-from ..uploading import upload
+from ..kept import upload
 from .boolean_tables import Boolean, kept_with, matrices_of
 from .kept_tables import kept_on
 from .support import is_band

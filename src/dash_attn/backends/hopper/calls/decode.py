@@ -15,8 +15,7 @@ from ....call.kv_cache import CachePlaces, CacheTensors
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Causal, Full, Mask, Window
-from ...recently_used import Kept
-from ...uploading import refuse_capture
+from ...kept import Kept, refuse_capture
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
 from ..driver.parameters import AppendParams, CacheParams, DecodeParams, Strides
 from ..driver.tensor_map import TensorMap, is_tma_ready

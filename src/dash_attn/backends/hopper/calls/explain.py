@@ -20,17 +20,17 @@ from ..driver.cubin_files import Kernel
 from ..driver.launch import device_index
 from ..support import DTYPES
 from ..tiles import decode_tiles
-from .backward_setup import BackwardSetup, DenseBackwardSetup, backward_setup
+from .backward_setup import BackwardSetup, backward_setup
 from .decode import APPEND, Work, check_cache_call
-from .few_workers import LegSetup
-from .forward_setup import ForwardSetup, forward_setup
-from .kernel_names import KernelName
+from .forward import ForwardSetup, forward_setup
+from .kernel_names import BackwardKernels, KernelName
+from .rank_backward import LegSetup
 
 
 def backward_plan(call: Call) -> Plan:
     """The plan that a backward of dense tensors walks."""
     setup = backward_setup(call)
-    assert isinstance(setup, DenseBackwardSetup)
+    assert setup.plan is not None
     return setup.plan
 
 
@@ -50,21 +50,21 @@ def explain(call: Call, predict_time: bool = True) -> Explanation:
     if not runs_whole(call):
         return _explain_packed(call)
     ahead, behind = forward_setup(call), backward_setup(call)
-    assert isinstance(behind, DenseBackwardSetup)
+    assert behind.plan is not None
     if behind.legs is not None:
-        return _explain_legs(call, ahead, behind)
+        return _explain_legs(call, ahead, behind, behind.plan)
     plan, machine = behind.plan, H200.get(behind.layout.dim)
     time = planning.predict(plan, call, machine, "an H200") if predict_time else {"prediction_note": "not asked for"}
     described = planning.explanation_of([plan], "hopper", call, **_fields(call, ahead, behind), **time)
     return replace(described, guarantees=reported(described.guarantees, 1)) if behind.any_workers else described
 
 
-def _explain_legs(call: Call, ahead: ForwardSetup, behind: DenseBackwardSetup) -> Explanation:
+def _explain_legs(call: Call, ahead: ForwardSetup, behind: BackwardSetup, plan: Plan) -> Explanation:
     """Too few SMs for whole chains. No chain has to be resident together with others."""
     in_legs = LegSetup(behind)
-    note = f"{behind.plan.workers} SMs are too few for {behind.gang} chains at once; they walk in legs, whose time is not modelled"
+    note = f"{plan.workers} SMs are too few for {behind.gang} chains at once; they walk in legs, whose time is not modelled"
     fields = {**_fields(call, ahead, behind, in_legs), "prediction_note": note}
-    described = planning.explanation_of([behind.plan], "hopper", call, **fields)
+    described = planning.explanation_of([plan], "hopper", call, **fields)
     return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=in_legs.tables_bytes)
 
 
@@ -111,7 +111,7 @@ def _explain_packed(call: Call) -> Explanation:
 
 def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegSetup | None = None) -> dict[str, Any]:
     """What this backend adds to an explanation."""
-    names = {"forward": ahead.kernel(), **(_kernels(behind) if in_legs is None else _kernels_of_legs(in_legs))}
+    names = {"forward": ahead.kernel(), **_by_name(behind.kernels() if in_legs is None else in_legs.kernels())}
     loaded = {} if call.q.is_meta else _load(names, behind.layout.device)
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
@@ -122,20 +122,16 @@ def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: Leg
     }
 
 
-def _kernels(behind: BackwardSetup) -> dict[str, KernelName]:
-    kernels = behind.kernels()
-    first = {} if kernels.modifier_notes is None else {"modifiers": kernels.modifier_notes}
-    return {**first, "preprocess": kernels.preprocess, "backward": kernels.attention, "postprocess": kernels.postprocess}
-
-
-def _kernels_of_legs(in_legs: LegSetup) -> dict[str, KernelName]:
-    kernels = in_legs.kernels()
-    return {
+def _by_name(kernels: BackwardKernels) -> dict[str, KernelName]:
+    """In the order of their launches."""
+    found = {
+        "modifiers": kernels.modifier_notes,
         "preprocess": kernels.preprocess,
         "backward": kernels.attention,
         "ending": kernels.ending,
         "postprocess": kernels.postprocess,
     }
+    return {name: kernel for name, kernel in found.items() if kernel is not None}
 
 
 def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:

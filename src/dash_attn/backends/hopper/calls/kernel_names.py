@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..driver.launch import LoadedKernel, flag, load_kernel
 from ..tiles import (
@@ -84,6 +84,7 @@ class BackwardKernels:
     postprocess: KernelName
     sink_gradient: KernelName
     modifier_notes: KernelName | None = None  # first, where there is dropout or ALiBi
+    ending: KernelName | None = None  # between legs, where a rank walks them
 
 
 def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool = False) -> BackwardKernels:
@@ -108,26 +109,13 @@ def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool =
     )
 
 
-@dataclass(frozen=True)
-class LegKernels:
-    """Of a device that shares sequences with others."""
-
-    preprocess: KernelName
-    attention: KernelName
-    ending: KernelName
-    postprocess: KernelName
-    sink_gradient: KernelName
-
-
-def leg_kernels(variant: Variant, v_dim: int) -> LegKernels:
-    """v_dim: that the kernel has for values. Only what walks legs and ends trips is not of the plain backward."""
+def leg_kernels(variant: Variant, v_dim: int) -> BackwardKernels:
+    """Of a rank that shares sequences with others. Only what walks legs and ends trips is not of the plain backward."""
     plain = backward_kernels(variant, v_dim, ordered=True)
     flags = f"{flag(variant.softcap)}, MaskKind::{variant.mask_kind}"
     attention = f"attention_backward_of_legs<{variant.dtype}, {variant.dim}, {v_dim}, {flags}>"
-    return LegKernels(
-        plain.preprocess,
-        KernelName("backward/legs.cuh", attention, THREADS, plain.attention.shared_bytes),
-        KernelName("backward/ending.cuh", f"end_trips<{variant.dim}, {v_dim}>"),
-        plain.postprocess,
-        plain.sink_gradient,
+    return replace(
+        plain,
+        attention=KernelName("backward/legs.cuh", attention, THREADS, plain.attention.shared_bytes),
+        ending=KernelName("backward/ending.cuh", f"end_trips<{variant.dim}, {v_dim}>"),
     )
