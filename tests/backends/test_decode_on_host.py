@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Mask, Window, flash_attn_func
-from dash_attn.backends.hopper.calls import forward_setup
+from dash_attn.backends.hopper.calls import forward as forward_calls
 from dash_attn.backends.hopper.driver import parameters
 from dash_attn.backends.hopper.tiles import kernel_dim
 from dash_attn.call.kv_cache import CachePlaces, CacheTensors
@@ -143,7 +143,7 @@ def test_a_narrow_forward_has_the_bits_of_a_wide_one(machine: Machine, dims: tup
     for _ in range(2):
         with hopper_on_host(machine, 0) as (forward, _):
             results.append(problem.expected(forward))
-        monkeypatch.setattr(forward_setup, "forward_dims", lambda *dims: (kernel_dim(*dims),) * 2)
+        monkeypatch.setattr(forward_calls, "forward_dims", lambda *dims: (kernel_dim(*dims),) * 2)
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -19,7 +19,7 @@ from dash_attn.masks import Prefix
 
 decode = import_module("dash_attn.backends.hopper.calls.decode")
 kernel_names = import_module("dash_attn.backends.hopper.calls.kernel_names")
-recently_used = import_module("dash_attn.backends.recently_used")
+recently_used = import_module("dash_attn.backends.kept")
 trouble = import_module("dash_attn.backends.hopper.driver.trouble")
 parameters = import_module("dash_attn.backends.hopper.driver.parameters")
 OPTIONS = AttentionOptions(Causal(), 0.125)

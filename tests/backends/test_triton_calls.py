@@ -20,7 +20,7 @@ import dash_attn
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain, flash_attn_func, flash_attn_with_kvcache
 from dash_attn.backends import _backend_of_gpu, resolve
 from dash_attn.backends.hopper.support import sm_count
-from dash_attn.backends.recently_used import Kept
+from dash_attn.backends.kept import Kept
 from dash_attn.backends.triton import kept_tables, setup, support
 from dash_attn.backends.triton.kept_tables import kept_on
 from dash_attn.backends.triton.launch import Launch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from dash_attn.backends.hopper.calls.forward_setup import dense_forward_setup
 
 from dash_attn.backends.hopper.calls.backward_setup import dense_setup
-from dash_attn.backends.hopper.calls.forward_setup import dense_forward_setup
 from dash_attn.backends.hopper.calls.kernel_names import KernelName
 from dash_attn.call.options import Choices, options_for
 
