@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Problem, Window, flash_attn_func
-from dash_attn.backends.hopper import devices, tiles
+from dash_attn.backends.hopper import ranks, tiles
 from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
 from dash_attn.backends.hopper.calls.tables import mask_kind
 from dash_attn.backends.hopper.driver.compile import compile_kernel
 from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
-from dash_attn.call.given_schedule import schedule_for
+from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions, Choices, options_for
-from dash_attn.call.planning import DEFAULT_WORKERS, plan_for
+from dash_attn.call.planning import DEFAULT_WORKERS, plan_for, schedule_for
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
@@ -77,7 +77,7 @@ class Case:
     @property
     def problem(self) -> Problem:
         q_heads, kv_heads = self.heads
-        tile = devices.backward_tiles(*self.dims)
+        tile = ranks.backward_tiles(*self.dims)
         return Problem(self.mask, self.tokens, self.tokens, *tile, kv_heads, q_heads // kv_heads, self.batch)
 
     def tensors(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class Shared:
     def __init__(self, case: Case) -> None:
         self.case, self.sharding = case, case.rows
         self.plan = plan_for(case.problem, "auto", DEFAULT_WORKERS)
-        together = case.together or devices.heads_together(case.problem, self.sharding)
+        together = case.together or ranks.heads_together(case.problem, self.sharding)
         self.shared: SharedSchedule = share(schedule_for(case.problem, "auto", DEFAULT_WORKERS), self.sharding, together)
         self.rows = [torch.from_numpy(self.sharding.rows_of(device).copy()).long().cuda() for device in range(case.devices)]
 
@@ -105,14 +105,14 @@ class Shared:
         out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
         lse = torch.empty(len(q), q.shape[2], q.shape[1], device=q.device)
         for device, mine in enumerate(self.rows):
-            some = devices.forward(q[:, mine], k, v, self.case.options, None, self.case.problem, self.sharding, device)
+            some = ranks.forward(Call(q[:, mine], k, v, self.case.options), self.case.problem, self.sharding, device)
             out[:, mine], lse[:, :, mine] = some
         return out, lse
 
-    def backward(self, device: int, inputs: tuple[Tensor, ...], overlap: bool) -> devices.RankBackward:
+    def backward(self, device: int, inputs: tuple[Tensor, ...], overlap: bool) -> ranks.RankBackward:
         """inputs: dO, q, out and LSE of the device's rows, all of k and v."""
         dout, q, out, lse, k, v = inputs
-        made = devices.RankBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None), overlap)
+        made = ranks.RankBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None), overlap)
         made.take_keys(k, v, 0)
         return made
 
@@ -292,7 +292,7 @@ def times_of_device(shared: Shared, device: int, own: tuple[Tensor, ...]) -> Ite
 
 def scratch_states(shared: Shared, device: int) -> dict[int, Tensor]:
     """Memory for states by size: what is in it does not change the time."""
-    sizes = {shared.shared.state_tiles(unit) * devices.tile_size(*shared.case.dims) for unit in shared.shared.by_rank[device]}
+    sizes = {shared.shared.state_tiles(unit) * ranks.tile_size(*shared.case.dims) for unit in shared.shared.by_rank[device]}
     return {size: torch.randn(size, device="cuda") for size in sizes}
 
 

@@ -34,6 +34,7 @@ from dash_attn.backends.triton.kernels.tiles import capped, load_columns, load_n
 from dash_attn.backends.triton.kernels.visits import row_bounds  # noqa: E402
 from dash_attn.backends.triton.launch import Launch  # noqa: E402
 from dash_attn.backends.triton.tiles import Tile  # noqa: E402
+from dash_attn.call.call import Call  # noqa: E402
 from dash_attn.call.options import AttentionOptions  # noqa: E402
 from dash_attn.call.planning import plan_for  # noqa: E402
 from dash_attn.scheduling.plan import Plan  # noqa: E402
@@ -241,7 +242,7 @@ class OnePass:
         self.dq_sum = torch.empty(batch, heads, length, dim, dtype=torch.float32, device=q.device)
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         self.scale, self.tile, self.ordered, self.shape = dim**-0.5, tile, ordered, (batch, length, heads, dim)
-        call = setup.Call.of(q, k, v, AttentionOptions(mask, self.scale), None)
+        call = setup.Passes(Call(q, k, v, AttentionOptions(mask, self.scale)))
         self.numbers = {
             **{
                 "q": q,
@@ -292,7 +293,7 @@ def compare(dim: int, length: int, mask: Mask) -> dict[str, Any]:
     """Times of one shape; the two passes include what they launch after the row statistics."""
     shape = (16384 // length, length, 2048 // dim, dim)
     q, k, v, dout = (torch.randn(shape, device="cuda").bfloat16() for _ in range(4))
-    call = setup.Call.of(q, k, v, AttentionOptions(mask, dim**-0.5), None)
+    call = setup.Passes(Call(q, k, v, AttentionOptions(mask, dim**-0.5)))
     out, lse = torch.empty_like(q), torch.empty(call.lse_shape, device="cuda")
     setup.forward_launch(call, out, lse, None).run()
     rows = setup.RowValues.empty(call)
@@ -335,7 +336,7 @@ def compile_one(job: tuple[int, Tile, bool]) -> None:
     """In a process of its own, into the cache on disk. What cannot run is told when it is timed."""
     dim, tile, ordered = job
     q, k, v, dout = (torch.randn((2, 512, 2, dim), device="cuda").bfloat16() for _ in range(4))
-    rows = setup.RowValues.empty(setup.Call.of(q, k, v, AttentionOptions(Causal(), dim**-0.5), None))
+    rows = setup.RowValues.empty(setup.Passes(Call(q, k, v, AttentionOptions(Causal(), dim**-0.5))))
     with suppress(Exception):
         OnePass((q, k, v, dout), rows, Causal(), tile, SCHEDULES[1], ordered).run()
         torch.cuda.synchronize()

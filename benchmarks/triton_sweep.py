@@ -20,6 +20,7 @@ from dash_attn import Causal, Full, Mask
 from dash_attn.backends.triton import setup
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
+from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
 
 BF16 = torch.bfloat16
@@ -97,7 +98,7 @@ def launches_of(job: Job, shape: tuple[int, int, int], mask: Mask, memory: Any) 
     lse, delta = (memory(batch, heads, length).float() for _ in range(2))  # lengths are whole units
     tiles = job.of_call()
     with patch.object(setup, "tiles_for", lambda *_: tiles):
-        call = setup.Call.of(q, k, v, AttentionOptions(mask, job.dim**-0.5), None)
+        call = setup.Passes(Call(q, k, v, AttentionOptions(mask, job.dim**-0.5)))
         if job.name == "forward":
             return (setup.forward_launch(call, out, lse, None),)
         return setup.gradient_launches(call, out, setup.RowValues(-lse.abs() - 20, delta), (dq, dk, dv))

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Mask, Prefix
-from dash_attn.backends.triton import explaining, setup
+from dash_attn.backends.triton import setup
+from dash_attn.backends.triton.explain import _as_run, _launches
 from dash_attn.backends.triton.launch import Launch
+from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
 from dash_attn.masks import TilePattern
 
@@ -56,8 +58,8 @@ def launches_to_warm(architecture: str) -> list[Launch]:
     return sorted(found.values(), key=lambda launch: -launch.constants.get("BLOCK_DIM", 0))
 
 
-def launches_of(call: setup.Call) -> Iterator[Launch]:
-    yield from explaining._launches(call).values()
+def launches_of(call: setup.Passes) -> Iterator[Launch]:
+    yield from _launches(call).values()
     if call.offsets is not None:
         yield setup.offsets_launch(call)
     out, lse = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ((call.q.shape, call.q.dtype), (call.lse_shape, FP32)))
@@ -68,7 +70,7 @@ def launches_of(call: setup.Call) -> Iterator[Launch]:
         yield setup.statistics_launch(call, out, out, lse, lse, rows)
 
 
-def calls() -> Iterator[setup.Call]:
+def calls() -> Iterator[setup.Passes]:
     """Of the grid of the tests, and of every kind of mask at the head dims that most tests have."""
     from grid import dim_cases, length_cases, softcap_cases
 
@@ -88,8 +90,8 @@ def blocks() -> Mask:
     return ragged_map(512, 512)
 
 
-def call_of(mask: Mask, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype = BF16, softcap: float = 0.0) -> setup.Call:
+def call_of(mask: Mask, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype = BF16, softcap: float = 0.0) -> setup.Passes:
     """Lengths decide no kernel."""
     shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
     q, k, v = (torch.empty(1, 512, *shape, dtype=dtype, device="meta") for shape in shapes)
-    return explaining._call(q, k, v, AttentionOptions(mask, 0.1, softcap))
+    return setup.Passes(_as_run(Call(q, k, v, AttentionOptions(mask, 0.1, softcap))))

@@ -75,17 +75,17 @@ CHOICES = (
     ('flash_attn_func(q, k, v, backend="cuda")', '`"auto"` goes by the device of the tensors.'),
     ('flash_attn_func(q, k, v, backend="hopper")', "Move the tensors to the GPU; a named backend never falls back."),
     (
-        'p = planned[..., :64].bfloat16(); explain(p, p, p, backend="triton", accumulation="unordered")',
+        'p = planned[..., :64].bfloat16(); explain(flash_attn_func, p, p, p, backend="triton", accumulation="unordered")',
         "Nothing is unordered there; leave the argument out.",
     ),
     (
-        'p = planned[..., :64].bfloat16(); explain(p, p, p, backend="triton", schedule="spt")',
+        'p = planned[..., :64].bfloat16(); explain(flash_attn_func, p, p, p, backend="triton", schedule="spt")',
         "Leave the argument out: dQ has a pass of its own.",
     ),
-    ('explain(planned, planned, planned, backend="hopper")', "Cast to a dtype that the backend has."),
-    ('p = planned.bfloat16(); explain(p, p, p, backend="hopper")', "See [support](support.md) for the head dims."),
-    ("explain(planned, planned, planned)", "Name the backend: meta tensors have no device to choose by."),
-    ("explain(q[:, :0], k, v)", "Nothing runs for such a call."),
+    ('explain(flash_attn_func, planned, planned, planned, backend="hopper")', "Cast to a dtype that the backend has."),
+    ('p = planned.bfloat16(); explain(flash_attn_func, p, p, p, backend="hopper")', "See [support](support.md) for the head dims."),
+    ("explain(flash_attn_func, planned, planned, planned)", "Name the backend: meta tensors have no device to choose by."),
+    ("explain(flash_attn_func, q[:, :0], k, v)", "Nothing runs for such a call."),
 )
 PACKED = (
     ("flash_attn_varlen_func(q, k, v, ends, ends, 6, 6)", "Packed tensors have no batch dimension."),

@@ -14,12 +14,8 @@ from unittest.mock import patch
 import torch
 
 from dash_attn import ScheduleError, explain, flash_attn_func, flash_attn_varlen_func
-from dash_attn.backends.hopper.calls.layout import Layout
 from dash_attn.backends.hopper.support import sm_count
 from dash_attn.backends.triton import support as triton_support
-from dash_attn.backends.triton.setup import Call
-from dash_attn.call.offsets import SequenceOffsets
-from dash_attn.call.options import AttentionOptions
 
 LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
 BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16, "triton": torch.bfloat16}
@@ -69,15 +65,15 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, A
 
 
 def refusal_of_packed(backend: str, question: Question) -> str | None:
-    """The error a packed batch of one sequence gets. For the GPU, the check that its kernels make before anything else is asked."""
+    """The error a packed batch of one sequence gets."""
     q, k, v = (tensor[0] for tensor in question.tensors(backend))
-    ends = torch.tensor([0, LENGTH], dtype=torch.int32, device=q.device)
+    ends = torch.tensor([0, LENGTH], dtype=torch.int32)
+    packed = ends, ends, LENGTH, LENGTH
     try:
         if backend == "cpu":
-            flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
+            flash_attn_varlen_func(q.requires_grad_(), k, v, *packed, **question.options).sum().backward()
         else:
-            options, offsets = AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH)
-            Layout.of((q, k, v), options, offsets) if backend == "hopper" else Call.of(q, k, v, options, offsets)
+            explain(flash_attn_varlen_func, q, k, v, *packed, backend=backend, predict_time=False, **question.options)
     except REFUSALS as error:
         return str(error)
     return None

@@ -38,8 +38,17 @@ def hopper(batch: int = 64, queries: int = 1, heads: tuple[int, int] = (32, 8), 
 
 
 def test_it_takes_what_the_call_takes() -> None:
-    call, question = (inspect.signature(function).parameters for function in (flash_attn_with_kvcache, explain))
-    assert list(call.values()) == list(question.values())
+    """Each argument by its name, and nothing else."""
+    names = inspect.signature(flash_attn_with_kvcache).parameters
+    defaults = {name: one.default for name, one in names.items() if one.default is not inspect.Parameter.empty}
+    given = {"q": half(2, 1, 4, 64), "k_cache": half(2, 9, 4, 64), "v_cache": half(2, 9, 4, 64)}
+    assert set(names) == {*given, *defaults}
+    assert explain(flash_attn_with_kvcache, **given, **{**defaults, "backend": "cpu"}).backend == "cpu"
+    for wrong in ("cache_lengths", "mask", "schedule"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'"):
+            explain(flash_attn_with_kvcache, **given, backend="cpu", **{wrong: None})
+    with pytest.raises(TypeError, match="missing a required argument: 'v_cache'"):
+        explain(flash_attn_with_kvcache, half(2, 1, 4, 64), half(2, 9, 4, 64), backend="cpu")
 
 
 def test_hopper_without_a_gpu() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Problem, Window, explain, flash_attn_func, generate
 from dash_attn.backends.cpu import backward, forward
+from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.scheduling.problem import parts_of
@@ -146,13 +147,15 @@ def test_sixteen_bits_come_last() -> None:
     shape = SHAPES["three parts of one"]
     q, k, v, dout = made(shape, dtype=torch.bfloat16)
     options = AttentionOptions(Causal(), 0.125)
-    out, lse = forward(q, k, v, options)
-    in_half = backward(dout, q, k, v, out, lse, options)
-    in_full = backward(*(x.float() for x in (dout, q, k, v, out)), lse, options)
+    call = Call(q, k, v, options)
+    out, lse = saved = forward(call)
+    in_half = backward(call, saved, Grads(dout))
+    in_full = backward(Call(q.float(), k.float(), v.float(), options), Saved(out.float(), lse), Grads(dout.float()))
     assert all(torch.equal(half, full.bfloat16()) for half, full in zip(in_half[:3], in_full[:3], strict=True))
-    rounded = [
-        backward(*(x[:, :, i : i + 1] for x in (dout, q)), k, v, out[:, :, i : i + 1], lse[:, i : i + 1], options)[2] for i in range(3)
-    ]
+    rounded = []
+    for head in (slice(i, i + 1) for i in range(3)):
+        alone = Call(q[:, :, head], k, v, options)
+        rounded.append(backward(alone, Saved(out[:, :, head], lse[:, head]), Grads(dout[:, :, head])).v)
     assert not torch.equal(in_half[2], added(rounded, 2)), "the control: parts that were rounded before they are added"
 
 

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from budget import assert_within_budget
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.attention.autograd import attention_backward
-from dash_attn.call.call import Grads, Saved
-from dash_attn.call.options import AttentionOptions
+from dash_attn.call.call import Call, Gradients, Grads, Saved
 from dense import Results, assert_same_bits, random_inputs, run_dense, run_ours
 
 LENGTHS = [(70, 70), (0, 0), (200, 330), (1, 1), (0, 5), (140, 90)]  # (queries, keys) of each sequence
@@ -144,15 +143,15 @@ class Recorder:
     """A backend that remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[Call] = []
 
-    def forward(self, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        self.calls.append((q, *rest))
-        return torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    def forward(self, call: Call) -> Saved:
+        self.calls.append(call)
+        return Saved(torch.empty_like(call.q), call.q.new_empty(call.q.shape[1], len(call.q), dtype=torch.float32))
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-        self.calls.append((dout, q, k, v, *rest))
-        return q.clone(), k.clone(), v.clone(), None
+    def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients:
+        self.calls.append(call)
+        return Gradients(*(x.clone() for x in call.tensors))
 
 
 def test_on_the_gpu_lengths_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +166,14 @@ def test_on_the_gpu_lengths_are_not_read_on_the_host(monkeypatch: pytest.MonkeyP
             cu.tolist()
         out, lse = flash_attn_varlen_func(x, x, x, cu, cu, 7, 7, causal=True, return_lse=True)
         # The engine itself cannot run on fake GPU tensors in a build without CUDA.
-        attention_backward(backend.calls[0][0], Saved(out, lse), Grads(out))
+        attention_backward(backend.calls[0], Saved(out, lse), Grads(out))
         with pytest.raises(ValueError, match="cu_seqlens_k must be on the device of q, k and v \\(cuda:0\\); got cpu"):
             flash_attn_varlen_func(x, x, x, cu, torch.empty(3, dtype=torch.int32), 7, 7)
     assert len(backend.calls) == 2
     for call in backend.calls:
-        options, offsets, sinks = next(call[i:] for i, x in enumerate(call) if isinstance(x, AttentionOptions))[:3]
-        assert (options.mask, sinks) == (Causal(), None)
+        assert (call.options.mask, call.sinks) == (Causal(), None)
+        offsets = call.offsets
+        assert offsets is not None
         assert (offsets.cu_seqlens_q is cu, offsets.max_seqlen_q, offsets.max_seqlen_k) == (True, 7, 7)
 
 

@@ -16,6 +16,7 @@ from dash_attn import Causal, Mask, Window, flash_attn_func
 from dash_attn.backends.hopper.calls import forward as forward_calls
 from dash_attn.backends.hopper.driver import parameters
 from dash_attn.backends.hopper.tiles import kernel_dim
+from dash_attn.call.call import Call
 from dash_attn.call.kv_cache import CachePlaces, CacheTensors
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
@@ -96,7 +97,7 @@ class Problem:
 
     def expected(self, forward: Any) -> tuple[Tensor, Tensor]:
         """Rows of the whole forward."""
-        results = [forward.forward(*tensors, self.options, None, self.sinks) for tensors in self.whole]
+        results = [forward.forward(Call(*tensors, self.options, sinks=self.sinks)) for tensors in self.whole]
         chunk = self.case.chunk
         return torch.cat([out[:, -chunk:] for out, _ in results]), torch.cat([lse[:, :, -chunk:] for _, lse in results])
 

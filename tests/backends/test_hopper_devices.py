@@ -18,10 +18,9 @@ from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
 from dash_attn.call.call import Call, Saved
-from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.parts import of_a_document
-from dash_attn.call.planning import plan_for
+from dash_attn.call.planning import plan_for, schedule_for
 from dash_attn.distributed.context.document_loopback import play_documents
 from dash_attn.distributed.context.documents import SharedDocuments
 from dash_attn.distributed.context.loopback import play_all_ranks
@@ -171,7 +170,7 @@ def test_what_a_launch_may_overlap(memory: Memory, monkeypatch: pytest.MonkeyPat
     for unit, (device, overlaps, awaited) in zip(legs, seen, strict=True):
         assert device == unit.rank
         semaphores = played.backwards[device].legs.host.semaphore_of
-        comes_from = None if unit.before is None else played.shared.units[unit.before].device
+        comes_from = None if unit.before is None else played.shared.units[unit.before].rank
         assert overlaps == (device in begun and comes_from in (None, device))
         assert awaited == (semaphores[unit.before] if overlaps and unit.before is not None else -1)
         begun.add(device)
@@ -184,7 +183,7 @@ def test_nothing_overlaps_a_launch_whose_keys_are_gone(memory: Memory, small: tu
     _, backward, shared = small
     backward.overlap = True
     first, *rest = [unit for unit in shared.by_rank[0] if unit.leg is not None and unit.before is None]
-    again = next(unit for unit in rest if not [w for w in shared.waits[unit.number] if shared.units[w].device == 0])
+    again = next(unit for unit in rest if not [w for w in shared.waits[unit.number] if shared.units[w].rank == 0])
     for unit, overlaps in ((first, 0), (again, 1)):
         backward._begin(unit, state := memory.add_tensor("states", backward.new_state(unit)))
         assert backward.leg.overlaps == overlaps
@@ -379,15 +378,15 @@ def small(memory: Memory) -> tuple[Case, Any, SharedSchedule]:
 def test_a_unit_before_its_turn_is_refused(memory: Memory, small: tuple[Case, Any, SharedSchedule]) -> None:
     _, backward, shared = small
     mine = shared.by_rank[0]
-    late = next(u for u in mine if any(shared.units[w].device == 0 for w in shared.waits[u.number]))
-    with pytest.raises(RuntimeError, match=r"waits for unit \d+ .* which has not run on this device"):
+    late = next(u for u in mine if any(shared.units[w].rank == 0 for w in shared.waits[u.number]))
+    with pytest.raises(RuntimeError, match=r"waits for unit \d+ .* which has not run on this rank"):
         backward.run(late, memory.add_tensor("states", backward.new_state(late)))
     first = mine[0]
     state = memory.add_tensor("states", backward.new_state(first))
     backward.run(first, state)
     with pytest.raises(RuntimeError, match=f"unit {first.number} ran already"):
         backward.run(first, state)
-    other = next(u for u in shared.units if u.device == 1)
+    other = next(u for u in shared.units if u.rank == 1)
     with pytest.raises(ValueError, match="belongs to device 1; this is device 0"):
         backward.run(other, memory.add_tensor("states", backward.new_state(other)))
     with pytest.raises(RuntimeError, match=rf"{len(mine) - 1} units of device 0 have not run; the first is {mine[1].number} \("):
@@ -487,7 +486,7 @@ def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch, mask: Mask, ke
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, UNEVEN.rows, heads, 64) for heads in (2, 1, 1))
     out, lse = flash_attn_func(q, k, v, mask=case.mask, return_lse=True)
-    for device in range(UNEVEN.devices):
+    for device in range(UNEVEN.ranks):
         mine = torch.from_numpy(UNEVEN.rows_of(device).copy()).long()
         found = devices.forward(Call(q[:, mine], k, v, case.options), case.problem, UNEVEN, device)
         torch.testing.assert_close(found, (out[:, mine], lse[:, :, mine]))

@@ -18,7 +18,7 @@ from dash_attn.tools.doctor import take_snapshot
 from dash_attn.tools.verify import certificate
 from loading_driver import LoadingDriver, Status
 
-compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "driver", "packed"))
+compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "launch", "shipped"))
 devices = import_module("dash_attn.backends.hopper.ranks")
 
 OTHER = ("forward/attention.cuh", "other")

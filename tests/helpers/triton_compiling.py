@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from dash_attn import Causal, Mask, Prefix, TileMap
-from dash_attn.backends.triton import explain, setup
+from dash_attn.backends.triton import setup
+from dash_attn.backends.triton.explain import _launches
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.call.call import Call
 from dash_attn.call.offsets import SequenceOffsets
@@ -53,8 +54,8 @@ class Compiled:
                 ends = torch.empty(4, dtype=torch.int32, device="meta")
                 packed = Call(q[0], k[0], v[0], self._options(Causal()), SequenceOffsets(ends, ends, 512, 512))
                 passes = setup.Passes(packed)
-                return {**explain._launches(passes), "offsets": setup.offsets_launch(passes)}
-            return explain._launches(setup.Passes(Call(q, k, v, self._options(MASKS[self.kind]))))
+                return {**_launches(passes), "offsets": setup.offsets_launch(passes)}
+            return _launches(setup.Passes(Call(q, k, v, self._options(MASKS[self.kind]))))
 
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         return (2 * self.group, self.dims[0]), (2, self.dims[0]), (2, self.dims[1])

@@ -177,18 +177,18 @@ def test_threads_note_every_task_in_its_turn(workers: int) -> None:
     table = task_table(schedule)
     for sequence, head, q_tile in {*zip(table.sequence.tolist(), table.head.tolist(), table.q_tile.tolist(), strict=True)}:
         rivals = np.flatnonzero((table.sequence == sequence) & (table.head == head) & (table.q_tile == q_tile))
-        by_rank = rivals[np.argsort(table.rank[rivals])]
-        assert all(spans.reduce_start[a] < spans.reduce_start[b] for a, b in pairwise(by_rank)), "ranks land in order"
+        by_turn = rivals[np.argsort(table.turn[rivals])]
+        assert all(spans.reduce_start[a] < spans.reduce_start[b] for a, b in pairwise(by_turn)), "turns land in order"
 
 
 def test_recording_changes_no_bit() -> None:
     q, k, v, dout = random_inputs(300, 300)
-    options = cpu_options("alternating")
-    out, lse = cpu.forward(q, k, v, options)
+    call = Call(q, k, v, cpu_options("alternating"))
+    saved = cpu.forward(call)
     rows: list[TaskTime] = []
-    expected = cpu.backward(dout, q, k, v, out, lse, options)
+    expected = cpu.backward(call, saved, Grads(dout))
     with interleaving(1, threads=True, workers=3, record=rows):
-        found = cpu.backward(dout, q, k, v, out, lse, options)
+        found = cpu.backward(call, saved, Grads(dout))
     assert len(rows) == Problem(Causal(), 300, 300, 64, 128, heads=2).tasks
     assert all(same_bits(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
 

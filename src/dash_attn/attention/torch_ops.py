@@ -18,9 +18,8 @@ from torch import SymFloat, SymInt, Tensor
 from ..backends import resolve
 from ..call.boolean_masks import check_mask_tensor, take_mask
 from ..call.call import Call, Grads, Modifiers, Saved, with_elements
-from ..call.given_schedule import text_of
 from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule
+from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule, text_of
 from ..call.tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
 from ..masks import check_mask
 from ..scheduling.schedule import Schedule

@@ -12,7 +12,6 @@ from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
 from ..scheduling.generators import GENERATORS
 from ..scheduling.schedule import Schedule
 from .dropout import LEVELS, threshold_of
-from .given_schedule import in_words, is_given, read_given, text_of
 from .tensor_checks import check_flags
 
 SCHEDULES = ("auto", *GENERATORS)
@@ -176,3 +175,29 @@ def _check_schedule(schedule: Any) -> None:
     else:
         allowed = ", ".join(SCHEDULES)
         raise ValueError(f"unknown schedule {schedule!r}; choose from {allowed}, or give a Schedule or its JSON text")
+
+
+# A schedule that a caller gives instead of a name. Options hold its JSON text: a value, which hashes once, and which a traced program can
+# hold.
+
+
+def text_of(schedule: str | Schedule) -> str:
+    """A name or a JSON text as it is; of a Schedule its JSON text, which the schedule keeps."""
+    return schedule.to_json() if isinstance(schedule, Schedule) else schedule
+
+
+def is_given(schedule: str) -> bool:
+    """Whether this is the JSON text of a schedule, not a name."""
+    return schedule.lstrip().startswith("{")
+
+
+@lru_cache(maxsize=64)
+def read_given(text: str) -> Schedule:
+    """Raises ValueError for whatever is wrong with it."""
+    return Schedule.from_json(text)
+
+
+def in_words(schedule: str | Schedule) -> str:
+    """For a line of text: a JSON text is long."""
+    given = schedule if isinstance(schedule, Schedule) else read_given(schedule) if is_given(schedule) else None
+    return str(schedule) if given is None else f"{given.name} (given)"

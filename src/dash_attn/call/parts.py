@@ -88,17 +88,17 @@ def backward_end_to_end(backward: Backward, packed: Call, saved: Saved, grads: G
 
 def each_planned_alone(call: Call) -> list[Call]:
     """The calls whose orders decide the bits: of each document, of each packed sequence, of heads of one pattern; or the call itself."""
+    if call.offsets is not None:
+        sequences = enumerate(call.offsets.sequences(len(call.q), len(call.k)))
+        found = (call.of_sequence(number, *both) for number, both in sequences)
+        return [one for one in found if not no_pairs(one)]
     if runs_packed(call.options):
         assert isinstance(call.options.mask, Documents)
         own = of_a_document(call.options)
         return [Call(call.q[:1, :length], call.k[:1, :length], call.v[:1, :length], own) for length in call.options.mask.lengths]
     if isinstance(call.options.mask, PatternPerHead):
         return [one.of(call) for one in together(call)]
-    if call.offsets is None:
-        return [call]
-    sequences = enumerate(call.offsets.sequences(len(call.q), len(call.k)))
-    found = (call.of_sequence(number, *both) for number, both in sequences)
-    return [one for one in found if not no_pairs(one)]
+    return [call]
 
 
 def runs_whole(call: Call) -> bool:

@@ -34,7 +34,7 @@ def read_causal(mask_function: MaskFunction) -> tuple[int | None, Tensor | None]
     return (window, documents) if causal and by_position <= (documents is not None) else None
 
 
-read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/transforms.py; asked after is_plain_window
+read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/pytorch.py; asked after is_plain_window
 
 
 def is_causal(mask_function: MaskFunction) -> bool:

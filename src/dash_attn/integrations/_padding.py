@@ -122,7 +122,7 @@ def attends_itself(layer: type) -> bool:
     return set(signature(layer.forward).parameters) <= OF_ITSELF  # type: ignore[attr-defined]
 
 
-attends_itself._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/transforms.py
+attends_itself._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/pytorch.py
 
 
 def _offsets_of_rows(kept: Tensor, q_len: int) -> SequenceOffsets:

@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...call.given_schedule import in_words
-from ...call.options import AttentionOptions
+from ...call.options import AttentionOptions, in_words
 from ...call.planning import DEFAULT_WORKERS
 from ...masks import IntervalMask, Mask, PatternPerHead, TilePattern
 from ..gpus import is_hopper

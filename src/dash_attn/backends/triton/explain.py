@@ -9,7 +9,7 @@ from ...call.call import Call
 from ...call.explain import Explanation
 from ...call.parts import end_to_end, of_a_document, offsets_of_documents, runs_packed
 from ...call.planning import DEFAULT_WORKERS, describe_call, hash_of
-from ...masks import Documents, Mask, PatternPerHead, TileMap, TilePattern
+from ...masks import Causal, Documents, Mask, PatternPerHead, TileMap, TilePattern, Window
 from ...scheduling.order import ALL_GUARANTEES
 from .launch import Launch
 from .mask_tables import TABLES
@@ -28,10 +28,21 @@ def order_in_words(call: Call) -> str:
 
 def order_hash(call: Call) -> str:
     """Names the bits, together with the machine code: equal where everything is summed in the same sequence."""
-    tiles, mask = Passes(_as_run(call)).tiles, call.options.mask
+    tiles, (mask, each) = Passes(_as_run(call)).tiles, _masked(call)
     rows = [f"{name} {getattr(tiles, name).q_rows}x{getattr(tiles, name).kv_rows}" for name in PASSES]
     lengths = f"{call.q.shape[-3]}x{call.k.shape[-3]}, {call.q.shape[-2] // call.k.shape[-2]} heads"
-    return hash_of(NAME, ORDER, *rows, repr(mask), _blocks(mask), lengths)
+    return hash_of(NAME, ORDER, *rows, repr(mask), _blocks(mask), lengths, *each)
+
+
+def _masked(call: Call) -> tuple[Mask, list[str]]:
+    """Packed sequences are documents, or have a mask and lengths of their own."""
+    mask = call.options.mask
+    if call.offsets is None:
+        return mask, []
+    both = [tuple(side.stop - side.start for side in sides) for sides in call.offsets.sequences(len(call.q), len(call.k))]
+    if not isinstance(mask, Window) and all(queries == keys for queries, keys in both):
+        return Documents(tuple(queries for queries, _ in both if queries), isinstance(mask, Causal)), []
+    return mask, [f"{queries}x{keys}" for queries, keys in both]
 
 
 def _blocks(mask: Mask) -> str:
@@ -74,7 +85,7 @@ def _table_bytes(launch: Launch) -> int:
 
 def _as_run(call: Call) -> Call:
     """Documents in a row run as packed sequences."""
-    if not runs_packed(call.options):
+    if call.offsets is not None or not runs_packed(call.options):
         return call
     assert isinstance(call.options.mask, Documents)
     offsets = offsets_of_documents(call.options.mask.lengths, len(call.q), torch.device("meta"))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from ...call.call import Call
-from ...call.given_schedule import in_words
+from ...call.options import in_words
 from ...masks import Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
 from ..gpus import OLDEST
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.given_schedule import in_words, is_given, read_given
-from ...call.options import SCHEDULES
+from ...call.options import SCHEDULES, in_words, is_given, read_given
 from ...masks import Mask, parse_mask
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

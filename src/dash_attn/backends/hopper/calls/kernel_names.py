@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..driver.launch import LoadedKernel, flag, load_kernel
+from ..driver.launch import LoadedKernel, load_kernel
 from ..tiles import (
     CLUSTER_THREADS,
     DECODE_THREADS,
@@ -20,6 +20,11 @@ from ..tiles import (
 MODIFIER_NOTE_BYTES = 16  # on dropout and ALiBi, of a tile
 MODIFIER_BYTES = 2 * MODIFIER_NOTE_BYTES  # in shared memory
 PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
+
+
+def flag(value: bool) -> str:
+    """As a template argument."""
+    return "true" if value else "false"
 
 
 @dataclass(frozen=True)

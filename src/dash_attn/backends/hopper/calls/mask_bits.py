@@ -22,11 +22,11 @@ from ....masks import BooleanMask, TileMap
 from ....masks.bit_matrix import BitMatrix
 from ....scheduling.problem import Problem
 from ...kept import lasting, refuse_capture, refuse_capture_of, upload
-from ..driver.launch import current_stream, device_index, flag, on_device
+from ..driver.launch import current_stream, device_index, on_device
 from ..driver.parameters import MaskBitsParams, MaskParams
 from ..support import Unsupported
 from ..tiles import helper_blocks
-from .kernel_names import KernelName
+from .kernel_names import KernelName, flag
 
 MOST_NUMBERS = 2**30  # a note has the number of a tile and one bit more
 

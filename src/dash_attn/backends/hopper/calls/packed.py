@@ -9,12 +9,11 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Mask
 from ....scheduling.generators.shift import largest_block
-from ..driver.launch import flag
 from ..driver.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceStarts
 from ..driver.trouble import register_call, report_address
 from ..support import sm_count
 from ..tiles import BackwardTiles, backward_tiles, helper_blocks
-from .kernel_names import KernelName
+from .kernel_names import KernelName, flag
 from .layout import Layout
 from .tables import MaskOnDevice
 

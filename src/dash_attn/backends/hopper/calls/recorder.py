@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....call.call import Call, Grads, Saved
-from ....call.given_schedule import schedule_for
 from ....call.options import AttentionOptions
 from ....call.parts import runs_packed
+from ....call.planning import schedule_for
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
 from ....scheduling.validate import TooFewWorkers
