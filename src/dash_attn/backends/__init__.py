@@ -15,9 +15,7 @@ from torch import Tensor
 
 from ..call.call import Call, Gradients, Grads, Saved
 from ..call.explain import CacheExplanation, Explanation
-from ..call.kv_cache import CachePlaces, CacheTensors
-from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions
+from ..call.kv_cache import CacheCall
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import Sharding
 from ..scheduling.ranks.units import Unit
@@ -99,12 +97,10 @@ class Ranks(Protocol):
 class Cache(Protocol):
     """The module `kv_cache` of a backend that can attend to a cache of keys and values."""
 
-    def attention_with_cache(
-        self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, offsets: SequenceOffsets | None
-    ) -> tuple[Tensor, Tensor]:
-        """Appends the new keys and values in place, then output and LSE, laid out like those of `Backend.forward`."""
+    def attention_with_cache(self, call: CacheCall) -> Saved:
+        """Appends the new keys and values in place, then as `Backend.forward`."""
 
-    def explain_cache(self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+    def explain_cache(self, call: CacheCall) -> CacheExplanation:
         """What `attention_with_cache` of these tensors, which may be on the meta device, would do."""
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from ....call import planning
 from ....call.call import Call
 from ....call.explain import CACHE_GUARANTEES, CacheExplanation, Explanation, bytes_at_most, call_in_words
-from ....call.kv_cache import CachePlaces, CacheTensors
-from ....call.options import AttentionOptions
+from ....call.kv_cache import CacheCall
 from ....call.parts import each_planned_alone, runs_whole
 from ....masks import PatternPerHead
 from ....scheduling.order import reported
@@ -139,23 +138,19 @@ def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:
     return {name: kernel.load(device).kernel for name, kernel in kernels.items()}
 
 
-def explain_cache(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
-    check_cache_call(tensors, places, options)
-    work = Work.of(tensors, *tensors.q.shape[:2])
+def explain_cache(call: CacheCall) -> CacheExplanation:
+    check_cache_call(call)
+    work = Work.of(call)
+    names = {"decode": work.kernel(DTYPES[call.q.dtype], bool(call.options.softcap)), **({"append": APPEND} if call.new else {})}
+    loaded = {} if call.q.is_meta else _load(names, device_index(call.q.device))
     return CacheExplanation(
-        call=call_in_words(tensors, places, options),
+        call=call_in_words(call),
         backend="hopper",
         guarantees=CACHE_GUARANTEES,
         kv_rows=decode_tiles(work.dim).kv_rows,
         units=work.units,
         served_by=f"each by a cluster of {work.ctas_of_unit} CTAs" if work.columns else "each by one CTA",
-        new_keys=places.new,
-        read_bytes=bytes_at_most(tensors, places, options),
-        kernels={} if tensors.q.is_meta else _hashes(work, tensors, places, options),
+        new_keys=call.new,
+        read_bytes=bytes_at_most(call),
+        kernels={name: kernel.sha256 for name, kernel in loaded.items()},
     )
-
-
-def _hashes(work: Work, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> dict[str, str]:
-    """Of the machine code; what is not compiled yet is compiled."""
-    names = {"decode": work.kernel(DTYPES[tensors.q.dtype], bool(options.softcap)), **({"append": APPEND} if places.new else {})}
-    return {name: kernel.sha256 for name, kernel in _load(names, device_index(tensors.q.device)).items()}
