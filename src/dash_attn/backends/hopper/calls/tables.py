@@ -154,16 +154,6 @@ def band_of(sides: tuple[int, int]) -> tuple[int, int]:
     return ahead, 2 * FAR_AWAY - 1 if left < 0 else min(left, FAR_AWAY) + ahead
 
 
-@lru_cache(maxsize=64)
-def plan_on_device(plan: Plan, device: torch.device) -> PlanOnDevice:
-    return PlanOnDevice(plan, device)
-
-
-@lru_cache(maxsize=64)
-def visits_on_device(problem: Problem, device: torch.device) -> VisitsOnDevice:
-    return VisitsOnDevice(problem, device)
-
-
-@lru_cache(maxsize=64)
-def mask_on_device(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> MaskOnDevice:
-    return MaskOnDevice(mask, q_len, kv_len, device)
+plan_on_device = lru_cache(maxsize=64)(PlanOnDevice)
+visits_on_device = lru_cache(maxsize=64)(VisitsOnDevice)
+mask_on_device = lru_cache(maxsize=64)(MaskOnDevice)
