@@ -72,7 +72,8 @@ class Problem:
         columns, size = (-(-slots // case.page_size), case.page_size) if case.page_size else (1, slots)
         rows = columns * count + 2
         dealt = torch.tensor(self.random.sample(range(rows), columns * count)).view(count, columns)
-        self.caches = [torch.full((rows, size, case.heads[1], dim), NAN).bfloat16() for dim in case.dims]
+        k_cache, v_cache = (torch.full((rows, size, case.heads[1], dim), NAN).bfloat16() for dim in case.dims)
+        self.caches = k_cache, v_cache
         kept = [n - case.dropped - (case.chunk if case.appended else 0) for n in case.lengths]
         for i, (length, pad) in enumerate(zip(kept, self.padding, strict=True)):
             at = torch.arange(pad, pad + length)
@@ -240,9 +241,9 @@ BAD: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_trouble_is_reported(machine: Machine, name: str) -> None:
     places, report = BAD[name]
-    caches = [torch.zeros(8, 16, 2, 64).bfloat16() for _ in range(2)]
-    new = (torch.ones(2, 3, 2, 64).bfloat16() for _ in range(2))
-    call = CacheCall(torch.zeros(2, 3, 4, 64).bfloat16(), *caches, AttentionOptions(CAUSAL, 0.125), *new)
+    caches = torch.zeros(8, 16, 2, 64).bfloat16(), torch.zeros(8, 16, 2, 64).bfloat16()
+    new = torch.ones(2, 3, 2, 64).bfloat16()
+    call = CacheCall(torch.zeros(2, 3, 4, 64).bfloat16(), *caches, AttentionOptions(CAUSAL, 0.125), new, new)
     with hopper_on_host(machine) as (_, decode):
         decode.attention_with_cache(call._replace(**GOOD))
         with pytest.raises(Stopped) as stopped:

@@ -203,7 +203,7 @@ def test_windows(driver: Driver) -> None:
     ],
 )
 def test_refused(driver: Driver, change: dict[str, Tensor], message: str) -> None:
-    tensors = {"q": half(2, 1, 4, 128), "k_cache": half(2, 64, 4, 128), "v_cache": half(2, 64, 4, 128), **change}
+    tensors: dict[str, Any] = {"q": half(2, 1, 4, 128), "k_cache": half(2, 64, 4, 128), "v_cache": half(2, 64, 4, 128), **change}
     with pytest.raises(decode.Unsupported, match=message):
         decode.attention_with_cache(CacheCall(**tensors, options=OPTIONS, cache_seqlens=3))
     assert driver.launched == []
