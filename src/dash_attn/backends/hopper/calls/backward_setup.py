@@ -211,9 +211,7 @@ class BackwardSetup:
 
     @property
     def variant(self) -> Variant:
-        options = self.options
-        modifiers = bool(options.dropout_p), options.alibi
-        return Variant(self.layout.dtype, self.layout.backward_dims[0], bool(options.softcap), self.mask_kind, *modifiers)
+        return Variant.of(self.layout.dtype, self.layout.backward_dims[0], self.options, self.mask_kind)
 
     def kernels(self, record: bool = False) -> BackwardKernels:
         return backward_kernels(self.variant, self.layout.backward_dims[1], self.options.ordered, record)

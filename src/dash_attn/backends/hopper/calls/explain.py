@@ -23,7 +23,7 @@ from .backward_setup import BackwardSetup, backward_setup
 from .decode import APPEND, Work, check_cache_call
 from .forward import ForwardSetup, forward_setup
 from .kernel_names import BackwardKernels, KernelName
-from .rank_backward import LegSetup
+from .rank_backward import BackwardInLegs
 
 
 def backward_plan(call: Call) -> Plan:
@@ -60,11 +60,12 @@ def explain(call: Call, predict_time: bool = True) -> Explanation:
 
 def _explain_legs(call: Call, ahead: ForwardSetup, behind: BackwardSetup, plan: Plan) -> Explanation:
     """Too few SMs for whole chains. No chain has to be resident together with others."""
-    in_legs = LegSetup(behind)
+    in_legs = BackwardInLegs(behind, call.q.device)
     note = f"{plan.workers} SMs are too few for {behind.gang} chains at once; they walk in legs, whose time is not modelled"
     fields = {**_fields(call, ahead, behind, in_legs), "prediction_note": note}
     described = planning.explanation_of([plan], "hopper", call, **fields)
-    return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=in_legs.tables_bytes)
+    tables = sum(table.nbytes for table in in_legs.tables.tables.values())
+    return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=tables)
 
 
 def _explain_heads(call: Call) -> Explanation:
@@ -108,7 +109,7 @@ def _explain_packed(call: Call) -> Explanation:
     return replace(described, plan_bytes=0, gang=gang, guarantees=reported(described.guarantees, gang))
 
 
-def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegSetup | None = None) -> dict[str, Any]:
+def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: BackwardInLegs | None = None) -> dict[str, Any]:
     """What this backend adds to an explanation."""
     names = {"forward": ahead.kernel(), **_by_name(behind.kernels() if in_legs is None else in_legs.kernels())}
     loaded = {} if call.q.is_meta else _load(names, behind.layout.device)

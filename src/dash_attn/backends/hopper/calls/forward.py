@@ -52,9 +52,8 @@ class ForwardSetup:
 
     def kernel(self) -> KernelName:
         options, layout = self.options, self.layout
-        modifiers = bool(options.dropout_p), options.alibi
-        dim, v_dim = (layout.dim, layout.dim) if any(modifiers) else forward_dims(layout.q_dim, layout.v_dim)
-        return forward_kernel(Variant(layout.dtype, dim, bool(options.softcap), self.mask_kind, *modifiers), self.consumers, v_dim)
+        dim, v_dim = (layout.dim, layout.dim) if is_modified(options) else forward_dims(layout.q_dim, layout.v_dim)
+        return forward_kernel(Variant.of(layout.dtype, dim, options, self.mask_kind), self.consumers, v_dim)
 
 
 def forward_problem(layout: Layout, options: AttentionOptions) -> Problem:

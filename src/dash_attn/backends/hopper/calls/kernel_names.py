@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ....call.options import AttentionOptions
 from ..driver.launch import LoadedKernel, load_kernel
 from ..tiles import (
     CLUSTER_THREADS,
@@ -48,6 +49,10 @@ class Variant:
     mask_kind: str
     dropout: bool = False
     alibi: bool = False
+
+    @classmethod
+    def of(cls, dtype: str, dim: int, options: AttentionOptions, mask_kind: str) -> Variant:
+        return cls(dtype, dim, bool(options.softcap), mask_kind, bool(options.dropout_p), options.alibi)
 
     @property
     def modified(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ctypes import addressof
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ class RankBackward:
         self.main.runs, self.main.entries, after.q_turns = tables["runs"], tables["entries"], tables["q_turns"]
         self.end = EndingParams(sums=self.at["sums"], semaphores=self.at["semaphores"] + 4 * sizes.first_sum)
         after.sums.sums, after.sums.parts = self.at["sums"], Pair(*self.plan.parts_of_sums)
-        variant = Variant(DTYPES[self.q.dtype], self.kernel_dims[0], bool(options.softcap), mask_kind(options.mask))
+        variant = Variant.of(DTYPES[self.q.dtype], self.kernel_dims[0], options, mask_kind(options.mask))
         self.kernels = leg_kernels(variant, self.kernel_dims[1])
         self._attention = self.kernels.attention.load(self.index)
         assert self.kernels.ending is not None
@@ -316,18 +317,20 @@ class RankBackward:
         return parts
 
 
-class LegSetup:
-    """What a backward on too few SMs is made of. Shapes and options decide it, so no GPU is needed to tell."""
+class BackwardInLegs:
+    """Sequences of one length, whose chains rest in memory between the legs of their walks. What it is made of, shapes and options decide,
+    so no GPU is needed to tell."""
 
-    def __init__(self, setup: BackwardSetup) -> None:
+    holds_tables = True
+
+    def __init__(self, setup: BackwardSetup, device: torch.device) -> None:
         assert setup.plan is not None
         assert setup.legs is not None
-        self.setup, self.legs = setup, setup.legs
-        self.tables = LegTables(setup.plan, setup.legs, 0, setup.tiles)
+        self.setup, self.plan, self.legs, self.device = setup, setup.plan, setup.legs, device
 
-    @property
-    def tables_bytes(self) -> int:
-        return sum(table.nbytes for table in self.tables.tables.values())
+    @cached_property
+    def tables(self) -> LegTables:
+        return LegTables(self.plan, self.legs, 0, self.setup.tiles)
 
     @property
     def workspace_bytes(self) -> int:
@@ -339,22 +342,11 @@ class LegSetup:
     def kernels(self) -> BackwardKernels:
         return leg_kernels(self.setup.variant, self.setup.layout.backward_dims[1])
 
-
-class BackwardInLegs:
-    """Sequences of one length, whose chains rest in memory between the legs of their walks."""
-
-    holds_tables = True
-
-    def __init__(self, setup: BackwardSetup, device: torch.device) -> None:
-        self.setup, self.device = setup, device
-
     def run(self, tensors: tuple[Tensor, ...], call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, dout, out), sinks = tensors, call.sinks
-        assert self.setup.plan is not None
-        assert self.setup.legs is not None
-        backward = RankBackward(self.setup.plan, self.setup.legs, 0, self.setup.options, (dout, q, out), (lse, dlse))
+        backward = RankBackward(self.plan, self.legs, 0, self.setup.options, (dout, q, out), (lse, dlse))
         backward.take_keys(k, v, 0)
-        walk_in_legs(backward, self.setup.legs)
+        walk_in_legs(backward, self.legs)
         dsinks = None
         if sinks is not None:
             dsinks = sum_in_order(backward.sink_gradients(backward.rows_of_sinks, sinks)).to(sinks.dtype)
