@@ -38,7 +38,7 @@ format-kernels: $(VENV)/installed
 	$(BIN)/clang-format -i $(KERNELS)
 
 pages: $(VENV)/installed
-	$(BIN)/python tools/write_pages.py
+	PYTHONPATH=. $(BIN)/python tools/write_pages.py
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,103 +1,120 @@
-"""Compares this tree with other checkouts: python benchmarks/compare.py OTHER/src [ANOTHER/src ...] [--forward] [--rounds 5]
+"""Compares this tree with other checkouts: python -m benchmarks.compare OTHER/src [ANOTHER/src ...] [--suite paper] [--forward] [--graphs]
 
-Every round runs each tree once in a process of its own, in turn, and prints their speed relative to cuDNN's in the same process.
-A change of a kernel is judged by this, not by figures of another day: clocks differ by 10 % between machines and minutes.
+Every tree is run once in a process of its own, in turn, five times over. Speeds are relative to cuDNN's in the same process: clocks
+differ by 10 % between machines and minutes, so a change of a kernel is judged by this, not by figures of another day.
+Each row has medians, their spread, and a verdict: whether this tree is more than 1 % slower, and whether bits are others.
+--graphs captures each call once as a CUDA graph and times replays: what the host does does not show.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
-SHAPES = [
-    (128, 1024, False),
-    (128, 4096, False),
-    (128, 4096, True),
-    (128, 16384, True),
-    (64, 1024, True),
-    (64, 4096, True),
-    (64, 16384, False),
-    (256, 4096, True),
-]
-HERE = Path(__file__).resolve().parent.parent / "src"
+import numpy as np
+
+from dash_attn.tools.bench.report import save
+from dash_attn.tools.bench.shape import Shape
+from dash_attn.tools.machine import package_commit
+
+from .matrices import Matrix
+from .one_tree import HERE, gpu_and_torch, measured_in
+from .suites import SUITES, Cases
+
 RUNS = 12
-
-CHILD = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from dash_attn import flash_attn_func
-
-def milliseconds(call):
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # the launches queue up behind this, so that host time does not count
-    start.record(); call(); end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-shapes, runs, forward = json.loads(sys.argv[2])
-for dim, length, causal in shapes:
-    shape = (16384 // length, length, 2048 // dim, dim)
-    q, k, v = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in range(3))
-    turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    dout = torch.randn(shape, device="cuda").bfloat16()
-    def ours():
-        return flash_attn_func(q, k, v, causal=causal)
-    def cudnn():
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=causal)
-    def backward(out, inputs, dout):
-        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
-    calls = (ours, cudnn) if forward else (backward(ours(), (q, k, v), dout), backward(cudnn(), turned, dout.transpose(1, 2)))
-    times = [[milliseconds(call) for call in calls] for _ in range(runs + 3)][3:]
-    print(json.dumps([sorted(t[i] for t in times)[len(times) // 2] for i in (0, 1)]), flush=True)
-"""
+LIMIT = 0.01  # slower by more than this is told
+SHORT = tuple(
+    Shape("causal" if causal else "full", length, 16384 // length, 2048 // dim, 2048 // dim, dim)
+    for dim, length, causal in (
+        (128, 1024, False),
+        (128, 4096, False),
+        (128, 4096, True),
+        (128, 16384, True),
+        (64, 1024, True),
+        (64, 4096, True),
+        (64, 16384, False),
+        (256, 4096, True),
+    )
+)
+COMPARED = {"short": Cases(SHORT), **{name: SUITES[name] for name in ("paper", "ranks", "masks")}}
+Found = dict[str, Any]
 
 
-def measure(source: Path, forward: bool) -> list[float]:
-    """Speed relative to cuDNN, shape by shape."""
-    command = [sys.executable, "-c", CHILD, str(source), json.dumps([SHAPES, RUNS, forward])]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    return [cudnn / ours for ours, cudnn in map(json.loads, lines)]
+@contextmanager
+def described(shapes: Sequence[Shape]) -> Iterator[list[dict[str, Any]]]:
+    """As other trees read them. Matrices lie in files, so that no tree draws its own."""
+    with TemporaryDirectory() as folder:
+        made = [shape.to_json() for shape in shapes]
+        for number, shape in enumerate(shapes):
+            if isinstance(shape.attended, Matrix):
+                made[number]["matrix"] = f"{folder}/{number}.npy"
+                np.save(made[number]["matrix"], np.packbits(shape.attended.elements(shape.q_seqlen, shape.seqlen), axis=1))
+        yield made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compares this tree with other checkouts, relative to cuDNN in the same process.")
+def row_of(shape: Shape, by_tree: Sequence[Sequence[Found]]) -> dict[str, Any]:
+    """What all processes of each tree found of a shape; this tree is the last."""
+    speeds = [[found["yardstick_ms"] / found["ms"] for found in tree] for tree in by_tree]
+    times = [[found["ms"] for found in tree] for tree in by_tree]
+    *others, here = map(median, speeds)
+    bits = [{tuple(found["bits"]) for found in tree} for tree in by_tree]
+    return {
+        "shape": shape.to_json(),
+        "here": speeds[-1],
+        "others": speeds[:-1],
+        "here_ms": times[-1],
+        "others_ms": times[:-1],
+        "change": [here / other - 1 for other in others],
+        "slower": any(here < (1 - LIMIT) * other for other in others),
+        "same_bits": len(set.union(*bits)) == 1,
+    }
+
+
+def in_words(shape: Shape, row: dict[str, Any]) -> str:
+    others = ", ".join(f"{median(speeds):.3f} ({change:+.1%})" for speeds, change in zip(row["others"], row["change"], strict=True))
+    said = f"{median(row['here']):.3f} ({min(row['here']):.3f} to {max(row['here']):.3f}), {median(row['here_ms']):.3f} ms, others {others}"
+    verdict = f"more than {LIMIT:.0%} SLOWER" if row["slower"] else "not slower"
+    return f"{shape}: {said}: {verdict}{'' if row['same_bits'] else ', OTHER BITS'}"
+
+
+def main(words: list[str] | None = None) -> int:
+    """1 if a row is slower."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("others", nargs="+", type=Path, metavar="OTHER/src")
+    parser.add_argument("--suite", choices=tuple(COMPARED), default="short", help="which shapes (default: short)")
     parser.add_argument("--forward", action="store_true", help="the forward instead of the backward")
-    parser.add_argument("--rounds", type=int, default=5, help="processes per tree; the table has their median and spread")
+    parser.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs")
+    parser.add_argument("--processes", type=int, default=5, metavar="N", help="of each tree (default: 5)")
+    parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"timed runs of a process (default: {RUNS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    arguments = parser.parse_args()
-    trees = [*arguments.others, HERE]
-    rounds = [[measure(tree, arguments.forward) for tree in trees] for _ in range(arguments.rounds)]
+    arguments = parser.parse_args(words)
+    trees, shapes = [*arguments.others, HERE], COMPARED[arguments.suite].shapes()
+    processes = []
+    with described(shapes) as asked:
+        for number in range(arguments.processes):
+            print(f"process {number + 1} of {arguments.processes} of each tree", file=sys.stderr, flush=True)
+            turn = slice(None, None, -1 if number % 2 else 1)  # another one begins each time
+            options = arguments.forward, arguments.graphs, arguments.runs
+            processes.append([measured_in(tree, "measure", asked, *options) for tree in trees[turn]][turn])
     rows = []
-    for number, (dim, length, causal) in enumerate(SHAPES):
-        found = [[of_tree[number] for of_tree in column] for column in zip(*rounds, strict=True)]
-        *others, here = map(median, found)
-        shown = ", ".join(f"{other:.3f} ({here / other - 1:+.1%})" for other in others)
-        spread = f"{min(found[-1]):.3f} to {max(found[-1]):.3f}"
-        print(f"head dim {dim}, {length}, {'causal' if causal else 'full'}: {here:.3f} ({spread}), others {shown}")
-        rows.append({"head_dim": dim, "seqlen": length, "causal": causal, "here": found[-1], "others": found[:-1]})
+    for number, shape in enumerate(shapes):
+        rows.append(row_of(shape, [[found[number] for found in of_tree] for of_tree in zip(*processes, strict=True)]))
+        print(in_words(shape, rows[-1]), flush=True)
+    slower, others = sum(row["slower"] for row in rows), sum(not row["same_bits"] for row in rows)
+    print(f"{slower} of {len(rows)} rows more than {LIMIT:.0%} slower, {others} with other bits")
     if arguments.json:
-        direction = "forward" if arguments.forward else "backward"
-        head = {"relative_to": "cuDNN", "pass": direction, **surroundings(), "others": [str(tree) for tree in arguments.others]}
-        arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-
-
-def surroundings() -> dict[str, str]:
-    """GPU, PyTorch and commit. A child asks PyTorch, so that this process holds no memory of the GPU."""
-    asked = "import torch; print(torch.cuda.get_device_name()); print(torch.__version__)"
-    gpu, version = subprocess.run([sys.executable, "-c", asked], check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, check=False, stdout=subprocess.PIPE, text=True
-    ).stdout.strip()
-    return {"gpu": gpu, "torch": version, "commit": commit}
+        gpu, version = gpu_and_torch()
+        head = {"relative_to": "cuDNN", "suite": arguments.suite, "pass": "forward" if arguments.forward else "backward"}
+        head |= {"graphs": arguments.graphs, "gpu": gpu, "torch": version, "commit": package_commit()}
+        save({**head, "others": [str(tree) for tree in arguments.others], "rows": rows}, arguments.json)
+    return int(slower > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Devices that share a sequence, on one Hopper GPU: python benchmarks/devices.py [--compile] [--check] [--long] [--time] [--json FILE]
+"""Devices that share a sequence, on one Hopper GPU: python -m benchmarks.devices [--compile] [--check] [--long] [--time] [--json FILE]
 
 --compile: all kernels that the others need, in as many processes as there are cores. It needs no GPU.
 --check: one process plays all devices; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
@@ -15,136 +15,51 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Full, Mask, Problem, Window, flash_attn_func
-from dash_attn.backends.hopper import ranks, tiles
+from dash_attn import Causal, Full, Mask, Window, flash_attn_func
+from dash_attn.backends.hopper import devices, tiles
 from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
 from dash_attn.backends.hopper.calls.tables import mask_kind
-from dash_attn.backends.hopper.driver.compile import compile_kernel
 from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
-from dash_attn.call.call import Call
-from dash_attn.call.options import AttentionOptions, Choices, options_for
-from dash_attn.call.planning import DEFAULT_WORKERS, plan_for, schedule_for
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.share import share
-from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
+from dash_attn.scheduling.ranks.units import Unit
+from inputs import make_inputs
+from played_devices import Case, play_devices, play_forward
+
+from .kernels import compile_ahead
+from .timing import milliseconds, replayed, timed
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 ROUNDS = 7
 
 
-@dataclass(frozen=True)
-class Case:
+def case_of(tokens: int, count: int, heads: tuple[int, int] = (4, 4), together: int = 0, sharding: str = "zigzag", **rest: Any) -> Case:
     """heads: query and KV heads. together: heads of a unit; 0: as many as the backend says."""
-
-    tokens: int
-    devices: int
-    heads: tuple[int, int] = (4, 4)
-    dims: tuple[int, int] = (128, 128)
-    mask: Mask = Causal()  # noqa: RUF009 (a mask is a value)
-    dtype: torch.dtype = torch.bfloat16
-    sharding: str = "zigzag"
-    together: int = 0
-    batch: int = 1
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        heads = (
-            f"{self.heads[0]}/{self.heads[1]} heads, {self.together} together"
-            if self.together
-            else f"{self.heads[0]}/{self.heads[1]} heads"
-        )
-        return f"{self.mask}, {self.tokens} tokens, P={self.devices} {self.sharding}, {heads}, dims {self.dims}, {dtype}"
-
-    @property
-    def options(self) -> AttentionOptions:
-        return options_for(Choices(mask=self.mask), self.dims[0])
-
-    @property
-    def rows(self) -> Sharding:
-        return Sharding.named(self.sharding, self.tokens, self.devices)
-
-    @property
-    def problem(self) -> Problem:
-        q_heads, kv_heads = self.heads
-        tile = ranks.backward_tiles(*self.dims)
-        return Problem(self.mask, self.tokens, self.tokens, *tile, kv_heads, q_heads // kv_heads, self.batch)
-
-    def tensors(self) -> list[Tensor]:
-        """q, k, v and dO."""
-        source = torch.Generator("cuda").manual_seed(0)
-        (q_heads, kv_heads), (dim, v_dim) = self.heads, self.dims
-        shapes = [(q_heads, dim), (kv_heads, dim), (kv_heads, v_dim), (q_heads, v_dim)]
-        return [
-            torch.randn(self.batch, self.tokens, *shape, generator=source, device="cuda", dtype=torch.float32).to(self.dtype)
-            for shape in shapes
-        ]
+    case = Case(**{"mask": Causal(), "dims": (128, 128), **rest}, sharding=Sharding.named(sharding, tokens, count), heads=heads)
+    return replace(case, together=together or devices.heads_together(case.problem, case.sharding))
 
 
-class Shared:
-    """A case whose devices are played one by one."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.sharding = case, case.rows
-        self.plan = plan_for(case.problem, "auto", DEFAULT_WORKERS)
-        together = case.together or ranks.heads_together(case.problem, self.sharding)
-        self.shared: SharedSchedule = share(schedule_for(case.problem, "auto", DEFAULT_WORKERS), self.sharding, together)
-        self.rows = [torch.from_numpy(self.sharding.rows_of(device).copy()).long().cuda() for device in range(case.devices)]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
-        lse = torch.empty(len(q), q.shape[2], q.shape[1], device=q.device)
-        for device, mine in enumerate(self.rows):
-            some = ranks.forward(Call(q[:, mine], k, v, self.case.options), self.case.problem, self.sharding, device)
-            out[:, mine], lse[:, :, mine] = some
-        return out, lse
-
-    def backward(self, device: int, inputs: tuple[Tensor, ...], overlap: bool) -> ranks.RankBackward:
-        """inputs: dO, q, out and LSE of the device's rows, all of k and v."""
-        dout, q, out, lse, k, v = inputs
-        made = ranks.RankBackward(self.plan, self.shared, device, self.case.options, (dout, q, out), (lse, None), overlap)
-        made.take_keys(k, v, 0)
-        return made
-
-    def own(self, device: int, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        mine = self.rows[device]
-        return *(x[:, mine].contiguous() for x in (dout, q, out)), lse[:, :, mine].contiguous()
-
-    def play(self, tensors: list[Tensor], overlap: bool, change: Callable[[Unit, Tensor], None] | None = None) -> list[Tensor]:
-        """O, LSE, dQ, dK and dV of the whole sequence."""
-        q, k, v, dout = tensors
-        out, lse = self.forward(q, k, v)
-        played = [self.backward(device, (*self.own(device, dout, q, out, lse), k, v), overlap) for device in range(self.case.devices)]
-        states: dict[int, Tensor] = {}
-        for unit in self.shared.units:
-            state = played[unit.rank].new_state(unit) if unit.before is None else states.pop(unit.before)
-            if change is not None:
-                change(unit, state)
-            played[unit.rank].run(unit, state)
-            if unit.after is not None:
-                states[unit.number] = state
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        for mine, one in zip(self.rows, played, strict=True):
-            for whole, part in zip(gradients, one.finish(), strict=True):
-                whole[:, mine] = part
-        return [out, lse, *gradients]
+def in_words(case: Case) -> str:
+    heads, dtype = f"{case.heads[0]}/{case.heads[1]} heads, {case.together} together", str(case.dtype).removeprefix("torch.")
+    chunks = f"{case.sharding.rows} tokens in {len(case.sharding.lengths)} chunks on P={case.sharding.ranks}"
+    return f"{case.mask}, {chunks}, {heads}, dims {case.dims}, {dtype}"
 
 
-def plain(case: Case, tensors: list[Tensor]) -> list[Tensor]:
-    q, k, v, dout = tensors
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = flash_attn_func(*inputs, mask=case.mask, return_lse=True)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, dout)]
+def plain(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], tuple[Tensor, ...]]]:
+    """q, k, v and dO; O and LSE of the plain call; and its backward."""
+    rows = case.sharding.rows
+    *inputs, dout = tensors = make_inputs("cuda", (rows, rows), case.heads, case.dims, case.dtype, case.batch)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = flash_attn_func(*leaves, mask=case.mask, return_lse=True)
+    return tensors, [out.detach(), lse.detach()], lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 # ---- kernels
@@ -163,29 +78,22 @@ def kernels_of(case: Case) -> set[tuple[str, str]]:
     return {(kernel.header, kernel.name) for kernel in (*forward, *others) if kernel is not None}
 
 
-def compile_all() -> None:
-    needed = sorted(set.union(*map(kernels_of, [*(case for case, _ in checked_cases()), *timed_cases()])))
-    with ProcessPoolExecutor() as pool:
-        for (_, name), kernel in zip(needed, pool.map(compile_kernel, *zip(*needed, strict=True)), strict=True):
-            print(kernel.sha256[:16], name, flush=True)
-
-
 # ---- bits
 
 
 def checked_cases() -> Iterator[tuple[Case, int]]:
     """(case, repeats), small ones first."""
-    small = Case(1024, 2, (2, 2))
+    masks: tuple[Mask, ...] = (Causal(), Window(300, 0), Full())
     for dims in ((128, 128), (64, 64), (256, 256), (192, 128), (192, 192), (96, 96)):
-        for mask in (Causal(), Window(300, 0), Full()):
-            yield replace(small, dims=dims, mask=mask), 4
-        yield replace(small, dims=dims, dtype=torch.float16, heads=(6, 2), tokens=2048), 4
+        for mask in masks:
+            yield case_of(1024, 2, (2, 2), dims=dims, mask=mask), 4
+        yield case_of(2048, 2, (6, 2), dims=dims, dtype=torch.float16), 4
     for count in (2, 4, 8):
-        yield Case(8192, count, (8, 2)), 40
-        yield Case(8192, count, (16, 16), (64, 64)), 40
-        yield Case(8192, count, (4, 4), mask=Full(), sharding="contiguous"), 40
-        yield Case(16384, count, (32, 8)), 10
-        yield Case(16384, count, (16, 16), mask=Window(4096, 0)), 10
+        yield case_of(8192, count, (8, 2)), 40
+        yield case_of(8192, count, (16, 16), dims=(64, 64)), 40
+        yield case_of(8192, count, (4, 4), mask=Full(), sharding="contiguous"), 40
+        yield case_of(16384, count, (32, 8)), 10
+        yield case_of(16384, count, (16, 16), mask=Window(4096, 0)), 10
 
 
 def long_cases(least: int = 0) -> Iterator[tuple[Case, int]]:
@@ -194,7 +102,14 @@ def long_cases(least: int = 0) -> Iterator[tuple[Case, int]]:
             continue
         for count in (2, 4, 8, 16):
             for heads in ((32, 8), (16, 16)):
-                yield Case(tokens, count, heads), repeats
+                yield case_of(tokens, count, heads), repeats
+
+
+def play(case: Case, tensors: tuple[Tensor, ...], overlap: bool, change: Callable[[Unit, Tensor], None] | None = None) -> list[Tensor]:
+    """O, LSE, dQ, dK and dV of the whole sequence."""
+    q, k, v, dout = tensors
+    out, lse = play_forward(case, q, k, v)
+    return [out, lse, *play_devices(case, (dout, q, k, v, out, lse), change=change, overlap=overlap).gradients]
 
 
 def check_bits(cases: Iterator[tuple[Case, int]], seconds: float) -> Iterator[dict[str, Any]]:
@@ -203,19 +118,20 @@ def check_bits(cases: Iterator[tuple[Case, int]], seconds: float) -> Iterator[di
         if time.time() > end:
             print("out of time", file=sys.stderr)
             return
-        began, tensors, shared = time.time(), case.tensors(), Shared(case)
-        expected, different = plain(case, tensors), set[str]()
+        began, different = time.time(), set[str]()
+        tensors, forward, backward = plain(case)
+        expected = [*forward, *backward()]
         for number in range(repeats):
             overlap = number % 2 == 1
-            for name, a, b in zip(NAMES, expected, shared.play(tensors, overlap), strict=True):
+            for name, a, b in zip(NAMES, expected, play(case, tensors, overlap), strict=True):
                 if not torch.equal(a, b):
                     different.add(f"{name} (overlap)" if overlap else name)
                     print(f"  run {number}, overlap {overlap}: {name} {difference(a, b)}", flush=True)
-        rounded = shared.play(tensors, False, _round_states)
+        rounded = play(case, tensors, False, _round_states)
         control = [name for name, a, b in zip(NAMES, expected, rounded, strict=True) if not torch.equal(a, b)]
         verdict = "EQUAL" if not different else f"DIFFERENT in {sorted(different)}"
-        print(f"{verdict}  x{repeats}  {case}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
-        yield {"case": str(case), "repeats": repeats, "different": sorted(different), "control": control}
+        print(f"{verdict}  x{repeats}  {in_words(case)}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
+        yield {"case": in_words(case), "repeats": repeats, "different": sorted(different), "control": control}
 
 
 def difference(a: Tensor, b: Tensor) -> str:
@@ -254,81 +170,55 @@ class Times:
 def timed_cases() -> Iterator[Case]:
     for tokens, count in ((32768, 2), (32768, 4), (65536, 8)):
         for together in (1, 2, 4, 8, 0):
-            yield Case(tokens, count, (32, 8), together=together)
-    yield Case(32768, 4, (16, 16))
-    yield Case(32768, 4, (16, 16), (64, 64))
-    yield Case(32768, 4, (16, 16), mask=Full(), sharding="contiguous")
-    yield Case(131072, 8, (32, 8))
+            yield case_of(tokens, count, (32, 8), together)
+    yield case_of(32768, 4, (16, 16))
+    yield case_of(32768, 4, (16, 16), dims=(64, 64))
+    yield case_of(32768, 4, (16, 16), mask=Full(), sharding="contiguous")
+    yield case_of(131072, 8, (32, 8))
 
 
 def measure(case: Case) -> Times:
-    tensors, shared = case.tensors(), Shared(case)
-    q, k, v, dout = tensors
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = flash_attn_func(*inputs, mask=case.mask, return_lse=True)
-    plain_ms = milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
-    out, lse = out.detach(), lse.detach()
+    tensors, (out, lse), backward = plain(case)
+    plain_ms = time_of(backward)
     slowest: dict[str, float] = {}
-    for device in range(case.devices):
-        own = (*shared.own(device, dout, q, out, lse), k, v)
-        for name, ms in times_of_device(shared, device, own):
+    for device in range(case.sharding.ranks):
+        for name, ms in times_of_device(part_of_device(case, device, (*tensors, out, lse))):
             slowest[name] = max(ms, slowest.get(name, 0.0))
-    units = max(map(len, shared.shared.by_rank))
-    return Times(str(case), case.devices, shared.shared.heads_together, units, plain_ms, slowest)
+    units = max(map(len, case.shared.by_rank))
+    return Times(in_words(case), case.sharding.ranks, case.together, units, plain_ms, slowest)
 
 
-def times_of_device(shared: Shared, device: int, own: tuple[Tensor, ...]) -> Iterator[tuple[str, float]]:
-    states = scratch_states(shared, device)
+def part_of_device(case: Case, device: int, whole: tuple[Tensor, ...]) -> Callable[[bool], Any]:
+    """A device's part of the backward, from preprocess to postprocess, for whose states nobody waits; told whether launches overlap."""
+    q, k, v, dout, out, lse = whole
+    mine = case.rows_of(device).cuda()
+    own, its_lse = tuple(x[:, mine].contiguous() for x in (dout, q, out)), lse[:, :, mine].contiguous()
+    plan, shared, options = case.plan, case.shared, case.options
+    sizes = {shared.state_tiles(unit) * devices.tile_size(*case.dims) for unit in shared.by_rank[device]}
+    states = {size: torch.randn(size, device="cuda") for size in sizes}  # what is in them does not change the time
+
+    def run(overlap: bool) -> tuple[Tensor, ...]:
+        backward = devices.RankBackward(plan, shared, device, options, own, (its_lse, None), overlap)
+        backward.take_keys(k, v, 0)
+        for unit in shared.by_rank[device]:
+            backward.run(unit, states[backward.state_size(unit)])
+        return backward.finish()
+
+    return run
+
+
+def times_of_device(run: Callable[[bool], Any]) -> Iterator[tuple[str, float]]:
     for overlap, name in ((False, ""), (True, " overlapping")):
-        call = partial(run_alone, shared, device, own, states, overlap)
-        yield f"launched{name}", milliseconds(call)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        yield f"replayed{name}", milliseconds(graph.replay)
+        call = partial(run, overlap)
+        yield f"launched{name}", time_of(call)
+        yield f"replayed{name}", time_of(replayed(lambda call=call: call))
         if not overlap:
-            yield "host", host_milliseconds(call)
+            yield "host", min(timed(call, lead_in=0).host for _ in range(3))
 
 
-def scratch_states(shared: Shared, device: int) -> dict[int, Tensor]:
-    """Memory for states by size: what is in it does not change the time."""
-    sizes = {shared.shared.state_tiles(unit) * ranks.tile_size(*shared.case.dims) for unit in shared.shared.by_rank[device]}
-    return {size: torch.randn(size, device="cuda") for size in sizes}
-
-
-def run_alone(shared: Shared, device: int, own: tuple[Tensor, ...], states: dict[int, Tensor], overlap: bool) -> tuple[Tensor, ...]:
-    """A device's part of the backward, from preprocess to postprocess, for whose states nobody waits."""
-    backward = shared.backward(device, own, overlap)
-    for unit in shared.shared.by_rank[device]:
-        backward.run(unit, states[backward.state_size(unit)])
-    return backward.finish()
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    for _ in range(2):
-        call()
-    found = []
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return median(found)
-
-
-def host_milliseconds(call: Callable[[], Any]) -> float:
-    """Until the call returns; the GPU may still work."""
-    found = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        found.append(1e3 * (time.perf_counter() - began))
-    torch.cuda.synchronize()
-    return min(found)
+def time_of(call: Callable[[], Any]) -> float:
+    """With what the host takes to launch it."""
+    return milliseconds([call], ROUNDS, lead_in=0)[0]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -343,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     began = time.time()
     if chosen.compile:
-        compile_all()
+        compile_ahead(set.union(*map(kernels_of, [*(case for case, _ in checked_cases()), *timed_cases()])))
     if not (chosen.check or chosen.long or chosen.time):
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": [], "time": []}

@@ -1,4 +1,4 @@
-"""How long the first call of a fresh process takes from a wheel, and which kernels it runs: python benchmarks/first_call.py dist/*.whl
+"""How long the first call of a fresh process takes from a wheel, and which kernels it runs: python -m benchmarks.first_call dist/*.whl
 
 Needs a Hopper GPU. Time begins when PyTorch has started, made a context, and run a forward and a backward of its own. The wheel is
 unpacked into a folder of its own. The same call without NVRTC must have the same hashes and bits; without the packed kernels it compiles.
@@ -40,10 +40,10 @@ torch.cuda.synchronize()
 seconds = time.perf_counter() - start
 tensors = (out, q.grad, k.grad, v.grad)
 bits = hashlib.sha256(b"".join(x.detach().cpu().view(torch.uint8).numpy().tobytes() for x in tensors)).hexdigest()[:16]
-told = dash_attn.explain(dash_attn.flash_attn_func, q, k, v, causal=True)
-from dash_attn.tools.verify.certificate import _versions
+told = dash_attn.explain(q, k, v, causal=True)
+from dash_attn.tools.machine import version_facts
 found = [finding.found for finding in dash_attn.doctor() if finding.id == "kernel-origin"]
-print(json.dumps([seconds, bits, told.kernels, told.kernel_origins, found, _versions("cuda", "hopper")]))
+print(json.dumps([seconds, bits, told.kernels, told.kernel_origins, found, version_facts("cuda", "hopper")]))
 """
 
 

@@ -1,4 +1,4 @@
-"""What a step of a ledger costs, with the model of benchmarks/training.py: python benchmarks/ledger_cost.py [--json FILE]
+"""What a step of a ledger costs, with the model of benchmarks/training.py: python -m benchmarks.ledger_cost [--json FILE]
 
 Milliseconds of the host, which prepares the kernels, and of the GPU, which runs them; and how long the GPU takes to read the same bytes.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from training import REAL, example
 
 import dash_attn
-from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.bench.report import save
+from dash_attn.tools.machine import gpu_environment
+
+from .timing import timed
+from .training import REAL, example
 
 STEPS, WARM_UP = 12, 2
 AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead of it
@@ -34,20 +35,6 @@ def model_with_gradients() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def timed(call: Any) -> tuple[float, float]:
-    """Milliseconds of the host and of the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(AHEAD)
-    start = time.perf_counter()
-    begin.record()
-    call()
-    end.record()
-    host = 1000 * (time.perf_counter() - start)
-    end.synchronize()
-    return host, begin.elapsed_time(end)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
@@ -57,8 +44,8 @@ def main() -> None:
     tensors = [x for parameter in model.parameters() for x in (parameter.detach(), parameter.grad)]
     with tempfile.TemporaryDirectory() as folder, dash_attn.ledger(folder) as ledger:
         ledger.watch(model, optimizer)
-        steps = [timed(lambda: ledger.step(model, optimizer, **given)) for _ in range(STEPS)][WARM_UP:]
-    read = [timed(lambda: torch._foreach_norm(tensors, 1))[1] for _ in range(STEPS)][WARM_UP:]
+        steps = [timed(lambda: ledger.step(model, optimizer, **given), AHEAD) for _ in range(STEPS)][WARM_UP:]
+    read = [timed(lambda: torch._foreach_norm(tensors, 1), AHEAD).gpu for _ in range(STEPS)][WARM_UP:]
     found = {
         "tensors": len(tensors),
         "bytes": sum(x.nbytes for x in tensors if x is not None),
@@ -68,7 +55,7 @@ def main() -> None:
     }
     print(json.dumps(found))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
+        save({"environment": gpu_environment(), **found}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares the backward kernel's time under every schedule with the simulator's prediction (machines.H200).
 
-On a Hopper GPU:  python benchmarks/predict.py measure FILE.json
-Then, anywhere:   python benchmarks/predict.py compare FILE.json     adds the predictions
+On a Hopper GPU:  python -m benchmarks.predict measure FILE.json
+Then, anywhere:   python -m benchmarks.predict compare FILE.json     adds the predictions
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from dash_attn import Causal, Full, Mask, Problem, ScheduleError, generate, simulate
+from dash_attn import Causal, Full, Mask, ScheduleError
 from dash_attn.backends.hopper.tiles import backward_tiles
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.generators import GENERATORS
+from dash_attn.simulation import simulate
 from dash_attn.simulation.machines import H200
 
 TOKENS, WIDTH = 16384, 2048  # batch x seqlen, heads x head dim
@@ -25,8 +27,8 @@ MASKS: dict[str, Mask] = {str(mask): mask for mask in (Causal(), Full())}
 def measure(path: Path) -> None:
     import torch
 
-    from dash_attn.tools.bench.environment import environment
-    from dash_attn.tools.calibrate.hopper import kernel_time
+    from dash_attn.tools.calibrate.measured import kernel_time
+    from dash_attn.tools.machine import gpu_environment
 
     rows = []
     for dim, seqlen, mask in product((128, 64), (1024, 4096, 16384), MASKS.values()):
@@ -39,7 +41,7 @@ def measure(path: Path) -> None:
                 continue
             rows.append({"head_dim": dim, "mask": str(mask), "seqlen": seqlen, "schedule": name, "measured_us": round(measured, 1)})
             print(rows[-1], file=sys.stderr, flush=True)
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": gpu_environment(), "rows": rows}, indent=1) + "\n")
 
 
 def predicted(row: dict[str, Any], workers: int) -> float:

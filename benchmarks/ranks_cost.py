@@ -1,4 +1,4 @@
-"""What it costs that ranks compare each call: python benchmarks/ranks_cost.py [--ranks P] [--json FILE]
+"""What it costs that ranks compare each call: python -m benchmarks.ranks_cost [--ranks P] [--json FILE]
 
 Microseconds of the host, medians, on processes of this machine: of the comparison alone, while the GPU is idle and while it is busy; of
 all that comes before the first tensor travels, and of its part without messages; of small calls with and without the comparison.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +22,14 @@ import torch.multiprocessing as mp
 
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
-from dash_attn.distributed.context.of_rank import Asked, Given, OfRank, Sharing
+from dash_attn.distributed.context.asked import Asked, Given, Sharing
+from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers
-from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.bench.report import save
+
+from .timing import host_milliseconds
+from .training import surroundings
 
 MESSAGES, CALLS, ROUNDS, WARM_UP = 500, 20, 10, 5
 AHEAD = 300_000_000  # cycles that the GPU sleeps while hosts compare
@@ -34,12 +37,7 @@ ROWS, HEADS, DIM = 256, 2, 64
 
 
 def microseconds(action: Callable[[], object], count: int) -> list[float]:
-    found = []
-    for _ in range(count):
-        start = time.perf_counter()
-        action()
-        found.append(1e6 * (time.perf_counter() - start))
-    return found
+    return [1e3 * host_milliseconds(action) for _ in range(count)]
 
 
 @contextmanager
@@ -70,7 +68,7 @@ def measure(device: str) -> dict[str, float | None]:
     q, k, v = (torch.ones(1, ROWS, HEADS, DIM, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
 
     def compare() -> object:
-        return peers.begin(ATTENTION, [1, 2, 3])
+        return peers.hosts.begin(ATTENTION, [1, 2, 3])
 
     def call() -> None:
         out = context_parallel_attention(q, k, v, causal=True)
@@ -80,10 +78,10 @@ def measure(device: str) -> dict[str, float | None]:
 
     microseconds(compare, WARM_UP)
     microseconds(call, WARM_UP)
-    asked = Asked(q, k, v, Given(), Choices(causal=True), peers, Sharing("zigzag", 1, None), True)
+    asked = Asked(q, k, v, Given(), Choices(causal=True), Sharing("zigzag", 1, None), peers.count)
     found: dict[str, float | None] = {"comparison": median(microseconds(compare, MESSAGES))}
-    found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked), MESSAGES))
-    found["its own checks alone"] = median(microseconds(asked.part, MESSAGES))
+    found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked, peers, True), MESSAGES))
+    found["its own checks alone"] = median(microseconds(lambda: asked.part(peers.rank, True), MESSAGES))
     if device == "cuda":
         found["comparison, GPU busy"] = while_busy(compare)
     times: dict[str, list[float]] = {"forward and backward": [], "without comparison": []}
@@ -116,9 +114,7 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:24} {'-' if value is None else f'{value:.0f} us'}")
     if arguments.json:
-        about = environment() if device == "cuda" else {"gpu": None}
-        report = {"environment": about, "ranks": arguments.ranks, "microseconds": found}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        save({"environment": surroundings(), "ranks": arguments.ranks, "microseconds": found}, arguments.json)
 
 
 if __name__ == "__main__":

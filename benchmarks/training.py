@@ -1,5 +1,5 @@
 """examples/train.py at a real size on one GPU:
-python benchmarks/training.py [--small] [--steps N] [--size N] [--only NAME ...] [--json FILE]
+python -m benchmarks.training [--small] [--steps N] [--size N] [--only NAME ...] [--json FILE]
 
 Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is installed), with all of PyTorch deterministic and with
 nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,
@@ -31,7 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import dash_attn
 import dash_attn.nn
 from dash_attn.ledgers import compare_runs
-from dash_attn.tools.bench.environment import environment
+from dash_attn.tools.bench.report import save
+from dash_attn.tools.machine import gpu_environment
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
@@ -74,41 +75,32 @@ VARIANTS: dict[str, tuple[Callable[[], Attend], bool]] = {
 }
 
 
-class NoLedger:
-    def __enter__(self) -> NoLedger:
-        return self
+class SomeSteps:
+    """A ledger of every second step, those with even numbers; or of none."""
 
-    def __exit__(self, *_: Any) -> None: ...
-
-    def watch(self, *_: Any, **__: Any) -> None: ...
-
-    def step(self, *_: Any, **__: Any) -> None: ...
-
-
-class EverySecondStep:
-    """Steps with even numbers are recorded."""
-
-    def __init__(self, ledger: dash_attn.ledgers.Ledger) -> None:
+    def __init__(self, ledger: dash_attn.ledgers.Ledger | None) -> None:
         self.ledger, self.number = ledger, 0
 
-    def __enter__(self) -> EverySecondStep:
+    def __enter__(self) -> SomeSteps:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.ledger.__exit__(*error)
+        if self.ledger is not None:
+            self.ledger.__exit__(*error)
 
     def watch(self, *given: Any) -> None:
-        self.ledger.watch(*given)
+        if self.ledger is not None:
+            self.ledger.watch(*given)
 
     def step(self, *given: Any, **named: Any) -> None:
-        if self.number % 2 == 0:
+        if self.ledger is not None and self.number % 2 == 0:
             self.ledger.step(*given, **named)
         self.number += 1
 
 
 LEDGER_OF: dict[str, Callable[..., Any]] = {
-    "none": lambda *_, **__: NoLedger(),
-    "every second step": lambda *given, **named: EverySecondStep(dash_attn.ledger(*given, **named)),
+    "none": lambda *_, **__: SomeSteps(None),
+    "every second step": lambda *given, **named: SomeSteps(dash_attn.ledger(*given, **named)),
 }
 
 
@@ -194,6 +186,10 @@ def _bytes(folder: Path) -> int:
     return (folder / "rank-0.ledger").stat().st_size
 
 
+def surroundings() -> dict[str, Any]:
+    return gpu_environment() if torch.cuda.is_available() else {"gpu": None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
@@ -213,8 +209,7 @@ def main() -> None:
             rows.append(measure(name, settings, Path(folder) / str(place)))
             print(json.dumps(rows[-1]), flush=True)
             if arguments.json:
-                about = environment() if torch.cuda.is_available() else {"gpu": None}
-                arguments.json.write_text(json.dumps({"settings": settings, "environment": about, "rows": rows}, indent=1) + "\n")
+                save({"settings": settings, "environment": surroundings(), "rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from math import log
-from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -23,10 +22,13 @@ from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
 
+from .timing import milliseconds
+
 BF16 = torch.bfloat16
 Limits = dict[tuple[Any, ...], float]  # milliseconds, by direction, head dim, mask and length
 
 APART, TOGETHER = False, True  # whether the two passes of the backward are two launches or one
+LEAD_IN = 1_000_000  # cycles
 LEFT_OUT = 0.02  # ms: row statistics are part of a peer's backward and of no sweep
 # Loops over partial tiles of one stage make ptxas serialise every product of a Hopper kernel.
 SWEEP: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -67,24 +69,21 @@ class Job(NamedTuple):
     tiles: tuple[Any, ...]
 
     @property
-    def key(self) -> str:
-        if self.name == "forward":
-            return " ".join(map(str, self.tiles))
-        keys, queries, together = self.tiles
-        return f"{' '.join(map(str, keys))} and {' '.join(map(str, queries))}{', together' if together else ''}"
-
-    def of_call(self) -> Tiles:
-        if self.name == "forward":
-            return Tiles("a sweep", *(Tile(*self.tiles),) * 3)
-        keys, queries, together = self.tiles
-        return Tiles("a sweep", Tile(*keys), Tile(*keys), Tile(*queries), together)
-
     def entry(self) -> dict[str, Any]:
         """Of tiles.json."""
         if self.name == "forward":
             return {"forward": list(self.tiles)}
         keys, queries, together = self.tiles
         return {"key_gradients": list(keys), "query_gradients": list(queries), "together": together}
+
+    @property
+    def key(self) -> str:
+        tiles = " and ".join(" ".join(map(str, tile)) for tile in self.entry.values() if isinstance(tile, list))
+        return f"{tiles}{', together' if self.entry.get('together') else ''}"
+
+    def of_call(self) -> Tiles:
+        tiles = [Tile(*tile) for tile in self.entry.values() if isinstance(tile, list)]
+        return Tiles("a sweep", tiles[0], tiles[0], tiles[-1], self.entry.get("together", False))
 
 
 def jobs_of(dims: tuple[int, ...]) -> list[Job]:
@@ -109,25 +108,9 @@ def to_compile(job: Job) -> tuple[Launch, ...]:
     return launches_of(job, (1, 256, 1), Causal(), partial(torch.empty, dtype=BF16, device="meta"))
 
 
-def milliseconds(launches: Iterable[Any], runs: int) -> float:
-    """The median of `runs`. Launches are run one after the other; each has a method for it."""
-
-    def run() -> None:
-        for launch in launches:
-            launch.run()
-
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
+def time_of(launches: Iterable[Any], runs: int) -> float:
+    """The median of `runs` in milliseconds. Launches are run one after the other; each has a method for it."""
+    return milliseconds([lambda: [launch.run() for launch in launches]], runs, LEAD_IN)[0]
 
 
 def measure_tiles(
@@ -145,7 +128,7 @@ def measure_tiles(
                         continue
                     try:
                         memory = partial(torch.randn, device=device, dtype=BF16)
-                        times[job.key] = milliseconds(launches_of(job, (16384 // length, length, 2048 // dim), mask, memory), repeats)
+                        times[job.key] = time_of(launches_of(job, (16384 // length, length, 2048 // dim), mask, memory), repeats)
                     except Exception as error:
                         failures[what] = f"{type(error).__name__}: {str(error)[:200]}"
                 rows.append({"dim": dim, "pass": name, "length": length, "mask": str(mask), "ms": times})
@@ -190,7 +173,7 @@ def table_with(architecture: str, chosen: list[Job], width: str = "16 bits") -> 
     """The text of tiles.json with the chosen tiles in it."""
     table = json.loads(json.dumps(read_table()))
     for job in chosen:
-        table["tiles"][architecture][width][str(job.dim)] |= job.entry()
+        table["tiles"][architecture][width][str(job.dim)] |= job.entry
     return table_text(table)
 
 

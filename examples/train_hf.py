@@ -24,7 +24,7 @@ def batches(steps: int) -> Tensor:
 
 
 def main() -> None:
-    huggingface.register()
+    huggingface.enable()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

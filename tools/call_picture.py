@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dash_attn.tools.bench.picture_style import write
+from dash_attn.tools.calibrate.pictures import write
 from dash_attn.viewing.style import BOUND, INK, STALL
 
 SIZE = (12.0, 9.0)  # inches

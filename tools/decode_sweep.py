@@ -5,6 +5,7 @@ Rows of padding alone mean nothing in eager, so there only the other rows are co
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ import transformers
 from torch import Tensor
 
 from dash_attn.integrations import huggingface
-from model_inputs import padding, source, tokens
-from sweep_models import TOLERANCE, Outcome, build, counted_calls, finite_masks, outcome_of, text_of
+from sweep_models import TOLERANCE, Outcome, build, compared, padding, source, tokens
 
 NEW_TOKENS = 5
 PLAIN = ("", "")
@@ -56,12 +56,13 @@ def inputs(model: Any, sides: tuple[str, ...], prompt: int) -> dict[str, Tensor]
 
 def decoding(kind: str, model_type: str) -> dict[str, Outcome]:
     """What becomes of each way. Where padded rows raise, beams and static caches have whole ones."""
-    huggingface.register()
+    huggingface.enable()
     eager, ours = (build(kind, model_type, implementation) for implementation in ("eager", "dash_attn"))
     found: dict[str, Outcome] = {}
     for way, (sides, choices) in (SOURCES if kind == "encoder-decoder" else WAYS).items():
         refused = choices and found["left"].status != "matches"
-        found[way] = _compared(eager, ours, PLAIN if refused else sides, choices)
+        given = PLAIN if refused else sides, choices
+        found[way] = compared(partial(decoded, eager, *given), lambda _, given=given: decoded(ours, *given), partial(_judged, given[0]))
     return found
 
 
@@ -70,21 +71,7 @@ def unusual(kind: str, found: dict[str, Outcome]) -> dict[str, list[str]]:
     return {way: [one.status, one.detail] for way, one in found.items() if one.status != EXPECTED.get((kind, way), "matches")}
 
 
-def _compared(eager: Any, ours: Any, sides: tuple[str, ...], choices: dict[str, Any]) -> Outcome:
-    try:
-        with finite_masks():
-            expected = decoded(eager, sides, choices)
-    except Exception as error:
-        return Outcome("no comparison", text_of(error))
-    try:
-        with counted_calls() as calls:
-            made = decoded(ours, sides, choices)
-    except Exception as error:
-        return outcome_of(error)
-    return _judged(made, expected, sides) if calls else Outcome("wrong", "dash_attn was not called")
-
-
-def _judged(made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], sides: tuple[str, ...]) -> Outcome:
+def _judged(sides: tuple[str, ...], made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Outcome:
     if not made[1].isfinite().all():
         return Outcome("wrong", "some logits are not finite")
     (mine, my_logits), (theirs, their_logits) = (_meant(*found, sides) for found in (made, expected))

@@ -1,7 +1,12 @@
-"""The page docs/errors.md: every misuse with the error it gets, by making the call."""
+"""The page docs/errors.md: calls that are mistakes, each with the error it gets and what to do instead.
+
+Calls and remedies are written by hand, in the page. Here every call is made again, and what it raises, or returns, filled in.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -9,11 +14,11 @@ import torch
 
 import dash_attn
 from dash_attn import distributed
-from dash_attn.integrations import huggingface
-from dash_attn.integrations.megatron import DashCoreAttention, use_dash_attn
+from dash_attn.integrations import huggingface, megatron
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
-from misuse import ACCEPTED, MISUSE, PREPARATION
-from page_parts import code, table
+from page_parts import cells, code, row
+
+PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
 
 class Outcome(NamedTuple):
@@ -22,11 +27,12 @@ class Outcome(NamedTuple):
 
 
 def namespace() -> dict[str, Any]:
+    """What calls find: our names, and what the first block of code on the page prepares."""
     names: dict[str, Any] = {name: getattr(dash_attn, name) for name in dash_attn.__all__}
     names |= {"torch": torch, "huggingface": huggingface, "scaled_dot_product_attention": scaled_dot_product_attention}
-    names |= {"SimpleNamespace": SimpleNamespace, "DashCoreAttention": DashCoreAttention, "use_dash_attn": use_dash_attn}
+    names |= {"SimpleNamespace": SimpleNamespace, "DashCoreAttention": megatron.DashCoreAttention, "megatron": megatron}
     names |= {name: getattr(distributed, name) for name in distributed.__all__}
-    exec(PREPARATION, names)
+    exec(PAGE.read_text(encoding="utf-8").split("```")[1].removeprefix("python"), names)
     return names
 
 
@@ -39,26 +45,29 @@ def outcome(call: str) -> Outcome | None:
     return None
 
 
-def value(expression: str) -> str:
-    return str(eval(expression, namespace()))
+def mistakes() -> list[str]:
+    """The calls of the page that raise."""
+    found = map(cells, PAGE.read_text(encoding="utf-8").splitlines())
+    return [_code_of(entry) for entry in found if len(entry) == 3 and _code_of(entry)]
+
+
+def _code_of(entry: list[str]) -> str:
+    """Of a row of a table: what stands in backquotes in its first cell, or nothing."""
+    found = re.fullmatch(r"(`+) ?(.*?) ?\1", entry[0]) if entry else None
+    return found[2] if found else ""
 
 
 def page() -> str:
-    lines = [
-        "# Errors and what to do",
-        "",
-        "Every call below is made when this page is written (`make pages`), and a test fails when a message changes.",
-        "All run on the CPU, on these tensors:",
-        *("", "```python", *PREPARATION.strip().splitlines(), "```", ""),
-        "Messages say what was asked and what is allowed. Refusals of a backend are `ValueError`s, of a schedule `ScheduleError`s.",
-    ]
-    for title, cases in MISUSE.items():
-        rows = []
-        for call, remedy in cases:
-            found = outcome(call)
-            assert found is not None, f"{call} raises nothing"
-            rows.append([code(call), f"{found.error}: {' '.join(found.message.split())}", remedy])
-        lines += ["", f"## {title}", "", *table(["call", "error", "instead"], rows)]
-    lines += ["", "## Not errors", "", "What is empty has an answer.", ""]
-    lines += table(["expression", "value"], [[code(expression), code(value(expression))] for expression in ACCEPTED])
-    return "\n".join(lines) + "\n"
+    return "".join(f"{_filled(line)}\n" for line in PAGE.read_text(encoding="utf-8").splitlines())
+
+
+def _filled(line: str) -> str:
+    entry = cells(line)
+    call = _code_of(entry)
+    if not call:
+        return line
+    if len(entry) == 2:
+        return row([entry[0], code(str(eval(call, namespace())))])
+    found = outcome(call)
+    assert found is not None, f"{call} raises nothing"
+    return row([entry[0], f"{found.error}: {' '.join(found.message.split())}", entry[2]])

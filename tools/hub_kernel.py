@@ -28,38 +28,20 @@ MAY_IMPORT = {"numpy", "torch", "triton", *sys.stdlib_module_names}  # PyTorch's
 BACKENDS: dict[str, dict[str, Any]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "9.0", "10.0", "12.0"]}}
 OUR_NAMES = re.compile(r"\bops\.dash_attn\b|dash_attn::|[\"']dash_attn\.[\w.]+[\"']")
 
+# What a kernel has, by the module that it comes from.
+NAMES = {
+    "attention.functions": ("explain",),
+    "attention.packed_tensors": ("flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"),
+    "integrations.hub": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    "integrations.huggingface": ("disable", "enable"),
+    "masks": ("BooleanMask", "Causal", "Documents", "Full", "Mask", "Prefix", "TileMap", "Window"),
+}
 INIT = '''"""dash-attn {version}: attention whose gradients have the same bits in every run."""
 
-from .attention.functions import explain
-from .attention.side_by_side import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from .integrations.hub import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
+{imports}
 
 __version__ = "{version}"
-__all__ = [
-    "BooleanMask",
-    "Causal",
-    "Documents",
-    "Full",
-    "Mask",
-    "Prefix",
-    "TileMap",
-    "Window",
-    "explain",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-    "register",
-]
-
-
-def register() -> None:
-    """Models of transformers then take attn_implementation="dash_attn", with the masks that they ask for."""
-    from .integrations import huggingface
-
-    huggingface.register()
+__all__ = {names}
 '''
 CARD = """---
 library_name: kernels
@@ -76,10 +58,11 @@ def write_kernel(folder: Path) -> None:
         raise FileExistsError(f"{folder} must be a new or empty folder")
     files = dict(_files())
     version = _version()
-    files["__init__.py"] = INIT.format(version=version).encode()
+    imports = "\n".join(f"from .{module} import {', '.join(names)}" for module, names in NAMES.items())
+    files["__init__.py"] = INIT.format(version=version, imports=imports, names=sorted(sum(NAMES.values(), ()))).encode()
     for backend, described in BACKENDS.items():
         variant = folder / "build" / f"torch-{backend}"
-        name = f"_dash_attn_{backend}_{_hash_of(files)[:12]}"
+        name = f"_dash_attn_{backend}_{_hash_of(files)}"
         written = {path: _renamed(content, name) if path.endswith(".py") else content for path, content in files.items()}
         for path, content in written.items():
             if path.endswith(".py"):
@@ -139,7 +122,7 @@ def _metadata(name: str, backend: dict[str, Any], files: dict[str, bytes]) -> di
 
 def _hash_of(files: dict[str, bytes]) -> str:
     sums = "".join(f"{path} {hashlib.sha256(content).hexdigest()}\n" for path, content in sorted(files.items()))
-    return hashlib.sha256(sums.encode()).hexdigest()
+    return hashlib.sha256(sums.encode()).hexdigest()[:12]
 
 
 def _version() -> str:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dash_attn.integrations import huggingface
 from decode_sweep import decoding, unusual
-from model_inputs import BATCH, LENGTH, changed, padding, source, tokens
-from sweep_models import NAMES, TOLERANCE, Outcome, architectures, build, counted_calls, finite_masks, outcome_of, quiet, text_of
+from sweep_models import BATCH, LENGTH, NAMES, TOLERANCE, Outcome, architectures, build, changed, compared, padding, quiet, source, tokens
 
 RECORD = Path(__file__).with_suffix(".json")
 SIDES = ("left", "right")  # on which the first row is padded; of an encoder-decoder model, that of the source
@@ -56,56 +55,52 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def influence(model: Any, ids: Tensor, place: int) -> float:
     """How far the logits of other tokens move when one token changes, as a part of the largest logit."""
-    model.eval()
-    with torch.no_grad():
-        before, after = logits(model, ids), logits(model, changed(ids, place))
-    moved = (before - after).abs()
+    before, moved = _moved(model, ids, changed(ids, place))
     moved[..., place, :] = 0
     return float(moved.max() / before.abs().max())
 
 
 def influence_of_source(model: Any, ids: Tensor) -> float:
     """The same for a part of the source of an encoder-decoder model."""
+    before, moved = _moved(model, ids, ids, **source(model, ("",) * len(ids), another=True))
+    return float(moved.max() / before.abs().max())
+
+
+def _moved(model: Any, ids: Tensor, other: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     model.eval()
     with torch.no_grad():
-        before, after = logits(model, ids), logits(model, ids, **source(model, ("",) * len(ids), another=True))
-    return float((before - after).abs().max() / before.abs().max())
+        before = logits(model, ids)
+        return before, (before - logits(model, other, **arguments)).abs()
 
 
 def outcome(kind: str, model_type: str, side: str = "") -> Outcome:
     """What becomes of an architecture: one step of training as eager makes it, or an error of ours."""
-    huggingface.register()
-    try:
+    huggingface.enable()
+
+    def expected() -> tuple[list[Tensor], float]:
+        """And what one token does to the others. An error must also be small beside that, or it would not show."""
         eager = build(kind, model_type, "eager")
         ids = tokens(eager)
-        with finite_masks():
-            expected = step(eager, ids, side)
-        reach = influence(eager, ids, -3)
-        if kind == "encoder-decoder":
-            reach = min(reach, influence_of_source(eager, ids))
-    except Exception as error:
-        return Outcome("no comparison", text_of(error))
-    try:
-        with counted_calls() as calls:
-            model = build(kind, model_type, "dash_attn")
-            found = step(model, ids, side)
-            made = len(calls)
-            ahead = influence(model, ids, -1)
-    except Exception as error:
-        return outcome_of(error)
-    return _judged(kind, reach, (found, expected), ahead, made)
+        found, reach = step(eager, ids, side), influence(eager, ids, -3)
+        return found, min(reach, influence_of_source(eager, ids)) if kind == "encoder-decoder" else reach
 
+    def made(calls: list[str]) -> tuple[list[Tensor], int, float]:
+        model = build(kind, model_type, "dash_attn")
+        ids = tokens(model)
+        return step(model, ids, side), len(calls), influence(model, ids, -1)
 
-def _judged(kind: str, reach: float, steps: tuple[list[Tensor], list[Tensor]], ahead: float, calls: int) -> Outcome:
-    """reach: what one token does to the others in eager. An error must also be small beside that, or it would not show."""
-    off, allowed = difference(*steps), min(TOLERANCE, reach / 10)
-    if calls == 0:
-        return Outcome("wrong", "dash_attn was not called")
-    if not off <= allowed:
-        return Outcome("wrong", f"off by {off:.0e}; a token moves the others by {reach:.0e}")
-    if kind != "masked" and not ahead <= allowed:
-        return Outcome("wrong", f"the last token moves earlier logits by {ahead:.0e}")
-    return Outcome("matches", f"{calls} {'call' if calls == 1 else 'calls'}")
+    def judged(ours: tuple[list[Tensor], int, float], theirs: tuple[list[Tensor], float]) -> Outcome:
+        (found, calls, ahead), (right, reach) = ours, theirs
+        off, allowed = difference(found, right), min(TOLERANCE, reach / 10)
+        if calls == 0:
+            return Outcome("wrong", "dash_attn was not called in training")
+        if not off <= allowed:
+            return Outcome("wrong", f"off by {off:.0e}; a token moves the others by {reach:.0e}")
+        if kind != "masked" and not ahead <= allowed:
+            return Outcome("wrong", f"the last token moves earlier logits by {ahead:.0e}")
+        return Outcome("matches", f"{calls} {'call' if calls == 1 else 'calls'}")
+
+    return compared(expected, made, judged)
 
 
 def sweep() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from page_parts import code, table
+from page_parts import code, section, table
 
 RECORD = Path(__file__).parent / "model_sweep.json"
 INTRODUCTION = """
@@ -42,13 +42,11 @@ def page() -> str:
         *table(header, [_counts(kind, record) for kind in TITLES]),
     ]
     for kind, title in TITLES.items():
-        lines += ["", f"## {title}", "", *_matching(kind, record), ""]
-        lines += table(["raise an error", "which"], [[code(name), record[kind][name][1]] for name in _with(record[kind], "refused")])
-        missing = _with(record[kind], "no comparison")
-        if missing:
-            lines += ["", *table(["do not run with eager here either", "why"], [[code(name), record[kind][name][1]] for name in missing])]
+        refused, missing = ([[code(name), record[kind][name][1]] for name in _with(record[kind], status)] for status in STATUS)
+        blocks = [_matching(kind, record), table(["raise an error", "which"], refused)]
+        lines += section(title, *blocks, *([table(["do not run with eager here either", "why"], missing)] if missing else []))
     if _changed(record):
-        lines += ["", "## Padded rows", "", *table(["other than without padding", "padded on the", "outcome"], _changed(record))]
+        lines += section("Padded rows", table(["other than without padding", "padded on the", "outcome"], _changed(record)))
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -10,11 +11,22 @@ def code(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [_row(header), _row(["---"] * len(header)), *map(_row, rows)]
+    return [row(header), row(["---"] * len(header)), *map(row, rows)]
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+def section(title: str, *blocks: Iterable[str]) -> list[str]:
+    """With its heading; blocks of lines stand apart."""
+    return ["", f"## {title}", *(line for block in blocks for line in ("", *block))]
+
+
+def row(entry: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in entry)} |"
+
+
+def cells(line: str) -> list[str]:
+    """Of a row of a table; none if it is another line."""
+    found = re.split(r"(?<!\\)\|", line)[1:-1] if line.startswith("|") else []
+    return [cell.strip().replace(chr(92) + "|", "|") for cell in found]
 
 
 def numbers_in_words(numbers: Sequence[int]) -> str:

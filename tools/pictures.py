@@ -21,22 +21,27 @@ from unittest.mock import patch
 
 import call_picture
 import tutorial_page
+from benchmarks import suite
 from dash_attn.cli.main import main
 from dash_attn.viewing import style
 from figure_hash import shown
 
 DOCS = Path(__file__).parent.parent / "docs"
 LIST = DOCS / "images" / "shown.txt"
-COMMANDS = dict(re.findall(r"^\| `([\w-]+\.png)` \|.*\| `(dash-attn [^`]+)`.*\|$", (DOCS / "images" / "README.md").read_text(), re.M))
+SUITE = "python -m benchmarks.suite "  # in the root of the repository
+COMMANDS = dict(
+    re.findall(rf"^\| `([\w-]+\.png)` \|.*\| `((?:dash-attn |{SUITE})[^`]+)`.*\|$", (DOCS / "images" / "README.md").read_text(), re.M)
+)
 MEASURED = "images/gantt-measured-4k.png"  # needs a Hopper GPU. What is simulated in it is held here
 
 
 def run_command(command: str, folder: Path) -> None:
     """A command of docs/images/README.md, which writes to that folder. Nothing is measured."""
-    text = command.replace("../../benchmarks", str(DOCS.parent / "benchmarks")).replace(" --measured", "")
-    words = [str(folder / word) if word.endswith(".png") else word for word in shlex.split(text)[1:]]
+    of_suite = command.startswith(SUITE)
+    text = re.sub(r"(\.\./\.\./)?benchmarks/", f"{DOCS.parent}/benchmarks/", command).replace(" --measured", "")
+    words = [str(folder / Path(word).name) if word.endswith(".png") else word for word in shlex.split(text)[3 if of_suite else 1 :]]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        assert main([*words, *(["--output", str(folder)] if words[0] == "demo" else [])]) == 0, command
+        assert (suite.main if of_suite else main)([*words, *(["--output", str(folder)] if words[0] == "demo" else [])]) == 0, command
 
 
 DRAWINGS: dict[str, Callable[[Path], object]] = {  # by picture, or by the page that has several

@@ -1,23 +1,65 @@
-"""The page docs/support.md: what every backend can do, as the code itself answers."""
+"""The page docs/support.md: what every backend can do, as the code itself answers.
+
+The CPU backend runs each question, forward and backward, on small tensors. GPU backends are asked through `explain` with tensors on the
+meta device, which makes every check that a call makes and needs no GPU.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from dash_attn import GENERATORS, BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
+import dash_attn
+from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window, flash_attn_func
 from dash_attn.backends import DEVICE_OF, import_cache
+from dash_attn.backends.hopper.calls.layout import Layout
+from dash_attn.backends.hopper.support import sm_count
+from dash_attn.backends.triton import support as triton_support
+from dash_attn.backends.triton.setup import Call
 from dash_attn.backends.triton.tiles import listed
+from dash_attn.call.offsets import SequenceOffsets
+from dash_attn.call.options import AttentionOptions
 from dash_attn.call.tensor_checks import DTYPES
-from page_parts import code, numbers_in_words, table
-from questions import LENGTH, Question, capabilities, refusal, refusal_of_packed
+from dash_attn.scheduling import GENERATORS
+from page_parts import code, numbers_in_words, section, table
 
+LENGTH = 512  # four KV tiles: enough for masks to differ by tiles
+BASE_DTYPE = {"cpu": torch.float32, "hopper": torch.bfloat16, "triton": torch.bfloat16}
+CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+REFUSALS = (ValueError, NotImplementedError, ScheduleError)  # other errors are mistakes of ours and are not caught
 LARGEST_DIM = 512
 SOME_DIMS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call. `heads` are query and KV heads, `lengths` queries and keys, `dims` those of q and k, and of v.
+
+    An option that is a tensor is given as a function of the device.
+    """
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (2, 2)
+    lengths: tuple[int, int] = (LENGTH, LENGTH)
+    dims: tuple[int, int] = (64, 64)
+    dtype: torch.dtype | None = None
+
+    def tensors(self, backend: str) -> tuple[torch.Tensor, ...]:
+        (q_len, kv_len), (q_heads, kv_heads), (dim, v_dim) = self.lengths, self.heads, self.dims
+        shapes = ((q_len, q_heads, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, v_dim))
+        device, dtype = "cpu" if backend == "cpu" else "meta", self.dtype or BASE_DTYPE[backend]
+        return tuple(torch.zeros(1, *shape, device=device, dtype=dtype) for shape in shapes)
+
+
 MASKS: dict[str, Mask] = {
     "`Full`": Full(),
     "`Causal`": Causal(),
@@ -77,7 +119,67 @@ GPU_NOTES = (
     "Nobody has run it there. `dash-attn verify` tests the promises on the machine it runs on.",
     "A GPU that the table of tiles does not list takes those of a relative, or of 8.6, which need least shared memory.",
 )
+SCHEDULE_NOTES = (
+    "The same on `cpu` and `hopper`. `raises` is a `ScheduleError` that says which masks the schedule serves.",
+    "`triton` takes `auto` alone: it sums dQ in a pass of its own, so there is no order between SMs to choose.",
+)
 ASKED_BY_NAME = {"q", "k", "v", "schedule", "backend"}
+
+
+def asked(call: Callable[..., object]) -> Callable[..., str | None]:
+    """A function that makes a call and returns the error it gets; None if the backend serves it."""
+
+    @wraps(call)
+    def error_of(*args: Any, **kwargs: Any) -> str | None:
+        try:
+            call(*args, **kwargs)
+        except REFUSALS as error:
+            return str(error)
+        return None
+
+    return error_of
+
+
+@asked
+def refusal(backend: str, question: Question, run: bool = True) -> None:
+    """`run=False`: explain the call on every backend."""
+    q, k, v = question.tensors(backend)
+    options = {name: value(q.device) if callable(value) else value for name, value in question.options.items()}
+    if backend != "cpu" or not run:
+        dash_attn.explain(q, k, v, backend=backend, predict_time=False, **options)
+        return
+    result = flash_attn_func(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), **options)
+    (result[0] if isinstance(result, tuple) else result).sum().backward()
+
+
+@asked
+def refusal_of_packed(backend: str, question: Question) -> None:
+    """Of a packed batch of one sequence. For the GPU, the check that its kernels make before anything else is asked."""
+    q, k, v = (tensor[0] for tensor in question.tensors(backend))
+    ends = torch.tensor([0, LENGTH], dtype=torch.int32, device=q.device)
+    if backend == "cpu":
+        dash_attn.flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
+    else:
+        options, offsets = AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH)
+        Layout.of((q, k, v), options, offsets) if backend == "hopper" else Call.of(q, k, v, options, offsets)
+
+
+@asked
+def refusal_of_cache(backend: str, _: Question) -> None:
+    import_cache(backend)
+
+
+@asked
+def refusal_of_gpu(backend: str, major: int, minor: int) -> None:
+    properties = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=1)
+    with patch("torch.cuda.get_device_properties", return_value=properties), patch.object(triton_support, "check_triton"):
+        # past their caches
+        sm_count.__wrapped__(0) if backend == "hopper" else triton_support.architecture_of.__wrapped__(torch.device("cuda"))
+
+
+def capabilities(backend: str) -> str:
+    """Of GPUs that a backend takes."""
+    return ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES if refusal_of_gpu(backend, major, minor) is None)
 
 
 def unasked_arguments() -> set[str]:
@@ -124,11 +226,8 @@ def _unequal_dims(backend: str) -> str:
 
 def gpus() -> list[list[str]]:
     """Which backend `auto` takes, and whose tiles the Triton backend takes."""
-    rows = []
-    for name, capability, ran in GPUS:
-        backend = "`hopper`" if capability == "9.0" else "`triton`"
-        rows.append([name, capability, backend, listed(capability), ran])
-    return rows
+    auto = {"9.0": "`hopper`"}
+    return [[name, capability, auto.get(capability, "`triton`"), listed(capability), ran] for name, capability, ran in GPUS]
 
 
 def schedules() -> list[str]:
@@ -156,44 +255,27 @@ def packed_sequences() -> list[str]:
     return by_backend("call", questions, refusal_of_packed)
 
 
-def refusal_of_cache(backend: str, _: Question) -> str | None:
-    try:
-        import_cache(backend)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
 def page() -> str:
-    hardware = [
-        ["`cpu`", DEVICE_OF["cpu"], "any CPU"],
-        *([code(name), DEVICE_OF[name], f"compute capability {', '.join(capabilities(name))}"] for name in ("hopper", "triton")),
-    ]
+    hardware = [["`cpu`", DEVICE_OF["cpu"], "any CPU"]]
+    hardware += [[code(name), DEVICE_OF[name], f"compute capability {capabilities(name)}"] for name in ("hopper", "triton")]
     dtypes = [Question(code(str(dtype)), dtype=dtype) for dtype in DTYPES]
+    which = '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'
+    gpu_table = table(["GPUs", "compute capability", "backend", "tiles of", "was run"], gpus())
     lines = [
         "# What is supported",
         "",
         "This page is written by `make pages`, which asks the code: the CPU backend runs every question forward and backward, the GPU",
         "backends answer through `dash_attn.explain(..., backend=...)`. A test fails when the page is out of date.",
         "What is not supported raises an error that says what is. Nothing falls back.",
-        *("", "## Devices", "", *table(["backend", "tensors on", "hardware"], hardware)),
-        *("", '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'),
-        *("", "## GPUs", "", *table(["GPUs", "compute capability", "backend", "tiles of", "was run"], gpus()), "", *GPU_NOTES),
-        *("", "## Dtypes", "", *by_backend("dtype", dtypes)),
-        *("", "## Head dims", "", *head_dims()),
-        *("", "## Masks", "", *by_backend("mask", [Question(name, {"mask": mask}) for name, mask in MASKS.items()])),
-        *("", "## Shapes and options", "", *by_backend("call", OPTIONS)),
-        *(
-            "",
-            "## Schedules",
-            "",
-            "The same on `cpu` and `hopper`. `raises` is a `ScheduleError` that says which masks the schedule serves.",
-            "`triton` takes `auto` alone: it sums dQ in a pass of its own, so there is no order between SMs to choose.",
-            "",
-        ),
-        *schedules(),
-        *("", "## Arguments of `flash_attn_func`", "", "Decided before any backend is asked.", "", *arguments()),
-        *("", "## Variable lengths: `flash_attn_varlen_func`", "", *packed_sequences()),
-        *("", "## Caches: `flash_attn_with_kvcache`", "", *by_backend("call", [Question("a cache of keys and values")], refusal_of_cache)),
+        *section("Devices", table(["backend", "tensors on", "hardware"], hardware), [which]),
+        *section("GPUs", gpu_table, GPU_NOTES),
+        *section("Dtypes", by_backend("dtype", dtypes)),
+        *section("Head dims", head_dims()),
+        *section("Masks", by_backend("mask", [Question(name, {"mask": mask}) for name, mask in MASKS.items()])),
+        *section("Shapes and options", by_backend("call", OPTIONS)),
+        *section("Schedules", SCHEDULE_NOTES, schedules()),
+        *section("Arguments of `flash_attn_func`", ["Decided before any backend is asked."], arguments()),
+        *section("Variable lengths: `flash_attn_varlen_func`", packed_sequences()),
+        *section("Caches: `flash_attn_with_kvcache`", by_backend("call", [Question("a cache of keys and values")], refusal_of_cache)),
     ]
     return "\n".join(lines) + "\n"

@@ -11,52 +11,43 @@ from typing import Any
 VOCABULARY = 96
 TOKENS = range(16, 80)  # ids below and above are for special tokens
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
-SIZES = {
-    256: """
-        max_position_embeddings n_positions max_seq_len max_target_positions n_ctx entity_vocab_size
-    """,
-    96: """
-        vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab
-    """,
-    64: """
-        intermediate_size moe_intermediate_size shared_expert_intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim
-        expert_ffn_hidden_size ffn_hidden_size dff dim_ff d_inner hidden_dim intermediate_size_mlp feed_forward_size
-        dense_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size mlp_dim d_ff
-    """,
-    32: """
-        hidden_size d_model n_embd dim emb_dim embedding_size embedding_dim attention_hidden_size lru_width word_embed_proj_dim
-        input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim pooler_hidden_size entity_emb_size
-        true_hidden_size intra_bottleneck_size prediction_head_size router_hidden_size out_hidden_size cross_attention_hidden_size
-        hidden_size_global d_latents vision_output_dim projector_input_dim projector_output_dim ple_embed_dim vision_hidden_size
-    """,
-    16: """
-        sliding_window kv_lora_rank q_lora_rank mamba_d_state state_size ssm_state_size index_head_dim sliding_window_size chunk_size
-        mamba_chunk_size attention_window_size window_size local_attention attention_window attention_head_dim attention_chunk_size
-        hidden_size_per_layer_input laurel_rank embedding_rank hc_lowrank adapter_rank gated_norm_rank o_lora_rank qk_head_dim
-        index_block_size keep_window_size kv_channels mamba_headdim block_size num_latents rel_extent num_landmarks segment_means_seq_len
-    """,
-    8: """
-        head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim dim_head d_head
-        d_kv attention_head_size mamba_d_head mamba_head_dim mamba_n_heads mamba_num_heads n_mamba_heads index_topk swa_head_dim d_rel
-        mamba_dt_rank time_step_rank lsh_attn_chunk_length local_attn_chunk_length
-    """,
-    4: """
-        num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads num_experts
-        num_local_experts n_routed_experts moe_num_experts index_n_heads linear_num_heads linear_num_value_heads linear_num_key_heads
-        num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads num_self_attention_heads num_cross_attention_heads
-        zero_expert_num rotary_dim
-    """,
-    2: """
-        num_key_value_heads num_experts_per_tok num_experts_per_token moe_topk moe_k topk encoder_layers num_encoder_layers num_kv_heads
-        swa_num_key_value_heads num_feedforward_networks index_topk_blocks depth num_self_attends_per_block num_layers_per_stack o_groups
-        num_blocks
-    """,
-    1: """
-        n_group topk_group num_expert_group first_k_dense_replace num_kv_shared_layers n_groups mamba_n_groups
-    """,
-}
-TINY = {name: size for size, names in SIZES.items() for name in names.split()}
+# The largest value that stays, and what it is for.
+SIZES = """
+256 max_position_embeddings n_positions max_seq_len max_target_positions n_ctx entity_vocab_size
+96  vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab
+64  intermediate_size moe_intermediate_size shared_expert_intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim
+    expert_ffn_hidden_size ffn_hidden_size dff dim_ff d_inner hidden_dim intermediate_size_mlp feed_forward_size
+    dense_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size mlp_dim d_ff
+32  hidden_size d_model n_embd dim emb_dim embedding_size embedding_dim attention_hidden_size lru_width word_embed_proj_dim
+    input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim pooler_hidden_size entity_emb_size
+    true_hidden_size intra_bottleneck_size prediction_head_size router_hidden_size out_hidden_size cross_attention_hidden_size
+    hidden_size_global d_latents vision_output_dim projector_input_dim projector_output_dim ple_embed_dim vision_hidden_size
+16  sliding_window kv_lora_rank q_lora_rank mamba_d_state state_size ssm_state_size index_head_dim sliding_window_size chunk_size
+    mamba_chunk_size attention_window_size window_size local_attention attention_window attention_head_dim attention_chunk_size
+    hidden_size_per_layer_input laurel_rank embedding_rank hc_lowrank adapter_rank gated_norm_rank o_lora_rank qk_head_dim
+    index_block_size keep_window_size kv_channels mamba_headdim block_size num_latents rel_extent num_landmarks segment_means_seq_len
+8   head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim dim_head d_head
+    d_kv attention_head_size mamba_d_head mamba_head_dim mamba_n_heads mamba_num_heads n_mamba_heads index_topk swa_head_dim d_rel
+    mamba_dt_rank time_step_rank lsh_attn_chunk_length local_attn_chunk_length
+4   num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads num_experts
+    num_local_experts n_routed_experts moe_num_experts index_n_heads linear_num_heads linear_num_value_heads linear_num_key_heads
+    num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads num_self_attention_heads num_cross_attention_heads
+    zero_expert_num rotary_dim
+2   num_key_value_heads num_experts_per_tok num_experts_per_token moe_topk moe_k topk encoder_layers num_encoder_layers num_kv_heads
+    swa_num_key_value_heads num_feedforward_networks index_topk_blocks depth num_self_attends_per_block num_layers_per_stack o_groups
+    num_blocks
+1   n_group topk_group num_expert_group first_k_dense_replace num_kv_shared_layers n_groups mamba_n_groups
+"""
+TINY: dict[str, int] = {}
+for word in SIZES.split():
+    if word.isdigit():
+        largest = int(word)
+    else:
+        TINY[word] = largest
 LAYERS = 2
+QWEN4_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4}
+# Two layers share their weights.
+ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64}
 # What the rules above cannot know. "no default": the default configuration leaves it out, and the model needs it.
 ODD: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # by default no layer attends
@@ -76,34 +67,14 @@ ODD: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},  # no default
     "nemotron": {"num_key_value_heads": 2},  # no default
     "neomme": {"head_dim": 16},  # rotates a quarter of it, in fours
-    "qwen4_exp_text": {
-        "ngram_vocab_size_base": 64,
-        **{
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 4,
-        },  # no default
-    },
+    "qwen4_exp_text": {"ngram_vocab_size_base": 64, **QWEN4_INDEXER},  # no default
     "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer attends
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 5)},  # must make up the hidden size and the length
     "whisper": {"max_source_positions": 40},
     "xmod": {"default_language": "en_XX"},  # no default
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_hidden_size": 64,
-    },  # two layers share their weights
-    "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "mamba_headdim": 8,
-        "attention_hidden_size": 64,
-    },  # as zamba
+    "zamba": ZAMBA,
+    "zamba2": {**ZAMBA, "mamba_headdim": 8},
 }
-
-
 TWO_MODELS = {"bert2bert": ("bert", "bert"), "bert2gpt2": ("bert", "gpt2")}  # an encoder, and a decoder with cross attention
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from dash_attn import Causal, Machine, Problem, Timeline, generate, lower, simulate
+from dash_attn import Causal
+from dash_attn.scheduling import Problem, generate, lower
+from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.simulation.machines import H200
 from dash_attn.viewing.gantt import gantt
 

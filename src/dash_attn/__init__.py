@@ -1,7 +1,7 @@
 """dash-attn: bitwise reproducible attention training.
 
-The scheduling core (masks, problems, schedules, simulation, plans) needs numpy alone; names that need torch are
-imported on first use.
+Names that need torch are imported on first use. Schedules are in `dash_attn.scheduling`, the simulator is in `dash_attn.simulation`; both
+need numpy alone.
 """
 
 from __future__ import annotations
@@ -9,13 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
-from .scheduling.generators import GENERATORS, generate
-from .scheduling.plan import Plan, lower
-from .scheduling.problem import Problem, Task
-from .scheduling.schedule import Placement, Schedule
-from .scheduling.validate import ScheduleError
-from .simulation.simulate import Machine, Timeline, simulate
+from .errors import CompileError, DashAttnError, ExecutionError, LedgerError, LostRank, RecordError, ScheduleError, Unsupported
+from .masks import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, from_block_mask, parse_mask
 
 if TYPE_CHECKING:
     from .attention.explain import explain
@@ -52,22 +47,21 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "GENERATORS",
     "BooleanMask",
     "Causal",
+    "CompileError",
+    "DashAttnError",
     "Documents",
+    "ExecutionError",
     "Full",
-    "Machine",
+    "LedgerError",
+    "LostRank",
     "Mask",
-    "Placement",
-    "Plan",
     "Prefix",
-    "Problem",
-    "Schedule",
+    "RecordError",
     "ScheduleError",
-    "Task",
     "TileMap",
-    "Timeline",
+    "Unsupported",
     "Window",
     "doctor",
     "explain",
@@ -76,9 +70,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
-    "generate",
+    "from_block_mask",
     "ledger",
-    "lower",
     "parse_mask",
-    "simulate",
 ]

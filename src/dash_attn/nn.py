@@ -62,15 +62,8 @@ class SelfAttention(nn.Module):
         if rotate is not None:
             q, k = rotate(q, k)
             q, k, v = under_autocast(q, k, v)  # angles in fp32 make q and k fp32 again
-        attended = flash_attn_func(
-            q,
-            k,
-            v,
-            self.dropout_p if self.training else 0.0,
-            alibi_slopes=self.alibi_slopes,
-            dropout_seed=dropout_seed,
-            **self.options,
-        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        attended = flash_attn_func(q, k, v, dropout_p, alibi_slopes=self.alibi_slopes, dropout_seed=dropout_seed, **self.options)
         out: Tensor = self.out(attended.flatten(-2))
         return out
 
@@ -87,12 +80,11 @@ def _slopes(slopes: Tensor, heads: int) -> Tensor:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    for name in MORE_RESULTS:
-        if name in options:
-            raise TypeError(f"SelfAttention returns its output alone: it does not take {name}; got {name}={options[name]!r}")
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise TypeError(f"SelfAttention got an unexpected keyword argument {unknown[0]!r}; besides its own it takes {', '.join(OPTIONS)}")
+    for name, value in options.items():
+        if name in MORE_RESULTS:
+            raise TypeError(f"SelfAttention returns its output alone: it does not take {name}; got {name}={value!r}")
+        if name not in OPTIONS:
+            raise TypeError(f"SelfAttention got an unexpected keyword argument {name!r}; besides its own it takes {', '.join(OPTIONS)}")
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:

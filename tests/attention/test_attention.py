@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from budget import assert_within_budget
-from dash_attn import GENERATORS, Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window, flash_attn_func
 from dash_attn.execution.interleaving import interleaving
+from dash_attn.scheduling import GENERATORS
 from dense import Results, assert_same_bits, dense, random_inputs, run_dense, run_ours
 
 BLOCKS = np.random.default_rng(3).random((6, 5)) < 0.5

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from boolean_masks import SORTS, a_tree, draw, scattered
-from dash_attn import BooleanMask, Causal, Schedule, ScheduleError, TileMap, explain, flash_attn_func, flash_attn_varlen_func, generate
+from dash_attn import BooleanMask, Causal, ScheduleError, TileMap, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.attention.torch_ops import VERSION
 from dash_attn.call.call import Call
 from dash_attn.call.explain import Explanation
@@ -25,6 +25,7 @@ from dash_attn.masks import TilePattern
 from dash_attn.masks.bit_matrix import BitMatrix
 from dash_attn.masks.boolean_mask import bits_on_device
 from dash_attn.nn import SelfAttention
+from dash_attn.scheduling import Schedule, generate
 from dense import Results, assert_same_bits, largest_error, random_inputs, run_dense, run_ours, same_bits
 from kept_pairs import dense_modified
 
@@ -304,6 +305,8 @@ def test_a_given_schedule_serves_one_pattern() -> None:
     schedule = generate("ascending", problem_of(Call(*inputs[:3], AttentionOptions(pattern, 1.0)), 64, 128), 132)
     with pytest.raises(ScheduleError, match="does not fit this call"):
         run_ours(inputs, mask, schedule=schedule)
+    with pytest.raises(ScheduleError, match="does not fit this call"):  # before there is a backward
+        flash_attn_func(*inputs[:3], mask=mask, schedule=schedule)
 
 
 @pytest.mark.parametrize("number", range(8))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dash_attn import explain, flash_attn_with_kvcache
 from dash_attn.backends.hopper.calls import decode
-from dash_attn.backends.hopper.support import Unsupported
 from dash_attn.backends.hopper.tiles import decode_tiles
+from dash_attn.errors import Unsupported
 from dash_attn.scheduling.order import ALL_GUARANTEES
 
 ROWS = ["call", "backend", "guarantees", "tiles", "units", "appended", "read", "kernels"]

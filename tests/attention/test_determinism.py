@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import GENERATORS, Causal, Documents, Full, Mask, ScheduleError, Window
+from dash_attn import Causal, Documents, Full, Mask, ScheduleError, Window
 from dash_attn.execution.interleaving import interleaving
+from dash_attn.scheduling import GENERATORS
 from dense import Results, assert_same_bits, digest, random_inputs, repeated, run_ours, same_bits
 from gpu_helpers import run_script
 

@@ -24,9 +24,9 @@ from dash_attn import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    generate,
 )
 from dash_attn.call.explain import Explanation
+from dash_attn.scheduling import generate
 from dash_attn.scheduling.problem import Problem
 
 LENGTHS = (37, 300, 1, 262)

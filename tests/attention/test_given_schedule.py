@@ -15,22 +15,20 @@ from dash_attn import (
     Documents,
     Full,
     Mask,
-    Problem,
-    Schedule,
     ScheduleError,
     Window,
     explain,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    generate,
 )
 from dash_attn.backends.cpu.recorder import record_backward
 from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.execution.interleaving import interleaving
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import sdpa
 from dash_attn.nn import SelfAttention
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
 from dense import assert_same_bits, random_inputs, run_ours, same_bits
 
@@ -196,7 +194,7 @@ def test_other_doors() -> None:
     schedule = shuffled(Causal())
     q, k, v = leaves(1, LENGTH, 2, 16)
     expected = torch.autograd.grad(flash_attn_func(q, k, v, causal=True, schedule=schedule).sum(), q)
-    with replace_sdpa(schedule=schedule):
+    with sdpa.enable(schedule=schedule):
         turned = [x.transpose(1, 2) for x in (q, k, v)]
         out = torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True)
     assert same_bits(torch.autograd.grad(out.sum(), q)[0], expected[0])

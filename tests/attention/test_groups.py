@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Full, Mask, Problem, Window, explain, flash_attn_func, generate
+from dash_attn import Causal, Full, Mask, Window, explain, flash_attn_func
 from dash_attn.backends.cpu import backward, forward
 from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dash_attn.execution.interleaving import interleaving
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.problem import parts_of
 from dense import Results, assert_same_bits, largest_error, random_inputs, repeated, run_dense, run_ours, same_bits
 from inputs import Inputs

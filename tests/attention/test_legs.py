@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, TileMap, Window, explain, flash_attn_func, generate
+from dash_attn import Causal, Documents, Full, Mask, TileMap, Window, explain, flash_attn_func
 from dash_attn.backends.cpu.ranks import RankBackward
 from dash_attn.backends.cpu.recorder import record_backward
 from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.options import AttentionOptions
 from dash_attn.call.planning import plan_on_any
+from dash_attn.errors import ExecutionError
 from dash_attn.execution.interleaving import TaskTime, interleaving
-from dash_attn.execution.rules import ExecutionError
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
 from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.scheduling.validate import TooFewWorkers

@@ -10,10 +10,11 @@ import pytest
 from torch import Tensor
 
 from cases import NAMES
-from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, lower
+from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window
 from dash_attn.call.planning import plan_for
 from dash_attn.cli.main import main
 from dash_attn.execution.interleaving import interleaving
+from dash_attn.scheduling import Problem, generate, lower
 from dash_attn.scheduling.order import ALL_GUARANTEES, WORKER_INVARIANT, promises
 from dash_attn.scheduling.validate import TooFewWorkers
 from dense import assert_same_bits, random_inputs, repeated, run_ours

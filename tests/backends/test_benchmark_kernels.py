@@ -1,40 +1,36 @@
-"""The scripts under benchmarks/ that compile kernels ahead ask for kernels that exist."""
+"""The scripts under benchmarks/ that compile kernels ahead ask for kernels that exist; what one says of targets."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
+from benchmarks import decode, devices
 from kernel_variants import VARIANTS
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    name = f"benchmark_{request.param}"
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{request.param}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look for their module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("script", ["decode"], indirect=True)
-def test_kernels_of_decode(script: ModuleType) -> None:
-    needed = {(kernel.header, kernel.name) for kernel in script.needed_kernels()}
+def test_kernels_of_decode() -> None:
+    needed = decode.needed_kernels()
     assert needed <= set(VARIANTS)
     assert ("forward/attention.cuh", "attention_forward<bf16, 192, 2, false, MaskKind::Band, 128>") in needed
 
 
-@pytest.mark.parametrize("script", ["devices"], indirect=True)
-def test_kernels_of_devices(script: ModuleType) -> None:
-    needed = set.union(*map(script.kernels_of, script.timed_cases()))
+def test_kernels_of_devices() -> None:
+    needed = set.union(*map(devices.kernels_of, devices.timed_cases()))
     assert needed
     assert needed <= set(VARIANTS)
+
+
+def test_targets_beside_peers() -> None:
+    """What is missed, and what has no figure, counts."""
+    pytest.importorskip("triton")
+    from benchmarks.triton_backend import beside_peers
+
+    mine = {"candidate": "dash-attn", "median_ms": 2.0, "tflops": 300.0}
+    rows = {"dash-attn": mine, "PyTorch flash deterministic": {"median_ms": 2.3}, "FlexAttention": {"median_ms": 1.9}}
+    said, missed = beside_peers("backward", rows)
+    assert said == "2.000 ms, 300 TFLOP/s, 1.15 x PyTorch flash deterministic, 0.95 x FlexAttention (MISSED: 1.0)"
+    assert missed == 1
+    assert beside_peers("forward", rows)[1] == 0
+    without = {"dash-attn": mine, "FlexAttention": {"reason": "none"}}
+    assert beside_peers("backward", without) == ("2.000 ms, 300 TFLOP/s, PyTorch flash deterministic: not there, FlexAttention: none", 2)
+    assert beside_peers("forward", {"dash-attn": {"status": "failed check", "reason": "dq is off"}}) == ("failed check: dq is off", 1)

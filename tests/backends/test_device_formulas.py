@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dash_attn import Causal, Full, Mask, Placement, Problem, ScheduleError, Window, generate, lower
+from dash_attn import Causal, Full, Mask, ScheduleError, Window
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
 from dash_attn.backends.hopper.driver.compile import sources
 from dash_attn.backends.hopper.driver.parameters import GroupSplit, PlanTables
 from dash_attn.integrations._padding import Padding
+from dash_attn.scheduling import Placement, Problem, generate, lower
 from dash_attn.scheduling.order import Sum
 from dash_attn.scheduling.problem import parts_of
 from host_kernels import ON_HOST, host_library, write_sources

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from dash_attn import GENERATORS
 from dash_attn.backends.hopper.driver.compile import Kernel, compile_uncached, sources
+from dash_attn.scheduling import GENERATORS
 from gpu_helpers import served
 from planted_faults import FAULTS, FILE, plant
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Problem, TileMap, Window, explain, flash_attn_func, generate
+from dash_attn import Causal, Documents, Full, TileMap, Window, explain, flash_attn_func
 from dash_attn.call.call import Call
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.validate import TooFewWorkers
 
 setup = import_module("dash_attn.backends.hopper.calls.backward_setup")

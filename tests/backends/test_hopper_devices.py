@@ -16,19 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
 from dash_attn.call.call import Call, Saved
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.parts import of_a_document
 from dash_attn.call.planning import plan_for, schedule_for
-from dash_attn.distributed.context.document_loopback import play_documents
-from dash_attn.distributed.context.documents import SharedDocuments
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.scheduling import Problem
 from dash_attn.scheduling.plan import Plan
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.together import heads_that_fill
+from dash_attn.scheduling.ranks.share import heads_that_fill
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
@@ -387,9 +386,9 @@ def test_a_unit_before_its_turn_is_refused(memory: Memory, small: tuple[Case, An
     with pytest.raises(RuntimeError, match=f"unit {first.number} ran already"):
         backward.run(first, state)
     other = next(u for u in shared.units if u.rank == 1)
-    with pytest.raises(ValueError, match="belongs to device 1; this is device 0"):
+    with pytest.raises(ValueError, match="belongs to rank 1; this is rank 0"):
         backward.run(other, memory.add_tensor("states", backward.new_state(other)))
-    with pytest.raises(RuntimeError, match=rf"{len(mine) - 1} units of device 0 have not run; the first is {mine[1].number} \("):
+    with pytest.raises(RuntimeError, match=rf"{len(mine) - 1} units of rank 0 have not run; the first is {mine[1].number} \("):
         backward.finish()
 
 
@@ -526,7 +525,7 @@ def test_ranks_drive_devices() -> None:
     case = Case(Causal(), Sharding.zigzag(1024, 2), (12, 6))
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
     call = SharedCall(case.options, case.sharding, 1, 6, 2, case.dims, "hopper")
-    assert len(call.gathers) > 1
+    assert len(call.documents[0].gathers) > 1
     found = play_all_ranks(call, q, k, v, dout)
     assert_near([found.dq, found.dk, found.dv], expected)
 
@@ -552,8 +551,8 @@ SLOW_ROWS = ("causal, batch, contiguous", "full, gangs")
 def test_ranks_drive_devices_of_documents(case: Case) -> None:
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
     assert isinstance(case.mask, Documents)
-    row = SharedDocuments.of(q, k, v, of_a_document(case.options), case.mask.lengths, case.sharding, backend="hopper")
-    found = play_documents(row, q, k, v, dout)
+    row = SharedCall.of((q, k, v), of_a_document(case.options), case.sharding, case.mask.lengths, backend="hopper")
+    found = play_all_ranks(row, q, k, v, dout)
     assert_near([found.dq, found.dk, found.dv], expected)
 
 

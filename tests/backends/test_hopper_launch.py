@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dash_attn import Causal, Documents, Full, Mask, Problem, Schedule, Window, generate
+from dash_attn import Causal, Documents, Full, Mask, Window
 from dash_attn.backends import import_backend, run
 from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import WORKER_INVARIANT, Order
 from launchless import Driver, launchless_driver
 

@@ -14,16 +14,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dash_attn import Causal, Full, Problem
+from dash_attn import Causal, Full
 from dash_attn.backends.hopper.calls.backward_setup import backward_setup
 from dash_attn.backends.hopper.calls.forward import forward_setup
 from dash_attn.backends.hopper.calls.recorder import check_recordable
 from dash_attn.backends.hopper.ranks import forward as forward_of_rank
-from dash_attn.backends.hopper.support import Unsupported, refuse_modifiers
+from dash_attn.backends.hopper.support import refuse_modifiers
 from dash_attn.call.call import Call
 from dash_attn.call.dropout import Dropout, key_of, threshold_of
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.errors import Unsupported
+from dash_attn.scheduling import Problem
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.validate import TooFewWorkers
 from host_kernels import ON_HOST, host_library, write_sources

@@ -14,8 +14,7 @@ import torch
 
 from dash_attn import explain, flash_attn_func
 from dash_attn.backends.hopper.driver.cubin_files import Kernel, read_kernel, write_kernel
-from dash_attn.tools.doctor import take_snapshot
-from dash_attn.tools.verify import certificate
+from dash_attn.tools.machine import Snapshot, version_facts
 from loading_driver import LoadingDriver, Status
 
 compiling, driver, packed = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "launch", "shipped"))
@@ -163,15 +162,15 @@ def test_turns_see_which_of_the_two_runs(cuda: LoadingDriver, monkeypatch: pytes
 def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert take_snapshot().kernels == f"none loaded yet; {NEW}"
+    assert Snapshot().kernels == f"none loaded yet; {NEW}"
     load(*OTHER), load(*UNPACKED)
-    assert take_snapshot().kernels == f"1 {HERE}; 1 {NEW}"
+    assert Snapshot().kernels == f"1 {HERE}; 1 {NEW}"
     monkeypatch.setattr(compiling, "compiler_version", lambda: "13.0")
-    found = certificate._versions("cuda", "hopper")
+    found = version_facts("cuda", "hopper")
     assert (found["nvrtc"], found["packed_nvrtc"]) == ("13.0", "13.4.92")
     monkeypatch.setattr(packed, "FOLDER", Path("/nowhere"))
     driver.origins.clear()
-    assert "none came with the package" in str(take_snapshot().kernels)
+    assert "none came with the package" in str(Snapshot().kernels)
 
 
 def test_an_explanation_tells() -> None:

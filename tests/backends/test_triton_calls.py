@@ -25,11 +25,12 @@ from dash_attn.backends.triton import mask_tables, setup, support
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, kept_on, visit_lists
 from dash_attn.backends.triton.setup import Passes, RowValues, aligned, block_of, gradient_launches, readable, strides
-from dash_attn.backends.triton.support import Unsupported, architecture_of, check_call, check_elements, check_triton
+from dash_attn.backends.triton.support import architecture_of, check_call, check_elements, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, Tiles, listed, read_table, tiles_for
 from dash_attn.call.call import Call, Modifiers
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.errors import Unsupported
 from dash_attn.masks import EMPTY, FULL, PARTIAL, PatternPerHead, TilePattern
 from needs_triton import needs_triton
 

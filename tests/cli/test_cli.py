@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from dash_attn import GENERATORS, Problem, Schedule, parse_mask
+from dash_attn import parse_mask
 from dash_attn.cli.main import main
+from dash_attn.scheduling import GENERATORS, Problem, Schedule
 
 KEYS = ["schedule", "mask", "q_tiles", "kv_tiles", "heads", "workers", "tasks", "makespan", "lower_bound", "gap", "utilization", "stalled"]
 SMALL = ["--q-tiles", "8", "--kv-tiles", "8", "--heads", "4", "--workers", "8", "--compute", "3", "--reduce", "1"]
@@ -248,7 +249,7 @@ def check_slices(slices: list[dict[str, Any]], row: dict[str, Any], workers: int
         assert event["ts"] + event["dur"] <= row["makespan"] + 1e-6
     assert len(by_kind["compute"]) == len(by_kind["reduce"]) == row["tasks"]
     assert len({event["name"] for event in by_kind["compute"]}) == row["tasks"]
-    assert {event["args"]["rank"] for event in by_kind["compute"]} == set(range(8))
+    assert {event["args"]["turn"] for event in by_kind["compute"]} == set(range(8))
     assert len({event["args"]["chain"] for event in by_kind["compute"]}) == row["tasks"] // group * 8 // 36
     for spans in by_track.values():
         spans.sort()

@@ -16,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dash_attn
-from dash_attn.cli import bench_measuring, calibrate, demo, plan
+from benchmarks import result_files, suite
+from benchmarks.report import print_report
+from dash_attn.cli import bench, calibrate, demo, measured, plan
 from dash_attn.cli.main import main
 from dash_attn.simulation.machines import SHIPPED, Calibrated, load_machine
-from dash_attn.tools.bench import picture_prediction, results
-from dash_attn.tools.bench.report import print_report
+from dash_attn.tools.bench.report import summary
+from dash_attn.tools.calibrate import pictures
 from strategies import examples
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +32,8 @@ FILES = {
     "plan --trace": "p.json",
     "plan --schedule auto --save": "p.json",
     "plan --measured --seqlen 300 --gantt": "p.svg",
-    "bench --plot": "p.png",
-    "bench --plot-schedules": "p.png",
+    "suite --plot": "p.png",
+    "suite --plot-schedules": "p.png",
     "calibrate --plot": "p.png",
     "calibrate --plot-schedules": "p.svg",
     "calibrate --output": "machine.json",
@@ -49,8 +51,8 @@ def _no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     for module, name in (
         (plan, "simulate_all"),
-        (plan, "_run_measured"),
-        (bench_measuring, "require_gpu"),
+        (measured, "choose"),
+        (bench, "require_gpu"),
         (calibrate, "choose"),
         (demo, "_show_training"),
     ):
@@ -60,8 +62,13 @@ def _no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
 
 
+def run(words: list[str]) -> int:
+    """A command, or benchmarks/suite.py."""
+    return suite.main(words[1:]) if words[0] == "suite" else main(words)
+
+
 def said(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
-    assert main(words) == 2
+    assert run(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
@@ -90,7 +97,7 @@ def test_a_picture_that_nobody_can_draw_is_noticed_at_once(command: str, capsys:
     assert "a picture is written as .png or .svg; got 'p.gif'" in said(capsys, [*command.split(), "p.gif"])
 
 
-@pytest.mark.parametrize("command", ["bench --output", "demo --output"])
+@pytest.mark.parametrize("command", ["bench --output", "suite --output", "demo --output"])
 def test_a_folder_that_cannot_be_made_is_noticed_at_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--output: cannot write to file: file is not a directory" in said(capsys, [*command.split(), "file"])
     assert "--output: cannot write to file/x/y: file is not a directory" in said(capsys, [*command.split(), "file/x/y"])
@@ -103,7 +110,7 @@ def test_files_that_can_be_written_are_left_alone(command: str, name: str) -> No
     Path(name).write_text("as it was")
     before = sorted(Path().iterdir())
     with pytest.raises(AssertionError, match="begun to work"):
-        main([*command.split(), name])
+        run([*command.split(), name])
     assert Path(name).read_text() == "as it was"
     assert sorted(Path().iterdir()) == before
 
@@ -113,7 +120,7 @@ def test_two_files_are_not_written_over_each_other(capsys: pytest.CaptureFixture
     assert "--against and --output name the same file" in said(capsys, ["verify", "--output", "a", "--against", "a"])
 
 
-@pytest.mark.parametrize("command", ["verify --against", "bench --from", "calibrate --plot p.png --from"])
+@pytest.mark.parametrize("command", ["verify --against", "suite --from", "calibrate --plot p.png --from"])
 def test_a_file_that_cannot_be_read_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
     Path("bytes").write_bytes(b"\xff\xfe\x00")
@@ -133,8 +140,8 @@ def test_a_file_that_cannot_be_read_is_one_line(command: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("plan --threads 4", "--device and --threads go with --measured"),
-        ("plan --device cpu", "--device and --threads go with --measured"),
+        ("plan --threads 4", "goes with --measured; without it nothing is run"),
+        ("plan --device cpu", "goes with --measured; without it nothing is run"),
         ("plan --head-dim 64", "--head-dim goes with --machine or --measured"),
         ("plan --workers 99999999999999999999", "--workers must be at most 2147483647"),
         ("plan --overlap 99999999999999999999", "--overlap must be at most 2147483647"),
@@ -206,12 +213,12 @@ def test_damaged_results_are_value_errors(name: str, data: st.DataObject, tmp_pa
     path = tmp_path_factory.getbasetemp() / "damaged-results.json"
     path.write_text(json.dumps(damage(data, value)))
     try:
-        found = results.read(path)
+        found = result_files.read(path)
     except ValueError as error:
         assert str(path) in str(error)  # noqa: PT017 (a refusal is one of two good outcomes)
         return
     print_report(found)
-    results.summary(found, path)
+    summary(found, path)
 
 
 @given(data=st.data())
@@ -222,7 +229,7 @@ def test_damaged_predictions_are_value_errors(data: st.DataObject, tmp_path_fact
     path = tmp_path_factory.getbasetemp() / "damaged-predictions.json"
     path.write_text(json.dumps(damage(data, value)))
     try:
-        found = picture_prediction.read(path)
+        found = pictures.read(path)
     except ValueError as error:
         assert str(path) in str(error)  # noqa: PT017 (a refusal is one of two good outcomes)
         return
@@ -232,7 +239,7 @@ def test_damaged_predictions_are_value_errors(data: st.DataObject, tmp_path_fact
 @pytest.mark.parametrize("path", sorted(STORED.glob("*.json")), ids=lambda path: path.name)
 def test_stored_results_are_read(path: Path) -> None:
     """The control: nothing that we wrote ourselves is refused."""
-    assert (picture_prediction if "prediction" in path.name else results).read(path)["rows"] or "host" in path.name
+    assert (pictures if "prediction" in path.name else result_files).read(path)["rows"] or "host" in path.name
 
 
 def test_dir_names_what_is_there() -> None:

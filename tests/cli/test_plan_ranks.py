@@ -103,7 +103,7 @@ def test_other_schedules_and_masks(capsys: pytest.CaptureFixture[str]) -> None:
         ("--ranks 2", "--ranks needs --seqlen"),
         ("--ranks 2 --q-tiles 8", "--ranks needs --seqlen"),
         ("--ranks 2 --seqlen 2048 --schedule auto weave", "--ranks takes one schedule"),
-        ("--ranks 2 --seqlen 2048 --measured", "--ranks is a simulation"),
+        ("--ranks 2 --seqlen 2048 --measured", "--measured does not go with --ranks, which only simulates"),
         ("--ranks 2 --seqlen 2048 --trace t.json", "--trace does not go with --ranks"),
         ("--ranks 2 --seqlen 2048 --save s.json", "--save does not go with --ranks"),
         ("--ranks 2 --seqlen 2048 --hop-latency -1", "--hop-latency must be a finite number >= 0; got -1"),

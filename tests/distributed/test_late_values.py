@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.distributed.late_values import NAMES, LateValues
+from dash_attn.distributed.hosts import NAMES, LateValues
 
 RANKS = 3
 Given = tuple[Tensor | None, ...]

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_attn import Plan, Task
+from dash_attn.errors import ExecutionError
 from dash_attn.execution.interleaving import Interleaving, current_interleaving, interleaving
-from dash_attn.execution.rules import ChainPlace, Contribution, Deadlock, Ending, ExecutionError, chains_in_order
+from dash_attn.execution.rules import ChainPlace, Contribution, Deadlock, Ending, chains_in_order
 from dash_attn.execution.run import run_plan
+from dash_attn.scheduling import Plan, Task
 from dash_attn.scheduling.order import Ints, frozen_ints
 from recorder import POLICIES, Recorder, plan_of, run
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_attn import Plan
+from dash_attn.errors import ExecutionError
 from dash_attn.execution.interleaving import Interleaving, TaskTime
-from dash_attn.execution.rules import ChainPlace, Contribution, Deadlock, Ending, ExecutionError, SumPlace
+from dash_attn.execution.rules import ChainPlace, Contribution, Deadlock, Ending, SumPlace
 from dash_attn.execution.run import run_plan
+from dash_attn.scheduling import Plan
 from dash_attn.scheduling.order import Ints, Sum
 from recorder import POLICIES, Recorder, plan_of, run
 

@@ -16,7 +16,7 @@ from boolean_masks import a_tree, draw, scattered
 from budget import assert_in_budget, assert_near
 from dash_attn import BooleanMask, Causal, TileMap, Window, explain, flash_attn_func
 from dash_attn.backends.hopper.calls.mask_bits import _bits
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import sdpa
 from dash_attn.masks import PatternPerHead, TilePattern
 from dense import Results, assert_same_bits, largest_error, run_dense, run_dense_with_sinks, run_ours, run_ours_with_sinks
 from gpu_helpers import DEVICE, REPEATS, gpu_inputs
@@ -239,7 +239,7 @@ def test_sdpa_takes_it() -> None:
     for mask in (elements().to(DEVICE), holes(), torch.stack([holes(0), holes(4)])[:, None]):
         attends = mask.any(-1).expand(2, 4, Q_LEN)
         truth = functional.scaled_dot_product_attention(*(x.float() for x in tensors), attn_mask=mask, enable_gqa=True)
-        with replace_sdpa():
+        with sdpa.enable():
             ours = functional.scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
         assert largest_error(ours[attends], truth[attends]) < 0.02
         assert not ours[~attends].any()

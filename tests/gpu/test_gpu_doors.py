@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
-from dash_attn.integrations import torch_flash
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import sdpa, torch_flash
 from dense import largest_error
 from gpu_helpers import DEVICE, gpu_inputs
 
@@ -31,7 +30,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flash_attn_func(q, k, v, causal=True)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_pytorchs_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     turned = (x.transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
 
@@ -43,19 +42,19 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_sdpa_in_a_block() -> None:
     inputs = gpu_inputs(700, 700, (4, 4))
     expected = gradients(causal, inputs)
-    with replace_sdpa():
-        assert_equal(gradients(sdpa, inputs), expected)
+    with sdpa.enable():
+        assert_equal(gradients(by_pytorchs_name, inputs), expected)
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="this PyTorch has no plug")
 def test_sdpa_by_pytorchs_plug() -> None:
     inputs = gpu_inputs(700, 700, (4, 4))
     expected = gradients(causal, inputs)
-    torch_flash.activate()
+    torch_flash.enable()
     try:
-        assert_equal(gradients(sdpa, inputs), expected)
+        assert_equal(gradients(by_pytorchs_name, inputs), expected)
     finally:
-        torch_flash.deactivate()
+        torch_flash.disable()
 
 
 def test_compiled() -> None:
@@ -91,7 +90,7 @@ def test_hugging_face(name: str, packed: bool) -> None:
     from dash_attn.integrations import huggingface
     from hf_models import PACKED, TOKENS
 
-    huggingface.register()
+    huggingface.enable()
     arguments = {"tokens": TOKENS[:1], "position_ids": PACKED} if packed else {"tokens": TOKENS}
     ours, again = (trained(name, "dash_attn", torch.bfloat16, **arguments) for _ in range(2))
     assert_equal(ours, again)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
-from dash_attn.backends.hopper.support import Unsupported
+from dash_attn.errors import Unsupported
 from dense import Results, assert_same_bits, largest_error, run_ours, same_bits
 from gpu_helpers import DEVICE, REPEATS, gpu_inputs, poisoned_memory, ragged_map
 from graphs import capture

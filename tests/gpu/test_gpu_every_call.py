@@ -95,12 +95,12 @@ def values(rank: int, given: dict[str, Any]) -> int:
 def while_the_gpu_is_busy() -> tuple[float, bool]:
     """How long a comparison takes, and whether the GPU was busy throughout."""
     peers = Peers.of(None)
-    peers.begin(ATTENTION, [1])
+    peers.hosts.begin(ATTENTION, [1])
     torch.cuda.synchronize()
     torch.cuda._sleep(ASLEEP)
     behind = torch.cuda.current_stream().record_event()
     start = time.perf_counter()
-    peers.begin(ATTENTION, [1])
+    peers.hosts.begin(ATTENTION, [1])
     return time.perf_counter() - start, not behind.query()
 
 

@@ -68,7 +68,7 @@ def test_planted_faults_change_bits(fault: str, tmp_path: Path, monkeypatch: pyt
     inputs = full_size(4096)
     expected = run_ours(inputs, Causal(), schedule="ascending")
     faulty = plant(fault, hopper("driver.compile").sources())
-    with monkeypatch.context() as private, patched_backend({("device.compile", "sources"): lambda: faulty}):
+    with monkeypatch.context() as private, patched_backend({("driver.compile", "sources"): lambda: faulty}):
         private.setenv("DASH_ATTN_CACHE", str(tmp_path))
         results = [run_ours(inputs, Causal(), schedule="ascending").dq for _ in range(TRIES)]
         differing = sum(not same_bits(dq, expected.dq) for dq in results)

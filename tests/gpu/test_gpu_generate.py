@@ -38,11 +38,11 @@ WAYS: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementati
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    huggingface.register()
+    huggingface.enable()
     made = Recorder()
     transformers.AttentionInterface.register(huggingface.NAME, made.attention)
     yield made
-    huggingface.register()
+    huggingface.enable()
 
 
 def sampled(name: str, **choices: Any) -> Any:
@@ -82,7 +82,7 @@ def test_padded_windows_have_the_bits_of_training(recorder: Recorder) -> None:
 
 def test_compiled_steps_have_the_same_tokens() -> None:
     """transformers compiles steps with a static cache by itself, into CUDA graphs. The rest of the model may round differently there."""
-    huggingface.register()
+    huggingface.enable()
     plain, compiled = sampled("llama", **WAYS["static"]), sampled("llama", cache_implementation="static")
     assert compiled.sequences.shape == plain.sequences.shape
     assert same_bits(compiled.logits[0], plain.logits[0]), "the prompt is not compiled"

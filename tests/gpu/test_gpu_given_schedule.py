@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from budget import assert_near
-from dash_attn import Causal, Full, Mask, Problem, Schedule, ScheduleError, Window, explain, flash_attn_func, generate
+from dash_attn import Causal, Full, Mask, ScheduleError, Window, explain, flash_attn_func
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import RUN_TO_RUN, HeadOrder, Order, turn_within
 from dense import assert_same_bits, run_ours, same_bits
 from gpu_helpers import REPEATS, gpu_inputs, hopper

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dash_attn.ledgers import bit_sums
-from dash_attn.ledgers.bit_sums import bit_sum, part_sums
+from dash_attn.ledgers.bit_sums import part_sums
 from gpu_helpers import hopper, times_the_gpu
+from tensor_sums import bit_sum
 
 pytestmark = pytest.mark.gpu
 DTYPES = [

@@ -161,7 +161,7 @@ def test_a_model_matches_eager_and_traces_whole(name: str, side: str) -> None:
 
     kept = padding_mask(side, (300, 512, 65), 512, DEVICE)
     pytest.importorskip("transformers")
-    huggingface.register()
+    huggingface.enable()
     models = [model_of(name, kind) for kind in ("dash_attn", "eager", "dash_attn", "eager")]
     ours, eager = train(models[0], models[0], kept), train(models[1], models[1], kept)
     exact = train(models[3].float(), models[3], kept)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Mask, Problem, generate
+from dash_attn import Causal, Full, Mask
 from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
+from dash_attn.scheduling import Problem, generate
 from dash_attn.viewing.task_times import TaskTimes, task_table
 from dense import same_bits
 from gpu_helpers import Inputs, full_size, gpu_inputs, hopper, times_the_gpu
@@ -55,7 +56,7 @@ def test_recorded_times_are_possible(dim: int, mask: Mask, schedule: str) -> Non
     late = [spans.reduce_start[b] - spans.reduce_end[a] for a, b in pairwise(order) if tile[a] == tile[b]]
     assert min(late) > -MOST_SLOP * spans.makespan, "a turn started before the one below it had landed"
     assert np.percentile(late, 1) > -USUAL_SLOP * spans.makespan
-    from dash_attn.tools.calibrate.hopper import kernel_time
+    from dash_attn.tools.calibrate.measured import kernel_time
 
     assert spans.makespan == pytest.approx(kernel_time(inputs, options), rel=0.25)
 

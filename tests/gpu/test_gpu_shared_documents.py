@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.call.options import Choices, options_for
-from dash_attn.distributed.context.document_loopback import play_documents
-from dash_attn.distributed.context.documents import SharedDocuments
-from dash_attn.distributed.context.loopback import Results
+from dash_attn.distributed.context.loopback import Results, play_all_ranks
+from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling.ranks.sharding import Sharding
 from gpu_helpers import DEVICE, poisoned_memory
 from inputs import make_inputs
@@ -54,9 +53,9 @@ def check(
     dlse = torch.randn(batch, heads[0], rows, device=DEVICE)
     logits = torch.randn(heads[0], device=DEVICE) if sinks else None
     expected = packed([q, k, v, dout], lengths, mask, logits, dlse)
-    row = SharedDocuments.of(q, k, v, options_for(Choices(mask=mask), dims[0]), lengths, sharding)
+    row = SharedCall.of((q, k, v), options_for(Choices(mask=mask), dims[0]), sharding, lengths)
     with poisoned_memory():
-        found = play_documents(row, q, k, v, dout, sinks=logits, dlse=dlse)
+        found = play_all_ranks(row, q, k, v, dout, sinks=logits, dlse=dlse)
     for name, one, other in zip(Results._fields, found, expected, strict=True):
         assert (one is None and other is None) or torch.equal(one, other), name
 
@@ -78,8 +77,8 @@ def test_any_number_of_ranks(mask: Mask, devices: int) -> None:
 @pytest.mark.parametrize("mask", [Causal(), Full(), Window(300, 0)], ids=str)
 def test_bits_of_each_document_alone(mask: Mask) -> None:
     q, k, v, dout = make_inputs(DEVICE, (4096, 4096), (4, 2), (128, 128), torch.bfloat16, 1)
-    row = SharedDocuments.of(q, k, v, options_for(Choices(mask=mask), 128), LENGTHS, Sharding.zigzag(4096, 4))
-    found, first = play_documents(row, q, k, v, dout), 0
+    row = SharedCall.of((q, k, v), options_for(Choices(mask=mask), 128), Sharding.zigzag(4096, 4), LENGTHS)
+    found, first = play_all_ranks(row, q, k, v, dout), 0
     for length in LENGTHS:
         mine = slice(first, first + length)
         leaves = [x[:, mine].detach().clone().requires_grad_() for x in (q, k, v)]
@@ -93,8 +92,8 @@ def test_bits_of_each_document_alone(mask: Mask) -> None:
 
 def test_the_same_in_every_run() -> None:
     q, k, v, dout = make_inputs(DEVICE, (4096, 4096), (4, 2), (128, 128), torch.bfloat16, 1)
-    row = SharedDocuments.of(q, k, v, options_for(Choices(mask=Causal()), 128), LENGTHS, Sharding.zigzag(4096, 4))
-    expected = play_documents(row, q, k, v, dout)
+    row = SharedCall.of((q, k, v), options_for(Choices(mask=Causal()), 128), Sharding.zigzag(4096, 4), LENGTHS)
+    expected = play_all_ranks(row, q, k, v, dout)
     for _ in range(20):
-        found = play_documents(row, q, k, v, dout)
+        found = play_all_ranks(row, q, k, v, dout)
         assert all(torch.equal(a, b) for a, b in zip(found[:5], expected[:5], strict=True))

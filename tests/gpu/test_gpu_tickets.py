@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Mask, Problem, Window, lower
+from dash_attn import Causal, Full, Mask, Window
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
 from dash_attn.call.planning import problem_of
+from dash_attn.scheduling import Problem, lower
 from dash_attn.scheduling.generators import generate
 from dense import run_ours
 from gpu_helpers import gpu_inputs, hopper

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import sdpa
 from processes import run_processes
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def worker(rank: int) -> dict[str, Any]:
     source = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, heads, ROWS, dim, generator=source).to(DEVICE, DTYPE) for heads, dim in SHAPES]
     by_pytorch = step(tensors)
-    with replace_sdpa(context_parallel="torch"):
+    with sdpa.enable(context_parallel="torch"):
         return {"ours": differences(mesh, tensors, step(tensors)), "pytorch": differences(mesh, tensors, by_pytorch)}
 
 

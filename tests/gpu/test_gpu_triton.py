@@ -11,8 +11,8 @@ from torch import Tensor
 from budget import assert_case, assert_in_budget
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.backends.triton import setup
-from dash_attn.backends.triton.mask_tables import MOST_TABLES
 from dash_attn.backends.triton.launch import Launch
+from dash_attn.backends.triton.mask_tables import MOST_TABLES
 from dash_attn.backends.triton.tiles import Tile, Tiles
 from dense import Results, assert_same_bits, run_dense_with_sinks, run_ours, run_ours_with_sinks, same_bits
 from devices import Case, disturbed
@@ -21,6 +21,8 @@ from gpu_helpers import REPEATS, assert_accurate, gpu_inputs, poisoned_memory, r
 from graphs import capture
 from grid import dim_cases, length_cases, softcap_cases
 from packed_batches import places
+
+triton, tl = (pytest.importorskip(name) for name in ("triton", "triton.language"))
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +35,10 @@ def test_the_grid(case: Case) -> None:
     assert_case("cuda", case, **TRITON)
 
 
-@pytest.mark.parametrize("mask", [*MASKS[:3], Window(100, -1), Prefix(333), ragged_map(1000, 1000)], ids=str)
+ACCURATE = [*MASKS[:5], Window(-1, 100), Documents((300, 1, 555, 144)), Documents((300, 700), causal=False), ragged_map(1000, 1000)]
+
+
+@pytest.mark.parametrize("mask", ACCURATE, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_masks(dim: int, mask: Mask) -> None:
     assert_accurate(gpu_inputs(1000, 1000, dim=dim, batch=2), mask, **TRITON)
@@ -96,6 +101,48 @@ def test_packed_sequences_have_the_bits_they_have_alone(causal: bool, heads: tup
             packed = Results(out[None, rows].detach(), lse[None, :, rows].detach(), *(g[None, rows] for g in gradients))
             assert_same_bits(alone, packed, f"sequence at {start}")
         start += length
+
+
+def test_a_neighbour_full_of_nan_changes_nothing() -> None:
+    lengths = (1061, 1, 2048, 0, 512, 77)
+    q, k, v, dout = (x[0] for x in gpu_inputs(sum(lengths), sum(lengths), (8, 2)))
+    ends = places(list(lengths), q.device)
+
+    def packed(*tensors: Tensor) -> list[Tensor]:
+        """All laid out by tokens."""
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out, lse = flash_attn_varlen_func(*leaves, ends, ends, 2048, 2048, causal=True, return_lse=True, **TRITON)
+        return [out.detach(), lse.detach().T, *torch.autograd.grad(out, leaves, dout)]
+
+    expected, poisoned = packed(q, k, v), [x.clone() for x in (q, k, v)]
+    for x in poisoned:
+        x[1062:3110] = torch.nan
+    for found, before in zip(packed(*poisoned), expected, strict=True):
+        assert found[1062:3110].isnan().any(), "the control: it is there"
+        for part in (slice(0, 1062), slice(3110, None)):
+            assert same_bits(found[part].contiguous(), before[part].contiguous())
+
+
+@triton.jit
+def spin(x, turns):  # type: ignore[no-untyped-def]
+    """Holds an SM for a while."""
+    at = x + tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    value = tl.load(at)
+    for _ in range(turns):
+        value = value * 0.9999 + 0.0001
+    tl.store(at, value)
+
+
+@pytest.mark.parametrize("sms", [16, 66, 120])
+def test_sms_whose_threads_other_programs_hold(sms: int) -> None:
+    inputs, stream = gpu_inputs(2048, 2048, (8, 8), batch=2), torch.cuda.Stream()
+    expected, x = run_ours(inputs, Causal(), **TRITON), torch.ones(sms * 1024, device="cuda")
+    torch.cuda.synchronize()
+    for run in range(20):
+        with torch.cuda.stream(stream):
+            spin[(sms,)](x, 20000, num_warps=32)
+        assert_same_bits(run_ours(inputs, Causal(), **TRITON), expected, f"run {run}")
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)

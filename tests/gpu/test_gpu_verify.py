@@ -24,7 +24,7 @@ def test_a_weak_hand_over_fails_and_is_named(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faulty = plant(fault, hopper("driver.compile").sources())
-    with monkeypatch.context() as private, patched_backend({("device.compile", "sources"): lambda: faulty}):
+    with monkeypatch.context() as private, patched_backend({("driver.compile", "sources"): lambda: faulty}):
         private.setenv("DASH_ATTN_CACHE", str(tmp_path))
         status = main(WORDS)
     out = capsys.readouterr().out

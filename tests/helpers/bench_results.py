@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dash_attn.tools.bench.suites import SUITES, Shape
+from benchmarks.suites import SUITES
+from dash_attn.tools.bench.shape import Shape
 
 RATIOS = {  # candidate: speed relative to cuDNN, whether it claims determinism
     "dash-attn": (1.1, True),

@@ -1,7 +1,8 @@
-"""Stand-ins of the benchmark's tests: a stopwatch that does not wait, attention with planted faults."""
+"""Stand-ins of the benchmark's tests: a timer that does not wait, attention with planted faults."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +14,18 @@ from dash_attn.tools.bench.shape import Shape
 SMALL = Shape("causal", 300, 2, 4, 2, 32)  # three KV tiles
 
 
-class FakeStopwatch:
-    """A call takes the time it adds to `now`, or else a millisecond."""
-
+class Clock:
     now = 0.0
 
-    def __init__(self) -> None:
-        self.taken: list[float] = []
 
-    def start(self) -> None:
-        self.begun = FakeStopwatch.now
-
-    def stop(self) -> None:
-        self.taken.append(FakeStopwatch.now - self.begun or 1.0)
-
-    def times(self) -> list[float]:
-        return self.taken
+def fake_times(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """A call takes the time it adds to the clock, or else a millisecond."""
+    taken = []
+    for call in calls:
+        begun = Clock.now
+        call()
+        taken.append(Clock.now - begun or 1.0)
+    return taken
 
 
 def math_attention(shape: Shape, tensors: Tensors) -> Runner:

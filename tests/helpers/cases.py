@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dash_attn import GENERATORS
+from dash_attn.scheduling import GENERATORS
 
 NAMES = ("auto", *GENERATORS)
 MASKS = ("full", "causal", "window:2,0", "window:1,2", "documents:2,4,2", "documents-full:3,5", "prefix:3")

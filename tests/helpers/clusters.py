@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 
-from dash_attn import Machine, Problem, generate, parse_mask
+from dash_attn import parse_mask
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.units import SharedSchedule
+from dash_attn.simulation import Machine
 from dash_attn.simulation.cluster import Cluster
 
 BLOCKS = Machine(compute=1, reduce=0)  # in the chunk model: work alone

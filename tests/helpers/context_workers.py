@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dash_attn.call.call import Modifiers
 from dash_attn.distributed import context_parallel_attention, shard
-from dash_attn.distributed.context.gathering import GatheredKeys
-from dash_attn.distributed.context.of_rank import Gradients, OfRank, Rows
+from dash_attn.distributed.context import of_rank
+from dash_attn.distributed.context.asked import Given
+from dash_attn.distributed.context.gathering import Keys
+from dash_attn.distributed.context.of_rank import Gradients, OfRows, Rows
 from dash_attn.distributed.context.passes import BackwardPass
-from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.distributed.context.shared_call import SharedCall, own_documents
+from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.ranks.units import Unit
 from document_cases import ROWS, wide_rows
 from shared_cases import CASES, F32, RANKS, Case, Inputs, results
@@ -85,9 +87,9 @@ def _control(case: Case, inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> dict
 
 @contextmanager
 def _sums_by_all_reduce() -> Iterator[None]:
-    kept, OfRank._share = OfRank._share, _share_by_all_reduce  # type: ignore[method-assign]
+    kept, of_rank._backward = of_rank._backward, _share_by_all_reduce
     yield
-    OfRank._share = kept  # type: ignore[method-assign]
+    of_rank._backward = kept
 
 
 class _Partials(BackwardPass):
@@ -106,21 +108,20 @@ class _Partials(BackwardPass):
         self._drop_keys(unit)
 
 
-def _share_by_all_reduce(
-    self: OfRank, call: SharedCall, rows: Rows, lse: Tensor, sinks: Tensor | None, dlse: Tensor | None, modifiers: Modifiers | None
-) -> Gradients:
+def _share_by_all_reduce(call: SharedCall, peers: Peers, rows: Rows, of_rows: OfRows, given: Given) -> Gradients:
     dout, q, k, v, out = rows
-    keys = GatheredKeys(call, self.outside, k, v)
-    work = _Partials(call, self.outside.rank, (dout, q, out), (lse, dlse), keys, modifiers=modifiers)
+    (own,) = own_documents(call, peers.rank)
+    keys = Keys(own.document, k, v, peers)
+    work = _Partials(own, (dout, q, out), of_rows, keys, given=given)
     for unit in work.units:
         if unit.leg is not None:
             work.step(unit)
-    keys.start(len(call.gathers) - 1)
+    keys.start(len(own.document.gathers) - 1)
     keys.finish()
-    for unit in call.shared.units:
+    for unit in own.document.shared.units:
         if unit.leg is None:
             state = work.sum_of(unit)
-            dist.all_reduce(state, group=self.outside.group)
-            if unit.rank == self.outside.rank:
+            dist.all_reduce(state, group=peers.group)
+            if unit.rank == peers.rank:
                 work.backward.run(unit, state)
     return *work.backward.finish(), None

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dash_attn.distributed import context_parallel_attention, shard, unshard
 from dash_attn.distributed.context import layout, of_rank
-from dash_attn.distributed.peers import Peers, _hosts
+from dash_attn.distributed.hosts import Hosts
+from dash_attn.distributed.peers import _hosts
 from processes import said
 
 RANKS, ODD = 3, 1
@@ -72,8 +73,8 @@ def _as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as patches:
         for module in (of_rank, layout):
             patches.enter_context(patch.object(module, "agree", told(module.agree, torch.device, _Gpu())))
-        numbers = told(Peers.gather_numbers, _Gpu, torch.device("cpu"))
-        patches.enter_context(patch.object(Peers, "gather_numbers", numbers))
+        numbers = told(Hosts.gather, _Gpu, torch.device("cpu"))
+        patches.enter_context(patch.object(Hosts, "gather", numbers))
         yield
 
 

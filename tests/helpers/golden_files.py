@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from cases import NAMES
-from dash_attn import Problem, Schedule, ScheduleError, generate, lower
+from dash_attn import ScheduleError
+from dash_attn.scheduling import Problem, Schedule, generate, lower
 from golden_problems import SMALL, many
 
 FOLDER = Path(__file__).parents[1] / "golden"

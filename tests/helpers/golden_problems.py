@@ -11,7 +11,8 @@ from itertools import cycle
 
 import numpy as np
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, TileMap, Window
+from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window
+from dash_attn.scheduling import Problem
 
 SMALL = {
     "full 8x4": Problem.from_tiles("full", 8, 4, heads=2),

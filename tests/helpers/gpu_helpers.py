@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from budget import assert_near
-from dash_attn import GENERATORS, Causal, Full, Mask, Problem, ScheduleError, TileMap, Window, generate
+from dash_attn import Causal, Full, Mask, ScheduleError, TileMap, Window
+from dash_attn.scheduling import GENERATORS, Problem, generate
 from dense import Results, assert_same_bits, run_ours
 from inputs import Inputs, make_inputs
 

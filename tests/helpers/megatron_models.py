@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from dash_attn.integrations.megatron import use_dash_attn
+from dash_attn.integrations.megatron import enable
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
 OFF = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -48,7 +48,7 @@ def model(spec: Any, seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def ours(**changes: Any) -> nn.Module:
-    return model(use_dash_attn(get_gpt_layer_local_spec()), **changes)
+    return model(enable(get_gpt_layer_local_spec()), **changes)
 
 
 def tokens(rows: int = 2) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn import Mask, Problem
+from dash_attn import Mask
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.planning import plan_for, schedule_for
+from dash_attn.scheduling import Problem
 from dash_attn.scheduling.plan import Plan
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from dash_attn import Plan, Problem, Task
 from dash_attn.call.planning import plan_for
 from dash_attn.execution.interleaving import Interleaving
 from dash_attn.execution.rules import ChainPlace, Contribution, Ending, SumPlace
 from dash_attn.execution.run import run_plan
+from dash_attn.scheduling import Plan, Problem, Task
 from dash_attn.scheduling.order import Ints
 
 POLICIES = [Interleaving(), Interleaving(1), Interleaving(2), Interleaving(3, threads=True), Interleaving(None, threads=True)]

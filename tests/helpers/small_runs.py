@@ -14,9 +14,9 @@ from torch import nn
 
 import dash_attn
 from dash_attn.cli.main import main
-from dash_attn.ledgers.framing import records
+from dash_attn.ledgers.format import records
 
-FILE = "turn-0.ledger"
+FILE = "rank-0.ledger"
 AGREE, DIFFER, ERROR, INCOMPLETE = 0, 1, 2, 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dash_attn import Schedule
+from dash_attn.scheduling import Schedule
 
 Chain = tuple[int, int, int]  # part, sequence, KV tile
 

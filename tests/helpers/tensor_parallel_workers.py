@@ -54,7 +54,7 @@ def gradients(call: Call, heads: slice, **changed: Any) -> tuple[Tensor, ...]:
 def sharded_llama(rank: int) -> dict[str, Any]:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    huggingface.register()
+    huggingface.enable()
     whole_logits, whole = call_of(llama())
     mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     model = llama()

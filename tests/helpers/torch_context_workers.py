@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dash_attn import flash_attn_func
 from dash_attn.distributed import Sharding, TreeAccumulator, positions
+from dash_attn.integrations import sdpa
 from dash_attn.integrations.huggingface import mask_for
-from dash_attn.integrations.sdpa import replace_sdpa
 from processes import said
 
 RANKS, ROWS, HEADS, DIM = 2, 512, (4, 2, 2), 16
@@ -104,9 +104,9 @@ def _checkpointed(*arguments: Any) -> Tensor:
 def _attention(mesh: Any, dealt: str, causal: bool, inside: bool = False, attend: Callable[..., Tensor] = _attend, **options: Any) -> Bits:
     """Whether this rank's rows of out, dQ, dK and dV are those of one process. `inside`: our block is inside PyTorch's."""
     tensors, truth = _tensors(), _on_one_process(causal)
-    outer = nullcontext() if inside else replace_sdpa(context_parallel="torch", **options)
-    inner = replace_sdpa(context_parallel=mesh, sharding=dealt) if inside else nullcontext()
-    with _dealt(dealt), outer, context_parallel(mesh, buffers=[*tensors, *truth], buffer_seq_dims=[2] * 8), inner:
+    outer: Block = nullcontext if inside else lambda: sdpa.enable(context_parallel="torch", **options)
+    inner: Block = (lambda: sdpa.enable(context_parallel=mesh, sharding=dealt)) if inside else nullcontext
+    with _dealt(dealt), outer(), context_parallel(mesh, buffers=[*tensors, *truth], buffer_seq_dims=[2] * 8), inner():
         return _compare(lambda *qkv: attend(*qkv, causal), tensors, truth)
 
 
@@ -134,7 +134,7 @@ def _wrapped_module(mesh: Any) -> Bits | None:
     tensors = of_torch._context_parallel_shard(mesh, [*_tensors(), *_on_one_process(True)], [2] * 8, balancer)
     of_torch._enable_context_parallel_dispatcher()
     try:
-        with replace_sdpa(context_parallel="torch"):
+        with sdpa.enable(context_parallel="torch"):
             return _compare(module, tensors[:4], tensors[4:])  # type: ignore[arg-type]
     finally:
         of_torch._disable_context_parallel_dispatcher()
@@ -143,7 +143,7 @@ def _wrapped_module(mesh: Any) -> Bits | None:
 def _outside(mesh: Any) -> Bits:
     """After PyTorch's block a call is a plain one, and after ours the name is PyTorch's again."""
     before = functional.scaled_dot_product_attention
-    with replace_sdpa(context_parallel="torch"):
+    with sdpa.enable(context_parallel="torch"):
         with context_parallel(mesh, buffers=_tensors(), buffer_seq_dims=[2] * 4):
             pass
         found = _compare(lambda *qkv: _attend(*qkv, True), _tensors(), _on_one_process(True))
@@ -160,7 +160,7 @@ def _training(rank: int, mesh: Any) -> dict[str, str]:
     weights = {"one process": _trained(example, example.whole, _sequence(example), alone)}
     for schedule in ("auto", "ascending"):
         buffers = _sequence(example)
-        with replace_sdpa(context_parallel="torch", schedule=schedule), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0]):
+        with sdpa.enable(context_parallel="torch", schedule=schedule), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0]):
             weights[schedule] = _trained(example, _as_pytorch_calls_it, buffers, mesh.get_group())
     return weights
 
@@ -218,21 +218,21 @@ def _ring(mesh: Any) -> dict[str, Any]:
 def _errors(mesh: Any) -> dict[str, str]:
     tensors = _tensors()[:3]
     outer: dict[str, Block] = {
-        "a plain block outside": replace_sdpa,
-        "a group outside": lambda: replace_sdpa(context_parallel=mesh),
+        "a plain block outside": sdpa.enable,
+        "a group outside": lambda: sdpa.enable(context_parallel=mesh),
     }
     inner: dict[str, Block] = {
-        "a plain block inside": replace_sdpa,
-        "torch inside": lambda: replace_sdpa(context_parallel="torch"),
-        "other rows": lambda: replace_sdpa(context_parallel=mesh, sharding="contiguous"),
-        "other rows, given": lambda: replace_sdpa(context_parallel=mesh, sharding=Sharding.contiguous(ROWS, RANKS)),
+        "a plain block inside": sdpa.enable,
+        "torch inside": lambda: sdpa.enable(context_parallel="torch"),
+        "other rows": lambda: sdpa.enable(context_parallel=mesh, sharding="contiguous"),
+        "other rows, given": lambda: sdpa.enable(context_parallel=mesh, sharding=Sharding.contiguous(ROWS, RANKS)),
     }
     found = {name: said(lambda block=block: _one_call(mesh, block, nullcontext)) for name, block in outer.items()}  # type: ignore[misc]
     found |= {name: said(lambda block=block: _one_call(mesh, nullcontext, block)) for name, block in inner.items()}  # type: ignore[misc]
     with context_parallel(mesh, buffers=[x.clone() for x in tensors], buffer_seq_dims=[2] * 3):
         found["Hugging Face"] = said(lambda: mask_for(1, ROWS, ROWS))
-    found["cut tiles"] = said(lambda: _one_call(mesh, lambda: replace_sdpa(context_parallel="torch"), nullcontext, rows=256))
-    with replace_sdpa(context_parallel="torch"):
+    found["cut tiles"] = said(lambda: _one_call(mesh, lambda: sdpa.enable(context_parallel="torch"), nullcontext, rows=256))
+    with sdpa.enable(context_parallel="torch"):
         for name, placement in {"not in PyTorch's block": Shard(2), "other placement": Shard(1), "replicated": Replicate()}.items():
             placed = [DTensor.from_local(x, mesh, [placement], run_check=False) for x in tensors]
             found[name] = said(lambda placed=placed: _attend(*placed, True))  # type: ignore[misc]
@@ -268,7 +268,7 @@ def _accelerate(rank: int) -> Bits | None:
     module = accelerator.prepare(_Scaled())
     tensors, truth = _tensors(), _on_one_process(True)
     with (
-        replace_sdpa(context_parallel="torch"),
+        sdpa.enable(context_parallel="torch"),
         accelerator.maybe_context_parallel(buffers=[*tensors, *truth], buffer_seq_dims=[2] * 8, no_restore_buffers=set(tensors)),
     ):
         assert tensors[0].shape[2] == ROWS // RANKS
@@ -302,7 +302,7 @@ def model_of_transformers(rank: int) -> dict[str, float]:
     model = accelerator.prepare(model)
     buffers = [tokens, places, truth]
     with (
-        replace_sdpa(context_parallel="torch"),
+        sdpa.enable(context_parallel="torch"),
         accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)),
     ):
         logits = model(tokens, position_ids=places).logits

@@ -105,10 +105,10 @@ def _gradients(inputs: list[Tensor], documents: Any, asked: Any) -> list[Tensor]
 
 def sharded_llama(rank: int) -> dict[str, list[bool]]:
     """What each of two tensor-parallel ranks finds in its own heads, against the heads of a whole model."""
-    from dash_attn.integrations.torchtitan import use_dash_attn
+    from dash_attn.integrations.torchtitan import enable
 
-    whole, documents, asked = _first_call(built(use_dash_attn(config())))
-    shared = use_dash_attn(config())
+    whole, documents, asked = _first_call(built(enable(config())))
+    shared = enable(config())
     set_llama3_sharding_config(shared, enable_sp=False)
     net: Any = built(shared)
     with patch.object(parallel_dims, "device_type", "cpu"):

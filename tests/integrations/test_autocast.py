@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dash_attn.attention.autocast import under_autocast
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import sdpa
 from dash_attn.nn import SelfAttention
 from dense import same_bits
 from devices import on_each_device
@@ -45,7 +45,7 @@ def test_dtypes_are_those_of_pytorch(device: str, dtypes: tuple[torch.dtype, ...
     inputs = tensors(*dtypes, device=device)
     with torch.autocast(device, target):
         expected = dtypes_of(functional.scaled_dot_product_attention, *inputs)
-        with replace_sdpa():
+        with sdpa.enable():
             ours = dtypes_of(functional.scaled_dot_product_attention, *inputs)
     if device == "cuda" and expected is not None and expected[0] == torch.float64:
         expected = None  # no kernel of ours takes it
@@ -84,7 +84,7 @@ def test_torch_compile_traces_it(backend: str) -> None:
     """Autocast around the compiled function, in it, and off again."""
     torch.compiler.reset()
     inputs = tensors(torch.float32, torch.float32, torch.bfloat16)
-    with replace_sdpa():
+    with sdpa.enable():
         expected = attend_in_a_block(*inputs)
         inside = torch.compile(attend_in_a_block, fullgraph=True, backend=backend)
         around = torch.compile(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True), fullgraph=True, backend=backend)
@@ -100,10 +100,10 @@ def test_torch_compile_in_a_fresh_process() -> None:
     code = """
 import torch
 from torch.nn import functional
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import sdpa
 q = torch.randn(1, 2, 5, 8)
 original = functional.scaled_dot_product_attention
-with replace_sdpa():
+with sdpa.enable():
     compiled = torch.compile(lambda q: functional.scaled_dot_product_attention(q, q, q), fullgraph=True, backend="eager")
     print(torch.equal(compiled(q), functional.scaled_dot_product_attention(q, q, q)))
 print(original in torch.overrides.get_overridable_functions()[functional])
@@ -130,7 +130,7 @@ def test_a_rotation_in_fp32_does_not_undo_autocast() -> None:
 def test_mixed_dtypes_without_autocast_are_refused_by_name() -> None:
     inputs = tensors(torch.float32, torch.float32, torch.bfloat16)
     with (
-        replace_sdpa(),
+        sdpa.enable(),
         pytest.raises(ValueError, match=r"query, key and value must have one dtype; got torch.float32, torch.float32, torch.bfloat16"),
     ):
         functional.scaled_dot_product_attention(*inputs)
@@ -142,10 +142,10 @@ def test_pytorchs_plug_runs_below_autocast() -> None:
     from dash_attn.integrations import torch_flash
 
     inputs = tensors(torch.float32, torch.float32, torch.bfloat16, device="cuda")
-    torch_flash.activate()
+    torch_flash.enable()
     try:
         with torch.autocast("cuda", torch.bfloat16):
             found: Any = dtypes_of(functional.scaled_dot_product_attention, *inputs)
     finally:
-        torch_flash.deactivate()
+        torch_flash.disable()
     assert found == (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)

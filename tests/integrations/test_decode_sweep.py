@@ -100,7 +100,7 @@ def test_where_only_the_device_knows_the_padding(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("model_type", ["bart", "t5gemma", "bert2gpt2"])
 def test_steps_run_in_the_kernel_for_caches(model_type: str, way: str) -> None:
     """Of two layers self attention and cross attention, in every step. The first token has no keys but its own."""
-    huggingface.register()
+    huggingface.enable()
     model = build("encoder-decoder", model_type, "dash_attn")
     with counted_calls() as calls, torch.no_grad():
         decoded(model, *SOURCES[way])
@@ -108,7 +108,7 @@ def test_steps_run_in_the_kernel_for_caches(model_type: str, way: str) -> None:
 
 
 def test_steps_of_padded_rows_run_in_the_kernel_for_caches() -> None:
-    huggingface.register()
+    huggingface.enable()
     model = build("causal", "llama", "dash_attn")
     with counted_calls() as calls:
         decoded(model, *WAYS["empty"])

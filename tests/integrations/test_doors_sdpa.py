@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention with random arguments: inside replace_sdpa() a call is PyTorch's call, or is refused clearly."""
+"""scaled_dot_product_attention with random arguments: inside sdpa.enable() a call is PyTorch's call, or is refused clearly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dash_attn import Causal
 from dash_attn.integrations import sdpa
-from dash_attn.integrations.sdpa import replace_sdpa
 from doors import assert_as_good, random_tensor, refused
 from strategies import examples, seeds
 
@@ -186,14 +185,14 @@ def check_agrees(call: Call, ours: dict[str, Tensor]) -> None:
 
 
 def check_served(call: Call) -> None:
-    with replace_sdpa():
+    with sdpa.enable():
         ours = call.run()
     check_agrees(call, ours)
 
 
 def check_any(call: Call) -> None:
     """Ours runs first: PyTorch reads past the end of a value that is shorter than the key."""
-    with replace_sdpa():
+    with sdpa.enable():
         ours = refused(call.run, ARGUMENTS)
     if ours is not None:
         check_agrees(call, ours)

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
-from dash_attn.integrations import _cached_keys, _continuous_batching, huggingface  # noqa: E402
+from dash_attn.integrations import _caches, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
 from dash_attn.integrations._padding import places_in_cache  # noqa: E402
 from dense import same_bits  # noqa: E402
@@ -43,11 +43,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    huggingface.register()
+    huggingface.enable()
     made = Recorder()
     transformers.AttentionInterface.register(huggingface.NAME, made.attention)
     yield made
-    huggingface.register()
+    huggingface.enable()
 
 
 def model_of(name: str, implementation: str = "dash_attn", dtype: torch.dtype = torch.float32) -> Any:
@@ -104,7 +104,7 @@ def test_sdpa_has_other_bits(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("choices", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_beams_and_speculation_choose_eagers_tokens(choices: dict[str, Any]) -> None:
-    huggingface.register()
+    huggingface.enable()
     prompt = PROMPT[:1, :30].repeat(1, 3)
     ours, eager = (sampled(model_of("llama", kind), prompt, **choices) for kind in ("dash_attn", "eager"))
     assert torch.equal(ours, eager)
@@ -136,7 +136,7 @@ def test_a_chunk_is_a_sequence_of_its_own(way: str, recorder: Recorder) -> None:
 
 
 def test_several_chunks_with_keys_before_them_are_refused() -> None:
-    huggingface.register()
+    huggingface.enable()
     with pytest.raises(NotImplementedError, match="this mask is none of them"):
         sampled(chunked_attention("dash_attn"), PROMPT, prefill_chunk_size=80)
 
@@ -144,13 +144,13 @@ def test_several_chunks_with_keys_before_them_are_refused() -> None:
 def test_the_kernel_for_caches_runs_the_decode_steps(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts do not: the forward is faster for many queries, and has the same bits."""
     calls: list[int] = []
-    cached = _cached_keys.flash_attn_with_kvcache
+    cached = _caches.flash_attn_with_kvcache
 
     def counted(q: Tensor, *rest: Any, **options: Any) -> Any:
         calls.append(q.shape[1])
         return cached(q, *rest, **options)
 
-    monkeypatch.setattr(_cached_keys, "flash_attn_with_kvcache", counted)
+    monkeypatch.setattr(_caches, "flash_attn_with_kvcache", counted)
     for way in ("dynamic", "static"):
         calls.clear()
         sampled(model_of("llama"), **WAYS[way])
@@ -210,7 +210,7 @@ def test_places_of_padded_rows(mask: str, queries: int) -> None:
 
 
 def test_chunks_and_padding_are_refused() -> None:
-    huggingface.register()
+    huggingface.enable()
     padding = torch.ones_like(PROMPT)
     padding[1, :9] = 0
     with pytest.raises(ValueError, match="with it rows cannot be padded on the left"):
@@ -220,7 +220,7 @@ def test_chunks_and_padding_are_refused() -> None:
 
 
 def test_gradients_through_a_cache_that_dropped_keys_are_refused() -> None:
-    huggingface.register()
+    huggingface.enable()
     model = model_of("mistral")
     with torch.no_grad():
         cache = model(input_ids=PROMPT, use_cache=True).past_key_values
@@ -233,7 +233,7 @@ def test_gradients_through_a_cache_that_dropped_keys_are_refused() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_gradients_through_a_static_cache_are_those_of_the_plain_model(name: str) -> None:
     """Slots that are not in use get none."""
-    huggingface.register()
+    huggingface.enable()
     model = model_of(name, dtype=torch.float64)
     cache = transformers.StaticCache(config=model.config, max_cache_len=200)
     prompt = PROMPT[:, :35]
@@ -262,7 +262,7 @@ def test_a_mask_of_another_kind_needs_a_dynamic_cache() -> None:
 @pytest.mark.slow
 def test_compiled_steps_have_the_same_bits(recorder: Recorder) -> None:
     """As `generate` compiles them on a GPU. The length of a static cache is a tensor there, so the programs do not multiply."""
-    huggingface.register()
+    huggingface.enable()
     plain = sampled(model_of("llama"), return_dict_in_generate=True, output_logits=True)
     config = transformers.CompileConfig(backend="eager")
     config._compile_all_devices = True
@@ -320,7 +320,7 @@ def test_continuous_batching_past_a_window(name: str, recorder: Recorder) -> Non
 
 def test_pages_that_do_not_say_what_was_dropped_have_other_bits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: positions counted from the first key that is left."""
-    monkeypatch.setattr(_continuous_batching, "_first_positions", lambda offsets, positions, window: [0])
+    monkeypatch.setattr(_caches, "_first_positions", lambda offsets, positions, window: [0])
     sampled_together(model_of("mistral"), [PROMPT[0, :115].tolist()], tokens=30)
     assert len(recorder.differing()) == 2, "both layers"
 
@@ -329,16 +329,16 @@ def test_positions_tell_what_was_dropped() -> None:
     ends = torch.tensor([0, 1, 1, 4], dtype=torch.int32), torch.tensor([0, 40, 40, 62], dtype=torch.int32)
     offsets = SequenceOffsets(*ends, 3, 40)
     positions = torch.tensor([[99, 19, 20, 21]])
-    assert _continuous_batching._first_positions(offsets, positions, 40) == [60, 0, 0]
+    assert _caches._first_positions(offsets, positions, 40) == [60, 0, 0]
     with pytest.raises(NotImplementedError, match="needs position_ids to tell which keys a cache with a window of 40 dropped"):
-        _continuous_batching._first_positions(offsets, None, 40)
+        _caches._first_positions(offsets, None, 40)
 
 
 def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers replaces implementations that it does not know where flash-attn is installed."""
     from transformers.generation.continuous_batching import continuous_api
 
-    huggingface.register()
+    huggingface.enable()
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
     model = model_of("llama")
     with monkeypatch.context() as patch:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from dash_attn.integrations import _documents, _given_documents, huggingface  # noqa: E402
-from model_inputs import LENGTH, changed, tokens  # noqa: E402
-from sweep_models import NAMES, build, outcome_of, quiet  # noqa: E402
+from dash_attn.integrations import _documents, huggingface  # noqa: E402
+from sweep_models import LENGTH, NAMES, build, changed, outcome_of, quiet, tokens  # noqa: E402  # noqa: E402
 
 FIRST = 15  # tokens of the first document
 PACKED = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)])[None]
@@ -34,7 +33,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     quiet()
-    huggingface.register()
+    huggingface.enable()
 
 
 IDS = torch.randint(16, 80, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -138,10 +137,10 @@ def test_a_note_lasts_as_long_as_the_forward() -> None:
 
     def look(*given: Any) -> None:
         other: list[str] = []
-        thread = threading.Thread(target=lambda: other.extend(_given_documents.given_documents()))
+        thread = threading.Thread(target=lambda: other.extend(_documents.given_documents()))
         thread.start()
         thread.join()
-        seen.append((list(_given_documents.given_documents()), other))
+        seen.append((list(_documents.given_documents()), other))
 
     handle = model.base_model.layers[0].register_forward_hook(look)
     model(input_ids=IDS, position_ids=PACKED)
@@ -149,25 +148,25 @@ def test_a_note_lasts_as_long_as_the_forward() -> None:
     assert seen == [(["position_ids", "tokens", "has_cache"], [])], "and in its own thread"
     with pytest.raises(ValueError, match="cannot tell documents by position_ids"):
         model(input_ids=IDS, position_ids=PACKED // 2)
-    assert not _given_documents.are_noted()
+    assert not _documents.are_noted()
     assert moved(model) > 1e-4
 
 
 def test_notes_of_models_in_models_add_up() -> None:
     """An outer model may drop what an inner one is not given, and make it a cache."""
-    _given_documents._note({"cu_seq_lens_q": 1, "position_ids": 2, "has_cache": False})
-    _given_documents._note({"position_ids": 3, "has_cache": True})
-    assert _given_documents.given_documents() == {"cu_seq_lens_q": 1, "position_ids": 3, "has_cache": False}
+    _documents._note({"cu_seq_lens_q": 1, "position_ids": 2, "has_cache": False})
+    _documents._note({"position_ids": 3, "has_cache": True})
+    assert _documents.given_documents() == {"cu_seq_lens_q": 1, "position_ids": 3, "has_cache": False}
     for _ in range(2):
-        _given_documents._forget()
-    assert _given_documents.given_documents() == {}
+        _documents._forget()
+    assert _documents.given_documents() == {}
 
 
 def test_models_with_another_implementation_note_nothing() -> None:
     build("causal", "llama", "dash_attn")  # its class notes from now on
     model = build("causal", "llama", "eager").eval()
     noted: list[bool] = []
-    model.base_model.layers[0].register_forward_hook(lambda *given: noted.append(_given_documents.are_noted()))
+    model.base_model.layers[0].register_forward_hook(lambda *given: noted.append(_documents.are_noted()))
     model(input_ids=IDS, position_ids=PACKED)
     assert noted == [False]
 

@@ -13,17 +13,16 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from dash_attn import Causal, Documents, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func  # noqa: E402
-from dash_attn.integrations import _call_arguments, _documents, huggingface  # noqa: E402
+from dash_attn.integrations import _documents, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
-from dash_attn.integrations._mask_functions import read_causal  # noqa: E402
-from dash_attn.integrations._mask_patterns import mask_of_pattern  # noqa: E402
+from dash_attn.integrations._mask_functions import mask_of_pattern, read_causal  # noqa: E402
 from dense import element_mask, largest_error, random_inputs  # noqa: E402
 from hf_models import CONFIGS, PACKED, SIZES, TOKENS, model_of, step  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    huggingface.register()
+    huggingface.enable()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -185,7 +184,7 @@ CALLS: list[tuple[dict[str, Any], Mask]] = [
     ({"position_ids": POSITIONS}, Causal()),
     ({"position_ids": POSITIONS * 3}, Causal()),  # skips, and never goes back
     ({"position_ids": POSITIONS % 30, "attention_mask": own(Full())}, Full()),
-    (dict.fromkeys(_call_arguments.WITHOUT_EFFECT, 1), Causal()),
+    (dict.fromkeys(huggingface.WITHOUT_EFFECT, 1), Causal()),
     ({"output_attentions": False, "position_bias": None}, Causal()),
 ]
 
@@ -344,4 +343,4 @@ def test_functions_of_the_caller_and_unaligned_queries_are_refused() -> None:
 def test_register_says_what_is_missing_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="transformers"):
-        huggingface.register()
+        huggingface.enable()

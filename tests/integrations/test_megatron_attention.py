@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Mask, Window, flash_attn_func
-from dash_attn.integrations.megatron import DashCoreAttention, use_dash_attn
+from dash_attn.integrations.megatron import DashCoreAttention, enable
 from dense import dense, element_mask, same_bits
 from megatron_stand_ins import MaskType, PackedSeqParams, config, ranks
 
@@ -219,7 +219,7 @@ def test_another_layout_raises() -> None:
 
 def test_specs_without_a_core_attention_raise() -> None:
     with pytest.raises(ValueError, match="found no core_attention"):
-        use_dash_attn(SimpleNamespace())
+        enable(SimpleNamespace())
 
 
 @pytest.mark.parametrize(("window", "mask"), [((40, 0), Window(40, 0)), ((-1, 0), Causal())])

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 import megatron_stand_ins
 from dash_attn import Causal, Mask, Window
-from dash_attn.integrations.megatron import DashCoreAttention, use_dash_attn
+from dash_attn.integrations.megatron import DashCoreAttention, enable
 from dense import element_mask, same_bits
 from megatron_models import LENGTH, loss_and_gradients, megatron_on_the_cpu, model, ours, sharded_gpt, tokens
 from processes import run_processes
@@ -111,17 +111,17 @@ def test_sinks_are_sharded_by_head() -> None:
 
 def test_specs_of_blocks_are_copied() -> None:
     spec = get_gpt_layer_local_spec()
-    block = use_dash_attn(TransformerBlockSubmodules(layer_specs=[spec, spec]))
+    block = enable(TransformerBlockSubmodules(layer_specs=[spec, spec]))
     assert [one.submodules.self_attention.submodules.core_attention for one in block.layer_specs] == [DashCoreAttention] * 2
     assert spec.submodules.self_attention.submodules.core_attention is not DashCoreAttention
-    use_dash_attn(block)  # ours may stand there already
+    enable(block)  # ours may stand there already
 
 
 def test_specs_with_another_attention_raise() -> None:
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = nn.Identity
     with pytest.raises(ValueError, match="stands in for DotProductAttention and TEDotProductAttention; the spec has Identity"):
-        use_dash_attn(spec)
+        enable(spec)
 
 
 @pytest.mark.usefixtures("_one_rank")

@@ -15,7 +15,7 @@ from torch.nn import functional
 transformers = pytest.importorskip("transformers")
 
 from dash_attn import Causal  # noqa: E402
-from dash_attn.integrations import _first_forward, huggingface  # noqa: E402
+from dash_attn.integrations import _model_check, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import ForeignUse, LayerMask  # noqa: E402
 from tiny_models import tiny_config  # noqa: E402
 
@@ -30,7 +30,7 @@ BLOOM = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     transformers.logging.set_verbosity_error()
-    huggingface.register()
+    huggingface.enable()
 
 
 def llama(**changes: Any) -> Any:
@@ -38,11 +38,9 @@ def llama(**changes: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "attn_implementation": "dash_attn", **changes}))
 
 
-def hooks(model: nn.Module) -> int:
-    """How many of our hooks a model has, and notes that PyTorch keeps of them."""
-    ours = (_first_forward._before, _first_forward._after)
-    found = [hook for part in model.modules() for table in (part._forward_hooks, part._forward_pre_hooks) for hook in table.values()]
-    return sum(hook in ours for hook in found) + sum(len(part._forward_hooks_always_called) for part in model.modules())
+def watched(model: nn.Module) -> int:
+    """How many models in this one are to be watched."""
+    return sum("dash_attn_watches" in vars(part) for part in model.modules())
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -84,7 +82,7 @@ def test_the_first_forward_finds_attention_of_its_own_in_one_layer() -> None:
     for _ in range(2):  # and it stays wrong
         with pytest.raises(RuntimeError, match=r"LlamaModel does not work .*: OwnSoftmax computes attention of its own"):
             model(input_ids=TOKENS)
-    assert not _first_forward._watches.open
+    assert not _model_check._watches.open
 
 
 def test_the_first_forward_finds_that_nothing_went_through() -> None:
@@ -123,21 +121,21 @@ def test_parts_of_a_model_can_have_their_own_implementation() -> None:
 
 def test_nothing_is_left_after_the_first_forward() -> None:
     model, plain = llama(), llama(attn_implementation="eager")
-    assert hooks(plain) == 0 < hooks(model)
+    assert watched(plain) == 0 < watched(model)
     assert model.state_dict().keys() == plain.state_dict().keys()
     model(input_ids=TOKENS)
-    assert hooks(model) == 0
-    assert not _first_forward._watches.open
+    assert watched(model) == 0
+    assert not _model_check._watches.open
 
 
 def test_the_watch_goes_on_after_a_forward_that_failed() -> None:
     model = llama()
     with pytest.raises(ValueError, match="a column for each of the 30 tokens"):
         model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)[:1])
-    assert hooks(model) > 0
-    assert not _first_forward._watches.open
+    assert watched(model) > 0
+    assert not _model_check._watches.open
     model(input_ids=TOKENS)
-    assert hooks(model) == 0
+    assert watched(model) == 0
 
 
 def test_the_watch_survives_an_interrupt() -> None:
@@ -150,16 +148,16 @@ def test_the_watch_survives_an_interrupt() -> None:
         layer.self_attn = PlainSum()
     with pytest.raises(RuntimeError, match="did not call dash_attn once"):
         other(input_ids=TOKENS)
-    assert not _first_forward._watches.open
+    assert not _model_check._watches.open
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
 def test_a_watched_model_can_be_copied(copied: Callable[[Any], Any]) -> None:
     model = llama()
     other = copied(model)
-    assert hooks(other) == hooks(model) > 0
+    assert watched(other) == watched(model) > 0
     assert torch.equal(other(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
-    assert hooks(other) == hooks(model) == 0
+    assert watched(other) == watched(model) == 0
 
 
 def test_gradient_checkpointing_in_the_first_forward() -> None:
@@ -167,18 +165,18 @@ def test_gradient_checkpointing_in_the_first_forward() -> None:
     other.gradient_checkpointing_enable()
     for each in (model, other):
         each(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    assert hooks(other) == 0
+    assert watched(other) == 0
     assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_set_later_is_checked_too() -> None:
     model = llama(attn_implementation="eager")
     model.set_attn_implementation("dash_attn")
-    assert hooks(model) > 0
+    assert watched(model) > 0
     model(input_ids=TOKENS)
-    assert hooks(model) == 0
+    assert watched(model) == 0
     model.set_attn_implementation("eager")
-    assert hooks(model) == 0
+    assert watched(model) == 0
 
 
 def test_check_is_for_models_changed_by_hand() -> None:
@@ -191,7 +189,7 @@ def test_check_is_for_models_changed_by_hand() -> None:
 
 def test_registering_twice_wraps_once() -> None:
     before = transformers.PreTrainedModel.post_init, transformers.PreTrainedModel.__init__
-    huggingface.register()
+    huggingface.enable()
     assert (transformers.PreTrainedModel.post_init, transformers.PreTrainedModel.__init__) == before
 
 
@@ -246,7 +244,7 @@ def test_a_model_compiles_in_parts_and_says_so() -> None:
     explained = torch._dynamo.explain(model)(input_ids=TOKENS, use_cache=False)
     assert explained.graph_break_count <= 4  # whatever the number of layers
     model(input_ids=TOKENS)
-    assert hooks(model) == 0
+    assert watched(model) == 0
 
 
 def test_inference_mode() -> None:

@@ -11,9 +11,16 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from dash_attn.integrations import huggingface  # noqa: E402
-from model_inputs import tokens  # noqa: E402
 from model_sweep import RECORD, SIDES, logits, outcome, recorded, step  # noqa: E402
-from sweep_models import NAMES, TOLERANCE, Outcome, architectures, build, quiet  # noqa: E402
+from sweep_models import (  # noqa: E402
+    NAMES,
+    TOLERANCE,
+    Outcome,
+    architectures,
+    build,
+    quiet,
+    tokens,
+)
 
 # The best known, and one of every way in which models went wrong in silence.
 WELL_KNOWN = {
@@ -73,7 +80,7 @@ def test_the_record_has_every_model_and_none_is_wrong() -> None:
 
 def test_the_sweep_sees_a_missing_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the mask that was given before, plain attention, the same comparison fails."""
-    monkeypatch.setattr(huggingface, "_plain_mask", lambda kv_len, window: huggingface.Full())
+    monkeypatch.setattr(huggingface, "Causal", huggingface.Full)
     found = outcome("causal", "llama")
     assert found.status == "wrong"
     assert "off by" in found.detail
@@ -91,7 +98,7 @@ def test_the_sweep_sees_padding_that_is_attended(monkeypatch: pytest.MonkeyPatch
 def test_the_sweep_sees_attention_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: unchecked, a model that ignores the setting is not taken for one that works."""
     monkeypatch.setattr("dash_attn.integrations._model_check._check_one", lambda model: None)
-    monkeypatch.setattr("dash_attn.integrations._model_check.watch_first_forward", lambda model: None)
+    monkeypatch.setattr("dash_attn.integrations._model_check._is_to_be_watched", lambda model: False)
     assert outcome("causal", "openai-gpt") == Outcome("wrong", "dash_attn was not called")
 
 
@@ -114,7 +121,7 @@ NOT_LOOKED_AT = ("opt",)  # it does not, so that documents are mixed in eager
 def test_odd_positions_mean_what_they_mean_to_eager(model_type: str, positions: str, with_mask: bool) -> None:
     if model_type in NOT_LOOKED_AT and not with_mask and positions != "skip":
         pytest.skip("transformers has not looked; see the next test")
-    huggingface.register()
+    huggingface.enable()
     found = []
     for implementation in ("dash_attn", "eager"):
         model = build("causal", model_type, implementation).eval()
@@ -128,7 +135,7 @@ def test_odd_positions_mean_what_they_mean_to_eager(model_type: str, positions: 
 
 @pytest.mark.parametrize("model_type", NOT_LOOKED_AT)
 def test_where_transformers_does_not_look_positions_are_documents_or_refused(model_type: str) -> None:
-    huggingface.register()
+    huggingface.enable()
     model = build("causal", model_type, "dash_attn").eval()
     ids = tokens(model)
     packed = logits(model, ids, position_ids=ODD_POSITIONS["packed"].expand(len(ids), -1))
@@ -140,7 +147,7 @@ def test_where_transformers_does_not_look_positions_are_documents_or_refused(mod
 
 
 def test_steps_of_training_repeat_bit_by_bit() -> None:
-    huggingface.register()
+    huggingface.enable()
     runs = []
     for _ in range(2):
         model = build("causal", "mixtral", "dash_attn")

@@ -41,7 +41,7 @@ SIDES = ("left", "right")
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    huggingface.register()
+    huggingface.enable()
     transformers.logging.set_verbosity_error()
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dash_attn import Causal, flash_attn_func
-from dash_attn.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
+from dash_attn.integrations import sdpa
+from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from dense import largest_error, random_inputs, run_ours
 
 PYTORCH = functional.scaled_dot_product_attention
@@ -35,7 +36,7 @@ def test_means_what_pytorch_means(q_len: int, kv_len: int, is_causal: bool, head
     inputs = heads_first(q_len, kv_len, heads)
     arguments = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": heads[0] != heads[1]}
     expected = run(inputs, **arguments)
-    with replace_sdpa():
+    with sdpa.enable():
         ours = run(inputs, **arguments)
     for mine, theirs in zip(ours, expected, strict=True):
         assert mine.shape == theirs.shape
@@ -46,9 +47,9 @@ def test_means_what_pytorch_means(q_len: int, kv_len: int, is_causal: bool, head
 def test_bits_are_those_of_flash_attn_func(dtype: torch.dtype) -> None:
     inputs = heads_first(700, 700, (4, 2), dtype)
     lengths_first = tuple(x.transpose(1, 2) for x in inputs)
-    with replace_sdpa():
+    with sdpa.enable():
         default = run(inputs, is_causal=True, enable_gqa=True)
-    with replace_sdpa(schedule="ascending"):
+    with sdpa.enable(schedule="ascending"):
         other = run(inputs, is_causal=True, enable_gqa=True)
     for found, schedule in ((default, "auto"), (other, "ascending")):
         expected = run_ours(lengths_first, Causal(), schedule=schedule)
@@ -58,10 +59,10 @@ def test_bits_are_those_of_flash_attn_func(dtype: torch.dtype) -> None:
 
 
 def test_the_name_is_restored_also_after_an_error_and_blocks_nest() -> None:
-    with replace_sdpa():
+    with sdpa.enable():
         outer = functional.scaled_dot_product_attention
         assert outer is not PYTORCH
-        with pytest.raises(ValueError, match="attn_mask"), replace_sdpa():
+        with pytest.raises(ValueError, match="attn_mask"), sdpa.enable():
             run(heads_first(4, 4), attn_mask=torch.zeros(4, 4))
         assert functional.scaled_dot_product_attention is outer
     assert functional.scaled_dot_product_attention is PYTORCH
@@ -70,7 +71,7 @@ def test_the_name_is_restored_also_after_an_error_and_blocks_nest() -> None:
 def test_gradients_may_be_taken_after_the_block() -> None:
     q, k, v, dout = heads_first(300, 300, dtype=torch.float32)
     leaf = q.detach().requires_grad_()
-    with replace_sdpa():
+    with sdpa.enable():
         out = functional.scaled_dot_product_attention(leaf, k, v, is_causal=True)
         inside = run([q, k, v, dout], is_causal=True)
     out.backward(dout)
@@ -89,7 +90,7 @@ def test_dropout_is_ours_with_seeds_of_the_generator() -> None:
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        with replace_sdpa():
+        with sdpa.enable():
             runs.append(functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True))
     torch.manual_seed(1)
     expected = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.3, causal=True)
@@ -117,7 +118,7 @@ def test_multihead_attention_of_pytorch_uses_it() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dash_attn.integrations.sdpa.scaled_dot_product_attention", count)
-        with replace_sdpa():
+        with sdpa.enable():
             ours, _ = layer(x, x, x, need_weights=False)
     assert len(calls) == 1
     assert largest_error(ours, expected) < 1e-12
@@ -138,15 +139,15 @@ BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("tensors", "arguments", "message"), BAD, ids=[message for _, _, message in BAD])
 def test_what_cannot_be_done_raises(tensors: tuple[Tensor, ...], arguments: dict[str, Any], message: str) -> None:
-    with replace_sdpa(), pytest.raises(ValueError, match=message):
+    with sdpa.enable(), pytest.raises(ValueError, match=message):
         functional.scaled_dot_product_attention(*tensors, **arguments)
 
 
 @pytest.mark.parametrize("name", ["shedule", "mask", "softcap", "return_lse"])
 def test_unknown_options_raise(name: str) -> None:
     """Also arguments of flash_attn_func that would change what PyTorch's function means."""
-    message = f"unexpected keyword argument '{name}'; the options of replace_sdpa are schedule, accumulation, backend, head_offset"
-    with pytest.raises(TypeError, match=message), replace_sdpa(**{name: None}):
+    message = f"unexpected keyword argument '{name}'; the options of sdpa.enable are schedule, accumulation, backend, head_offset"
+    with pytest.raises(TypeError, match=message), sdpa.enable(**{name: None}):
         pass
     with pytest.raises(TypeError, match=message):
         scaled_dot_product_attention(Q, Q, Q, **{name: None})
@@ -155,7 +156,7 @@ def test_unknown_options_raise(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [("schedule", "unknown schedule 'no'"), ("backend", "unknown backend 'no'")])
 def test_values_that_no_call_could_have_raise_at_the_door(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message), replace_sdpa(**{name: "no"}):
+    with pytest.raises(ValueError, match=message), sdpa.enable(**{name: "no"}):
         pytest.fail("inside the block")
     assert functional.scaled_dot_product_attention is PYTORCH
 

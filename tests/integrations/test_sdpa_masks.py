@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dash_attn import BooleanMask
-from dash_attn.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
+from dash_attn.integrations import sdpa
+from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from dense import largest_error, random_inputs, run_ours, same_bits
 
 SHAPES = [
@@ -48,7 +49,7 @@ def mask_of(shape: tuple[int, ...]) -> Tensor:
 def test_it_means_what_pytorch_means(shape: tuple[int, ...], kv_heads: int) -> None:
     inputs, mask = inputs_of(kv_heads), mask_of(shape)
     expected = run(inputs, mask, kv_heads == 2)
-    with replace_sdpa():
+    with sdpa.enable():
         ours = run(inputs, mask, kv_heads == 2)
     for mine, theirs in zip(ours, expected, strict=True):
         assert mine.shape == theirs.shape
@@ -58,7 +59,7 @@ def test_it_means_what_pytorch_means(shape: tuple[int, ...], kv_heads: int) -> N
 def test_bits_are_those_of_flash_attn_func() -> None:
     inputs, mask = inputs_of(2, torch.bfloat16), mask_of((2, 4, 150, 200))
     expected = run_ours(tuple(x.transpose(1, 2) for x in inputs), mask)
-    with replace_sdpa():
+    with sdpa.enable():
         ours = run(inputs, mask, enable_gqa=True)
     assert all(same_bits(a.transpose(1, 2), b) for a, b in zip(ours, (expected.out, *expected[2:]), strict=True))
 
@@ -67,7 +68,7 @@ def test_a_query_that_attends_nothing_has_output_zero() -> None:
     """PyTorch's CPU kernels say the same since 2.5. A softmax that is written out, as in older versions, says NaN."""
     inputs, mask = inputs_of(4), mask_of((150, 200))
     mask[7] = False
-    with replace_sdpa():
+    with sdpa.enable():
         out, dq, dk, dv = run(inputs, mask)
     assert not out[:, :, 7].any()
     assert not dq[:, :, 7].any()
@@ -85,7 +86,7 @@ def test_compiled_programs_take_it() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    with replace_sdpa():
+    with sdpa.enable():
         for shape in ((150, 200), (2, 1, 1, 200)):
             mask = mask_of(shape)
             assert same_bits(program(*inputs[:3], mask), run(inputs, mask)[0])
@@ -110,8 +111,8 @@ def test_plain_calls_beside_those_of_pytorchs_context_parallel_take_it() -> None
     """An encoder's, for example. Outside PyTorch's block no sequence is shared."""
     inputs = [x.transpose(1, 2) for x in random_inputs(150, 200, (2, 2), 8)]
     mask = torch.rand(150, 200) < 0.5
-    with replace_sdpa():
+    with sdpa.enable():
         alone = run(inputs, mask)
-    with replace_sdpa(context_parallel="torch"):
+    with sdpa.enable(context_parallel="torch"):
         beside = run(inputs, mask)
     assert all(map(same_bits, alone, beside))

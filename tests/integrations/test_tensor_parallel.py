@@ -9,7 +9,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from dash_attn.integrations._tensor_parallel import first_kv_head
+from dash_attn.integrations.huggingface import first_kv_head
 from processes import run_processes
 from tensor_parallel_workers import RANKS, sharded_llama
 

@@ -12,16 +12,15 @@ import torch
 from torch.nn import functional
 
 import torch_context_workers
-from dash_attn.integrations import _torch_context_parallel
-from dash_attn.integrations.sdpa import replace_sdpa
+from dash_attn.integrations import _torch_context_parallel, sdpa
 from processes import run_processes
 
 Found = list[dict[str, Any]]
 ERRORS = {
-    "a plain block outside": 'query is a DTensor .* replace_sdpa(context_parallel="torch") takes those',
-    "a group outside": 'query is a DTensor .* replace_sdpa(context_parallel="torch") takes those',
-    "a plain block inside": 'enter replace_sdpa(context_parallel="torch") before it',
-    "torch inside": 'enter replace_sdpa(context_parallel="torch") before it',
+    "a plain block outside": 'query is a DTensor .* sdpa.enable(context_parallel="torch") takes those',
+    "a group outside": 'query is a DTensor .* sdpa.enable(context_parallel="torch") takes those',
+    "a plain block inside": 'enter sdpa.enable(context_parallel="torch") before it',
+    "torch inside": 'enter sdpa.enable(context_parallel="torch") before it',
     "other rows": "has dealt the rows as 'zigzag', and sharding is 'contiguous': pass sharding='zigzag'",
     "other rows, given": "has dealt the rows as 'zigzag', and sharding is Sharding",
     "Hugging Face": 'attn_implementation="dash_attn" sees only those of its own rank: .*attn_implementation="sdpa"',
@@ -116,12 +115,12 @@ def test_a_model_of_transformers_with_accelerate(tmp_path: Path) -> None:
 
 
 def test_pytorch_decides_the_sharding() -> None:
-    with pytest.raises(TypeError, match="PyTorch deals the rows"), replace_sdpa(context_parallel="torch", sharding="zigzag"):
+    with pytest.raises(TypeError, match="PyTorch deals the rows"), sdpa.enable(context_parallel="torch", sharding="zigzag"):
         pass
 
 
 def test_other_names_raise() -> None:
-    with pytest.raises(ValueError, match="or \"torch\"; got 'pytorch'"), replace_sdpa(context_parallel="pytorch"):
+    with pytest.raises(ValueError, match="or \"torch\"; got 'pytorch'"), sdpa.enable(context_parallel="pytorch"):
         pass
 
 
@@ -134,6 +133,6 @@ def test_a_pytorch_that_tells_nothing_raises(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_pytorchs_function_is_not_taken_for_its_block() -> None:
     assert not _torch_context_parallel.is_inside()
-    with replace_sdpa():
+    with sdpa.enable():
         assert functional.scaled_dot_product_attention.__module__.startswith("dash_attn")
         assert not _torch_context_parallel.is_inside()

@@ -12,7 +12,7 @@ from torch.nn import attention, functional
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.integrations import torch_flash
-from dash_attn.integrations._aten_flash import OPERATORS
+from dash_attn.integrations.torch_flash import OPERATORS
 from dense import random_inputs, run_ours, same_bits
 
 if not hasattr(attention, "register_flash_attention_impl"):
@@ -42,14 +42,13 @@ def on_cpu() -> Iterator[None]:
 def test_one_line_activates_and_one_takes_it_back() -> None:
     before, own = switches(), [*map(answered, OPERATORS)]
     assert any(own) == torch.backends.cuda.is_built()
-    torch_flash.register()
     assert "dash_attn" in attention.list_flash_attention_impls()
     assert [*map(answered, OPERATORS)] == own  # listed, not active
-    torch_flash.activate()
+    torch_flash.enable()
     assert attention.current_flash_attention_impl() == "dash_attn"
     assert all(map(answered, OPERATORS))
     assert switches() == [True, False, False, False]
-    torch_flash.deactivate()
+    torch_flash.disable()
     assert attention.current_flash_attention_impl() is None
     assert [*map(answered, OPERATORS)] == own
     assert switches() == before
@@ -58,11 +57,25 @@ def test_one_line_activates_and_one_takes_it_back() -> None:
 def test_activating_another_implementation_ends_ours() -> None:
     before = switches()
     attention.register_flash_attention_impl("other", register_fn=lambda: None)
-    torch_flash.activate()
-    torch_flash.activate()  # twice is once
+    torch_flash.enable()
+    torch_flash.enable()  # twice is once
     attention.activate_flash_attention_impl("other")
     assert switches() == before
     assert attention.current_flash_attention_impl() is None
+    torch_flash.enable()
+    torch_flash.disable()
+    assert attention.current_flash_attention_impl() is None
+
+
+def test_a_block_puts_back_what_was_active_before() -> None:
+    before = switches()
+    with torch_flash.enable():
+        with torch_flash.enable():
+            pass
+        assert attention.current_flash_attention_impl() == "dash_attn"
+        assert switches() == [True, False, False, False]
+    assert attention.current_flash_attention_impl() is None
+    assert switches() == before
 
 
 @pytest.mark.filterwarnings("ignore:Flash attention kernel not used", "ignore:Both fused kernels")
@@ -75,8 +88,8 @@ def test_what_flash_cannot_serve_raises_instead_of_taking_another_kernel() -> No
 
 def test_a_pytorch_without_the_plug_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(attention, "register_flash_attention_impl")
-    with pytest.raises(RuntimeError, match=r"has no torch.nn.attention.register_flash_attention_impl; .*replace_sdpa"):
-        torch_flash.activate()
+    with pytest.raises(RuntimeError, match=r"has no torch.nn.attention.register_flash_attention_impl; .*sdpa.enable"):
+        torch_flash.enable()
 
 
 def heads_first(dtype: torch.dtype, heads: tuple[int, int] = (4, 2), q_len: int = 150, kv_len: int = 150) -> list[Tensor]:

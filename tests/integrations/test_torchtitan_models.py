@@ -28,7 +28,7 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from dash_attn.integrations.torchtitan import DashDocumentAttention, DashScaledDotProductAttention, use_dash_attn
+from dash_attn.integrations.torchtitan import DashDocumentAttention, DashScaledDotProductAttention, enable
 from dense import same_bits
 from processes import run_processes
 
@@ -50,7 +50,7 @@ def small(package: Any, attn_backend: str) -> Any:
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_loss_and_gradients_are_torchtitans(package: Any, backend: str) -> None:
     expected = models.loss_and_gradients(models.built(small(package, "flex")))
-    found = models.loss_and_gradients(models.built(use_dash_attn(small(package, backend))))
+    found = models.loss_and_gradients(models.built(enable(small(package, backend))))
     assert found.keys() == expected.keys()  # the same weights by the same names
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_torchtitans(package: Any, backend: str) -> None:
 
 def test_documents_count() -> None:
     """The control of the test above: its masks do something."""
-    net = models.built(use_dash_attn(small(llama3, "flex")))
+    net = models.built(enable(small(llama3, "flex")))
     assert abs(models.loss_and_gradients(net)["loss"] - models.loss_and_gradients(net, documents=False)["loss"]) > 1e-4
 
 
@@ -83,13 +83,13 @@ def test_sinks_and_windows_of_gpt_oss(layer: int) -> None:
         out = attention(x, masks, positions)
         return [out, *torch.autograd.grad(out.square().sum(), attention.parameters())]
 
-    for found, expected in zip(results(use_dash_attn(small(gpt_oss, "varlen"))), results(small(gpt_oss, "flex")), strict=True):
+    for found, expected in zip(results(enable(small(gpt_oss, "varlen"))), results(small(gpt_oss, "flex")), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_two_trainings_end_with_the_same_weights() -> None:
     def train(seed: int) -> list[Tensor]:
-        net = models.built(use_dash_attn(small(llama3, "varlen")), seed)
+        net = models.built(enable(small(llama3, "varlen")), seed)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for _ in range(3):
             models.loss_and_gradients(net)
@@ -103,7 +103,7 @@ def test_two_trainings_end_with_the_same_weights() -> None:
 
 def test_blocks_trace_whole() -> None:
     """torchtitan compiles each block with fullgraph=True."""
-    net: Any = models.built(use_dash_attn(small(llama3, "varlen")))
+    net: Any = models.built(enable(small(llama3, "varlen")))
     expected = models.loss_and_gradients(net)
     for block in net.layers.values():
         block.compile(backend="aot_eager", fullgraph=True)
@@ -132,7 +132,7 @@ def test_configs_keep_what_they_had() -> None:
     config = small(llama3, "varlen")
     for layer in config.layers:
         layer.attention.inner_attention = VarlenAttention.Config(window_size=(40, 0), param_init={"a": print})
-    (inner, _) = (layer.attention.inner_attention for layer in use_dash_attn(use_dash_attn(config)).layers)
+    (inner, _) = (layer.attention.inner_attention for layer in enable(enable(config)).layers)
     assert (type(inner), inner.window_size, inner.param_init) == (DashDocumentAttention.Config, (40, 0), {"a": print})
 
 
@@ -140,7 +140,7 @@ def test_attention_without_documents() -> None:
     config = small(llama3, "varlen")
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    expected, found = (models.built(c)(*models.batch()) for c in (config, use_dash_attn(config)))
+    expected, found = (models.built(c)(*models.batch()) for c in (config, enable(config)))
     assert type(config.layers[0].attention.inner_attention) is DashScaledDotProductAttention.Config
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     inner = DashScaledDotProductAttention.Config().build()
@@ -160,7 +160,7 @@ def test_masks_that_are_not_known_raise(package: Any, owner: str, where: str) ->
     config = package.model_registry("debugmodel", attn_backend="flex").model
     before = list(config.traverse(FlexAttention.Config))
     with pytest.raises(ValueError, match=f"masks of torchtitan's Decoder only; {owner} makes its own for {where}"):
-        use_dash_attn(config)
+        enable(config)
     assert list(config.traverse(FlexAttention.Config)) == before  # nothing was changed
 
 
@@ -173,13 +173,13 @@ def test_other_attentions_raise() -> None:
     config = small(llama3, "varlen")
     config.layers[1].attention.inner_attention = Other.Config()
     with pytest.raises(ValueError, match=r"does not know .*Other\.Config at layers\.1\.attention\.inner_attention"):
-        use_dash_attn(config)
+        enable(config)
     with pytest.raises(ValueError, match=r"found no attention of torchtitan in Module\.Config"):
-        use_dash_attn(Module.Config())
+        enable(Module.Config())
 
 
 def test_what_a_layer_asks_for_raises() -> None:
-    net: Any = models.built(use_dash_attn(small(llama3, "varlen")))
+    net: Any = models.built(enable(small(llama3, "varlen")))
     inner, q = net.layers["0"].attention.inner_attention, torch.randn(1, 40, 2, 16)
     with pytest.raises(ValueError, match="takes torchtitan's VarlenMetadata as attention_masks; got NoneType"):
         inner(q, q, q, attention_masks=None)

@@ -36,7 +36,7 @@ def samples(equal_lengths: bool) -> list[dict[str, list[int]]]:
 
 def train(folder: Path, collator: Any, equal_lengths: bool, attention: str = "dash_attn", seed: int = 1) -> list[Tensor]:
     """The weights after four steps."""
-    huggingface.register()
+    huggingface.enable()
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         full_determinism=True,

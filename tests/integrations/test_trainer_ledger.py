@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from dash_attn.integrations import huggingface  # noqa: E402
-from dash_attn.integrations.trainer import _Recording, ledger_callback  # noqa: E402
+from dash_attn.integrations.trainer import ledger_callback  # noqa: E402
 from dash_attn.ledgers import LedgerError, compare_runs, read_run  # noqa: E402
 from model_sizes import SMALL  # noqa: E402
 from process_settings import restored_settings  # noqa: E402
@@ -28,7 +29,7 @@ def _settings_restored() -> Iterator[None]:
 
 
 def train(folder: Path, seed: int = 1, steps: int = 4, resume: bool = False, save_at: int = 0, **options: Any) -> None:
-    huggingface.register()
+    huggingface.enable()
     source = torch.Generator().manual_seed(0)
     rows = [torch.randint(64, (24,), generator=source).tolist() for _ in range(32)]
     arguments = transformers.TrainingArguments(
@@ -82,7 +83,7 @@ def test_a_resumed_trainer_appends(tmp_path: Path) -> None:
     train(tmp_path / "b", steps=2, save_at=2)
     train(tmp_path / "b", resume=True)
     run = read_run(tmp_path / "b/ledger")[0]
-    assert [segment.first_step for segment in run.segments] == [0, 2]
+    assert [head["first_step"] for head in run.heads] == [0, 2]
     found = compare_runs(tmp_path / "a/ledger", tmp_path / "b/ledger")
     assert found.agree, found.first
     assert found.steps == (0, 1, 2, 3)
@@ -92,9 +93,10 @@ def test_a_resumed_trainer_appends(tmp_path: Path) -> None:
 
 def test_a_training_that_another_one_follows_did_not_end_well(tmp_path: Path) -> None:
     """A trainer that raised does not say so: the callback hears of it when it begins anew."""
-    recording, model = _Recording(tmp_path, {}), torch.nn.Linear(2, 2)
-    recording.begin(0, model)
-    recording.step(model, torch.optim.SGD(model.parameters()))
+    callback, model = ledger_callback(tmp_path), torch.nn.Linear(2, 2)
+    nothing, start = None, SimpleNamespace(global_step=0)
+    callback.on_train_begin(nothing, start, nothing, model=model)
+    callback.on_optimizer_step(nothing, start, nothing, model=model, optimizer=torch.optim.SGD(model.parameters()))
     with pytest.raises(LedgerError, match="has a run already"):
-        recording.begin(0, model)
+        callback.on_train_begin(nothing, start, nothing, model=model)
     assert read_run(tmp_path)[0].ending() == "ended by another training, before this one was done"

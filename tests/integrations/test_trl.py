@@ -57,7 +57,7 @@ def settings(folder: Path, seed: int) -> dict[str, Any]:
 
 def model(folder: Path, attention: str, seed: int) -> nn.Module:
     """From a file, because a trainer that needs a second copy reads it from there."""
-    huggingface.register()
+    huggingface.enable()
     transformers.set_seed(seed)
     transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES)).save_pretrained(folder / "model")
     return transformers.MistralForCausalLM.from_pretrained(folder / "model", attn_implementation=attention)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dash_attn.ledgers import bit_sums
-from dash_attn.ledgers.bit_sums import bit_sum, part_sums
+from dash_attn.ledgers.bit_sums import part_sums
+from tensor_sums import bit_sum
 
 DTYPES = [
     torch.float64,

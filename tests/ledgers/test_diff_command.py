@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from dash_attn.cli.main import main
-from dash_attn.ledgers.entries import Entry
-from dash_attn.ledgers.framing import END, HEAD, LAYOUT, MARK, STEP, STEP_FIELDS, as_json, framed
+from dash_attn.ledgers.format import END, HEAD, LAYOUT, MARK, STEP, STEP_FIELDS, Entry, as_json, framed
 from small_runs import AGREE, DIFFER, ERROR, FILE, INCOMPLETE, run
 
 

@@ -17,9 +17,8 @@ from torch import nn
 import dash_attn
 from dash_attn.cli.main import main
 from dash_attn.ledgers import LedgerError, compare_runs, read_run
-from dash_attn.ledgers.framing import MARK
+from dash_attn.ledgers.format import MARK, LedgerFile
 from dash_attn.ledgers.reading import read_rank
-from dash_attn.ledgers.writing import LedgerFile
 from started import started
 from tiny_gpt import Training
 
@@ -165,7 +164,7 @@ def test_a_file_system_without_locks_is_warned_of(code: int, tmp_path: Path, mon
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("dash_attn.ledgers.writing.fcntl.flock", refuse)
+    monkeypatch.setattr("dash_attn.ledgers.format.fcntl.flock", refuse)
     with pytest.warns(RuntimeWarning, match="is written without a lock, keep other processes from it"):
         small_run(tmp_path)
     assert compare_runs(tmp_path, tmp_path).agree
@@ -182,7 +181,7 @@ def test_resuming_behind_a_record_that_was_cut_off(tmp_path: Path) -> None:
     assert sorted(read_rank(file).steps) == [0, 1]
     small_run(tmp_path / "b", steps=3, resume_from=2)
     found = read_rank(file)
-    assert (sorted(found.steps), found.unfinished, len(found.segments)) == ([0, 1, 2, 3, 4], 0, 2)
+    assert (sorted(found.steps), found.unfinished, len(found.heads)) == ([0, 1, 2, 3, 4], 0, 2)
     assert compare_runs(tmp_path / "a", tmp_path / "b").agree
 
 

@@ -12,7 +12,8 @@ import torch
 import dash_attn
 import ledger_workers
 import train_example
-from dash_attn.distributed import explain_context_parallel
+from dash_attn import explain
+from dash_attn.distributed import context_parallel_attention
 from dash_attn.ledgers import compare_runs, read_run
 from dash_attn.ledgers.reading import RankLedger
 from processes import run_processes
@@ -93,7 +94,7 @@ def _plans(folder: Path) -> list[dict[str, Any]]:
 def test_attention_that_ranks_share_is_recorded_with_its_plan(runs: Path) -> None:
     plans = _plans(runs / "context-zigzag")
     rows = torch.empty(1, ledger_workers.ROWS // RANKS, 2, 16)
-    explained = explain_context_parallel(rows, rows, rows, RANKS, causal=True)
+    explained = explain(context_parallel_attention, rows, rows, rows, RANKS, causal=True)
     whole = torch.empty(1, ledger_workers.ROWS, 2, 16)
     assert [(plan["schedule"], plan["order_hash"]) for plan in plans] == [(explained.schedule, explained.order_hash)] * RANKS
     assert explained.order_hash == dash_attn.explain(dash_attn.flash_attn_func, whole, whole, whole, causal=True).order_hash

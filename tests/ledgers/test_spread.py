@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import dash_attn
-from dash_attn.ledgers.framing import LedgerError
+from dash_attn.errors import LedgerError
 from dash_attn.ledgers.reading import read_run
 from dash_attn.ledgers.spread import DIRECTIONS, Spread, spread
 from flipped_runs import Model, train

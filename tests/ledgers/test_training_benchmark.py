@@ -12,15 +12,26 @@ import pytest
 
 import dash_attn
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.exhaustive
 def test_what_a_ledger_costs_is_told(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, str(SCRIPT), "--small", "--steps", "5", "--only", "dash_attn, deterministic", "--json", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training",
+        "--small",
+        "--steps",
+        "5",
+        "--only",
+        "dash_attn, deterministic",
+        "--json",
+        str(out),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(dash_attn.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=environment)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
     (row,) = json.loads(out.read_text())["rows"]
     assert set(row["tokens_per_second"]) == {"none", "default", "detail"}
     assert set(row["overhead"]) == {"default", "detail"}

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import dash_attn
-from dash_attn.ledgers.framing import records
+from dash_attn.ledgers.format import records
 from small_runs import AGREE, ERROR, FILE, INCOMPLETE, cut_behind, run, said
 
 OLD = Path(__file__).parents[1] / "old_files" / "exact-ledger"  # written by the first version that had ledgers, of `exact_run`
@@ -90,7 +90,7 @@ def full_disk(folder: Path) -> None:
 
     def fill(step: int, model: Any, optimizer: Any) -> None:
         if step == 3:
-            patch.setattr("dash_attn.ledgers.writing.os.pwrite", no_space)
+            patch.setattr("dash_attn.ledgers.format.os.pwrite", no_space)
 
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         run(folder, before_step=fill)

@@ -17,9 +17,10 @@ import torch
 
 import dash_attn
 import stand_ins
-from dash_attn import GENERATORS, Mask, Problem, ScheduleError, generate
+from dash_attn import Mask, ScheduleError
 from dash_attn.cli.main import main
 from dash_attn.distributed.micro_batches.tree import fitting_ranks, tree_sum
+from dash_attn.scheduling import GENERATORS, Problem, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, CONTEXT_PARALLEL_INVARIANT
 from dash_attn.tools.doctor import CHECKS
 from doc_pages import DOCS, blocks, rows

@@ -204,7 +204,7 @@ import importlib.util, sys, torch
 spec = importlib.util.spec_from_file_location("_a_kernel", {str(folder / "build/torch-cpu/__init__.py")!r})
 module = sys.modules["_a_kernel"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.register()
+module.enable()
 from transformers import AutoModelForCausalLM, LlamaConfig
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
 net = AutoModelForCausalLM.from_config(config, attn_implementation="dash_attn")

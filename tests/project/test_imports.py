@@ -26,8 +26,9 @@ import sys
 for name in BLOCKED:
     sys.modules[name] = None
 import dash_attn
-from dash_attn import Machine, Problem, generate, lower, simulate
-for schedule in ("auto", *dash_attn.GENERATORS):
+from dash_attn.scheduling import Problem, generate, lower
+from dash_attn.simulation import Machine, simulate
+for schedule in ("auto", *dash_attn.scheduling.GENERATORS):
     timeline = simulate(generate(schedule, Problem.from_tiles("full", 8, 4, heads=2), 4), Machine(overlap=2, latency=2))
     assert timeline.gap >= 0 and timeline.critical_path and lower(timeline.schedule).tables_bytes
 print("core works")

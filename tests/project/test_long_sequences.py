@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn import Causal, Problem, generate
-from dash_attn.distributed import Sharding, explain_context_parallel
+from dash_attn import Causal, explain
+from dash_attn.distributed import Sharding, context_parallel_attention
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from doc_pages import DOCS, rows, run_long_sequences
@@ -54,7 +55,7 @@ def test_states_take_the_bytes_and_the_memory_of_the_page(rows: int, ranks: int,
         size = plan.state_tiles(unit) * plan.problem.tile_kv * STATE_OF_A_KEY
         waiting[unit.rank] -= size if unit.before is not None else 0
         if unit.after is not None:
-            waiting[plan.units[unit.after].device] += size
+            waiting[plan.units[unit.after].rank] += size
         sent[unit.rank] += size if plan.hops(unit) else 0
         most = max(most, *waiting)
     assert sum(sent) / ranks == pytest.approx(STATE_OF_A_KEY * rows * q_heads * (ranks - 1) / ranks * (1 + 1 / (2 * ranks)))
@@ -96,5 +97,5 @@ def _efficiency(lengths: list[int], ranks: int, sharding: str | Sharding) -> flo
     mine = len(sharding.rows_of(0)) if isinstance(sharding, Sharding) else sum(lengths) // ranks
     q, k = (torch.empty(1, mine, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     ends = [0, *accumulate(lengths)]
-    found = explain_context_parallel(q, k, k, ranks, causal=True, cu_seqlens=ends, sharding=sharding, backend="hopper")
+    found = explain(context_parallel_attention, q, k, k, ranks, causal=True, cu_seqlens=ends, sharding=sharding, backend="hopper")
     return found.predicted_efficiency

@@ -12,6 +12,8 @@ import pytest
 
 from dash_attn import GENERATORS, Schedule, generate, lower
 from dash_attn.cli.main import main
+from dash_attn.ledgers import read_run
+from dash_attn.tools.machine import device_facts, process_environment, version_facts
 
 FILES = Path(__file__).parents[1] / "old_files"
 SCHEDULES = sorted(FILES.glob("schedule-*.json"))
@@ -51,3 +53,15 @@ def test_a_certificate(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_ledger(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(FILES / "ledger"), str(FILES / "ledger")]) == 0
     assert "The runs agree" in capsys.readouterr().out
+
+
+def test_facts_have_their_names() -> None:
+    """So that a comparison with an old file shows what is different, and nothing that is only called differently."""
+    old = read_run(FILES / "ledger")[0].environment
+    new = process_environment()
+    assert set(old) - {"world_size", "doctor"} == set(new)  # those are the ledger's own
+    assert set(old["cpu"]) == set(new["cpu"])
+    assert {"python", "dash_attn", "torch"} <= set(old["versions"]) & set(new["versions"])
+    certificate = json.loads((FILES / "certificate.json").read_text())
+    assert set(certificate["device"]) == set(device_facts("cpu"))
+    assert set(certificate["versions"]) == set(version_facts("cpu", "auto"))

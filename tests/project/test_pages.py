@@ -14,10 +14,9 @@ import support_page
 import tutorial_page
 from dash_attn.backends.hopper import support
 from dash_attn.masks import rules
-from misuse import MISUSE
-from page_parts import numbers_in_words
+from page_parts import cells, numbers_in_words, row
 from pictures import watched
-from questions import Question
+from support_page import Question
 from write_pages import DOCS, PAGES, TUTORIAL
 
 
@@ -65,7 +64,7 @@ def test_numbers_in_words(numbers: list[int], text: str) -> None:
     assert numbers_in_words(numbers) == text
 
 
-@pytest.mark.parametrize("call", [call for cases in MISUSE.values() for call, _ in cases])
+@pytest.mark.parametrize("call", errors_page.mistakes())
 def test_every_misuse_says_what_is_allowed(call: str) -> None:
     found = errors_page.outcome(call)
     assert found is not None
@@ -84,6 +83,17 @@ def test_every_misuse_says_what_is_allowed(call: str) -> None:
 
 def test_a_call_without_error_is_noticed() -> None:
     assert errors_page.outcome("flash_attn_func(q, k, v)") is None
+    with pytest.raises(AssertionError, match="raises nothing"):
+        errors_page._filled("| `flash_attn_func(q, k, v)` | | Nothing. |")
+
+
+def test_an_error_is_filled_in() -> None:
+    assert errors_page._filled("| `q[9]  # or more` |  | A |") == (
+        "| `q[9]  # or more` | IndexError: index 9 is out of bounds for dimension 0 with size 2 | A |"
+    )
+    assert errors_page._filled("| `q.ndim` | ? |") == "| `q.ndim` | `4` |"
+    assert cells(row(["a | b", "c"])) == ["a | b", "c"]
+    assert len(errors_page.mistakes()) > 90
 
 
 def test_the_tutorial_runs_and_its_page_is_up_to_date(tmp_path: Path) -> None:

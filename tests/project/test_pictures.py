@@ -9,13 +9,14 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from dash_attn import Machine, Problem, generate, simulate
+from dash_attn.scheduling import Problem, generate
+from dash_attn.simulation import Machine, simulate
 from dash_attn.viewing.gantt import gantt
 from figure_hash import shown
 from pictures import DOCS, DRAWINGS, drawn, file_hash, recorded, watched
 
 # The first trains four times, and where the runs differ is up to the processor's rounding. The second simulates many devices.
-SLOW = {"images/runs-part.png", "images/gantt-devices-32k.png"}
+SLOW = {"images/runs-part.png", "images/gantt-ranks-32k.png"}
 
 
 @pytest.mark.parametrize("drawing", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in DRAWINGS])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dash_attn import GENERATORS
 from dash_attn.cli.main import main
+from dash_attn.scheduling import GENERATORS
 from rooms import PACKAGE, ROOMS
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dash_attn.cli.main import main
-from dash_attn.tools.bench.relative import ours_over, relative_table
-from dash_attn.tools.bench.results import read
+from benchmarks import suite as suites
+from benchmarks.result_files import ours_over, read, relative_table
+from dash_attn.cli.main import _parser
 from dash_attn.tools.bench.shape import Shape
 from doc_pages import DOCS, blocks
 
@@ -23,6 +23,7 @@ ROOT = DOCS.parent
 README, INDEX, RESULTS, LOG = (
     path.read_text() for path in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "results", "log")))
 )
+SUITE = "python -m benchmarks.suite"
 CUDNN, FLASH = "cuDNN", [f"FlashAttention-{number}{mode}" for number in (4, 3) for mode in ("", " deterministic")]
 Shapes = dict[str, dict[str, dict[str, Any]]]
 
@@ -263,8 +264,8 @@ def test_ratios_over_flash_attention_3_are_the_committed_ones() -> None:
 
 
 def bench_commands() -> list[str]:
-    inline = re.findall(r"`(dash-attn bench [^`]*)`", RESULTS)
-    return [*inline, *(line for block in blocks(RESULTS, "sh") for line in block.splitlines() if line.startswith("dash-attn bench"))]
+    inline = re.findall(rf"`({SUITE} [^`]*)`", RESULTS)
+    return [*inline, *(line for block in blocks(RESULTS, "sh") for line in block.splitlines() if line.startswith(SUITE))]
 
 
 @pytest.mark.parametrize("command", bench_commands())
@@ -272,11 +273,13 @@ def test_commands_that_reproduce_the_results_are_understood(command: str, tmp_pa
     """Without a GPU they list their cases, or draw the committed ones."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    assert main([*shlex.split(command)[1:], *([] if "--from" in command or "--list" in command else ["--list"])]) == 0
+    assert suites.main([*shlex.split(command)[3:], *([] if "--from" in command or "--list" in command else ["--list"])]) == 0
 
 
 def test_there_is_a_command_for_every_result() -> None:
-    assert len(bench_commands()) == 13
+    assert len(bench_commands()) == 12
+    (of_host,) = re.findall(r"`dash-attn (bench [^`]*)`", RESULTS)
+    assert _parser().parse_args(of_host.split()).suite == "host"
     files = {path.name for path in (ROOT / "benchmarks/results").glob("*.json")}
     assert files == set(re.findall(r"h200-[\w-]+\.json", RESULTS))
     compared_files = {path.name for path in (ROOT / "benchmarks/comparisons").glob("*.json")}

@@ -15,7 +15,7 @@ from dash_attn import distributed
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
-from our_docstrings import as_list
+from site_pages import as_list
 
 ROOT = Path(__file__).parents[2]
 BUILD = """

@@ -24,20 +24,26 @@ RESULTS = {
     "return_lse=False": PLAIN,
     "schedule='weave', head_offset=1": PLAIN,
     "schedule=saved, mask=Causal(), sinks=q": PLAIN,
+    "return_attn_probs=False": PLAIN,
     "return_lse=True": PAIR,
+    "return_lse=True, return_attn_probs=False": PAIR,
     "return_attn_probs=True": TRIPLE,
     "return_attn_probs=True, return_lse=True": TRIPLE,
     "return_lse=flag": f"Tensor | {PAIR} | {TRIPLE}",
 }
+OF_CACHE = {"": PLAIN, "return_softmax_lse=True": PAIR, "return_softmax_lse=flag": f"Tensor | {PAIR}"}
 HEAD = """
 from torch import Tensor
-from dash_attn import Causal, Schedule, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn.scheduling import Schedule
+from dash_attn import Causal, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn import flash_attn_with_kvcache
 def check(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, qkv: Tensor, ends: Tensor, flag: bool, saved: Schedule) -> None:
 """
 
 
 def test_mypy_infers_what_comes_back(tmp_path: Path) -> None:
     cases = [(name + call.format(rest), expected) for name, call in CALLS.items() for rest, expected in RESULTS.items()]
+    cases += [(f"flash_attn_with_kvcache(q, k, v, causal=True, {rest})", expected) for rest, expected in OF_CACHE.items()]
     cases.append(("flash_attn_func(q, k, v, schedul='auto')", "an error"))  # the control
     snippet = tmp_path / "snippet.py"
     snippet.write_text(HEAD + "".join(f"    reveal_type({call})\n" for call, _ in cases))

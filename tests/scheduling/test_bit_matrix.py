@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dash_attn import Problem, TileMap, generate, lower
+from dash_attn import TileMap
 from dash_attn.masks import EMPTY, FULL, PARTIAL, BooleanMask, TilePattern
 from dash_attn.masks.bit_matrix import BitMatrix
 from dash_attn.masks.encoding import mask_to_json
 from dash_attn.masks.tile_pattern import PatternPerHead
+from dash_attn.scheduling import Problem, generate, lower
 from dash_attn.scheduling.json_fields import as_mask
 
 Matrix = NDArray[np.bool_]

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from dash_attn import Machine, Problem, generate, simulate
+from dash_attn.scheduling import Problem, generate
+from dash_attn.simulation import Machine, simulate
 
 COSTS = [("1", "0.3"), ("1", "1"), ("2.5", "0"), ("0.7", "0.45")]
 SIZES = range(2, 33)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dash_attn import Causal, Full, Mask, Problem, Schedule, ScheduleError, TileMap, Window, generate
-from dash_attn.scheduling.fit import DECIDE_TILES, fit
+from dash_attn import Causal, Full, Mask, ScheduleError, TileMap, Window
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order, turn_within
+from dash_attn.scheduling.schedule import DECIDE_TILES, fit
 from dash_attn.scheduling.validate import TooFewWorkers
 
 PROBLEM = Problem(Causal(), 1024, 1024, 64, 128, heads=3, group=2, batch=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dash_attn import Problem
-from dash_attn.scheduling.forward_visits import visit_tables
+from dash_attn.scheduling import Problem
+from dash_attn.scheduling.plan import visit_tables
 from golden_problems import SMALL, many
 
 PROBLEMS = {**SMALL, **dict(many())}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from cases import REFUSED, SERVED
-from dash_attn import Causal, Documents, Full, Machine, Mask, Prefix, Problem, ScheduleError, TileMap, Window, generate, simulate
+from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.engine import run_in_model_time
+from dash_attn.scheduling.generators import GENERATORS, SCHEDULES, ScheduleName
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.machines import H200
 from reference import mirrored
 
@@ -28,6 +32,10 @@ def test_refusals_say_what_is_served(name: str, mask: str) -> None:
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ValueError, match=r"unknown schedule 'shifty'; choose from auto, ascending, .*weave"):
         generate("shifty", Problem.from_tiles("full", 2, 2), 2)
+
+
+def test_the_type_of_a_name_has_every_schedule() -> None:
+    assert get_args(ScheduleName) == SCHEDULES == ("auto", *GENERATORS)
 
 
 @pytest.mark.parametrize(("name", "mask"), [(name, mask) for name, mask in SERVED if name in NEEDS_NO_GANG])

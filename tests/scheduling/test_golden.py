@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from cases import NAMES
-from dash_attn import Schedule, generate
+from dash_attn.scheduling import Schedule, generate
 from dash_attn.scheduling.order import HeadOrder, Order
 from golden_files import FOLDER, HASHES, UPDATE, WORKERS, actual, actual_hashes, recorded, recorded_hashes, served, written_out
 from golden_problems import SMALL

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dash_attn import Causal, Full, Mask, Prefix, Problem, Schedule, ScheduleError, Window, generate
+from dash_attn import Causal, Full, Mask, Prefix, ScheduleError, Window
 from dash_attn.call.planning import plan_on_any
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import SERVED
-from dash_attn import GENERATORS, Causal, Placement, Problem, Schedule, ScheduleError, generate, lower
+from dash_attn import Causal, ScheduleError
+from dash_attn.scheduling import GENERATORS, Placement, Problem, Schedule, generate, lower
 from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from reference import mirrored
 from strategies import examples, problems, seeds

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import NAMES
-from dash_attn import Causal, Full, Placement, Problem, Schedule, ScheduleError, Window, generate, lower
+from dash_attn import Causal, Full, ScheduleError, Window
+from dash_attn.scheduling import Placement, Problem, Schedule, generate, lower
 from dash_attn.scheduling.engine import Costs, Stuck, run_in_model_time
 from dash_attn.scheduling.order import Sum
 from dash_attn.scheduling.problem import parts_of

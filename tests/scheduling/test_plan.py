@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import SERVED
-from dash_attn import GENERATORS, Causal, Documents, Full, Mask, Prefix, Problem, Schedule, ScheduleError, Window, generate, lower
+from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, Window
+from dash_attn.scheduling import GENERATORS, Problem, Schedule, generate, lower
 from dash_attn.scheduling.order import HeadOrder, Order
 from dash_attn.scheduling.plan import MOST_RUNS, RUN_FIELDS
 from strategies import acyclic_order, examples, problems, seeds

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn import Causal, Full, Problem, Task
+from dash_attn import Causal, Full
+from dash_attn.scheduling import Problem, Task
 from strategies import examples, problems
 
 SIZES = ("q_len", "kv_len", "tile_q", "tile_kv", "heads", "group", "batch")

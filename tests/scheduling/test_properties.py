@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import NAMES, ONLY
-from dash_attn import Machine, Problem, ScheduleError, generate, simulate
+from dash_attn import ScheduleError
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.engine import Costs
+from dash_attn.simulation import Machine, simulate
 from reference import can_finish
 from strategies import costs, examples, problems
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import SERVED
-from dash_attn import Placement, Problem, Schedule, ScheduleError, generate
+from dash_attn import ScheduleError
+from dash_attn.scheduling import Placement, Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, RUN_TO_RUN, HeadOrder, Order
 from strategies import examples
 

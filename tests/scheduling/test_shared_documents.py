@@ -8,7 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from dash_attn import Causal, Full, Mask, Problem, Window, generate
+from dash_attn import Causal, Full, Mask, Window
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.documents import SharedDocument, deal_documents, in_turn
 from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding

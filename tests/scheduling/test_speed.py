@@ -6,7 +6,8 @@ from time import perf_counter
 
 import pytest
 
-from dash_attn import GENERATORS, Machine, Problem, generate, lower, simulate
+from dash_attn.scheduling import GENERATORS, Problem, generate, lower
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.bounds import lower_bounds
 
 PLAN_TARGET, PLAN_FACTOR = 0.2, 5

@@ -8,7 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, Problem, Schedule, ScheduleError, TileMap, Window, generate
+from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, Order
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share

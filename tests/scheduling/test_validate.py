@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn import Placement, Problem, Schedule, ScheduleError, generate
+from dash_attn import ScheduleError
+from dash_attn.scheduling import Placement, Problem, Schedule, generate
 from dash_attn.scheduling.engine import Costs, run_in_model_time
 from dash_attn.scheduling.order import HeadOrder, Order
 from reference import can_finish

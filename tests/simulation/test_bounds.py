@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn import GENERATORS, Problem, ScheduleError, generate
+from dash_attn import ScheduleError
+from dash_attn.scheduling import GENERATORS, Problem, generate
 from dash_attn.scheduling.engine import Costs, run_in_model_time
 from dash_attn.simulation.bounds import lower_bounds
 from reference import dealt

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from clusters import blocks, random_shared, shared
-from dash_attn import Machine, Problem, generate, parse_mask, simulate
+from dash_attn import parse_mask
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.share import share
-from dash_attn.scheduling.ranks.together import heads_that_fill
+from dash_attn.scheduling.ranks.share import heads_that_fill, share
 from dash_attn.scheduling.ranks.units import SharedSchedule
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.cluster import (
     EXECUTIONS,
     MODELS,
@@ -26,7 +27,7 @@ from dash_attn.simulation.cluster import (
     Widths,
     simulate_ranks,
 )
-from dash_attn.simulation.cluster.tiles import TileModel
+from dash_attn.simulation.cluster.models import TileModel
 from dash_attn.simulation.machines import H200
 
 SIMULATOR_PAGE = Path(__file__).parents[2] / "docs/simulator.md"
@@ -143,12 +144,12 @@ def test_trips_go_on_until_their_end(seed: int) -> None:
     for unit in found.units:
         model.run(unit, 0.0)
     problem = found.problem
-    ranks = np.tile(problem.turns_per_q_tile, problem.batch * problem.heads * problem.group)
-    assert model.landed == ranks.tolist()
+    turns = np.tile(problem.turns_per_q_tile, problem.batch * problem.heads * problem.group)
+    assert model.reduces.landed == turns.tolist()
 
 
 def test_a_wrong_sequence_is_noticed() -> None:
-    """The control of the above: a unit whose ranks have not been reduced."""
+    """The control of the above: a unit whose turns have not come."""
     found = shared("causal", 1024, 2, 2)
     late = next(unit for unit in found.units if unit.leg is not None and unit.before is None and found.waits[unit.number])
     with pytest.raises(AssertionError, match="behind those that it waits for"):

@@ -9,8 +9,9 @@ import re
 import pytest
 
 from clusters import shared
-from dash_attn import Problem, parse_mask
+from dash_attn import parse_mask
 from dash_attn.cli.main import main
+from dash_attn.scheduling import Problem
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.simulation.cluster import Cluster, PeerEstimate, Widths, ring_attention, simulate_ranks, ulysses
 from doc_pages import DOCS, rows

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import SERVED
-from dash_attn import Machine, Placement, Problem, Schedule, ScheduleError, Timeline, generate, simulate
+from dash_attn import ScheduleError
+from dash_attn.scheduling import Placement, Problem, Schedule, generate
 from dash_attn.scheduling.engine import Costs, run_in_model_time
 from dash_attn.scheduling.order import HeadOrder, Order
+from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.simulation.critical_path import critical_path
 from reference import Clockwork
 from strategies import costs, examples, one_or_two_kinds, problems, seeds

@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench_stand_ins import SMALL, FakeStopwatch, math_attention, spoiled
-from dash_attn.cli.main import main
+from bench_stand_ins import SMALL, Clock, fake_times, math_attention, spoiled
+from benchmarks.peers import peers
+from benchmarks.suite import main
+from benchmarks.suites import SUITES, choose
 from dash_attn.masks import Causal
 from dash_attn.tools.bench.candidates import Candidate, Runner, Tensors, make_tensors, ours
 from dash_attn.tools.bench.checks import dense
-from dash_attn.tools.bench.environment import short_name
 from dash_attn.tools.bench.host import CALLS, host_time, measure_host
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.peers import peers
 from dash_attn.tools.bench.pytorch_peers import deterministic_algorithms
-from dash_attn.tools.bench.suites import SUITES, Shape, choose
+from dash_attn.tools.bench.shape import Shape
 from dash_attn.tools.bench.timing import WARM_UP, interleaved
+from dash_attn.tools.machine import short_name
 
 CPU = torch.device("cpu")
 
@@ -56,11 +57,11 @@ def test_interleaving_rotates_and_tells_candidates_apart() -> None:
     def call(i: int, took: float) -> Any:
         def work() -> None:
             calls.append(i)
-            FakeStopwatch.now += took
+            Clock.now += took
 
         return work
 
-    spreads = interleaved([call(0, 1.0), call(1, 2.0), call(2, 5.0)], 4, FakeStopwatch())
+    spreads = interleaved([call(0, 1.0), call(1, 2.0), call(2, 5.0)], 4, fake_times)
     assert calls[3 * WARM_UP :] == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
     assert [s.median for s in spreads] == [1.0, 2.0, 5.0]
     assert all(s.low == s.median == s.high for s in spreads)
@@ -75,7 +76,7 @@ def refuses(shape: Shape, tensors: Tensors) -> Runner:
 
 
 def rows_of(candidates: list[Candidate], shape: Shape = SMALL) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 3, FakeStopwatch, CPU)}
+    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 3, fake_times, CPU)}
 
 
 BAD = [
@@ -109,7 +110,7 @@ def slow(ms: float) -> Any:
         good = math_attention(shape, tensors)
 
         def backward() -> tuple[Tensor, ...]:
-            FakeStopwatch.now += ms
+            Clock.now += ms
             return good.backward()
 
         return Runner(good.forward, backward, good.leaves)
@@ -212,11 +213,11 @@ def test_host_suite_runs_ours_and_flash() -> None:
 
 
 def test_without_leaves_a_peer_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", "paper", "--list", "--without", "cuDNN"]) == 0
+    assert main(["paper", "--list", "--without", "cuDNN"]) == 0
     listed = capsys.readouterr().out
     assert "not installed: cuDNN (--without)" in listed
     assert "run it: dash-attn, dash-attn unordered, cuDNN," not in listed
-    assert main(["bench", "--suite", "ranks", "--list", "--without", "FlexAttention"]) == 0  # not in this suite anyway
+    assert main(["ranks", "--list", "--without", "FlexAttention"]) == 0  # not in this suite anyway
     capsys.readouterr()
-    assert main(["bench", "--list", "--without", "cuBNN"]) == 2
+    assert main(["--list", "--without", "cuBNN"]) == 2
     assert "no such kernel: cuBNN" in capsys.readouterr().err

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from bench_results import made_up_results, made_up_row
-from bench_stand_ins import FakeStopwatch
+from bench_stand_ins import fake_times
+from benchmarks import cache_peers, decode
+from benchmarks.report import print_report
+from benchmarks.suite import main
+from benchmarks.suites import SUITES, choose
+from cached import CacheCase
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.cli.main import main
-from dash_attn.tools.bench import caches, decode
-from dash_attn.tools.bench.candidates import make_tensors
+from dash_attn.tools.bench.candidates import CUDNN, OURS, make_tensors
 from dash_attn.tools.bench.checks import not_as_promised
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.names import CUDNN, OURS
 from dash_attn.tools.bench.pytorch_peers import FLASH
-from dash_attn.tools.bench.report import print_report, table
-from dash_attn.tools.bench.results import save
-from dash_attn.tools.bench.suites import SUITES, Shape, choose
+from dash_attn.tools.bench.report import save, table
+from dash_attn.tools.bench.shape import Shape
 from dense import same_bits
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_bad_shapes_are_refused(changes: dict[str, Any], said: str) -> None:
 @each_kind
 def test_pages_hold_the_keys(shape: Shape) -> None:
     tensors = make_tensors(shape, CPU)
-    (cache,) = caches.caches(shape, tensors)
+    (cache,) = cache_peers.caches(shape, tensors)
     if cache.table is None:
         assert same_bits(cache.k, tensors.k)
         assert cache.k.data_ptr() != tensors.k.data_ptr(), "every candidate has its own"
@@ -89,7 +90,7 @@ def test_pages_hold_the_keys(shape: Shape) -> None:
 
 
 def test_copies_take_turns() -> None:
-    run = caches.in_turn([lambda i=i: torch.tensor(i) for i in range(3)])
+    run = cache_peers.in_turn([lambda i=i: torch.tensor(i) for i in range(3)])
     assert [int(run.forward()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     with pytest.raises(NotImplementedError, match="no backward"):
         run.backward()
@@ -172,9 +173,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(shape: Shape) -> dict[str, dict[str, Any]]:
-    found, missing = decode.decode_candidates()
+    found, missing = cache_peers.decode_candidates()
     assert missing == {}
-    rows = measure(shape, found, 2, FakeStopwatch, CPU)
+    rows = measure(shape, found, 2, fake_times, CPU)
     assert {row["pass"] for row in rows} == {"forward"}
     return {row["candidate"]: row for row in rows}
 
@@ -197,19 +198,19 @@ def test_every_package_is_called_as_it_wants(shape: Shape) -> None:
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
-    found, missing = decode.decode_candidates()
+    found, missing = cache_peers.decode_candidates()
     assert list(missing) == PACKAGED
     assert [candidate.name for candidate in found] == [OURS, CUDNN, FLASH]
-    assert [candidate.name for candidate in decode.decode_candidates(with_peers=False)[0]] == [OURS]
+    assert [candidate.name for candidate in cache_peers.decode_candidates(with_peers=False)[0]] == [OURS]
 
 
 def test_pytorch_attends_rows() -> None:
     """Its kernels need a GPU; the one for every device stands in."""
     shape = SMALL["rows"]
     tensors = make_tensors(shape, CPU)
-    out = decode._sdpa("MATH", shape, tensors).forward()
-    torch.testing.assert_close(out, decode.training_forward(shape, tensors), atol=0.02, rtol=0.02)
-    refused = {name: decode._refused_by_sdpa(other) for name, other in SMALL.items()}
+    out = cache_peers._sdpa("MATH", shape, tensors).forward()
+    torch.testing.assert_close(out, cache_peers.training_forward(shape, tensors), atol=0.02, rtol=0.02)
+    refused = {name: cache_peers._refused_by_sdpa(other) for name, other in SMALL.items()}
     assert [name for name, why in refused.items() if why is None] == ["rows"]
 
 
@@ -221,9 +222,9 @@ def test_other_bits_than_those_of_training_are_seen(monkeypatch: pytest.MonkeyPa
         out.view(torch.int16)[0, 0, 0, 5] ^= 1
         return out
 
-    monkeypatch.setattr(decode, "flash_attn_with_kvcache", nearly)
-    found, _ = decode.decode_candidates(with_peers=False)
-    (row,) = measure(SMALL["pages"], found, 2, FakeStopwatch, CPU)
+    monkeypatch.setattr(cache_peers, "flash_attn_with_kvcache", nearly)
+    found, _ = cache_peers.decode_candidates(with_peers=False)
+    (row,) = measure(SMALL["pages"], found, 2, fake_times, CPU)
     assert (row["status"], row["reason"]) == ("failed check", "1 of 256 elements have other bits than the training forward")
     out = torch.ones(3)
     assert not_as_promised((out,), out.clone()) is None
@@ -248,31 +249,53 @@ def test_tables_are_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--schedules", "--suite decode has a forward only: caches have no backward; got --schedules"),
-        ("--passes backward", "--suite decode has a forward only: caches have no backward; got --passes backward"),
+        ("--schedules", "suite decode has a forward only: caches have no backward; got --schedules"),
+        ("--passes backward", "suite decode has a forward only: caches have no backward; got --passes backward"),
         ("--seqlens 7", "no case of suite decode has these lengths"),
         ("", "bench needs a CUDA GPU"),
     ],
 )
 def test_what_does_not_fit_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["bench", "--suite", "decode", "--output", str(tmp_path), *words.split()]) == 2
+    assert main(["decode", "--output", str(tmp_path), *words.split()]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("packages")
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", "decode", "--list", "--masks", "window"]) == 0
+    assert main(["decode", "--list", "--masks", "window"]) == 0
     out = capsys.readouterr().out
     assert "causal window of 1024, head dim 128, 32 query and 8 KV heads, pages of 64, 128 x 1 queries on 8192 keys" in out
     assert f"can run it: {OURS}, {', '.join(PACKAGED)}" in out
     assert "cannot: cuDNN (scaled_dot_product_attention has no pages)" in out
-    assert main(["bench", "--suite", "decode", "--list", "--no-peers"]) == 0
+    assert main(["decode", "--list", "--no-peers"]) == 0
     assert "FlashInfer" not in capsys.readouterr().out
 
 
 def test_a_picture_of_caches_is_of_the_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored, picture = tmp_path / "decode.json", tmp_path / "decode.svg"
     save(results(), stored)
-    assert main(["bench", "--from", str(stored), "--plot", str(picture)]) == 0
+    assert main(["--from", str(stored), "--plot", str(picture)]) == 0
     assert "on caches, forward on" in picture.read_text()
     assert "pages of 64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", [decode.SMALL[5], decode.SMALL[10], decode.SMALL[11], decode.SMALL[13]], ids=decode.in_words)
+def test_benchmarks_decode_compares_bits(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is appended and of what is not; a last bit that is off is seen in each."""
+    assert decode.wrong_with(case) == ""
+
+    def nearly(*tensors: Tensor, **options: Any) -> Any:
+        found = flash_attn_with_kvcache(*tensors, **options)
+        (found[0] if isinstance(found, tuple) else found).view(torch.int16)[0, -1, 0, 5] ^= 1
+        return found
+
+    monkeypatch.setattr(decode, "flash_attn_with_kvcache", nearly)
+    assert decode.wrong_with(case) == "a call that appends nothing"
+    monkeypatch.setattr("cached.flash_attn_with_kvcache", nearly)
+    assert "out of sequence 0" in decode.wrong_with(case)
+
+
+def test_benchmarks_decode_has_its_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [control() for control in (decode.check_graph, decode.check_shift, decode.check_sdpa)] == [""] * 3
+    monkeypatch.setattr(decode, "flash_attn_with_kvcache", lambda q, *_, **__: torch.zeros_like(q))
+    assert decode.check_graph() == "problem 0 has other bits"

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from bench_results import made_up_results
-from bench_stand_ins import SMALL, FakeStopwatch, math_attention, spoiled
-from dash_attn.tools.bench import energy
+from bench_stand_ins import SMALL, fake_times, math_attention, spoiled
+from benchmarks import power as energy
+from benchmarks.power import Meter, NoCounter, NvmlCounter
+from benchmarks.report import print_report
 from dash_attn.tools.bench.candidates import Candidate
-from dash_attn.tools.bench.energy import Meter, NoCounter, NvmlCounter
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.report import print_report, table
+from dash_attn.tools.bench.report import table
 
 CPU = torch.device("cpu")
 
@@ -115,7 +116,7 @@ def test_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_with(meter: Meter | None) -> list[dict[str, Any]]:
     bad: Callable[..., Any] = spoiled(lambda dq, dk, dv: (dq * 2, dk, dv))
-    return measure(SMALL, [Candidate("good", math_attention), Candidate("bad", bad)], 2, FakeStopwatch, CPU, meter)
+    return measure(SMALL, [Candidate("good", math_attention), Candidate("bad", bad)], 2, fake_times, CPU, meter)
 
 
 def test_rows_have_energy_only_where_it_was_measured() -> None:

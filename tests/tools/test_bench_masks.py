@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench_stand_ins import FakeStopwatch
+from bench_stand_ins import fake_times
+from benchmarks import peers as all_peers
+from benchmarks.peers import Package, package_peers, peers
+from benchmarks.suite import main
+from benchmarks.suites import SUITES, choose
 from dash_attn import Window, flash_attn_func, flash_attn_varlen_func
-from dash_attn.cli.main import main
-from dash_attn.tools.bench import flex, pytorch_peers
-from dash_attn.tools.bench.candidates import Candidate, Tensors, make_tensors, ours
+from dash_attn.tools.bench import pytorch_peers
+from dash_attn.tools.bench.candidates import Candidate, Tensors, make_tensors, ours, who_runs
 from dash_attn.tools.bench.checks import Reference, dense, distance
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.packages import Package, package_peers
-from dash_attn.tools.bench.peers import peers, who_runs
-from dash_attn.tools.bench.suites import SUITES, Shape, choose
+from dash_attn.tools.bench.shape import Shape
 from dense import dense as whole_dense
 from dense import element_mask
 
@@ -148,7 +149,7 @@ def test_the_reference_sees_a_wrong_sink() -> None:
 
 @each_kind
 def test_ours_runs_or_says_why_not(shape: Shape) -> None:
-    rows = {row["candidate"]: row for row in measure(shape, ours(schedules=False), 2, FakeStopwatch, CPU) if row["pass"] == "backward"}
+    rows = {row["candidate"]: row for row in measure(shape, ours(schedules=False), 2, fake_times, CPU) if row["pass"] == "backward"}
     row = rows["dash-attn"]
     takes_sinks = "sinks" in flash_attn_func.__kwdefaults__
     if shape.sinks and not takes_sinks:
@@ -161,7 +162,7 @@ def test_ours_runs_or_says_why_not(shape: Shape) -> None:
 
 @each_kind
 def test_flex_rules_are_the_masks(shape: Shape) -> None:
-    rule = flex.mask_rule(shape.attended, CPU)
+    rule = all_peers.mask_rule(shape.attended, CPU)
     q, kv = torch.arange(300)[:, None], torch.arange(300)
     kept = torch.ones(300, 300, dtype=torch.bool) if rule is None else rule(q, q, q, kv)
     assert torch.equal(kept, element_mask(shape.attended, 300, 300))
@@ -175,13 +176,13 @@ def test_flex_computes_what_is_timed(kind: str) -> None:
 
     shape, tensors = SMALL[kind], make_tensors(SMALL[kind], CPU)
     inputs = [x.transpose(1, 2).float() for x in tensors[:3]]
-    attention = flex.attention_of(shape, CPU, flex_attention)
+    attention = all_peers.attention_of(shape, CPU, flex_attention)
     out = attention(*inputs, *([] if tensors.sinks is None else [tensors.sinks.float()])).transpose(1, 2)
     assert Reference(shape, tensors).complaint("forward", (out,)) is None
 
 
 def test_flex_without_a_gpu_is_unavailable_and_says_why() -> None:
-    row = next(row for row in measure(SMALL["window"], [flex.flex()], 2, FakeStopwatch, CPU) if row["pass"] == "backward")
+    row = next(row for row in measure(SMALL["window"], [all_peers.flex()], 2, fake_times, CPU) if row["pass"] == "backward")
     assert row["status"] == "unavailable"
     assert "CPU" in row["reason"]
 
@@ -247,7 +248,7 @@ def flash_attn_func_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[
 
 def rows_of(package: Package, shape: Shape) -> dict[str, Any]:
     candidates = [package.candidate("package", False), package.candidate("package deterministic", True)]
-    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, FakeStopwatch, CPU)}
+    return {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, fake_times, CPU)}
 
 
 @each_kind
@@ -311,10 +312,10 @@ def test_packages_are_found_by_importing_them(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kind", ["window", "documents", "prefix", "varlen"])
 def test_a_mask_tensor_is_the_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN itself needs a GPU; PyTorch's plain attention takes the same tensor."""
-    sdpa = pytorch_peers._sdpa
-    monkeypatch.setattr(pytorch_peers, "_sdpa", lambda backend, shape, **mask: sdpa("MATH", shape, **mask))
-    masked = next(c for c in pytorch_peers.pytorch_peers() if c.name == pytorch_peers.CUDNN_MASKED)
-    rows = measure(SMALL[kind], [masked], 2, FakeStopwatch, CPU)
+    sdpa = pytorch_peers.sdpa
+    monkeypatch.setattr(pytorch_peers, "sdpa", lambda backend, shape, **mask: sdpa("MATH", shape, **mask))
+    masked = next(c for c in all_peers.pytorch_peers() if c.name == all_peers.CUDNN_MASKED)
+    rows = measure(SMALL[kind], [masked], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
 
 
@@ -333,16 +334,16 @@ def old_varlen(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, n: int, m:
 @pytest.mark.parametrize("kind", ["documents", "varlen", "varlen full"])
 def test_pytorch_varlen_of_any_version(function: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
-    flash = [c for c in pytorch_peers.pytorch_peers() if c.name.startswith(pytorch_peers.FLASH)]
-    rows = measure(SMALL[kind], flash, 2, FakeStopwatch, CPU)
+    flash = [c for c in all_peers.pytorch_peers() if c.name.startswith(pytorch_peers.FLASH)]
+    rows = measure(SMALL[kind], flash, 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok"] * 3, [row["reason"] for row in rows]
 
 
 def test_pytorch_flash_without_a_gpu_has_neither_windows_nor_packed_sequences() -> None:
     """The operators are called, and say themselves that they need a GPU."""
     for kind in ("window", "varlen"):
-        flash = next(c for c in pytorch_peers.pytorch_peers() if c.name == pytorch_peers.FLASH)
-        row = measure(SMALL[kind], [flash], 2, FakeStopwatch, CPU)[0]
+        flash = next(c for c in all_peers.pytorch_peers() if c.name == pytorch_peers.FLASH)
+        row = measure(SMALL[kind], [flash], 2, fake_times, CPU)[0]
         assert row["status"] == "unavailable"
         assert "_flash_attention_forward" in row["reason"] or "varlen" in row["reason"] or "CUDA" in row["reason"], row["reason"]
 
@@ -362,13 +363,13 @@ def test_who_cannot_is_not_run() -> None:
     def never(shape: Shape, tensors: Tensors) -> Any:
         raise AssertionError("it was prepared")
 
-    assert measure(SMALL["prefix"], [Candidate("x", never, refuses=lambda shape: "has no prefix")], 2, FakeStopwatch, CPU) == []
+    assert measure(SMALL["prefix"], [Candidate("x", never, refuses=lambda shape: "has no prefix")], 2, fake_times, CPU) == []
 
 
 def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", "masks", "--masks", "prefix", "--list"]) == 0
+    assert main(["masks", "--masks", "prefix", "--list"]) == 0
     out = capsys.readouterr().out
     assert "prefix of 4096, head dim 128, 16 heads, 1 x 16384 tokens" in out
     assert "  cannot: PyTorch flash (has no prefix mask)" in out
-    assert main(["bench", "--suite", "llama", "--list", "--no-peers"]) == 0
+    assert main(["llama", "--list", "--no-peers"]) == 0
     assert capsys.readouterr().out.count("can run it: dash-attn, dash-attn unordered\n") == 9

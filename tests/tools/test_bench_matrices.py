@@ -1,4 +1,4 @@
-"""Boolean matrices in `dash-attn bench --suite masks`: what is drawn, who runs it, what its tiles and its planning cost."""
+"""Boolean matrices in the suite `masks`: what is drawn, who runs it, what its tiles and its planning cost."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from bench_results import made_up_row
-from bench_stand_ins import FakeStopwatch
+from bench_stand_ins import fake_times
+from benchmarks.matrices import DRAWN, Matrix, planning_ms
+from benchmarks.peers import peers, rule_of
+from benchmarks.report import planning_costs, tile_rates
+from benchmarks.suites import choose
 from dash_attn.masks import TileMap, TilePattern
-from dash_attn.tools.bench.candidates import make_tensors, ours
+from dash_attn.tools.bench.candidates import make_tensors, ours, who_runs
 from dash_attn.tools.bench.checks import dropped_keys
-from dash_attn.tools.bench.flex import rule_of
-from dash_attn.tools.bench.matrices import DRAWN, Matrix
-from dash_attn.tools.bench.matrix_tables import planning_costs, tile_rates
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.peers import peers, who_runs
-from dash_attn.tools.bench.planning import planning_ms
 from dash_attn.tools.bench.shape import Shape
-from dash_attn.tools.bench.suites import choose
 
 CPU = torch.device("cpu")
 NAMES = ("blocks:64", "blocks:32", "elements", "tree")
@@ -53,7 +51,10 @@ def test_what_they_keep() -> None:
 
 
 def test_other_masks_are_no_matrices() -> None:
-    assert [Matrix.parse(text) for text in ("causal", "full", "blocks", "blocks:0", "window:64,0", "trees")] == [None] * 6
+    assert not any(isinstance(Shape(text, 512, 1, 2, 2, 16).attended, Matrix) for text in ("causal", "full", "window:64,0"))
+    for text in ("blocks", "blocks:0", "trees", "tree:4"):
+        with pytest.raises(ValueError, match="unknown mask"):
+            Shape(text, 512, 1, 2, 2, 16)
 
 
 def test_operations_are_those_of_the_tiles() -> None:
@@ -83,7 +84,7 @@ def test_who_runs_them() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ours_is_checked_and_timed(name: str) -> None:
-    rows = measure(small(name), ours(schedules=False)[:1], 2, FakeStopwatch, CPU)
+    rows = measure(small(name), ours(schedules=False)[:1], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
 
 
@@ -92,7 +93,7 @@ def test_another_matrix_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None
     shape = small("elements")
     other = Matrix("elements", seed=7).mask(512, 512)
     monkeypatch.setattr(Shape, "argument", property(lambda self: other))
-    assert {row["status"] for row in measure(shape, ours(schedules=False)[:1], 2, FakeStopwatch, CPU)} == {"failed check"}
+    assert {row["status"] for row in measure(shape, ours(schedules=False)[:1], 2, fake_times, CPU)} == {"failed check"}
 
 
 def test_flex_gets_the_same_rule() -> None:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def memory() -> Any:
-    spec = importlib.util.spec_from_file_location("memory_of_a_backward", ROOT / "benchmarks/memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import memory
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.exhaustive
-def test_workspaces_of_a_tree(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workspaces_of_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(memory.report, "__defaults__", ([(2, 1), (4, 1)], 256))
     memory.main(["--json", str(tmp_path / "m.json")])
     few, many = json.loads((tmp_path / "m.json").read_text())["rows"]
@@ -37,7 +25,7 @@ def test_workspaces_of_a_tree(memory: Any, tmp_path: Path, monkeypatch: pytest.M
     assert capsys.readouterr().out.startswith("2/1 heads, 256 tokens: ")
 
 
-def test_measured_bytes_are_told_beside_the_workspace(memory: Any) -> None:
+def test_measured_bytes_are_told_beside_the_workspace() -> None:
     found = {"workspace_bytes": 3 * 2**20, "measured_bytes": 5 * 2**20}
     row = {"q_heads": 8, "kv_heads": 1, "tokens": 32768, "here": found, "others": [{"workspace_bytes": 2**21}]}
     assert memory.in_words(row) == "8/1 heads, 32768 tokens: 3 MiB, measured 5; other 2 MiB"

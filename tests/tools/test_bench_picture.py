@@ -1,4 +1,4 @@
-"""The pictures of `dash-attn bench` and of `dash-attn calibrate`, from made-up results."""
+"""The pictures of benchmarks and of `dash-attn calibrate`, from made-up results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from bench_results import failed, made_up_results, made_up_row
+from benchmarks import pictures, pictures_of_cases, suite
+from benchmarks.suites import SUITES
 from dash_attn.cli.main import main
 from dash_attn.scheduling.generators import GENERATORS
-from dash_attn.tools.bench import picture, picture_cases, picture_errors, picture_prediction, picture_schedules
 from dash_attn.tools.bench.candidates import COMPARED_SCHEDULES
-from dash_attn.tools.bench.picture_style import OTHER_LOOK, SCHEDULE_LOOKS
-from dash_attn.tools.bench.results import save
-from dash_attn.tools.bench.suites import SUITES
+from dash_attn.tools.bench.report import save
+from dash_attn.tools.calibrate import pictures as prediction_pictures
+from dash_attn.tools.calibrate.pictures import OTHER_LOOK, SCHEDULE_LOOKS
 from picture_texts import overlaps
 
 pytest.importorskip("matplotlib")
@@ -49,7 +50,7 @@ def lines_of(axes: Any) -> dict[str, Any]:
 
 def test_picture_from_a_file(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.png", "b.svg"):
-        assert main(["bench", "--from", str(stored), "--plot", str(tmp_path / name)]) == 0
+        assert suite.main(["--from", str(stored), "--plot", str(tmp_path / name)]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "b.svg").read_text()
     for text in ("causal, head dim 64", "full, head dim 128", "reproducible backward on Nonesuch: 1.10 to 1.10 times", "cuDNN = 1", "16k"):
@@ -63,7 +64,7 @@ def test_picture_draws_the_ratios() -> None:
     results = made_up_results()
     rows = [row for row in results["rows"] if row["pass"] == "backward"]
     rows = [row for row in rows if not (row["candidate"] == "PyTorch flash" and row["shape"]["seqlen"] == 1024)]
-    figure = picture._figure(results, rows, "backward")
+    figure = pictures._figure(results, rows, "backward")
     assert len(figure.axes) == 4
     for axes in figure.axes:
         lines = lines_of(axes)
@@ -81,15 +82,15 @@ def test_picture_draws_the_ratios() -> None:
 def test_nothing_overlaps(direction: str, panels: int) -> None:
     from matplotlib import rc_context
 
-    from dash_attn.tools.bench.picture_style import STYLE
+    from dash_attn.tools.calibrate.pictures import STYLE
 
     results = results_with_schedules()
     kinds = [(64, "causal"), (64, "full"), (128, "causal"), (128, "full")][:panels]
     rows = [row for row in results["rows"] if (row["shape"]["head_dim"], row["shape"]["mask"]) in kinds]
     main_rows = [row for row in rows if row["pass"] == direction and ":" not in row["candidate"]]
     with rc_context(STYLE):
-        assert overlaps(picture._figure(results, main_rows, direction)) == []
-        assert overlaps(picture_schedules._figure(results, picture_schedules.relative_rows(rows))) == []
+        assert overlaps(pictures._figure(results, main_rows, direction)) == []
+        assert overlaps(pictures._schedules_figure(results, pictures.relative_rows(rows))) == []
 
 
 def results_of_masks() -> dict[str, Any]:
@@ -107,7 +108,7 @@ def test_cases_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     results = results_of_masks()
     source, path = tmp_path / "masks.json", tmp_path / "masks.svg"
     save(results, source)
-    assert main(["bench", "--from", str(source), "--plot", str(path)]) == 0
+    assert suite.main(["--from", str(source), "--plot", str(path)]) == 0
     assert "(1.83*)" in capsys.readouterr().out
     svg = path.read_text()
     for text in (
@@ -116,7 +117,7 @@ def test_cases_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "1.83 to 1.83 times the fastest other",
     ):
         assert text in svg
-    figure = picture_cases._figure(results, results["rows"], "backward")
+    figure = pictures_of_cases.cases_figure(results, results["rows"], "backward")
     (axes,) = figure.axes
     drawn = {points.get_label(): points.get_offsets() for points in axes.collections}
     assert list(drawn) == ["dash-attn", "dash-attn unordered", "PyTorch flash", "PyTorch flash deterministic"]
@@ -127,9 +128,9 @@ def test_cases_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_limits_hold_every_value() -> None:
-    assert picture._limits([0.265, 1.446]) == pytest.approx((0.2, 1.496))
-    assert picture._limits([0.02]) == pytest.approx((0.0, 1.05))
-    low, high = picture_schedules._limits([0.27, 0.9])
+    assert pictures._limits([0.265, 1.446]) == pytest.approx((0.2, 1.496))
+    assert pictures._limits([0.02]) == pytest.approx((0.0, 1.05))
+    low, high = pictures._schedules_limits([0.27, 0.9])
     assert low < 0.27
     assert high > 1.0
 
@@ -137,16 +138,16 @@ def test_limits_hold_every_value() -> None:
 def test_nothing_to_draw(tmp_path: Path) -> None:
     results = made_up_results()
     with pytest.raises(ValueError, match="no schedules"):
-        picture_schedules.draw_schedules(results, tmp_path / "a.png")
+        pictures.draw_schedules(results, tmp_path / "a.png")
     results["rows"] = [failed(row, "unavailable", "none") for row in results["rows"]]
     with pytest.raises(ValueError, match="nothing to draw"):
-        picture.draw(results, tmp_path / "a.png")
+        pictures.draw(results, tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
 
 
 def test_schedules_from_a_file(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.png", "b.svg"):
-        assert main(["bench", "--from", str(stored), "--plot-schedules", str(tmp_path / name)]) == 0
+        assert suite.main(["--from", str(stored), "--plot-schedules", str(tmp_path / name)]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "b.svg").read_text()
     for text in ("causal, head dim 64", "auto (dash-attn's choice)", "dash-attn unordered = 1", "homemade", "ascending falls to 0.25"):
@@ -156,19 +157,19 @@ def test_schedules_from_a_file(stored: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_both_pictures_in_one_command(stored: Path, tmp_path: Path) -> None:
-    assert main(["bench", "--from", str(stored), "--plot", str(tmp_path / "a.png"), "--plot-schedules", str(tmp_path / "b.png")]) == 0
+    assert suite.main(["--from", str(stored), "--plot", str(tmp_path / "a.png"), "--plot-schedules", str(tmp_path / "b.png")]) == 0
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
 
 
 def test_a_wrong_format_is_refused_before_anything_is_drawn(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--from", str(stored), "--plot", str(tmp_path / "a.png"), "--plot-schedules", "b.gif"]) == 2
+    assert suite.main(["--from", str(stored), "--plot", str(tmp_path / "a.png"), "--plot-schedules", "b.gif"]) == 2
     assert "b.gif" in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists()
 
 
 def test_schedules_are_relative_to_unordered() -> None:
     results = results_with_schedules()
-    figure = picture_schedules._figure(results, picture_schedules.relative_rows(results["rows"]))
+    figure = pictures._schedules_figure(results, pictures.relative_rows(results["rows"]))
     assert len(figure.axes) == 4
     for axes in figure.axes:
         lines = lines_of(axes)
@@ -191,8 +192,8 @@ def test_schedules_are_relative_to_unordered() -> None:
 def test_shapes_without_an_unordered_time_are_left_out() -> None:
     rows = results_with_schedules()["rows"]
     kept = [row for row in rows if not (row["candidate"] == "dash-attn unordered" and row["shape"]["seqlen"] == 512)]
-    assert 512 in {row["shape"]["seqlen"] for row in picture_schedules.relative_rows(rows)}
-    assert 512 not in {row["shape"]["seqlen"] for row in picture_schedules.relative_rows(kept)}
+    assert 512 in {row["shape"]["seqlen"] for row in pictures.relative_rows(rows)}
+    assert 512 not in {row["shape"]["seqlen"] for row in pictures.relative_rows(kept)}
 
 
 def test_every_schedule_has_its_own_look() -> None:
@@ -211,7 +212,7 @@ def made_up_prediction() -> dict[str, Any]:
 
 
 def test_prediction_labels_outliers() -> None:
-    figure = picture_prediction.figure_of(made_up_prediction())
+    figure = prediction_pictures.prediction_figure(made_up_prediction())
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.texts] == [
         "causal 1k, d64: \N{MINUS SIGN}40 %",
@@ -226,7 +227,7 @@ def test_prediction_labels_outliers() -> None:
 
 
 def test_errors_by_schedule() -> None:
-    figure = picture_errors.figure_of(made_up_prediction())
+    figure = prediction_pictures.errors_figure(made_up_prediction())
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ascending", "spt", "homemade"]
     minus = "\N{MINUS SIGN}"
@@ -267,8 +268,8 @@ def test_from_needs_something_to_draw(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_documents_tell_the_committed_errors() -> None:
     root = Path(__file__).parents[2]
-    found = picture_prediction.read(root / "benchmarks/results/h200-prediction.json")
-    title = picture_errors._title(found)
+    found = prediction_pictures.read(root / "benchmarks/results/h200-prediction.json")
+    title = prediction_pictures._errors_title(found)
     numbers = re.search(r"off by ([\d.]+ %) in the median of (\d+) runs, ([\d.]+ %) rms", title)
     assert numbers is not None
     page = (root / "docs/simulator.md").read_text()

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from bench_results import made_up_results, made_up_row
-from bench_stand_ins import FakeStopwatch, spoiled
+from bench_stand_ins import fake_times, spoiled
+from benchmarks import peers as all_peers
+from benchmarks import pictures_of_cases
+from benchmarks.peers import Package, equal_heads, peers
+from benchmarks.result_files import case_names
+from benchmarks.suite import main
+from benchmarks.suites import SUITES, choose
 from dash_attn import flash_attn_func
-from dash_attn.cli.main import main
-from dash_attn.tools.bench import flex, picture_cases, pytorch_peers
-from dash_attn.tools.bench.candidates import Candidate, Runner, Tensors, make_tensors, ours, runner
+from dash_attn.tools.bench import pytorch_peers
+from dash_attn.tools.bench.candidates import EQUAL_HEADS, Candidate, Runner, Tensors, make_tensors, ours, runner, who_runs
 from dash_attn.tools.bench.checks import Reference, distance, dropped_keys
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.names import EQUAL_HEADS
-from dash_attn.tools.bench.packages import Package
-from dash_attn.tools.bench.peers import peers, who_runs
-from dash_attn.tools.bench.report import table
-from dash_attn.tools.bench.results import case_names, save, summary
-from dash_attn.tools.bench.suites import SUITES, Shape, choose
+from dash_attn.tools.bench.report import save, summary, table
+from dash_attn.tools.bench.shape import Shape
 from dense import dense as whole_dense
 from dense import element_mask
 from picture_texts import overlaps
@@ -118,8 +119,8 @@ def test_the_reference_is_attention(shape: Shape, monkeypatch: pytest.MonkeyPatc
 
 @each_kind
 def test_ours_runs_and_equal_heads_where_they_are_shared(shape: Shape) -> None:
-    candidates = ours(schedules=False, equal_heads=True)
-    rows = {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, FakeStopwatch, CPU)}
+    candidates = [*ours(schedules=False), equal_heads()]
+    rows = {(row["candidate"], row["pass"]): row for row in measure(shape, candidates, 2, fake_times, CPU)}
     assert {row["status"] for row in rows.values()} == {"ok"}, [row["reason"] for row in rows.values()]
     mine = rows["dash-attn", "backward"]
     assert mine["ratio_to_unordered"] == 1.0
@@ -139,7 +140,7 @@ def test_equal_heads_run_with_a_kv_head_per_query_head(monkeypatch: pytest.Monke
     monkeypatch.setattr("dash_attn.tools.bench.candidates.flash_attn_func", noted)
     shape = SMALL["few KV heads"]
     tensors = make_tensors(shape, CPU)
-    made = ours(False, True)[2].prepare(shape, tensors)
+    made = equal_heads().prepare(shape, tensors)
     assert heads == [(6, 6)]
     assert [x.shape[2] for x in made.backward()] == [6, 6, 6]
     dq, dk, dv = made.results("backward")
@@ -150,18 +151,18 @@ def test_equal_heads_run_with_a_kv_head_per_query_head(monkeypatch: pytest.Monke
 
 
 def test_equal_heads_only_where_the_suite_asks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", "ranks", "--list", "--no-peers"]) == 0
+    assert main(["ranks", "--list", "--no-peers"]) == 0
     said = capsys.readouterr().out
     assert said.count(f"can run it: dash-attn, dash-attn unordered, {EQUAL_HEADS}\n") == sum(s.group > 1 for s in choose("ranks"))
     assert f"cannot: {EQUAL_HEADS} (its heads are equal already: see dash-attn)" in said
-    assert main(["bench", "--suite", "llama", "--list", "--no-peers"]) == 0
+    assert main(["llama", "--list", "--no-peers"]) == 0
     assert EQUAL_HEADS not in capsys.readouterr().out
 
 
 def test_passes_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", "ranks", "--list", "--no-peers", "--passes", "forward"]) == 0
+    assert main(["ranks", "--list", "--no-peers", "--passes", "forward"]) == 0
     assert "can run it: dash-attn\n" in capsys.readouterr().out
-    assert main(["bench", "--passes", "sideways", "--list"]) == 2
+    assert main(["--passes", "sideways", "--list"]) == 2
     assert "--passes takes forward and backward; got sideways" in capsys.readouterr().err
 
 
@@ -179,10 +180,10 @@ def test_who_cannot_align_the_last_query_says_so() -> None:
 @pytest.mark.parametrize("kind", ["short causal queries", "short full queries", "narrow values", "short queries, narrow values"])
 def test_sdpa_gets_the_mask_of_short_queries(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN needs a GPU; PyTorch's plain attention takes the same arguments."""
-    sdpa = pytorch_peers._sdpa
-    monkeypatch.setattr(pytorch_peers, "_sdpa", lambda backend, shape, **mask: sdpa("MATH", shape, **mask))
-    cudnn = [c for c in pytorch_peers.pytorch_peers() if c.name.startswith("cuDNN")]
-    rows = measure(SMALL[kind], cudnn, 2, FakeStopwatch, CPU)
+    sdpa = pytorch_peers.sdpa
+    monkeypatch.setattr(pytorch_peers, "sdpa", lambda backend, shape, **mask: sdpa("MATH", shape, **mask))
+    cudnn = [c for c in all_peers.pytorch_peers() if c.name.startswith("cuDNN")]
+    rows = measure(SMALL[kind], cudnn, 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
 
 
@@ -193,7 +194,7 @@ def test_sdpa_itself_would_be_wrong() -> None:
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         return runner(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), tensors, heads_first=True)
 
-    rows = measure(SMALL["short causal queries"], [Candidate("sdpa", prepare)], 2, FakeStopwatch, CPU)
+    rows = measure(SMALL["short causal queries"], [Candidate("sdpa", prepare)], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["failed check"] * 2
 
 
@@ -205,8 +206,8 @@ def test_the_operator_gets_both_lengths(monkeypatch: pytest.MonkeyPatch) -> None
         return (flash_attn_func(q, k, v, causal=rest[5]),)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    flash = next(c for c in pytorch_peers.pytorch_peers() if c.name == pytorch_peers.FLASH)
-    rows = measure(SMALL["short causal queries"], [flash], 2, FakeStopwatch, CPU)
+    flash = next(c for c in all_peers.pytorch_peers() if c.name == pytorch_peers.FLASH)
+    rows = measure(SMALL["short causal queries"], [flash], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok", "ok"], [row["reason"] for row in rows]
     assert given[0] == (None, None, 70, 300, 0.0, True, False)
 
@@ -218,7 +219,7 @@ def test_packages_take_them(shape: Shape) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, deterministic: bool = False) -> Tensor:
         return flash_attn_func(q, k, v, causal=causal)
 
-    rows = measure(shape, [Package(function, None).candidate("package", True)], 2, FakeStopwatch, CPU)
+    rows = measure(shape, [Package(function, None).candidate("package", True)], 2, fake_times, CPU)
     assert [row["status"] for row in rows] == ["ok"], [row["reason"] for row in rows]
 
 
@@ -228,7 +229,7 @@ def test_flex_computes_what_is_timed(kind: str) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     shape, tensors = SMALL[kind], make_tensors(SMALL[kind], CPU)
-    attention = flex.attention_of(shape, CPU, flex_attention)
+    attention = all_peers.attention_of(shape, CPU, flex_attention)
     out = attention(*(x.transpose(1, 2).float() for x in tensors[:3])).transpose(1, 2)
     assert Reference(shape, tensors).complaint("forward", (out,)) is None
 
@@ -259,16 +260,16 @@ def test_a_picture_of_the_ranks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib import rc_context
 
-    from dash_attn.tools.bench.picture_style import STYLE
+    from dash_attn.tools.calibrate.pictures import STYLE
 
     results, source, path = results_of_ranks(), tmp_path / "ranks.json", tmp_path / "ranks.svg"
     save(results, source)
-    assert main(["bench", "--from", str(source), "--plot", str(path)]) == 0
+    assert main(["--from", str(source), "--plot", str(path)]) == 0
     svg = path.read_text()
     for text in ("at shapes of ranks", EQUAL_HEADS, "2048 queries on 16384 keys", "4 x 4096 tokens"):
         assert text in svg
     with rc_context(STYLE):
-        figure = picture_cases._figure(results, results["rows"], "backward")
+        figure = pictures_of_cases.cases_figure(results, results["rows"], "backward")
         assert overlaps(figure) == []
     drawn = {points.get_label(): points.get_offsets() for points in figure.axes[0].collections}
     assert drawn["dash-attn"][:, 1].tolist() == list(range(23)), "a row for every case"
@@ -287,6 +288,6 @@ def test_cases_have_short_names_where_those_tell_them_apart() -> None:
 
 def test_spoiled_equal_heads_get_no_figure() -> None:
     bad = Candidate(EQUAL_HEADS, spoiled(lambda dq, dk, dv: (dq, dk * 2, dv)), True, ("backward",))
-    rows = {row["candidate"]: row for row in measure(SMALL["few KV heads"], [*ours(False), bad], 2, FakeStopwatch, CPU)}
+    rows = {row["candidate"]: row for row in measure(SMALL["few KV heads"], [*ours(False), bad], 2, fake_times, CPU)}
     assert rows[EQUAL_HEADS]["status"] == "failed check"
     assert "ratio_to_equal_heads" not in rows["dash-attn"]

@@ -1,4 +1,4 @@
-"""`dash-attn bench` without a GPU: files, tables and errors, from made-up results."""
+"""Suites and `dash-attn bench` without a GPU: files, tables and errors, from made-up results."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from bench_results import failed, made_up_results
-from dash_attn.cli.main import main
-from dash_attn.tools.bench.report import print_report
-from dash_attn.tools.bench.results import read, save, summary
+from bench_stand_ins import fake_times
+from benchmarks.report import print_report
+from benchmarks.result_files import read
+from benchmarks.suite import main
+from dash_attn.cli import bench
+from dash_attn.cli.main import main as command
+from dash_attn.tools.bench.report import save, summary
+from dash_attn.tools.bench.suites import SUITES as SHORT
+from dash_attn.tools.bench.suites import Suite
+
+HOST = {"status": "ok", "median_us": 123.4, "p20_us": 100.0, "p80_us": 150.0}
 
 
 @pytest.fixture
@@ -31,7 +39,7 @@ def test_a_stored_file_is_read_back(stored: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    assert main(["bench", "--from", str(path)]) == 2
+    assert main(["--from", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
 
 
@@ -49,7 +57,7 @@ def test_summary() -> None:
 
 
 def test_last_line_is_json(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--from", str(stored)]) == 0
+    assert main(["--from", str(stored)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[-1])["path"] == str(stored)
     assert sum("dash-attn unordered" in line for line in lines) == 8  # two passes, four kinds of shape
@@ -78,15 +86,15 @@ def test_exit_code_tells_that_ours_failed(stored: Path, capsys: pytest.CaptureFi
     results = made_up_results()
     results["rows"][0] = failed(results["rows"][0], "failed check", "out is off")
     save(results, stored)
-    assert main(["bench", "--from", str(stored)]) == 1
+    assert main(["--from", str(stored)]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 1
 
 
 def test_host_results_are_shown(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = {"candidate": "dash-attn", "status": "ok", "median_us": 123.4, "p20_us": 100.0, "p80_us": 150.0}
+    good = {"candidate": "dash-attn", **HOST}
     bad = {"candidate": "cuDNN", "status": "unavailable", "reason": "RuntimeError: none"}
     save({**made_up_results(), "suite": "host", "rows": [], "host": [good, bad]}, stored)
-    assert main(["bench", "--from", str(stored)]) == 0
+    assert main(["--from", str(stored)]) == 0
     out = capsys.readouterr().out
     assert "123.4" in out
     assert "cuDNN: unavailable (RuntimeError: none)" in out
@@ -96,9 +104,46 @@ def test_host_results_are_shown(stored: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("suite", ["paper", "quick", "gqa", "llama", "masks", "host"])
 def test_no_gpu(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", suite, "--output", str(tmp_path)]) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().err
+    assert main([suite, "--output", str(tmp_path)]) == 2
+    if suite in SHORT or suite == "host":
+        assert command(["bench", "--suite", suite, "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("needs a CUDA GPU") == said.count("\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command with a small suite, a timer that does not wait and no GPU."""
+    monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
+    monkeypatch.setattr(bench, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("dash_attn.tools.machine.gpu_environment", lambda backend: {"gpu": "NVIDIA N100"})
+    monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
+    monkeypatch.setitem(SHORT, "quick", Suite((128,), (32,), ("causal",), ((2, 2),)))
+    monkeypatch.setattr("dash_attn.tools.bench.suites.TOKENS", 128)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours and PyTorch's, and nobody else's."""
+    assert command(["bench", "--repeats", "2", "--output", str(tmp_path)]) == 0
+    results = read(tmp_path / "n100-quick.json")
+    found = {(row["candidate"], row["pass"]): row["status"] for row in results["rows"]}
+    of_pytorch = {"cuDNN", "PyTorch flash", "PyTorch flash deterministic", "PyTorch efficient"}
+    assert {name for name, _ in found} == {"dash-attn", "dash-attn unordered", *of_pytorch}
+    assert found["dash-attn", "forward"] == found["dash-attn", "backward"] == found["PyTorch flash", "backward"] == "ok"
+    out = capsys.readouterr().out
+    assert "backward: causal, head dim 32" in out
+    assert "cuDNN forward, causal, head dim 32: unavailable (RuntimeError" in out
+    assert json.loads(out.splitlines()[-1])["failed"] == 0
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("dash_attn.tools.bench.host.measure_host", lambda device, wait: [{"candidate": "dash-attn", **HOST}])
+    assert command(["bench", "--suite", "host", "--output", str(tmp_path)]) == 0
+    assert read(tmp_path / "n100-host.json")["host"][0]["median_us"] == 123.4
+    assert "123.4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -106,19 +151,21 @@ def test_no_gpu(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["--repeats", "0"], "--repeats"),
         (["--masks", "window"], "window"),
-        (["--head-dims", "96", "--suite", "paper"], "96"),
+        (["paper", "--head-dims", "96"], "96"),
         (["--plot", "speed.gif"], "speed.gif"),
         (["--from", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words]) == 2
+    assert main([*words]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--seqlens", "12,x"], ["--seqlens", ","], ["--suite", "fast"]])
+@pytest.mark.parametrize("words", [["--seqlens", "12,x"], ["--seqlens", ","], ["fast"]])
 def test_bad_words(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", *words])
+        main(words)
+    with pytest.raises(SystemExit, match="2"):
+        command(["bench", *(words if len(words) > 1 else ["--suite", *words])])

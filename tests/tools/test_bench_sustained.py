@@ -15,19 +15,18 @@ import pytest
 import torch
 
 from bench_results import failed, made_up_results, made_up_row
-from bench_stand_ins import SMALL, FakeStopwatch, math_attention, spoiled
-from dash_attn.cli import bench, bench_measuring
-from dash_attn.cli.main import main
-from dash_attn.tools.bench import energy, picture_sustained, processes, sustained
+from bench_stand_ins import SMALL, fake_times, math_attention, spoiled
+from benchmarks import pictures_of_cases, power, result_files, suite
+from benchmarks.power import SUSTAINED_CHUNK, WARM_UP, Endurance, NoCounter, NvmlCounter, Sample, summed_up
+from benchmarks.report import print_report
+from benchmarks.result_files import merged, ours_over, read
+from benchmarks.suite import main
+from benchmarks.suites import SUITES, Cases
+from dash_attn.cli import bench
 from dash_attn.tools.bench.candidates import Candidate
-from dash_attn.tools.bench.energy import NoCounter, NvmlCounter
 from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.processes import merged
-from dash_attn.tools.bench.relative import ours_over
-from dash_attn.tools.bench.report import print_report
-from dash_attn.tools.bench.results import read, save
-from dash_attn.tools.bench.suites import SUITES, Cases, Shape
-from dash_attn.tools.bench.sustained import CHUNK, WARM_UP, Endurance, Sample, summed_up
+from dash_attn.tools.bench.report import save
+from dash_attn.tools.bench.shape import Shape
 from picture_texts import overlaps
 
 CPU = torch.device("cpu")
@@ -68,20 +67,20 @@ def test_a_settled_gpu_is_measured(ms: float) -> None:
     assert found.watts == pytest.approx(690.0, rel=0.05), "what was drawn before the limit does not count"
     assert found.megahertz == 1200.0
     assert found.joules == pytest.approx(0.69 * ms, rel=0.05)
-    assert WARM_UP + 2.0 <= gpu.now < WARM_UP + 2.0 + 4 * max(CHUNK, ms / 1000)
+    assert WARM_UP + 2.0 <= gpu.now < WARM_UP + 2.0 + 4 * max(SUSTAINED_CHUNK, ms / 1000)
 
 
 def test_the_gpu_never_waits_for_the_host() -> None:
     gpu = BusyGpu(1.0)
     gpu.endurance().of(gpu.step, 1.0)
     assert gpu.idle_waits == 1, "only the last wait leaves nothing to do"
-    assert gpu.most_queued <= 3 * CHUNK * 1000
+    assert gpu.most_queued <= 3 * SUSTAINED_CHUNK * 1000
     assert gpu.queued == gpu.done
 
 
 def test_without_the_warm_up_it_would_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the first tenths of a second are unlike the rest."""
-    monkeypatch.setattr(sustained, "WARM_UP", 0.0)
+    monkeypatch.setattr(power, "WARM_UP", 0.0)
     gpu = BusyGpu(1.0)
     assert gpu.endurance(0.6).of(gpu.step, 1.0).watts < 600
 
@@ -129,7 +128,7 @@ def test_rows_have_what_the_scale_read() -> None:
 
     rows = {
         (row["candidate"], row["pass"]): row
-        for row in measure(SMALL, [Candidate("good", math_attention), bad], 2, FakeStopwatch, CPU, Scale())
+        for row in measure(SMALL, [Candidate("good", math_attention), bad], 2, fake_times, CPU, Scale())
     }
     found = rows["good", "backward"]["sustained"]
     assert found["tflops"] == pytest.approx(SMALL.tflops("backward", found["ms"]))
@@ -151,11 +150,11 @@ def test_tables_and_pictures_of_sustained_runs(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("matplotlib")
     from matplotlib import rc_context
 
-    from dash_attn.tools.bench.picture_style import STYLE
+    from dash_attn.tools.calibrate.pictures import STYLE
 
     results, source, picture = sustained_results(), tmp_path / "s.json", tmp_path / "s.svg"
     save(results, source)
-    assert main(["bench", "--from", str(source), "--plot", str(picture)]) == 0
+    assert main(["--from", str(source), "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
     assert "backward, sustained for 2 s: causal, head dim 128, 16 heads, 2 x 1024 queries on 8192 keys" in " ".join(out.split())
     line = next(line for line in out.splitlines() if "607" in line)
@@ -163,13 +162,13 @@ def test_tables_and_pictures_of_sustained_runs(tmp_path: Path, capsys: pytest.Ca
     svg = picture.read_text()
     assert "backward for 2 s on Nonesuch, at 690 to 690 W" in svg
     with rc_context(STYLE):
-        figure = picture_sustained._figure(results, results["rows"], "backward")
+        figure = pictures_of_cases.sustained_figure(results, results["rows"], "backward")
         assert overlaps(figure) == []
     speed, work = figure.axes
     assert [points.get_offsets()[0, 0] for points in speed.collections] == pytest.approx([607.4, 527.0])
     assert [points.get_offsets()[0, 0] for points in work.collections] == pytest.approx([607.4 / 0.6896, 527.0 / 0.6896])
     with pytest.raises(ValueError, match="nothing to draw"):
-        picture_sustained.draw_sustained(results, tmp_path / "f.svg", "forward")
+        pictures_of_cases.draw_sustained(results, tmp_path / "f.svg", "forward")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,7 @@ def writes(results: dict[str, Any], status: int = 0) -> Any:
 
 def test_processes_run_one_after_the_other(tmp_path: Path) -> None:
     children = iter([writes(results, status) for results, status in zip(runs(1.0, 1.3, 1.1), (0, 1, 0), strict=True)])
-    found = list(processes.measured_anew(["--suite", "quick"], 3, lambda words: next(children)(words)))
+    found = list(result_files.measured_anew(["quick"], 3, lambda words: next(children)(words)))
     assert [name for name, _ in found] == ["nonesuch-quick.json"] * 3
     assert [results["processes"] for _, results in found] == [1, 2, 3]
     assert found[-1][1]["rows"][0]["ratio_to_cudnn"] == 1.1
@@ -266,27 +265,25 @@ def test_processes_run_one_after_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("child", [lambda words: 0, writes(sustained_results(), 2), lambda words: -9])
 def test_a_process_that_fails_is_an_error(child: Any) -> None:
     with pytest.raises(ValueError, match="a process of this benchmark ended with exit code"):
-        list(processes.measured_anew([], 2, child))
+        list(result_files.measured_anew([], 2, child))
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench.add_command(parser.add_subparsers())
-    return parser.parse_args(["bench", *words])
+    return suite.parser_of_suites().parse_args(words)
 
 
 def test_a_process_gets_every_option_that_measures() -> None:
     """An option that is new must be passed on, or be named here."""
-    words = "--suite ranks --seqlens 4096,8192 --head-dims 128 --masks causal --passes backward --repeats 7 --without cuDNN"
+    words = "ranks --seqlens 4096,8192 --head-dims 128 --masks causal --passes backward --repeats 7 --without cuDNN"
     asked = parsed(
         [*words.split(), "--schedules", "--no-peers", "--no-energy", "--sustained", "1.5", "--processes", "3", "--backend", "triton"]
     )
-    again = vars(parsed(bench_measuring.words_of(asked)))
+    again = vars(parsed(suite.words_of(asked)))
     stays = {"processes", "output", "plot", "plot_pass", "plot_schedules", "source", "list", "run"}
     assert {name: again[name] for name in again if name not in stays} == {n: v for n, v in vars(asked).items() if n not in stays}
     default = vars(parsed([]))
     assert [name for name in default if name not in stays and default[name] == again[name]] == []
-    assert bench_measuring.words_of(parsed([])) == ["--suite", "quick", "--repeats", "30", "--passes", "forward,backward"]
+    assert suite.words_of(parsed([])) == ["quick", "--repeats", "30", "--passes", "forward,backward"]
 
 
 @pytest.mark.parametrize(
@@ -295,12 +292,12 @@ def test_a_process_gets_every_option_that_measures() -> None:
         (["--processes", "0"], "--processes must be at least 1"),
         (["--sustained", "0"], "--sustained must be a number of seconds > 0"),
         (["--sustained", "nan"], "--sustained must be a number of seconds > 0"),
-        (["--suite", "host", "--sustained"], "--sustained does not go with --suite host"),
+        (["host", "--sustained"], "--sustained does not go with suite host"),
         (["--from", "x.json", "--processes", "3"], "--processes does not go with --from"),
     ],
 )
 def test_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words]) == 2
+    assert main(words) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
@@ -308,18 +305,18 @@ def test_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole command with one small suite, a stopwatch that does not wait and no GPU."""
-    monkeypatch.setattr(bench_measuring, "require_gpu", lambda backend: None)
-    monkeypatch.setattr(bench_measuring, "_device", lambda: CPU)
-    monkeypatch.setattr("dash_attn.tools.bench.environment.environment", lambda backend: {"gpu": "NVIDIA N100"})
-    monkeypatch.setattr("dash_attn.tools.bench.timing.CudaStopwatch", FakeStopwatch)
+    """The whole command with one small suite, a timer that does not wait and no GPU."""
+    monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
+    monkeypatch.setattr(bench, "current_device", lambda: CPU)
+    monkeypatch.setattr("dash_attn.tools.machine.gpu_environment", lambda backend: {"gpu": "NVIDIA N100"})
+    monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
     monkeypatch.setitem(SUITES, "ranks", Cases((Shape("causal", 130, 1, 2, 1, 32), Shape("full", 130, 1, 1, 1, 32, q_seqlen=60))))
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["bench", "--suite", "ranks", "--passes", "backward", "--no-peers", "--repeats", "2", "--no-energy"]
-    monkeypatch.setattr(processes, "_run", lambda words: main(["bench", *words]))
+    common = ["ranks", "--passes", "backward", "--no-peers", "--repeats", "2", "--no-energy"]
+    monkeypatch.setattr(result_files, "_run", lambda words: main(words))
     assert main([*common, "--processes", "2", "--output", str(tmp_path)]) == 0
     results = read(tmp_path / "n100-ranks.json")
     assert results["processes"] == 2
@@ -336,16 +333,16 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_the_whole_command_sustained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["bench", "--suite", "ranks", "--passes", "backward", "--no-peers", "--repeats", "2", "--output", str(tmp_path)]
+    common = ["ranks", "--passes", "backward", "--no-peers", "--repeats", "2", "--output", str(tmp_path)]
     gpu = BusyGpu(50.0)
-    monkeypatch.setattr(sustained, "CHUNK", 0.001)  # one real step for each of the made-up GPU
+    monkeypatch.setattr(power, "SUSTAINED_CHUNK", 0.001)  # one real step for each of the made-up GPU
 
     def endurance(seconds: float) -> Endurance:
         assert seconds == 0.5
         real = gpu.endurance(seconds)
         return Endurance(real.joules, real.megahertz, lambda: (gpu.step(), gpu.mark())[1], seconds, real.clock)
 
-    monkeypatch.setattr(sustained, "gpu_endurance", endurance)
+    monkeypatch.setattr(power, "gpu_endurance", endurance)
     assert main([*common, "--sustained", "0.5"]) == 0
     rows = read(tmp_path / "n100-ranks-sustained.json")["rows"]
     assert all(row["sustained"]["watts"] > 600 for row in rows)
@@ -355,11 +352,11 @@ def test_the_whole_command_sustained(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("on_the_cpu")
 def test_no_nvml_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def none(seconds: float) -> Endurance:
-        return energy._library()  # type: ignore[no-any-return]
+        return power._library()  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(energy, "LIBRARY", "libnothing-of-this-name.so")
-    monkeypatch.setattr(sustained, "gpu_endurance", none)
-    assert main(["bench", "--suite", "ranks", "--no-peers", "--sustained", "--output", str(tmp_path)]) == 2
+    monkeypatch.setattr(power, "LIBRARY", "libnothing-of-this-name.so")
+    monkeypatch.setattr(power, "gpu_endurance", none)
+    assert main(["ranks", "--no-peers", "--sustained", "--output", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "--sustained needs the GPU's energy counter and its clock (NVML): there is no NVML here" in err
     assert "libnothing-of-this-name" in err
@@ -371,8 +368,8 @@ def test_a_counter_that_stands_still_ends_the_command(
 ) -> None:
     ticks = iter(range(10**6))
     still = Endurance(lambda: 1.0, lambda: 1.0, lambda: lambda: None, 0.5, lambda: next(ticks) / 10)
-    monkeypatch.setattr(sustained, "gpu_endurance", lambda seconds: still)
-    assert main(["bench", "--suite", "ranks", "--no-peers", "--sustained", "--output", str(tmp_path)]) == 2
+    monkeypatch.setattr(power, "gpu_endurance", lambda seconds: still)
+    assert main(["ranks", "--no-peers", "--sustained", "--output", str(tmp_path)]) == 2
     assert "stood still" in capsys.readouterr().err
 
 
@@ -385,4 +382,4 @@ def test_samples_count_steps_in_order() -> None:
         return gpu.shown
 
     Endurance(joules, lambda: 1.0, gpu.mark, 0.5, lambda: gpu.now).of(gpu.step, 3.0)
-    assert {after - before for before, after in pairwise(samples)} == {round(CHUNK * 1000 / 3.0)}
+    assert {after - before for before, after in pairwise(samples)} == {round(SUSTAINED_CHUNK * 1000 / 3.0)}

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Machine, Problem, Schedule, generate, simulate
+from dash_attn import Causal, Full
 from dash_attn.cli.main import main
+from dash_attn.scheduling import Problem, Schedule, generate
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.machines import H200, SHIPPED, Calibrated, load_machine
 from dash_attn.tools.calibrate import measured
-from dash_attn.tools.calibrate.estimate import estimate
-from dash_attn.tools.calibrate.fit import CONSTANTS, Observation, fit, path_counts
-from dash_attn.tools.calibrate.hopper import hopper_device
-from dash_attn.tools.calibrate.measured import Device, Sweep, calibrate
+from dash_attn.tools.calibrate.fit import CONSTANTS, Observation, estimate, fit, path_counts
+from dash_attn.tools.calibrate.measured import Device, Sweep, calibrate, hopper_device
 from dash_attn.viewing.task_times import times_of
 
 WORKERS = 12

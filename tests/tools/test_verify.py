@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +27,12 @@ from dash_attn.cli import devices
 from dash_attn.cli.devices import choose_device, choose_served
 from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
+from dash_attn.tools.machine import device_facts
 from dash_attn.tools.verify import guarantees, other_work
-from dash_attn.tools.verify.against import differences, refuse_failed
-from dash_attn.tools.verify.bits import NAMES, Results, attend, difference, sha256
-from dash_attn.tools.verify.cases import Case, default_cases, make_inputs
-from dash_attn.tools.verify.certificate import _device, read, status_of, verify
+from dash_attn.tools.verify.cases import NAMES, Case, Results, attend, default_cases, difference, make_inputs, sha256
+from dash_attn.tools.verify.certificate import differences, read, refuse_failed, status_of, table, verify
 from dash_attn.tools.verify.fresh import PROCESSES
-from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, overall
-from dash_attn.tools.verify.report import table
+from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, worst
 from dense import dense, largest_error
 from strategies import examples
 
@@ -218,8 +215,8 @@ def test_certificates_name_what_was_used(capsys: pytest.CaptureFixture[str], mon
     where = SimpleNamespace(name="NVIDIA Nonesuch", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: where)
-    monkeypatch.setattr("dash_attn.tools.verify.certificate.driver_facts", lambda: {"driver_version": "580.1"})
-    assert _device("cuda") == {"type": "cuda", "name": "NVIDIA Nonesuch", "capability": "9.0", "sms": 132, "driver": "580.1"}
+    monkeypatch.setattr("dash_attn.tools.machine.driver_facts", lambda: {"driver_version": "580.1"})
+    assert device_facts("cuda") == {"type": "cuda", "name": "NVIDIA Nonesuch", "capability": "9.0", "sms": 132, "driver": "580.1"}
 
 
 def test_a_control_that_agrees_is_inconclusive(capsys: pytest.CaptureFixture[str]) -> None:
@@ -463,10 +460,9 @@ def test_inputs_are_those_documented_and_the_results_are_attention() -> None:
 
 
 def test_the_worst_status_counts() -> None:
-    make = partial(Outcome, "a promise", detail="")
-    assert overall([make("pass")]) == "pass"
-    assert overall([make("pass"), make("inconclusive")]) == "inconclusive"
-    assert overall([make("inconclusive"), make("fail"), make("pass")]) == "fail"
+    assert worst(["pass"]) == "pass"
+    assert worst(["pass", "inconclusive"]) == "inconclusive"
+    assert worst(["inconclusive", "fail", "pass"]) == worst(["pass", None]) == "fail"
 
 
 def test_device_is_the_cpu_unless_there_is_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

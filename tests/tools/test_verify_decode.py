@@ -14,8 +14,7 @@ from dash_attn.backends.cpu import kv_cache
 from dash_attn.call.kv_cache_values import SequenceSlots
 from dash_attn.cli.main import main
 from dash_attn.tools.verify import guarantees
-from dash_attn.tools.verify.bits import Results
-from dash_attn.tools.verify.cases import Case, default_cases
+from dash_attn.tools.verify.cases import Case, Results, default_cases
 from dash_attn.tools.verify.decoding import PAGE_SIZES, can_decode
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons
 

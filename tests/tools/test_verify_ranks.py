@@ -16,8 +16,7 @@ from dash_attn.cli.main import main
 from dash_attn.distributed.context.loopback import Mailbox
 from dash_attn.scheduling.order import CONTEXT_PARALLEL_INVARIANT, promises
 from dash_attn.tools.verify import guarantees
-from dash_attn.tools.verify.bits import Results, attend, difference
-from dash_attn.tools.verify.cases import Case, cases_to_share, make_extras, make_inputs
+from dash_attn.tools.verify.cases import Case, Results, attend, cases_to_share, difference, make_extras, make_inputs
 from dash_attn.tools.verify.certificate import verify
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons
 from dash_attn.tools.verify.ranks import check_ranks, name_of, on_ranks
@@ -78,14 +77,14 @@ def rounded(state: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("fault", [rounded, torch.zeros_like], ids=["a state rounded to bf16", "a hop left out"])
 def test_a_state_that_arrives_changed_is_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send = Mailbox.send
-    monkeypatch.setattr(Mailbox, "send", lambda self, unit, state: send(self, unit, fault(state)))
+    monkeypatch.setattr(Mailbox, "send", lambda self, document, unit, state: send(self, document, unit, fault(state)))
     outcome = of_ranks()[CLAIM]
     assert outcome.status == "fail"
     assert outcome.detail.startswith("2 ranks, zigzag: dk[0, 0, 0, ")
 
 
 def test_a_gradient_of_the_sinks_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = "dash_attn.distributed.context.loopback.sum_in_order"
+    sums = "dash_attn.distributed.context.passes.sum_in_order"
     monkeypatch.setattr(sums, lambda parts: parts.flip(0).sum(0) * (1 + 2**-20))
     outcome = of_ranks()[CLAIM]
     assert outcome.status == "fail"

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from chromium import Chromium, needs_chromium
-from dash_attn import GENERATORS, Causal, Machine, Problem, Timeline, generate, simulate
+from dash_attn import Causal
 from dash_attn.cli import explore
+from dash_attn.scheduling import GENERATORS, Problem, generate
+from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.simulation.critical_path import turn_predecessors
 from dash_attn.simulation.machines import SHIPPED
 from dash_attn.viewing.explore.page import saved_page, served_page
@@ -143,14 +145,14 @@ def test_hovering_names_a_task_and_whom_it_waits_for(page: Page) -> None:
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_all_links_are_those_of_the_schedule(page: Page, overlap: int) -> None:
-    """Whom each task waits for by rank, and who waits for it: the same pairs from both ends, as the simulator has them."""
+    """Whom each task waits for by turn, and who waits for it: the same pairs from both ends, as the simulator has them."""
     page.show({"mask": "causal", "q-tiles": "8", "kv-tiles": "4", "heads": "2", "group": "2", "workers": "3", "overlap": str(overlap)})
     schedule = generate("auto", Problem.from_tiles("causal", 8, 4, heads=2, group=2), 3)
     before = turn_predecessors(schedule).tolist()
     found, backwards = page.browser.run(
         "const { run } = explore.state.charts[0]\nconst all = [...Array(run.items).keys()]\n"
-        "[all.map((i) => run.needs(i).find((n) => n.words.startsWith('rank'))?.item ?? -1),"
-        " all.map((i) => all.filter((j) => run.neededBy(j).some((n) => n.item === i && n.words.startsWith('rank')))[0] ?? -1)]"
+        "[all.map((i) => run.needs(i).find((n) => n.words.startsWith('turn'))?.item ?? -1),"
+        " all.map((i) => all.filter((j) => run.neededBy(j).some((n) => n.item === i && n.words.startsWith('turn')))[0] ?? -1)]"
     )
     assert found == before == backwards
 
@@ -219,7 +221,7 @@ def test_time_goes_step_by_step(page: Page) -> None:
     stalled = int(((spans.waits[0] <= moment) & (moment < spans.waits[1])).sum())
     said = page.browser.run('document.getElementById("at-moment").innerText')
     assert f"{computing} computing, {reducing} reducing, {stalled} stalled" in said
-    assert "waits for rank" in said
+    assert "waits for turn" in said
     page.browser.run("explore.state.play()\nawait new Promise((done) => setTimeout(done, 200))\nexplore.state.play()\n1")
     assert page.browser.run("explore.state.moment") > moment
 
@@ -241,7 +243,7 @@ def test_the_keyboard_goes_everywhere(page: Page) -> None:
     browser.press("ArrowLeft")
     assert page.details.splitlines()[0] == "h0.q1.kv0"
     spoken = browser.run('document.getElementById("spoken").textContent')
-    assert spoken.startswith("h0.q1.kv0: worker 0, rank 0 of 0 to 1")
+    assert spoken.startswith("h0.q1.kv0: worker 0, turn 0 of 0 to 1")
     whole = browser.run("explore.state.view.to")
     browser.press("+")
     browser.run(FRAME + "\n1")
@@ -429,10 +431,10 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         options |= {"compute": rng.choice(["1", "2.5", "3"]), "reduce": rng.choice(["0", "0.3", "1"])}
         options |= {"overlap": str(rng.randint(0, 3)), "latency": rng.choice(["0", "0.5", "4"]), "startup": rng.choice(["0", "2"])}
     if rng.random() < 0.2:
-        devices = rng.randint(1, 4)
-        rows = 2 * devices * 128 * rng.randint(1, 4)
-        devices_too = {"ranks": str(devices), "seqlen": str(rows), "mask": rng.choice(["full", "causal"]), "schedule": "auto"}
-        return {**options, **devices_too, "execution": rng.choice(["launch", "overlap"])}
+        ranks = rng.randint(1, 4)
+        rows = 2 * ranks * 128 * rng.randint(1, 4)
+        ranks_too = {"ranks": str(ranks), "seqlen": str(rows), "mask": rng.choice(["full", "causal"]), "schedule": "auto"}
+        return {**options, **ranks_too, "execution": rng.choice(["launch", "overlap"])}
     return {**options, "q-tiles": str(q_tiles), "kv-tiles": str(kv_tiles)}
 
 

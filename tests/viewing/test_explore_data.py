@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dash_attn import Causal, Machine, Problem, generate, simulate
+from dash_attn import Causal
+from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
+from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
-from dash_attn.viewing.explore.packing import EXACT, as_text, packed
-from dash_attn.viewing.explore.page import saved_page, served_page
-from dash_attn.viewing.explore.paths import path_of_record, path_of_turns
-from dash_attn.viewing.explore.ranks import shared_run
+from dash_attn.viewing.explore.page import as_text, saved_page, served_page
+from dash_attn.viewing.explore.paths import path_of_ranks, path_of_record
+from dash_attn.viewing.explore.runs import EXACT, encoded, shared_run
 from dash_attn.viewing.recorded import Noted, times_from
 from dash_attn.viewing.task_times import task_table, times_of
 
@@ -30,7 +31,7 @@ PLAIN = Machine(compute=3, reduce=1)
 BACKGROUND = Machine(compute=2, reduce=0.5, overlap=2, latency=1.5, startup=4)
 
 
-def unpacked(text: str) -> np.ndarray:
+def decoded(text: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text[1:]), KINDS[text[0]])
 
 
@@ -42,21 +43,21 @@ def timeline_of(machine: Machine, name: str = "ascending", **rest: int) -> Any:
     ("values", "letter"), [([], "B"), ([0, 255], "B"), ([256], "H"), ([-1, 3], "i"), ([2**31 - 1], "i"), ([2**31], "d"), ([-(2**53)], "d")]
 )
 def test_arrays_travel_in_the_smallest_type(values: list[int], letter: str) -> None:
-    text = packed(np.array(values, dtype=np.int64))
+    text = encoded(np.array(values, dtype=np.int64))
     assert text[0] == letter
-    assert unpacked(text).tolist() == values
+    assert decoded(text).tolist() == values
 
 
 def test_what_no_page_could_hold_exactly_is_refused() -> None:
     with pytest.raises(OverflowError):
-        packed(np.array([EXACT + 1]))
+        encoded(np.array([EXACT + 1]))
 
 
 @pytest.mark.parametrize("machine", [PLAIN, BACKGROUND])
 def test_a_simulated_run_keeps_every_tick(machine: Machine) -> None:
     timeline = timeline_of(machine)
     sent = runs.simulated(timeline, "ascending")
-    tasks = {name: unpacked(text).astype(np.int64) for name, text in sent["tasks"].items()}
+    tasks = {name: decoded(text).astype(np.int64) for name, text in sent["tasks"].items()}
     run, table = timeline.execution, task_table(timeline.schedule)
     computed = tasks["compute_start"] + tasks["compute"]
     assert tasks["compute"].tolist() == [machine.costs.compute]
@@ -101,7 +102,7 @@ def test_the_path_of_a_record_has_no_holes(machine: Machine) -> None:
     assert "turn" in {cause for _, cause in path}
     sent = runs.recorded(timeline.schedule, times)
     assert sent["source"] == "measured"
-    assert unpacked(sent["path"]["index"]).tolist() == [index for (_, index), _ in path]
+    assert decoded(sent["path"]["index"]).tolist() == [index for (_, index), _ in path]
 
 
 def test_a_late_task_is_on_the_path_of_a_record() -> None:
@@ -117,18 +118,18 @@ def test_a_late_task_is_on_the_path_of_a_record() -> None:
 
 
 @pytest.mark.parametrize("execution", ["launch", "overlap"])
-def test_units_of_devices(execution: str) -> None:
+def test_units_of_ranks(execution: str) -> None:
     problem = Problem(Causal(), 2048, 2048, heads=4)
     shared = share(generate("auto", problem, 16), Sharding.zigzag(2048, 2), 2)
     run = simulate_ranks(shared, Cluster(workers=16), execution)
     sent = shared_run(run)
-    units = {name: unpacked(text) for name, text in sent["units"].items() if isinstance(text, str)}
-    assert units["device"].tolist() == [unit.turn for unit in shared.units]
+    units = {name: decoded(text) for name, text in sent["units"].items() if isinstance(text, str)}
+    assert units["rank"].tolist() == [unit.rank for unit in shared.units]
     assert units["start"] / 1000 == pytest.approx(run.start, abs=0.001)
     assert [sent["units"]["names"][number] for number in units["name"]] == [shared.describe(unit) for unit in shared.units]
-    counts, waits = unpacked(sent["waits"]["count"]), unpacked(sent["waits"]["unit"])
+    counts, waits = decoded(sent["waits"]["count"]), decoded(sent["waits"]["unit"])
     assert counts.sum() == len(waits)
-    path = path_of_turns(run)
+    path = path_of_ranks(run)
     assert path[0][1] == "keys"  # gathered before anything runs
     assert path[-1][0] == int(np.argmax(run.end))
     starts = [float(run.start[number]) for number, _ in path]
@@ -140,7 +141,7 @@ def test_units_of_devices(execution: str) -> None:
 def test_one_rank_starts_at_once() -> None:
     problem = Problem(Causal(), 1024, 1024, heads=2)
     run = simulate_ranks(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
-    assert path_of_turns(run)[0][1] == "start"
+    assert path_of_ranks(run)[0][1] == "start"
 
 
 def policy_of(page: str) -> str:
@@ -156,8 +157,8 @@ def test_a_saved_page_is_one_file_with_all_in_it() -> None:
     answer = {"runs": [runs.simulated(timeline_of(PLAIN), "ascending")], "title": ["</script><b>{{data}}"]}
     page = saved_page(answer)
     assert page == saved_page(answer)
-    ((packing, data),) = re.findall(r'id="data" data-packing="(\w+)">(.*?)</script>', page, re.S)
-    assert packing == "plain"
+    ((encoding, data),) = re.findall(r'id="data" data-encoding="(\w+)">(.*?)</script>', page, re.S)
+    assert encoding == "plain"
     assert json.loads(data) == answer
     (script,) = re.findall(r'<script type="module">(.*?)</script>', page, re.S)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.S)
@@ -171,12 +172,12 @@ def test_a_saved_page_is_one_file_with_all_in_it() -> None:
 
 def test_large_data_are_compressed() -> None:
     answer = {"text": "x" * 300_000}
-    ((packing, data),) = re.findall(r'id="data" data-packing="(\w+)">(.*?)</script>', saved_page(answer), re.S)
-    assert packing == "gzip"
+    ((encoding, data),) = re.findall(r'id="data" data-encoding="(\w+)">(.*?)</script>', saved_page(answer), re.S)
+    assert encoding == "gzip"
     assert gzip.decompress(base64.b64decode(data)).decode() == as_text(answer)
 
 
 def test_a_served_page_may_ask_its_server_alone() -> None:
     page = served_page({"options": {}})
     assert "connect-src 'self'" in policy_of(page)
-    assert 'data-packing="form"' in page
+    assert 'data-encoding="form"' in page

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from chromium import Chromium, needs_chromium
-from dash_attn.cli.explore_ledgers import ledgers_answer
+from dash_attn.cli.explore import ledgers_answer
 from dash_attn.cli.main import main
 from dash_attn.ledgers.spread import spread
-from dash_attn.viewing.explore.packing import packed
 from dash_attn.viewing.explore.page import saved_page
+from dash_attn.viewing.explore.runs import encoded
 from dash_attn.viewing.explore.server import PageServer
 from flipped_runs import FLIPPED, train
 
@@ -115,8 +115,8 @@ def test_a_long_run_is_redrawn_within_a_tenth_of_a_second(browser: Chromium, tmp
     modules = ["", "blocks", *blocks, "head"]
     rng, cells = np.random.default_rng(0), len(modules) * 5000
     counts = [rng.integers(0, 3, cells) for _ in range(3)]
-    answer = ledgers_answer(runs[0], runs[2]) | {"modules": modules, "steps": packed(np.arange(5000))}
-    answer |= {"compared": [packed(each) for each in counts], "differing": [packed(each * (each > 1)) for each in counts]}
+    answer = ledgers_answer(runs[0], runs[2]) | {"modules": modules, "steps": encoded(np.arange(5000))}
+    answer |= {"compared": [encoded(each) for each in counts], "differing": [encoded(each * (each > 1)) for each in counts]}
     opened(browser, tmp_path, answer)
     times = browser.run(
         """
@@ -128,7 +128,7 @@ for (const span of [5000, 1500, 300, 30]) {
   const all = []
   for (let i = 0; i < 5; i++) {
     const start = performance.now()
-    chart.show(0, span)
+    chart.view.show(0, span)
     chart.context.getImageData(0, 0, 1, 1)
     all.push(performance.now() - start)
   }

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dash_attn import Machine, Problem, Timeline, generate, simulate
+from dash_attn.scheduling import Problem, generate
+from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.viewing.task_times import TaskTimes, task_table, times_of
 
 pytest.importorskip("matplotlib")
@@ -19,7 +20,7 @@ from PIL import Image
 
 from dash_attn.viewing import gantt as plot
 from dash_attn.viewing.gantt import gantt
-from dash_attn.viewing.gantt_raster import raster
+from dash_attn.viewing.gantt_tasks import raster
 from dash_attn.viewing.style import DPI, IDLE, STALL, q_tile_colours
 
 SVG = "{http://www.w3.org/2000/svg}"

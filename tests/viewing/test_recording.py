@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn import Causal, Full, Machine, Problem, Schedule, generate, simulate
+from dash_attn import Causal, Full
 from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import recorder as cpu_record
 from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
+from dash_attn.errors import RecordError
 from dash_attn.execution.interleaving import Interleaving, TaskTime, interleaving
+from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.problem import Task
-from dash_attn.viewing.recorded import Clocks, Cycles, Noted, RecordError, noted_by_drains, times_from, to_microseconds
+from dash_attn.simulation import Machine, simulate
+from dash_attn.viewing.recorded import Clocks, Cycles, Noted, noted_by_drains, times_from, to_microseconds
 from dash_attn.viewing.task_times import TaskTimes, task_table, times_of
 from dense import random_inputs, same_bits
 
@@ -56,7 +59,7 @@ def made_up_record(schedule: Schedule, spans: TaskTimes, clocks: Clocks) -> np.n
     return memory
 
 
-def packed(clocks: Clocks) -> np.ndarray:
+def encoded(clocks: Clocks) -> np.ndarray:
     """struct ClockRecord: ns, then cycles in the low half and the SM in the high half of a word."""
     sm = np.arange(len(clocks.start_ns)) << 32
     pairs = ((clocks.start_ns, clocks.start_cycles | sm), (clocks.end_ns, clocks.end_cycles | sm))
@@ -81,7 +84,7 @@ def test_a_run_without_waits_comes_back_as_it_was(shape: dict[str, int]) -> None
     schedule = schedule_of(**shape)
     expected = times_of(simulate(schedule, FREE))
     clocks = clocks_of(6, expected.makespan + 5)
-    found = record.read_record(schedule, made_up_record(schedule, expected, clocks), packed(clocks))
+    found = record.read_record(schedule, made_up_record(schedule, expected, clocks), encoded(clocks))
     assert found.name == "alternating, measured"
     assert (found.drains, found.time_label, found.workers) == (2, "microseconds", 6)
     assert np.array_equal(found.worker, expected.worker)
@@ -101,7 +104,7 @@ def test_a_task_that_was_not_noted_is_named() -> None:
     memory[record.entry_of(schedule.problem, table)[[3, 7]]] = record.UNWRITTEN
     name = Task(*(int(x[3]) for x in (table.head, table.q_tile, table.kv_tile, table.sequence)))
     with pytest.raises(RecordError, match=rf"nothing of 2 of {len(table.head)} tasks, first {name}"):
-        record.read_record(schedule, memory, packed(clocks))
+        record.read_record(schedule, memory, encoded(clocks))
 
 
 def test_a_chain_on_two_workers_is_refused() -> None:
@@ -213,7 +216,7 @@ def test_a_measured_run_draws_beside_a_simulated_one(tmp_path: Path) -> None:
     schedule = schedule_of("ascending")
     simulated = simulate(schedule, Machine(2.0, 0.5, 2, 3.0))
     clocks = clocks_of(6, simulated.makespan + 5)
-    measured = record.read_record(schedule, made_up_record(schedule, times_of(simulated), clocks), packed(clocks))
+    measured = record.read_record(schedule, made_up_record(schedule, times_of(simulated), clocks), encoded(clocks))
     slower = simulate(schedule, Machine(8.0, 0.5, 2, 3.0))
     gantt([simulated, slower, measured], tmp_path / "both.svg")
     svg = (tmp_path / "both.svg").read_text()

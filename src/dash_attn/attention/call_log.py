@@ -16,7 +16,7 @@ from ..call.call import Call
 from ..call.explain import call_in_words
 from ..call.kv_cache import DECODE_EQUALS_TRAINING, CacheCall
 from ..call.planning import describe_call
-from ..scheduling.validate import ScheduleError
+from ..errors import ScheduleError
 
 VARIABLE = "DASH_ATTN_LOG"
 LOG_CALLS = os.environ.get(VARIABLE, "") not in ("", "0")

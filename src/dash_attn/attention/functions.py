@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_lse: Literal[True], **options: Unpack[Keywords]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *positional: Any,
+    return_lse: Literal[True],
+    return_attn_probs: Literal[False] = ...,
+    **options: Unpack[Keywords],
 ) -> OutAndLse: ...
 @overload
 def flash_attn_func(
@@ -32,8 +38,18 @@ def flash_attn_func(
 ) -> OutLseNone: ...
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_lse: Literal[False] = ..., **options: Unpack[Keywords]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *positional: Any,
+    return_lse: Literal[False] = ...,
+    return_attn_probs: Literal[False] = ...,
+    **options: Unpack[Keywords],
 ) -> Tensor: ...
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_lse: bool = ..., return_attn_probs: bool = ..., **options: Unpack[Keywords]
+) -> AnyResults: ...
 def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttention's
     q: Tensor,
     k: Tensor,

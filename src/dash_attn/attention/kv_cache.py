@@ -34,6 +34,10 @@ def flash_attn_with_kvcache(
     return_softmax_lse: Literal[False] = ...,
     **options: Unpack[CacheKeywords],
 ) -> Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *positional: Any, return_softmax_lse: bool = ..., **options: Unpack[CacheKeywords]
+) -> Tensor | OutAndLse: ...
 def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are FlashAttention's
     q: Tensor,
     k_cache: Tensor,

@@ -14,13 +14,21 @@ if TYPE_CHECKING:
 
 
 @overload
-def flash_attn_qkvpacked_func(qkv: Tensor, *positional: Any, return_lse: Literal[True], **options: Unpack[Keywords]) -> OutAndLse: ...
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, *positional: Any, return_lse: Literal[True], return_attn_probs: Literal[False] = ..., **options: Unpack[Keywords]
+) -> OutAndLse: ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor, *positional: Any, return_attn_probs: Literal[True], return_lse: bool = ..., **options: Unpack[Keywords]
 ) -> OutLseNone: ...
 @overload
-def flash_attn_qkvpacked_func(qkv: Tensor, *positional: Any, return_lse: Literal[False] = ..., **options: Unpack[Keywords]) -> Tensor: ...
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, *positional: Any, return_lse: Literal[False] = ..., return_attn_probs: Literal[False] = ..., **options: Unpack[Keywords]
+) -> Tensor: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, *positional: Any, return_lse: bool = ..., return_attn_probs: bool = ..., **options: Unpack[Keywords]
+) -> AnyResults: ...
 def flash_attn_qkvpacked_func(  # type: ignore[misc]  # positional choices are FlashAttention's
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -45,7 +53,7 @@ def flash_attn_qkvpacked_func(  # type: ignore[misc]  # positional choices are F
 
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, *positional: Any, return_lse: Literal[True], **options: Unpack[Keywords]
+    q: Tensor, kv: Tensor, *positional: Any, return_lse: Literal[True], return_attn_probs: Literal[False] = ..., **options: Unpack[Keywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -53,8 +61,17 @@ def flash_attn_kvpacked_func(
 ) -> OutLseNone: ...
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, *positional: Any, return_lse: Literal[False] = ..., **options: Unpack[Keywords]
+    q: Tensor,
+    kv: Tensor,
+    *positional: Any,
+    return_lse: Literal[False] = ...,
+    return_attn_probs: Literal[False] = ...,
+    **options: Unpack[Keywords],
 ) -> Tensor: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, *positional: Any, return_lse: bool = ..., return_attn_probs: bool = ..., **options: Unpack[Keywords]
+) -> AnyResults: ...
 def flash_attn_kvpacked_func(  # type: ignore[misc]  # positional choices are FlashAttention's
     q: Tensor,
     kv: Tensor,

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_lse: Literal[True], **options: Unpack[PackedKeywords]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *lengths: Any,
+    return_lse: Literal[True],
+    return_attn_probs: Literal[False] = ...,
+    **options: Unpack[PackedKeywords],
 ) -> OutAndLse: ...
 @overload
 def flash_attn_varlen_func(
@@ -48,8 +54,18 @@ def flash_attn_varlen_func(
 ) -> OutLseNone: ...
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_lse: Literal[False] = ..., **options: Unpack[PackedKeywords]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *lengths: Any,
+    return_lse: Literal[False] = ...,
+    return_attn_probs: Literal[False] = ...,
+    **options: Unpack[PackedKeywords],
 ) -> Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_lse: bool = ..., return_attn_probs: bool = ..., **options: Unpack[PackedKeywords]
+) -> AnyResults: ...
 def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are FlashAttention's
     q: Tensor,
     k: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..call.call import Call, Gradients, Grads, Saved, backward_of_nothing, forward_of_nothing, no_pairs
@@ -17,7 +19,7 @@ from ..call.parts import (
     runs_packed,
 )
 from ..masks import Documents, PatternPerHead
-from . import backend_for
+from . import Backend, backend_for
 from .kept import Kept, refuse_capture_of, upload
 
 MOST_OFFSETS = 64
@@ -34,7 +36,11 @@ def forward(call: Call) -> Saved:
             return in_rows(backend.forward(as_packed(call)), call)
         if isinstance(call.options.mask, PatternPerHead) and not backend.HEADS_AT_ONCE:
             _check_capture(call)
-            return forward_per_head(backend.forward, call)
+            return forward_per_head(partial(_forward, backend), call)
+    return _forward(backend, call)
+
+
+def _forward(backend: Backend, call: Call) -> Saved:
     if call.options.gives_schedule:
         backend.check_schedule(call)  # a backward would find too late that it does not fit
     return backend.forward(call)

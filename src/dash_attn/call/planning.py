@@ -14,14 +14,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..masks import PatternPerHead
-from ..scheduling.fit import fit
 from ..scheduling.generators import generate
 from ..scheduling.order import WORKER_INVARIANT
 from ..scheduling.plan import ORDER_DIGITS, Plan, lower
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.in_legs import in_legs
 from ..scheduling.ranks.units import SharedSchedule, Unit
-from ..scheduling.schedule import Schedule
+from ..scheduling.schedule import Schedule, fit
 from ..scheduling.validate import StuckOnWorkers
 from ..simulation.simulate import Machine, simulate
 from .call import Call

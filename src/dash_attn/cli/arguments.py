@@ -1,4 +1,4 @@
-"""Command line arguments that describe a problem, a machine and schedules, and what they mean."""
+"""Command line arguments that ask for schedules of a problem, on a machine or on several ranks, and what they mean."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from ..masks import MASK_FORMS, parse_mask
 from ..scheduling.generators import GENERATORS
 from ..scheduling.json_fields import MOST
 from ..scheduling.problem import Problem
+from ..scheduling.ranks.sharding import SHARDINGS
+from ..simulation.cluster import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES
 from ..simulation.machines import SHIPPED, load_machine
 from ..simulation.simulate import Machine
+from .devices import add_device
 
 DEFAULT_TILES = 8
 DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128
 DEFAULT_WORKERS = 132
 MOST_TILES = 2**28  # a million tokens square
+SIZES = {
+    "q-tiles": f"Q tiles of a sequence (default: as KV tiles, or {DEFAULT_TILES})",
+    "kv-tiles": "KV tiles of a sequence (default: as Q tiles)",
+    "seqlen": "tokens of a sequence, in place of tile counts",
+    "kv-seqlen": "key tokens, where they differ from --seqlen",
+    "tile-q": f"query tokens of a tile, with --seqlen (default: {DEFAULT_TILE_Q})",
+    "tile-kv": f"key tokens of a tile, with --seqlen (default: {DEFAULT_TILE_KV})",
+}
+COUNTS = {"heads": "KV heads", "group": "query heads per KV head", "batch": "sequences"}
 COSTS: dict[str, tuple[type, float, str]] = {
     "compute": (float, 1.0, "compute time of a task"),
     "reduce": (float, 0.3, "reduce time of a task"),
@@ -23,31 +35,67 @@ COSTS: dict[str, tuple[type, float, str]] = {
     "latency": (float, 0.0, "least time between two reduces of a dQ tile"),
     "startup": (float, 0.0, "time to start a chain"),
 }
+WITH_RANKS: dict[str, Any] = {"sharding": "zigzag", "hop_latency": 10.0, "bandwidth": 400.0}  # what is taken if nothing is said
+ONLY_WITH_RANKS = (*WITH_RANKS, "heads_together", "execution", "model")
 
 
-def add_problem(parser: argparse.ArgumentParser) -> None:
-    problem = parser.add_argument_group("problem")
+def add_question(parser: argparse.ArgumentParser, schedules: str) -> None:
+    """All that `plan`, `explore` and the page of `explore` may be asked. `schedules`: what --schedule takes, in words."""
+    _add_problem(parser.add_argument_group("problem"))
+    _add_machine(parser.add_argument_group("machine", "by its constants, in any unit of time, or calibrated, in microseconds"))
+    about = "one sequence shared by several ranks (context parallelism); times in microseconds, by default of an H200"
+    _add_ranks(parser.add_argument_group("cluster", about))
+    parser.add_argument("--schedule", nargs="+", action="extend", metavar="NAME", help=schedules)
+    measured_help = "also run the schedules and show the measured times: on a Hopper GPU, or on the CPU in threads"
+    parser.add_argument("--measured", action="store_true", help=measured_help)
+    add_device(parser)
+
+
+def _add_problem(group: Any) -> None:
     mask_help = f"{MASK_FORMS}; lengths in tokens with --seqlen, else in KV tiles (default: causal)"
-    problem.add_argument("--mask", default="causal", help=mask_help)
-    problem.add_argument("--q-tiles", type=int, metavar="N", help=f"Q tiles of a sequence (default: as KV tiles, or {DEFAULT_TILES})")
-    problem.add_argument("--kv-tiles", type=int, metavar="N", help="KV tiles of a sequence (default: as Q tiles)")
-    problem.add_argument("--seqlen", type=int, metavar="N", help="tokens of a sequence, in place of tile counts")
-    problem.add_argument("--kv-seqlen", type=int, metavar="N", help="key tokens, where they differ from --seqlen")
-    problem.add_argument("--tile-q", type=int, metavar="N", help=f"query tokens of a tile, with --seqlen (default: {DEFAULT_TILE_Q})")
-    problem.add_argument("--tile-kv", type=int, metavar="N", help=f"key tokens of a tile, with --seqlen (default: {DEFAULT_TILE_KV})")
-    problem.add_argument("--heads", type=int, default=1, metavar="N", help="KV heads (default: 1)")
-    problem.add_argument("--group", type=int, default=1, metavar="N", help="query heads per KV head (default: 1)")
-    problem.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default: 1)")
+    group.add_argument("--mask", default="causal", help=mask_help)
+    for name, meaning in SIZES.items():
+        group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+    for name, meaning in COUNTS.items():
+        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{meaning} (default: 1)")
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    machine = parser.add_argument_group("machine", "by its constants, in any unit of time, or calibrated, in microseconds")
-    machine.add_argument("--workers", type=int, metavar="N", help=f"workers, one per SM (default: {DEFAULT_WORKERS}, or the machine's)")
+def _add_machine(group: Any) -> None:
+    group.add_argument("--workers", type=int, metavar="N", help=f"workers, one per SM (default: {DEFAULT_WORKERS}, or the machine's)")
     for name, (kind, default, meaning) in COSTS.items():
-        machine.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "TIME", help=f"{meaning} (default: {default:g})")
-    machine_help = f"a file that `dash-attn calibrate` wrote, or {', '.join(SHIPPED)}"
-    machine.add_argument("--machine", metavar="FILE", help=machine_help)
-    machine.add_argument("--head-dim", type=int, metavar="N", help="whose constants of --machine, and what --measured runs (default: 128)")
+        group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "TIME", help=f"{meaning} (default: {default:g})")
+    group.add_argument("--machine", metavar="FILE", help=f"a file that `dash-attn calibrate` wrote, or {', '.join(SHIPPED)}")
+    group.add_argument("--head-dim", type=int, metavar="N", help="whose constants of --machine, and what --measured runs (default: 128)")
+
+
+def _add_ranks(group: Any) -> None:
+    group.add_argument("--ranks", type=int, metavar="P", help="how many share the sequence")
+    group.add_argument("--sharding", choices=SHARDINGS, help=f"who has which rows (default: {WITH_RANKS['sharding']})")
+    links = {"hop-latency": "microseconds from rank to rank, beside the transfer", "bandwidth": "GB per second that a rank can send"}
+    for name, meaning in links.items():
+        default = WITH_RANKS[name.replace("-", "_")]
+        group.add_argument(f"--{name}", type=float, metavar="N", help=f"{meaning} (default: {default:g})")
+    group.add_argument("--execution", choices=EXECUTIONS, help="how a rank runs its units (default: show both)")
+    together_help = "heads of one kind that a unit has side by side (default: as many as fill the workers)"
+    group.add_argument("--heads-together", type=int, metavar="N", help=together_help)
+    model_help = f"every task, or units as blocks of work (default: tiles up to {MOST_TASKS_OF_TILES:,} tasks, else chunks)"
+    group.add_argument("--model", choices=MODELS, help=model_help)
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    """Raise if any of these was given. An argument that a command does not have was not."""
+    for name in names:
+        given = getattr(arguments, name, None)
+        if given is not None and given is not False and given != "auto":
+            raise ValueError(f"{flag_of(name)} {why}")
+
+
+def either(given: Any, default: Any) -> Any:
+    return default if given is None else given
 
 
 def read_problem(arguments: argparse.Namespace) -> Problem:
@@ -59,56 +107,43 @@ def read_problem(arguments: argparse.Namespace) -> Problem:
 
 
 def _read_problem(arguments: argparse.Namespace) -> Problem:
-    rest = {"heads": arguments.heads, "group": arguments.group, "batch": arguments.batch}
-    by_tokens = ("kv_seqlen", "tile_q", "tile_kv")
+    rest = {name: getattr(arguments, name) for name in COUNTS}
     if arguments.seqlen is None:
-        _refuse(arguments, by_tokens, "goes with --seqlen")
-        q_tiles, kv_tiles = arguments.q_tiles, arguments.kv_tiles
-        for name, count in (("--q-tiles", q_tiles), ("--kv-tiles", kv_tiles)):  # before one stands in for the other
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be a whole number >= 1; got {count}")
-        q_tiles = q_tiles if q_tiles is not None else kv_tiles if kv_tiles is not None else DEFAULT_TILES
-        return Problem.from_tiles(arguments.mask, q_tiles, q_tiles if kv_tiles is None else kv_tiles, **rest)
-    _refuse(arguments, ("q_tiles", "kv_tiles"), "cannot be combined with --seqlen, which decides the tile counts")
-    kv_len = arguments.seqlen if arguments.kv_seqlen is None else arguments.kv_seqlen
-    tile_q = DEFAULT_TILE_Q if arguments.tile_q is None else arguments.tile_q
-    tile_kv = DEFAULT_TILE_KV if arguments.tile_kv is None else arguments.tile_kv
-    return Problem(parse_mask(arguments.mask), arguments.seqlen, kv_len, tile_q, tile_kv, **rest)
-
-
-def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
-    for name in names:
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {why}")
-
-
-def apply_calibration(arguments: argparse.Namespace) -> Machine | None:
-    """The constants of --machine, if given; tiles and workers that were not given become its own."""
-    if arguments.machine is None:
-        return None
-    _refuse(arguments, tuple(COSTS), "cannot be combined with --machine, which decides all costs")
-    calibrated = load_machine(arguments.machine)
-    machine, (tile_q, tile_kv) = calibrated.pick(arguments.head_dim)
-    if arguments.workers is None:
-        arguments.workers = calibrated.workers
-    if arguments.seqlen is not None and (arguments.tile_q, arguments.tile_kv) == (None, None):
-        arguments.tile_q, arguments.tile_kv = tile_q, tile_kv
-    return machine
+        refuse(arguments, ("kv_seqlen", "tile_q", "tile_kv"), "goes with --seqlen")
+        for name in ("q_tiles", "kv_tiles"):  # before one stands in for the other
+            if either(getattr(arguments, name), 1) < 1:
+                raise ValueError(f"{flag_of(name)} must be a whole number >= 1; got {getattr(arguments, name)}")
+        q_tiles = either(arguments.q_tiles, either(arguments.kv_tiles, DEFAULT_TILES))
+        return Problem.from_tiles(arguments.mask, q_tiles, either(arguments.kv_tiles, q_tiles), **rest)
+    refuse(arguments, ("q_tiles", "kv_tiles"), "cannot be combined with --seqlen, which decides the tile counts")
+    tiles = either(arguments.tile_q, DEFAULT_TILE_Q), either(arguments.tile_kv, DEFAULT_TILE_KV)
+    return Problem(parse_mask(arguments.mask), arguments.seqlen, either(arguments.kv_seqlen, arguments.seqlen), *tiles, **rest)
 
 
 def read_machine(arguments: argparse.Namespace) -> Machine:
     """Machine costs, calibrated or given. Also settles the workers. Comes before read_problem: tiles may be the machine's."""
-    calibrated = apply_calibration(arguments)
-    if arguments.workers is None:
-        arguments.workers = DEFAULT_WORKERS
+    calibrated = _apply_calibration(arguments)
+    arguments.workers = either(arguments.workers, DEFAULT_WORKERS)
     for name in ("workers", "overlap"):
         if (getattr(arguments, name) or 0) > MOST:
             raise ValueError(f"--{name} must be at most {MOST}; got {getattr(arguments, name)}")
     if arguments.workers < 1:
         raise ValueError(f"workers must be a whole number >= 1; got {arguments.workers}")
-    given = {name: getattr(arguments, name) for name in COSTS}
-    costs: dict[str, Any] = {name: COSTS[name][1] if value is None else value for name, value in given.items()}
+    costs: dict[str, Any] = {name: either(getattr(arguments, name), default) for name, (_, default, _) in COSTS.items()}
     return calibrated or Machine(**costs)
+
+
+def _apply_calibration(arguments: argparse.Namespace) -> Machine | None:
+    """The constants of --machine, if given; tiles and workers that were not given become its own."""
+    if arguments.machine is None:
+        return None
+    refuse(arguments, tuple(COSTS), "cannot be combined with --machine, which decides all costs")
+    calibrated = load_machine(arguments.machine)
+    machine, tiles = calibrated.pick(arguments.head_dim)
+    arguments.workers = either(arguments.workers, calibrated.workers)
+    if arguments.seqlen is not None and (arguments.tile_q, arguments.tile_kv) == (None, None):
+        arguments.tile_q, arguments.tile_kv = tiles
+    return machine
 
 
 def read_schedules(words: list[str]) -> list[str]:

@@ -38,13 +38,14 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..tools.bench.picture_errors import draw_errors
-    from ..tools.bench.picture_prediction import draw, read
+    from ..tools.calibrate.pictures import draw_errors, draw_prediction, read
 
     check_picture("--plot", arguments.plot)
     check_picture("--plot-schedules", arguments.plot_schedules)
     check_different(arguments, "plot", "plot_schedules", *(("output",) if arguments.source is None else ("source",)))
-    pictures = {path: make for path, make in ((arguments.plot, draw), (arguments.plot_schedules, draw_errors)) if path is not None}
+    pictures = {
+        path: make for path, make in ((arguments.plot, draw_prediction), (arguments.plot_schedules, draw_errors)) if path is not None
+    }
     if arguments.source is None:
         _measure(arguments)
     elif not pictures:

@@ -12,8 +12,8 @@ from ..simulation.simulate import Machine
 from .arguments import read_schedules
 from .devices import choose_device
 from .files import check_folder, check_picture
-from .plan import auto_order_name, plan_header, print_refused, simulate_all
-from .table import print_table
+from .plan import report_of, simulate_all
+from .table import print_report
 
 if TYPE_CHECKING:
     from ..ledgers.comparing import Comparison
@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_training(steps: int, wanted: str, output: Path) -> bool:
     """Whether the ordered runs agree."""
+    from ..viewing.agreement import draw_agreement
     from . import training
 
     device = choose_device(wanted)
@@ -57,7 +58,12 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
     size = f"A transformer of {training.LAYERS} layers and {training.weight_count():,} weights"
     print(f"{size} learns from {training.LENGTH}-token sequences: same seed, same data, same code.")
     print("The two runs differ only in which attention tile happens to finish first.")
-    print(_how_arrival_varies(device))
+    if device == "cuda":
+        import torch
+
+        print(f"This {torch.cuda.get_device_name()} decides that anew every time.")
+    else:
+        print("A GPU decides that anew every time; here, on the CPU, each run draws it from a seed of its own.")
     print(f'\nThe attention of one layer, number {UNORDERED}, adds gradients as they arrive (accumulation="unordered"):\n')
     parted = _train_twice("unordered", UNORDERED, steps, device, output)
     if parted.agree:
@@ -68,17 +74,11 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
     agreed = _train_twice("ordered", None, steps, device, output)
     verdict = "Every bit of every tensor agrees in every step." if agreed.agree else "FAILED: ordered runs must agree."
     print(f"\n{verdict}\n")
-    _draw_runs(
-        output, {f"layer {UNORDERED} adds as tiles arrive": ("unordered", parted), "all layers add in a planned order": ("ordered", agreed)}
-    )
-    return agreed.agree
-
-
-def _draw_runs(output: Path, pairs: dict[str, tuple[str, Comparison]]) -> None:
-    from ..viewing.agreement import draw_agreement
-
-    draw_agreement([_panel(output, title, name, found) for title, (name, found) in pairs.items()], output / PICTURE_OF_RUNS)
+    titles = f"layer {UNORDERED} adds as tiles arrive", "all layers add in a planned order"
+    panels = [_panel(output, titles[0], "unordered", parted), _panel(output, titles[1], "ordered", agreed)]
+    draw_agreement(panels, output / PICTURE_OF_RUNS)
     print(f"Module by module and step by step: open {output / PICTURE_OF_RUNS}\n")
+    return agreed.agree
 
 
 def _panel(output: Path, title: str, name: str, found: Comparison) -> Agreement:
@@ -117,31 +117,20 @@ def _train_twice(name: str, unordered: int | None, steps: int, device: str, outp
     return found
 
 
-def _how_arrival_varies(device: str) -> str:
-    if device == "cuda":
-        import torch
-
-        return f"This {torch.cuda.get_device_name()} decides that anew every time."
-    return "A GPU decides that anew every time; here, on the CPU, each run draws it from a seed of its own."
-
-
 def _show_schedules(output: Path) -> None:
     problem = Problem.from_tiles("causal", 8, 8, heads=4)
     print("2. WHAT AN ORDER COSTS\n")
     print("Tiles that must add in turn may have to wait for each other. How long depends on the schedule. In model time,")
     print("for the backward pass of one small problem:\n")
-    runs, refused = simulate_all(read_schedules(["all"]), problem, MACHINE, WORKERS)
-    print_table(plan_header(problem, MACHINE, WORKERS, "causal"), runs, auto_order_name(problem, WORKERS))
-    print_refused(refused)
+    planned = simulate_all(read_schedules(["all"]), problem, MACHINE, WORKERS, "causal")
+    print_report(report_of(planned))
     print("\nMakespan is when the last worker ends; no schedule can beat the lower bound. Stalled is worker time lost to waiting.")
     print("Slack is how many steps pass between two chains on a tile; the chains of a gang must be on the GPU together.")
-    slow, fast = (dict(runs)[name].makespan for name in COMPARED)
+    chosen = [dict(planned.runs)[name] for name in COMPARED]
+    slow, fast = (timeline.makespan for timeline in chosen)
     print(f"All of these are deterministic. {COMPARED[1]}, which dash-attn picks here, takes {fast / slow:.0%} of {COMPARED[0]}'s time.")
-    chosen = [timeline for name, timeline in runs if name in COMPARED]
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / PICTURE
     from ..viewing.gantt import gantt
 
-    gantt(chosen, path)
+    gantt(chosen, output / PICTURE)
     print("\n3. A PICTURE OF IT\n")
-    print(f"{' and '.join(COMPARED)}, worker by worker: open {path}")
+    print(f"{' and '.join(COMPARED)}, worker by worker: open {output / PICTURE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def choose(arguments: argparse.Namespace) -> Device:
     """The device to measure on; an error if it is not there."""
-    from ..tools.calibrate.cpu import cpu_device
-    from ..tools.calibrate.hopper import hopper_device
+    from ..tools.calibrate.measured import cpu_device, hopper_device
 
     if choose_device(arguments.device) == "cpu":
         return cpu_device(arguments.threads)
@@ -32,26 +32,24 @@ def choose(arguments: argparse.Namespace) -> Device:
 
 def choose_device(wanted: str) -> str:
     """A Hopper GPU, where schedules and unordered sums run as they do on the CPU; unless told otherwise."""
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no GPU here; a GPU of compute capability 9.0 (H100, H200, GH200) is needed")
-    if wanted != "auto":
-        return wanted
     from ..backends.gpus import is_hopper
 
-    return "cuda" if torch.cuda.is_available() and is_hopper() else "cpu"
+    return _chosen(wanted, is_hopper, "9.0 (H100, H200, GH200)")
 
 
 def choose_served(wanted: str) -> str:
     """The GPU if a backend serves it, unless told otherwise."""
+    return _chosen(wanted, lambda: gpu_trouble() is None, "8.0 or later")
+
+
+def _chosen(wanted: str, serves: Callable[[], bool], capability: str) -> str:
     import torch
 
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no GPU here; a GPU of compute capability 8.0 or later is needed")
+        raise ValueError(f"--device cuda: PyTorch finds no GPU here; a GPU of compute capability {capability} is needed")
     if wanted != "auto":
         return wanted
-    return "cuda" if torch.cuda.is_available() and gpu_trouble() is None else "cpu"
+    return "cuda" if torch.cuda.is_available() and serves() else "cpu"
 
 
 def gpu_trouble(backend: str = "auto") -> str | None:

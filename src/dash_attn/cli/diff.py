@@ -63,21 +63,15 @@ def print_error(message: str) -> int:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
+    kept = ("lacking", "taken_as_partial", "steps", "steps_that_differ", "tensors", "ranks", "stopped", "notes")
     return {
         "verdict": found.verdict,
         "exit_code": CODES[found.verdict][0],
         "agree": found.agree,
         "first": None if found.first is None else _first_as_json(found.first),
-        "lacking": found.lacking,
-        "taken_as_partial": found.taken_as_partial,
-        "steps": list(found.steps),
-        "steps_that_differ": list(found.steps_that_differ),
-        "tensors": found.tensors,
-        "ranks": list(found.ranks),
-        "stopped": found.stopped,
+        **{name: list(value) if isinstance(value := getattr(found, name), tuple) else value for name in kept},
         "environment": [dict(zip(("name", "a", "b"), row, strict=True)) for row in found.environment],
         "attention": [dict(zip(("name", "a", "b"), row, strict=True)) for row in found.attention],
-        "notes": found.notes,
     }
 
 
@@ -87,10 +81,7 @@ def _first_as_json(first: FirstDifference) -> dict[str, Any]:
         "rank": first.rank,
         "step": first.step,
         "before_it": first.before_it,
-        "direction": first.culprit.direction,
-        "module": first.culprit.module,
-        "inputs_agreed": first.culprit.inputs_agreed,
-        "why": first.culprit.why,
+        **asdict(first.culprit),
         "phase": entry.phase,
         "tensor": {"module": entry.module, "role": entry.role, "name": entry.tensor, "call": entry.call},
         "dtype": entry.dtype,
@@ -122,7 +113,7 @@ def show(found: Comparison) -> None:
 
 def verdict(found: Comparison) -> str:
     """In one line."""
-    from ..ledgers.surroundings import numbers
+    from ..ledgers.remarks import numbers
 
     steps = _in_words(found.steps)
     compared = f"{found.tensors:,} tensors of {steps}, {_plural('rank', found.ranks)} {numbers(found.ranks)}"

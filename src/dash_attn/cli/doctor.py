@@ -25,20 +25,23 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..tools.doctor import examine, print_findings, take_snapshot
-    from ..tools.doctor.checks import is_bad
-    from ..tools.doctor.show import to_json
-    from ..tools.doctor.surroundings import backend_in_words
+    from ..tools.doctor import examine, print_findings, to_json
+    from ..tools.doctor.checks import backend_in_words
+    from ..tools.machine import Snapshot, current_gpu
 
-    snapshot = take_snapshot(ask_gpu=True)
-    findings = remarks_for_flags(examine(snapshot))
+    process = Snapshot(gpu=current_gpu())
+    findings = remarks_for_flags(examine(process))
     if arguments.json:
         print(to_json(findings))
         print(OWN_PROCESS, file=sys.stderr)
     else:
         print_findings(findings)
-        print(f"{backend_in_words(snapshot)}\n\n{OWN_PROCESS}")
+        print(f"{backend_in_words(process)}\n\n{OWN_PROCESS}")
     return 1 if is_bad(findings) else 0
+
+
+def is_bad(findings: list[Finding]) -> bool:
+    return any(finding.severity != "info" for finding in findings)
 
 
 def remarks_for_flags(findings: list[Finding]) -> list[Finding]:

@@ -6,27 +6,23 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..errors import ScheduleError
 from ..masks import MASK_FORMS
 from ..scheduling.generators import GENERATORS
+from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import SHARDINGS
-from ..scheduling.validate import ScheduleError
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
 from ..viewing.explore.page import saved_page, served_page
-from ..viewing.explore.ranks import shared_run
-from ..viewing.explore.runs import check_size, recorded, simulated
+from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, simulated
 from ..viewing.explore.server import Answering, PageServer
-from ..viewing.words import describe_machine, describe_problem
-from .arguments import COSTS, add_machine, add_problem, read_machine, read_problem, read_schedules
-from .cluster import DEFAULTS, add_cluster, plan_cluster, refuse_without_ranks, title_of_cluster
-from .devices import add_device
-from .explore_ledgers import ledgers_answer
+from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
+from .cluster import plan_ranks
 from .files import check_file
-from .plan import refuse_ignored, simulate_all
+from .plan import plan
 
 EXAMPLES = """examples:
   dash-attn explore
@@ -35,11 +31,10 @@ EXAMPLES = """examples:
   dash-attn explore --ranks 4 --seqlen 32768 --heads 8 --save ranks.html
   dash-attn explore --ledgers runs/a runs/b
 """
+SCHEDULES_HELP = f"one or two names, separated by spaces or commas, or auto (default): {', '.join(GENERATORS)}"
 MOST_SCHEDULES = 2
 MOST_TILES = 2**24  # of a problem, before anything is counted
-NUMBERS = ("q_tiles", "kv_tiles", "seqlen", "kv_seqlen", "tile_q", "tile_kv", "heads", "group", "batch", "workers", *COSTS, "head_dim")
-OF_CLUSTERS = ("ranks", *DEFAULTS, "model")
-ASKED = ("mask", "schedule", "machine", *NUMBERS, *OF_CLUSTERS, "measured", "device", "threads")  # what a page may ask for
+MOST_CELLS = 20_000_000  # modules times steps of two runs: about 100 MB in a browser
 # What a page begins with if nothing is said: the picture of the README.
 START = {
     **{"mask": "causal", "q-tiles": "8", "kv-tiles": "8", "heads": "4", "workers": "8"},
@@ -57,7 +52,7 @@ def add_command(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_question(parser)
+    add_question(parser, SCHEDULES_HELP)
     ledgers_help = "show where two runs part, by their ledgers, in place of schedules"
     parser.add_argument("--ledgers", nargs=2, metavar=("A", "B"), help=ledgers_help)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="where to listen on 127.0.0.1 (default: any free port)")
@@ -66,46 +61,38 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_question(parser: argparse.ArgumentParser) -> None:
-    """What both the command and its page take."""
-    add_problem(parser)
-    add_machine(parser)
-    add_cluster(parser)
-    schedule_help = f"one or two names, separated by spaces or commas, or auto (default): {', '.join(GENERATORS)}"
-    parser.add_argument("--schedule", nargs="+", action="extend", metavar="NAME", help=schedule_help)
-    measured_help = "also run the schedules and show what was recorded: on a Hopper GPU, or on the CPU in threads"
-    parser.add_argument("--measured", action="store_true", help=measured_help)
-    add_device(parser)
-
-
 def run(arguments: argparse.Namespace) -> int:
     check_file("--save", arguments.save)
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"--port must be a number from 0 to 65535; got {arguments.port}")
-    if arguments.ledgers is not None:
-        return _show_ledgers(arguments)
+    make_page, answering = _page_of_ledgers(arguments) if arguments.ledgers is not None else _page_of_schedules(arguments)
+    if arguments.save is None:
+        return _serve(arguments, make_page, answering)
+    arguments.save.write_text(make_page(), encoding="utf-8")
+    print(f"wrote {arguments.save}", file=sys.stderr)
+    return 0
+
+
+def _page_of_schedules(arguments: argparse.Namespace) -> tuple[Callable[[], str], Answering]:
+    """What makes the page, and who answers it."""
     options, machine = options_of(arguments), arguments.machine
     if arguments.save is not None:
-        return _save(arguments.save, saved_page(answer(options, machine)))
-    _check(read_question(options, machine))
+        return lambda: saved_page(answer(options, machine)), answer
+    asked = read_question(options, machine)  # what cannot be read is said by the command, not on the page
+    _schedules(asked)
+    if not asked.measured:
+        read_machine(asked)
+    read_problem(asked)
     page = served_page(start_of_form(options, machine))
-    return _serve(arguments, lambda: page, lambda asked: answer(asked, machine))
+    return lambda: page, lambda asked: answer(asked, machine)
 
 
-def _show_ledgers(arguments: argparse.Namespace) -> int:
+def _page_of_ledgers(arguments: argparse.Namespace) -> tuple[Callable[[], str], None]:
+    """A page that asks nothing. It is read anew each time, because a run may go on."""
     if given := given_options(arguments):
-        raise ValueError(f"--ledgers shows two runs; it does not go with --{next(iter(given)).replace('_', '-')}")
-    make = partial(ledgers_answer, *arguments.ledgers)
-    page = saved_page(make())  # what cannot be compared is said here
-    if arguments.save is not None:
-        return _save(arguments.save, page)
-    return _serve(arguments, lambda: saved_page(make()), None)  # read anew: a run may go on
-
-
-def _save(path: Path, page: str) -> int:
-    path.write_text(page, encoding="utf-8")
-    print(f"wrote {path}", file=sys.stderr)
-    return 0
+        raise ValueError(f"--ledgers shows two runs; it does not go with {flag_of(next(iter(given)))}")
+    ledgers_answer(*arguments.ledgers)  # what cannot be compared is said here
+    return lambda: saved_page(ledgers_answer(*arguments.ledgers)), None
 
 
 def _serve(arguments: argparse.Namespace, make_page: Callable[[], str], answering: Answering | None) -> int:
@@ -123,14 +110,6 @@ def _serve(arguments: argparse.Namespace, make_page: Callable[[], str], answerin
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """What cannot be read is said by the command, not on the page."""
-    _schedules(arguments)
-    if not arguments.measured:
-        read_machine(arguments)
-    read_problem(arguments)
-
-
 def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any]:
     """What the form offers and begins with."""
     machines = [*SHIPPED, *([machine] if machine is not None and machine.lower() not in SHIPPED else [])]
@@ -138,9 +117,24 @@ def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any
     return {"options": dict(options), "choices": choices, "masks": MASK_FORMS}
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of what a page asks. Raises where that of the command would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        add_question(self, SCHEDULES_HELP)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _usual() -> dict[str, Any]:
+    """All that a page may ask for, and what it means not to."""
+    return vars(_Parser().parse_args([]))
+
+
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    usual = vars(_Parser().parse_args([]))
-    return {name: getattr(arguments, name) for name in ASKED if getattr(arguments, name) != usual[name]}
+    return {name: given for name, usual in _usual().items() if (given := getattr(arguments, name)) != usual}
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -155,10 +149,11 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def read_question(options: Options, machine: str | None = None) -> argparse.Namespace:
     """The arguments that options stand for. `machine`: a file that a page may name, because the command was started with it."""
+    known = [name.replace("_", "-") for name in _usual()]
     words = []
     for name, value in options.items():
-        if not isinstance(value, (str, bool)) or name.replace("-", "_") not in ASKED:
-            raise ValueError(f"options are {', '.join(name.replace('_', '-') for name in ASKED)}, as text; got {name!r}: {value!r}")
+        if not isinstance(value, (str, bool)) or name not in known:
+            raise ValueError(f"options are {', '.join(known)}, as text; got {name!r}: {value!r}")
         words += ([f"--{name}"] if value else []) if isinstance(value, bool) else [f"--{name}={value}"]
     asked = options.get("machine")
     if asked is not None and asked != machine and str(asked).lower() not in SHIPPED:
@@ -166,31 +161,16 @@ def read_question(options: Options, machine: str | None = None) -> argparse.Name
     return _Parser().parse_args(words)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Of what a page asks. Raises where that of the command would end the process."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        _add_question(self)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def answer(options: Options, machine: str | None = None) -> dict[str, Any]:
     """All that a page shows. Raises ValueError for what cannot be shown."""
     arguments = read_question(options, machine)
-    if arguments.ranks is not None:
-        found = _shared_runs(arguments)
+    if arguments.ranks is None:
+        found = _one_rank(arguments)
     else:
-        refuse_without_ranks(arguments)
-        found = _measured_runs(arguments) if arguments.measured else _simulated_runs(arguments)
-    return {"format": 1, "options": dict(options), "command": _command(options), **found}
-
-
-def _command(options: Options) -> str:
+        planned = plan_ranks(arguments)
+        found = {"title": planned.title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}
     words = [f"--{name}" if value is True else f"--{name} {shlex.quote(value)}" for name, value in options.items() if value is not False]
-    return " ".join(["dash-attn plan", *words])
+    return {"format": 1, "options": dict(options), "command": " ".join(["dash-attn plan", *words]), **found}
 
 
 def _schedules(arguments: argparse.Namespace) -> list[str]:
@@ -200,51 +180,49 @@ def _schedules(arguments: argparse.Namespace) -> list[str]:
     return names
 
 
-def _check_tiles(problem: Any) -> None:
+def _check_tiles(problem: Problem) -> None:
     if problem.q_tiles * problem.kv_tiles > MOST_TILES:
         raise ValueError(f"a page shows problems of at most {MOST_TILES:,} tiles; got {problem.q_tiles:,} x {problem.kv_tiles:,}")
     check_size(problem.tasks)
 
 
-def _simulated_runs(arguments: argparse.Namespace) -> dict[str, Any]:
-    refuse_ignored(arguments)
-    names, machine, problem = _schedules(arguments), read_machine(arguments), read_problem(arguments)
-    _check_tiles(problem)
-    runs, refused = simulate_all(names, problem, machine, arguments.workers)
-    _need_one(runs, refused)
-    title = [describe_problem(problem, arguments.mask), describe_machine(machine, arguments.workers)]
-    return {"title": title, "refused": refused, "runs": [simulated(timeline, name) for name, timeline in runs]}
+def _one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    planned = plan(arguments, _schedules(arguments), _check_tiles)
+    if not planned.runs:
+        raise ScheduleError("\n".join(why for _, why in planned.refused))
+    runs = [simulated(timeline, name) for name, timeline in planned.runs]
+    title, device = planned.title, planned.device
+    if device is not None:
+        models, runs = runs, []
+        for model, pair in zip(models, planned.pairs, strict=True):
+            runs.append({**model, "name": f"{model['name']}, simulated", "unit": pair.measured.time_label})
+            runs.append(recorded(pair.timeline.schedule, pair.measured))
+        title = [title[0], f"{title[1]} (constants read off these runs, unless given)", f"measured on {device.name} ({device.backend})"]
+    return {"title": title, "refused": planned.refused, "runs": runs}
 
 
-def _need_one(runs: list[Any], refused: list[tuple[str, str]]) -> None:
-    if not runs:
-        raise ScheduleError("\n".join(why for _, why in refused))
+def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:
+    """What a page shows of two runs: where they part, step by step and module by module. Raises LedgerError, a ValueError."""
+    from ..ledgers.comparing import compare_runs
+    from ..ledgers.spread import DIRECTIONS, spread
+    from .diff import as_json, rows_of, verdict
 
-
-def _measured_runs(arguments: argparse.Namespace) -> dict[str, Any]:
-    from .measured import measure_all, read_measured
-
-    names = _schedules(arguments)
-    device, problem = read_measured(arguments)
-    _check_tiles(problem)
-    pairs, machine, refused = measure_all(names, arguments, device, problem)
-    _need_one(pairs, refused)
-    runs = []
-    for pair in pairs:
-        model = simulated(pair.timeline, pair.name)
-        runs += [{**model, "name": f"{model['name']}, simulated", "unit": pair.measured.time_label}]
-        runs.append(recorded(pair.timeline.schedule, pair.measured))
-    machine_words = f"{describe_machine(machine, arguments.workers)} (constants read off these runs, unless given)"
-    title = [describe_problem(problem, arguments.mask), machine_words, f"measured on {device.name} ({device.backend})"]
-    return {"title": title, "refused": refused, "runs": runs}
-
-
-def _shared_runs(arguments: argparse.Namespace) -> dict[str, Any]:
-    for name in ("threads", "measured"):
-        if getattr(arguments, name):
-            raise ValueError(f"--{name} does not go with --ranks, which is a simulation")
-    if arguments.seqlen is None:
-        raise ValueError("--ranks needs --seqlen: rows are dealt to ranks, and bytes are counted, in tokens")
-    planned = plan_cluster(arguments)
-    title = title_of_cluster(arguments, planned).splitlines()
-    return {"title": title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}
+    found = compare_runs(a, b)
+    seen = spread(a, b, None if found.first is None else found.first.rank)
+    if len(seen.modules) * len(seen.steps) > MOST_CELLS:
+        raise ValueError(f"a page shows at most {MOST_CELLS:,} modules times steps; got {len(seen.modules):,} x {len(seen.steps):,}")
+    return {
+        "format": 1,
+        "kind": "ledgers",
+        "title": [f"A: {a}", f"B: {b}"],
+        "command": f"dash-attn diff {a} {b}",
+        "verdict": verdict(found),
+        "rows": [] if found.first is None else rows_of(found.first),
+        "comparison": {**as_json(found), "notes": [*found.lacking, *found.notes]},
+        "rank": seen.rank,
+        "directions": list(DIRECTIONS),
+        "modules": list(seen.modules),
+        "steps": encoded(seen.steps),
+        "compared": [encoded(each.ravel()) for each in seen.compared],
+        "differing": [encoded(each.ravel()) for each in seen.differing],
+    }

@@ -17,10 +17,7 @@ def check_file(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag}: cannot write {path}: it is a directory; name a file")
     if not folder.is_dir():
         raise ValueError(f"{flag}: cannot write {path}: there is no directory {folder}")
-    try:
-        _try_to_write(path)
-    except OSError as error:
-        raise ValueError(f"{flag}: cannot write {path}: {error.strerror}") from None
+    _try_to_write(path, f"{flag}: cannot write {path}")
 
 
 def check_picture(flag: str, path: Path | None) -> None:
@@ -41,10 +38,7 @@ def check_folder(flag: str, path: Path) -> None:
         there = there.parent
     if not there.is_dir():
         raise ValueError(f"{flag}: cannot write to {path}: {there} is not a directory")
-    try:
-        _try_to_write(there / "file")
-    except OSError as error:
-        raise ValueError(f"{flag}: cannot write to {path}: {error.strerror} ({there})") from None
+    _try_to_write(there / "file", f"{flag}: cannot write to {path}: {there}")
 
 
 def check_different(arguments: argparse.Namespace, *names: str) -> None:
@@ -60,11 +54,12 @@ def check_different(arguments: argparse.Namespace, *names: str) -> None:
         seen[place] = flag
 
 
-def _try_to_write(path: Path) -> None:
+def _try_to_write(path: Path, complaint: str) -> None:
     """Rights alone do not tell: an administrator has them all, also where nothing can be written."""
-    if path.is_file():
-        with path.open("ab"):
-            pass
-    elif not path.exists():  # a device or a pipe is not opened: somebody may be waiting at its other end
-        with TemporaryFile(dir=path.parent):
-            pass
+    try:
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():  # a device or a pipe is not opened: somebody may be waiting at its other end
+            TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{complaint}: {error.strerror}") from None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import ScheduleError
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
-from ..scheduling.validate import ScheduleError
 from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.recorded import MICROSECONDS
 from ..viewing.task_times import TaskTimes, times_of
@@ -17,7 +17,6 @@ from .arguments import COSTS, read_machine, read_problem
 from .devices import choose
 
 if TYPE_CHECKING:
-    from ..tools.calibrate.estimate import Run
     from ..tools.calibrate.measured import Device
 
 DEFAULT_HEAD_DIM = 128
@@ -61,6 +60,7 @@ def measure_all(
     names: Sequence[str], arguments: argparse.Namespace, device: Device, problem: Problem
 ) -> tuple[list[Pair], Machine, list[tuple[str, str]]]:
     """Every schedule that serves the problem, the constants it was simulated with, and (name, reason) of the others."""
+    from ..tools.calibrate.fit import estimate
     from ..tools.calibrate.measured import make_tensors, options_of
 
     tensors = make_tensors(problem, arguments.head_dim, device)
@@ -72,21 +72,15 @@ def measure_all(
             refused.append((name, str(error)))
             continue
         runs.append((name, schedule, device.record(tensors, options_of(problem, arguments.head_dim, name))))
-    machine = _machine(arguments, [(schedule, spans) for _, schedule, spans in runs])
+    given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
+    # As given or calibrated; else read off these very runs.
+    machine = read_machine(arguments) if given or not runs else estimate([(schedule, spans) for _, schedule, spans in runs])
     return [Pair(name, simulate(schedule, machine), spans) for name, schedule, spans in runs], machine, refused
 
 
-def _machine(arguments: argparse.Namespace, runs: Sequence[Run]) -> Machine:
-    """As given or calibrated; else read off these very runs."""
-    from ..tools.calibrate.estimate import estimate
-
-    given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
-    return read_machine(arguments) if given or not runs else estimate(runs)
-
-
-def print_measured(pairs: Sequence[Pair], device: Device) -> None:
-    for name, timeline, measured in pairs:
-        print(
-            f"measured on {device.name} ({device.backend}): {name} {measured.makespan:,.1f} us;"
-            f" simulated {timeline.makespan:,.1f} us ({Pair(name, timeline, measured).error:+.1%})"
-        )
+def measured_lines(pairs: Sequence[Pair], device: Device) -> list[str]:
+    return [
+        f"measured on {device.name} ({device.backend}): {pair.name} {pair.measured.makespan:,.1f} us;"
+        f" simulated {pair.timeline.makespan:,.1f} us ({pair.error:+.1%})"
+        for pair in pairs
+    ]

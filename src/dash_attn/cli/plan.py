@@ -6,26 +6,25 @@ cluster.py does so for several ranks that share a sequence.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import ScheduleError
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
-from ..scheduling.validate import ScheduleError
 from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.task_times import Recorded
-from ..viewing.words import counted, describe_machine, describe_problem
-from .arguments import add_machine, add_problem, read_machine, read_problem, read_schedules
-from .cluster import add_cluster, refuse_without_ranks, run_cluster
-from .devices import add_device
+from ..viewing.words import counted, describe_machine, describe_problem, figures_of, label_of
+from .arguments import ONLY_WITH_RANKS, add_question, read_machine, read_problem, read_schedules, refuse
+from .cluster import plan_ranks
 from .files import check_different, check_file, check_picture
 from .progress import progress_bar
-from .table import Named, print_table
+from .table import Refusals, Report, print_report
 
 if TYPE_CHECKING:
+    from ..tools.calibrate.measured import Device
     from .measured import Pair
 
 EXAMPLES = """examples:
@@ -35,6 +34,8 @@ EXAMPLES = """examples:
   dash-attn plan --seqlen 4096 --heads 16 --schedule ascending,auto --measured --machine h200 --gantt measured.png
   dash-attn plan --ranks 8 --seqlen 131072 --heads 8 --group 4 --gantt ranks.png
 """
+COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
+Named = tuple[str, Timeline]  # the name that was asked for, and its run
 
 
 def add_command(commands: Any) -> None:
@@ -45,146 +46,137 @@ def add_command(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_problem(parser)
-    add_machine(parser)
-    add_cluster(parser)
-    schedule_help = "one or more names, separated by spaces or commas; auto; or all (default; with --ranks: auto)"
-    parser.add_argument("--schedule", nargs="+", action="extend", metavar="NAME", help=schedule_help)
+    add_question(parser, "one or more names, separated by spaces or commas; auto; or all (default; with --ranks: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers (or ranks) over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
-    measured_help = "also run the schedules and show the measured times: on a Hopper GPU, or on the CPU in threads"
-    parser.add_argument("--measured", action="store_true", help=measured_help)
-    add_device(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
-        check_picture("--gantt", arguments.gantt)
-        return run_cluster(arguments)
-    refuse_without_ranks(arguments)
+        return _run_ranks(arguments)
     names = read_schedules(arguments.schedule or ["all"])
     _check_files(arguments, names)
+    planned = plan(arguments, names)
+    if len(names) == 1 and planned.refused:
+        raise ScheduleError(planned.refused[0][1])
+    print_report(report_of(planned), arguments.json)
+    if planned.runs:
+        _write_files(arguments, planned)
+    return 0 if planned.runs else 2
+
+
+def _run_ranks(arguments: argparse.Namespace) -> int:
+    check_picture("--gantt", arguments.gantt)
+    planned = plan_ranks(arguments)
+    print_report(planned.report(), arguments.json)
+    if arguments.gantt is not None:
+        from ..viewing.gantt_ranks import gantt_of_ranks
+
+        gantt_of_ranks(planned.runs, arguments.gantt, "\n".join(planned.title))
+        print(f"wrote {arguments.gantt}", file=sys.stderr)
+    return 0
+
+
+class Planned(NamedTuple):
+    """Schedules of one problem, simulated. `pairs`: measured as well, on a device."""
+
+    problem: Problem
+    mask: str  # as it was asked for
+    machine: Machine
+    workers: int
+    runs: list[Named]
+    refused: Refusals
+    pairs: Sequence[Pair] = ()
+    device: Device | None = None
+
+    @property
+    def title(self) -> list[str]:
+        return [describe_problem(self.problem, self.mask), describe_machine(self.machine, self.workers)]
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        return [timeline for _, timeline in self.runs]
+
+
+def plan(arguments: argparse.Namespace, names: list[str], check: Callable[[Problem], None] = lambda problem: None) -> Planned:
+    """Run what the arguments ask for. `check` may refuse the problem before the work."""
+    refuse(arguments, ONLY_WITH_RANKS, "goes with --ranks")
     if arguments.measured:
-        return _run_measured(arguments, names)
-    refuse_ignored(arguments)
-    machine = read_machine(arguments)
-    problem = read_problem(arguments)
-    runs, refused = simulate_all(names, problem, machine, arguments.workers)
-    if len(names) == 1 and refused:
-        raise ScheduleError(refused[0][1])
-    _print(arguments, problem, machine, runs, refused)
-    _write_files(arguments, problem, machine, [timeline for _, timeline in runs])
-    return 0 if runs else 2
+        from .measured import measure_all, read_measured
+
+        device, problem = read_measured(arguments)
+        check(problem)
+        pairs, machine, refused = measure_all(names, arguments, device, problem)
+        runs = [(pair.name, pair.timeline) for pair in pairs]
+        return Planned(problem, arguments.mask, machine, arguments.workers, runs, refused, pairs, device)
+    refuse(arguments, ("threads", "device"), "goes with --measured; without it nothing is run")
+    if arguments.machine is None:
+        refuse(arguments, ("head_dim",), "goes with --machine or --measured; a simulation by constants knows no head dim")
+    machine, problem = read_machine(arguments), read_problem(arguments)
+    check(problem)
+    return simulate_all(names, problem, machine, arguments.workers, arguments.mask)
 
 
-def refuse_ignored(arguments: argparse.Namespace) -> None:
-    """What only a measured run looks at."""
-    if arguments.threads is not None or arguments.device != "auto":
-        raise ValueError("--device and --threads go with --measured; without it nothing is run")
-    if arguments.head_dim is not None and arguments.machine is None:
-        raise ValueError("--head-dim goes with --machine or --measured; a simulation by constants knows no head dim")
-
-
-def _run_measured(arguments: argparse.Namespace, names: list[str]) -> int:
-    """The same, with what a device noted beside what was simulated."""
-    from .measured import measure_all, print_measured, read_measured
-
-    device, problem = read_measured(arguments)
-    pairs, machine, refused = measure_all(names, arguments, device, problem)
-    if len(names) == 1 and refused:
-        raise ScheduleError(refused[0][1])
-    runs = [(pair.name, pair.timeline) for pair in pairs]
-    _print(arguments, problem, machine, runs, refused, {pair.name: pair.measured.makespan for pair in pairs})
-    if not arguments.json:
-        print_measured(pairs, device)
-    _write_files(arguments, problem, machine, [timeline for _, timeline in runs], pairs)
-    return 0 if runs else 2
-
-
-def _print(
-    arguments: argparse.Namespace,
-    problem: Problem,
-    machine: Machine,
-    runs: list[Named],
-    refused: list[tuple[str, str]],
-    measured: dict[str, float] | None = None,
-) -> None:
-    if arguments.json:
-        _print_json(arguments, problem, runs, refused, measured or {})
-        return
-    header = plan_header(problem, machine, arguments.workers, arguments.mask)
-    print_table(header, runs, auto_order_name(problem, arguments.workers))
-    print_refused(refused)
-
-
-def plan_header(problem: Problem, machine: Machine, workers: int, mask: str) -> str:
-    size = f"{counted(problem.tasks, 'task')} in {counted(problem.chains, 'chain')}"
-    return f"{describe_problem(problem, mask)}: {size}\n{describe_machine(machine, workers)}"
-
-
-def simulate_all(names: list[str], problem: Problem, machine: Machine, workers: int) -> tuple[list[Named], list[tuple[str, str]]]:
-    """Runs of the schedules that can serve the problem, and (name, reason) of those that cannot."""
-    runs, refused = [], []
+def simulate_all(names: list[str], problem: Problem, machine: Machine, workers: int, mask: str) -> Planned:
+    """Every schedule that can serve the problem."""
+    planned = Planned(problem, mask, machine, workers, [], [])
     for name in names:
         try:
             schedule = generate(name, problem, workers)
         except ScheduleError as error:
-            refused.append((name, str(error)))
+            planned.refused.append((name, str(error)))
             continue
         with progress_bar(f"simulating {name}", problem.tasks) as progress:
-            runs.append((name, simulate(schedule, machine, progress)))
-    return runs, refused
+            planned.runs.append((name, simulate(schedule, machine, progress)))
+    return planned
 
 
-def print_refused(refused: list[tuple[str, str]]) -> None:
-    if refused:
-        print("Cannot serve this problem:")
-    for name, reason in refused:
-        print(f"  {name}: {_first_line(name, reason)}")
+def report_of(planned: Planned) -> Report:
+    problem, auto_order = planned.problem, _auto_order(planned.problem, planned.workers)
+    about, machine = planned.title
+    header = f"{about}: {counted(problem.tasks, 'task')} in {counted(problem.chains, 'chain')}\n{machine}"
+    fastest = min((timeline.makespan for timeline in planned.timelines), default=0.0)
+    refused = [(name, why.splitlines()[0].removeprefix(name + " ")) for name, why in planned.refused]
+    notes = ["Cannot serve this problem:"] if refused else []
+    notes += [f"  {name}: {why}" for name, why in refused]
+    if planned.device is not None:
+        from .measured import measured_lines
+
+        notes += measured_lines(planned.pairs, planned.device)
+    rows = [_row(name, timeline, auto_order) for name, timeline in planned.runs]
+    values = _values(planned)
+    value = values[0] if len(values) + len(refused) == 1 else values
+    return Report(header, COLUMNS, rows, [timeline.makespan == fastest for timeline in planned.timelines], notes, value, refused)
 
 
-def _first_line(name: str, reason: str) -> str:
-    return reason.splitlines()[0].removeprefix(name + " ")
-
-
-def auto_order_name(problem: Problem, workers: int) -> str | None:
+def _auto_order(problem: Problem, workers: int) -> str | None:
+    """The order that `auto` would pick; its row is marked."""
     try:
         return generate("auto", problem, workers).name
     except ScheduleError:
         return None
 
 
-def _print_json(
-    arguments: argparse.Namespace, problem: Problem, runs: list[Named], refused: list[tuple[str, str]], measured: dict[str, float]
-) -> None:
-    for name, reason in refused:
-        print(f"dash-attn: {name} cannot serve this problem: {_first_line(name, reason)}", file=sys.stderr)
-    rows = [_json_row(name, arguments.mask, problem, timeline) for name, timeline in runs]
-    for row in rows:
-        row |= {"measured": measured[row["schedule"]]} if row["schedule"] in measured else {}
-    single = len(runs) + len(refused) == 1
-    print(json.dumps(rows[0] if single else rows, indent=2))
+def _row(asked: str, timeline: Timeline, auto_order: str | None) -> tuple[str, ...]:
+    label, figures = label_of(asked, timeline.schedule.name), figures_of(timeline)
+    return f"{label} (auto)" if label == auto_order else label, *(figures[name] for name in COLUMNS[1:])
 
 
-def _json_row(name: str, mask: str, problem: Problem, timeline: Timeline) -> dict[str, Any]:
-    row = {
-        "schedule": name,
-        "mask": mask,
-        "q_tiles": problem.q_tiles,
-        "kv_tiles": problem.kv_tiles,
-        "heads": problem.heads,
-        "workers": timeline.schedule.workers,
-        "tasks": problem.tasks,
-        "makespan": timeline.makespan,
-        "lower_bound": timeline.lower_bound,
-        "gap": timeline.gap,
-        "utilization": timeline.utilization,
-        "stalled": timeline.stalled,
-    }
-    return {key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in row.items()}
+def _values(planned: Planned) -> list[dict[str, Any]]:
+    """The rows as JSON. Whole numbers have no point."""
+    problem = planned.problem
+    sizes = {"mask": planned.mask, "q_tiles": problem.q_tiles, "kv_tiles": problem.kv_tiles, "heads": problem.heads}
+    names = ("makespan", "lower_bound", "gap", "utilization", "stalled")
+    measured = {pair.name: {"measured": pair.measured.makespan} for pair in planned.pairs}
+    return [
+        {"schedule": name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
+        | {key: int(value) if float(value := getattr(timeline, key)).is_integer() else value for key in names}
+        | measured.get(name, {})
+        for name, timeline in planned.runs
+    ]
 
 
 def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
@@ -197,22 +189,18 @@ def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
     check_different(arguments, "gantt", "trace", "save")
 
 
-def _write_files(
-    arguments: argparse.Namespace, problem: Problem, machine: Machine, timelines: list[Timeline], pairs: Sequence[Pair] = ()
-) -> None:
-    """`pairs`: measured runs, shown beside the simulated ones."""
-    if not timelines:
-        return
+def _write_files(arguments: argparse.Namespace, planned: Planned) -> None:
+    """Measured runs stand beside the simulated ones."""
+    timelines, pairs = planned.timelines, planned.pairs
     if arguments.gantt is not None:
         from ..viewing.gantt import gantt
 
-        title = f"{describe_problem(problem, arguments.mask)}\n{describe_machine(machine, arguments.workers)}"
-        gantt([panel for pair in pairs for panel in pair.panels()] or timelines, arguments.gantt, title)
+        gantt([panel for pair in pairs for panel in pair.panels()] or timelines, arguments.gantt, "\n".join(planned.title))
     if arguments.trace is not None:
         from ..viewing.trace import write_trace
 
         traced: list[Timeline | Recorded] = [*timelines, *(Recorded(pair.timeline.schedule, pair.measured) for pair in pairs)]
-        with progress_bar("writing the trace", problem.tasks * len(traced)) as progress:
+        with progress_bar("writing the trace", planned.problem.tasks * len(traced)) as progress:
             write_trace(traced, arguments.trace, progress)
     if arguments.save is not None:
         arguments.save.write_text(timelines[0].schedule.to_json() + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def train(unordered: int | None, steps: int, arrival_seed: int, device: str, fol
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     (folder / "rank-0.ledger").unlink(missing_ok=True)  # of the demo before
-    with _one_thread(), _arrival(arrival_seed, device), ledger(folder, detail=True) as book:
+    with _arrival(arrival_seed, device), ledger(folder, detail=True) as book:
         book.watch(model, optimizer)
         for batch in synthetic_tokens(steps).to(device):
             logits = model(batch[:, :-1])
@@ -103,19 +103,16 @@ def train(unordered: int | None, steps: int, arrival_seed: int, device: str, fol
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """The model is so small that threads only wait for each other."""
+def _arrival(seed: int, device: str) -> Iterator[None]:
+    """Decides which tile finishes first; on a GPU the hardware itself varies that. In one thread: the model is so small that threads only
+    wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with nullcontext() if device == "cuda" else interleaving(seed):
+            yield
     finally:
         torch.set_num_threads(before)
-
-
-def _arrival(seed: int, device: str) -> AbstractContextManager[Any]:
-    """On a GPU the hardware itself varies which tile finishes first."""
-    return nullcontext() if device == "cuda" else interleaving(seed)
 
 
 def weight_count() -> int:

@@ -63,9 +63,7 @@ def _add_shape(group: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..tools.verify.against import differences, refuse_failed
-    from ..tools.verify.certificate import read, status_of, verify
-    from ..tools.verify.report import table
+    from ..tools.verify.certificate import differences, read, refuse_failed, status_of, table, verify
 
     if arguments.runs is not None and arguments.runs < 2:
         raise ValueError(f"--runs must be at least 2; got {arguments.runs}")
@@ -93,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_comparison(differing: list[str], theirs: Certificate, arguments: argparse.Namespace) -> None:
     """Beside the certificate on stdout, it goes to stderr."""
-    from ..tools.verify.against import agreement
+    from ..tools.verify.certificate import agreement
 
     agrees = [agreement(theirs, arguments.against)]
     lines = [f"Differs from {arguments.against}:", *(f"  {line}" for line in differing)] if differing else agrees

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..scheduling.ranks.sharding import Sharding
 from .context.attention import context_parallel_attention
-from .context.explaining import explain_context_parallel
+from .context.explain import SharedExplanation
 from .context.layout import positions, shard, unshard
 from .heads import head_offset
 from .micro_batches.accumulator import TreeAccumulator
@@ -13,9 +13,9 @@ from .micro_batches.sampler import MicroBatchSampler
 __all__ = [
     "MicroBatchSampler",
     "Sharding",
+    "SharedExplanation",
     "TreeAccumulator",
     "context_parallel_attention",
-    "explain_context_parallel",
     "head_offset",
     "positions",
     "shard",

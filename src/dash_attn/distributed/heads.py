@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .context.layout import check_dim
 from .peers import Group, Peers
 
 
@@ -14,10 +15,7 @@ def head_offset(k: Tensor, group: Group = None, *, dim: int = 2) -> int:
     k: the keys, whose dimension `dim` is the heads. Of a DTensor, its placement says which heads are here; `group` is not used.
     Of a plain tensor with this rank's heads, the ranks of `group` have as many heads each, in the order of ranks, and no head twice.
     """
-    if not isinstance(k, Tensor):
-        raise TypeError(f"k must be a tensor; got {type(k).__name__}")
-    if not isinstance(dim, int) or not -k.ndim <= dim < k.ndim:
-        raise ValueError(f"dim must be one of the {k.ndim} dimensions of k; got {dim!r}")
+    check_dim("k", k, dim)
     if isinstance(k, DTensor):
         return _from_placement(k, dim % k.ndim)
     return Peers.of(group).rank * k.shape[dim]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -70,72 +70,47 @@ class Peers:
             self.exchange(torch.zeros(self.count, dtype=torch.uint8, device="cpu"))
 
     @property
-    def _hosts(self) -> Hosts:
-        assert self.group is not None
+    def hosts(self) -> Hosts:
+        """What goes from host to host."""
+        if self.group is None:
+            return Hosts(None, timedelta(), self._meet)
         if self.group not in _hosts:
             _hosts[self.group] = Hosts(self.group, self.time_limit, self._meet)
         return _hosts[self.group]
 
-    def begin(self, call: str, numbers: Sequence[int]) -> list[list[int]]:
-        """What all ranks tell of a call before they work together, by rank: a message of one size. Raises where they call different
-        functions, or one refuses."""
-        return [list(numbers)] if self.count == 1 else self._hosts.begin(call, numbers)
-
-    def refusing(self, call: str) -> AbstractContextManager[None]:
-        """Around what a rank checks by itself before it begins a call: where it raises, the others hear of it."""
-        return nullcontext() if self.count == 1 else self._hosts.refusing(call)
-
-    @property
-    def begun(self) -> int:
-        """How many calls the ranks have begun: the number of the last one."""
-        return 0 if self.count == 1 else self._hosts.number
-
-    def keep(self, values: Sequence[Tensor | None]) -> None:
-        """Values on a GPU that the last call was given, for later calls to compare."""
-        if self.count > 1:
-            self._hosts.values.keep(self.begun, values)
-
-    def telling(self) -> AbstractContextManager[None]:
-        """Around what ranks do together: who stops there leaves word for those who wait."""
-        return nullcontext() if self.count == 1 else self._hosts.telling()
-
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Those of every rank, by rank. All ranks give equally many."""
-        return [list(numbers)] if self.count == 1 else self._hosts.gather(numbers)
-
     def gather(self, mine: Tensor) -> Tensor:
         """The flat tensors of all ranks, end to end. They have one shape."""
-        return self.start_gather(mine).wait()
+        return self.start_gather(mine, REACH_OTHERS).wait()
 
-    def start_gather(self, mine: Tensor, purpose: str = REACH_OTHERS) -> Pending:
+    def start_gather(self, mine: Tensor, purpose: str) -> Pending:
         """The same, on its way. purpose: what an error says could not be done."""
         if self.count == 1:
             return Pending(self, None, mine, mine.device, purpose)
         sent = self._reachable(mine)
         everything = sent.new_empty(self.count * sent.numel())
         into = list(_bytes(everything).chunk(self.count))
-        work: list[Any] = []
-        self.reach(lambda: work.append(dist.all_gather(into, _bytes(sent), self.group, async_op=True)), purpose)
-        return Pending(self, work[0], everything, mine.device, purpose)
+        with self.reaching(purpose):
+            work = dist.all_gather(into, _bytes(sent), self.group, async_op=True)
+        return Pending(self, work, everything, mine.device, purpose)
 
     def exchange(self, flat: Tensor) -> Tensor:
         """Of `count` equal pieces, piece r goes to rank r. Row r of the result came from rank r."""
-        if self.count == 1:
-            return flat[None]
-        sent = self._reachable(flat)
-        received = torch.empty_like(sent)
-        self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group))
-        return received.view(self.count, -1).to(flat.device)
+        return self._exchange(flat, None, None, REACH_OTHERS).view(self.count, -1)
 
-    def exchange_pieces(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str = REACH_OTHERS) -> list[Tensor]:
+    def exchange_pieces(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str) -> list[Tensor]:
         """Piece r, of any length, goes to rank r. Of those that come, rank r sends `sizes[r]` numbers."""
+        return list(self._exchange(torch.cat(list(pieces)), sizes, [*map(len, pieces)], purpose).split(list(sizes)))
+
+    def _exchange(self, flat: Tensor, sizes: Sequence[int] | None, sent_sizes: Sequence[int] | None, purpose: str) -> Tensor:
+        """Pieces end to end. None: all have one size."""
         if self.count == 1:
-            return list(pieces)
-        sent = self._reachable(torch.cat(list(pieces)))
-        received = sent.new_empty(sum(sizes))
-        taken, given = ([length * sent.element_size() for length in lengths] for lengths in (sizes, map(len, pieces)))
-        self.reach(lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), taken, given, group=self.group), purpose)
-        return list(received.to(pieces[0].device).split(list(sizes)))
+            return flat
+        sent = self._reachable(flat)
+        received = sent.new_empty(len(sent) if sizes is None else sum(sizes))
+        taken, given = (None if some is None else [size * sent.element_size() for size in some] for some in (sizes, sent_sizes))
+        with self.reaching(purpose):
+            dist.all_to_all_single(_bytes(received), _bytes(sent), taken, given, group=self.group)
+        return received.to(flat.device)
 
     def send(self, flat: Tensor, to: int, tag: int) -> Any:
         """Begins to send to a rank; `wait` of the result ends it."""
@@ -154,10 +129,11 @@ class Peers:
     def _reachable(self, flat: Tensor) -> Tensor:
         return flat.cpu() if self._through_host(flat.device) else flat
 
-    def reach(self, action: Callable[[], object], purpose: str = REACH_OTHERS) -> None:
-        """Do what all ranks must do together."""
+    @contextmanager
+    def reaching(self, purpose: str) -> Iterator[None]:
+        """Around what all ranks must do together."""
         try:
-            action()
+            yield
         except RuntimeError as error:  # what every backend raises
             raise Lost(
                 f"rank {self.rank} of {self.count} could not {purpose}: another rank has ended, has not come within the group's "
@@ -180,7 +156,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.peers.reach(self.work.wait, self.purpose)
+            with self.peers.reaching(self.purpose):
+                self.work.wait()
         return self.result.to(self.device)
 
 

@@ -8,8 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
+from ..masks import is_whole
 from ..scheduling.problem import Task
 
 
@@ -37,7 +36,7 @@ class Interleaving:
         if self.record is not None and not self.threads:
             raise ValueError("only threads record times: coroutines take turns on one")
         for name, value, least in (("seed", self.seed, None), ("workers", self.workers, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or (least and value < least)):
+            if value is not None and (not is_whole(value) or (least and value < least)):
                 raise ValueError(f"{name} must be None or a whole number{' >= 1' if least else ''}; got {value!r}")
 
 

@@ -8,16 +8,12 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
+from ..errors import ExecutionError
 from ..scheduling.order import Ints
 from ..scheduling.plan import Plan
 from ..scheduling.problem import Task
 
-DqTile = tuple[int, int, int]  # sequence, query head, Q tile
-Target = tuple[Any, ...]  # a DqTile, or "sum" and a SumPlace
-
-
-class ExecutionError(RuntimeError):
-    """A plan that breaks the rules: a turn that is wrong, taken twice or missing."""
+Target = tuple[Any, ...]  # a dQ tile (sequence, query head, Q tile), or "sum" and a SumPlace
 
 
 class Deadlock(ExecutionError):
@@ -123,19 +119,19 @@ Starts = Iterator[Callable[[], Chain]]  # each starts a chain
 
 def whole_chains(plan: Plan, arithmetic: TileArithmetic) -> Starts:
     """All chains of a plan, from beginning to end, in the order they start."""
-    return (partial(_start, plan, arithmetic, place) for place in chains_in_order(plan))
+
+    def start(place: ChainPlace) -> Chain:
+        steps = plan.steps(plan.kind_of(place.part), place.kv_tile)
+        return Chain(plan, place, arithmetic.chain(place, steps, plan.members(place.part)))
+
+    return (partial(start, place) for place in chains_in_order(plan))
 
 
-def _start(plan: Plan, arithmetic: TileArithmetic, place: ChainPlace) -> Chain:
-    steps = plan.steps(plan.kind_of(place.part), place.kv_tile)
-    return Chain(plan, place, arithmetic.chain(place, steps, plan.members(place.part)))
-
-
-class Ledger:
+class Landed:
     """How many turns of each dQ tile, and how many parts of each sum of dK and dV, have landed: the semaphores of the GPU kernel."""
 
-    def __init__(self, plan: Plan, ordered: bool) -> None:
-        self.plan, self.ordered = plan, ordered
+    def __init__(self, plan: Plan, arithmetic: TileArithmetic, ordered: bool) -> None:
+        self.plan, self.arithmetic, self.ordered = plan, arithmetic, ordered
         self._landed: dict[Target, int] = defaultdict(int)
 
     def check(self, chain: Chain) -> None:
@@ -157,26 +153,29 @@ class Ledger:
         where = "its sum" if chain.is_ending else "its dQ tile"
         raise ExecutionError(f"{chain} has turn {chain.turn}, but that turn of {where} has already landed")
 
-    def land(self, chain: Chain, arithmetic: TileArithmetic) -> tuple[Target, int]:
+    def land(self, chain: Chain) -> tuple[Target, int]:
         """Store or add what is pending; returns where, and the turn that may land there next."""
         assert chain.pending is not None
         target = chain.target
         first = self._landed[target] == 0
         if chain.is_ending:
-            arithmetic.land_sum(chain.sum_place, chain.pending.value, first)
+            self.arithmetic.land_sum(chain.sum_place, chain.pending.value, first)
         else:
-            arithmetic.land(chain.task, chain.pending.value, first)
+            self.arithmetic.land(chain.task, chain.pending.value, first)
         chain.pending = None
         self._landed[target] += 1
         return target, self._landed[target]
 
-    def explain(self, chain: Chain) -> str:
-        """What a blocked chain waits for."""
+    def deadlock(self, blocked: list[Chain]) -> Deadlock:
+        """The error that names who waits for what."""
+        name, workers = self.plan.schedule_name, self.plan.workers
+        lines = [f"{name} is stuck on {workers} workers: {len(blocked)} resident chains wait and none can start"]
+        return Deadlock("\n  ".join(lines + [self._awaited_by(chain) for chain in blocked[:4]]))
+
+    def _awaited_by(self, chain: Chain) -> str:
         awaited = self._landed[chain.target]
-        if chain.is_ending:
-            return f"{chain} (turn {chain.turn}) waits for turn {awaited}, which an earlier part of its group has"
-        owner = self._owner(chain, awaited)
-        return f"{chain.task} (turn {chain.turn}) waits for turn {awaited}, which {owner or 'no task'} has"
+        owner = "an earlier part of its group" if chain.is_ending else self._owner(chain, awaited) or "no task"
+        return f"{chain} (turn {chain.turn}) waits for turn {awaited}, which {owner} has"
 
     def _owner(self, chain: Chain, turn: int) -> Task | None:
         """The task of the same dQ tile that has this turn."""
@@ -201,9 +200,3 @@ class Ledger:
         ended = sum(landed for target, landed in self._landed.items() if target[0] == "sum")
         if ended != chains:
             raise ExecutionError(f"the plan has {chains} chains, but {ended} landed their dK and dV")
-
-
-def deadlock(plan: Plan, ledger: Ledger, blocked: list[Chain]) -> Deadlock:
-    """The error that names who waits for what."""
-    lines = [f"{plan.schedule_name} is stuck on {plan.workers} workers: {len(blocked)} resident chains wait and none can start"]
-    return Deadlock("\n  ".join(lines + [ledger.explain(chain) for chain in blocked[:4]]))

@@ -6,9 +6,9 @@ import threading
 import time
 from random import Random
 
-from ..scheduling.plan import Plan
-from .interleaving import TaskTime
-from .rules import Chain, ExecutionError, Ledger, Starts, Target, TileArithmetic, deadlock
+from ..errors import ExecutionError
+from .interleaving import Interleaving, TaskTime
+from .rules import Chain, Landed, Starts, Target
 
 LONGEST_SLEEP = 3e-4  # seconds; about one task on a CPU, so that chains overtake each other
 
@@ -17,38 +17,22 @@ class _Abandoned(Exception):
     """Another worker has failed."""
 
 
-def run_threads(
-    plan: Plan,
-    arithmetic: TileArithmetic,
-    ledger: Ledger,
-    starts: Starts,
-    seed: int | None,
-    record: list[TaskTime] | None = None,
-) -> None:
+def run_threads(landed: Landed, starts: Starts, chosen: Interleaving) -> None:
     """Run every chain. With a seed, workers sleep at random before they compute and before they land.
 
-    `record` gets a row for every task, in the order they land.
+    The record gets a row for every task, in the order they land.
     """
-    _Team(plan, arithmetic, ledger, starts, seed, record).run()
+    _Team(landed, starts, chosen).run()
 
 
 class _Team:
-    """Workers that share the ledger under one lock. A worker that must wait parks on the event of its dQ tile and turn."""
+    """Workers that share what has landed under one lock. A worker that must wait parks on the event of its dQ tile and turn."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        arithmetic: TileArithmetic,
-        ledger: Ledger,
-        starts: Starts,
-        seed: int | None,
-        record: list[TaskTime] | None,
-    ) -> None:
-        self.plan, self.arithmetic, self.ledger, self.seed, self.record = plan, arithmetic, ledger, seed, record
+    def __init__(self, landed: Landed, starts: Starts, chosen: Interleaving) -> None:
+        self.landed, self.starts, self.seed, self.record = landed, starts, chosen.seed, chosen.record
         self.lock = threading.Lock()
-        self.starts = starts
         self.parked: dict[tuple[Target, int], tuple[Chain, threading.Event]] = {}
-        self.size = min(plan.workers, plan.problem.chains)
+        self.size = min(landed.plan.workers, landed.plan.problem.chains)
         self.active = self.size
         self.failure: BaseException | None = None
 
@@ -66,13 +50,15 @@ class _Team:
         try:
             while (chain := self._take()) is not None:
                 start = time.perf_counter()
-                while self._compute(chain, sleeper):
+                _sleep(sleeper)
+                while chain.compute():
                     computed, is_task = time.perf_counter(), not chain.is_ending
                     turn = self._reduce(chain, sleeper)
                     landed = time.perf_counter()
                     if self.record is not None and is_task:
                         self.record.append(TaskTime(index, chain.task, start, computed, turn, landed))
                     start = landed
+                    _sleep(sleeper)
         except _Abandoned:
             pass
         except BaseException as error:
@@ -88,10 +74,6 @@ class _Team:
             start = None if self.failure is not None else next(self.starts, None)
             return None if start is None else start()
 
-    def _compute(self, chain: Chain, sleeper: Random | None) -> bool:
-        _sleep(sleeper)
-        return chain.compute()
-
     def _reduce(self, chain: Chain, sleeper: Random | None) -> float:
         """Returns when its turn came."""
         _sleep(sleeper)
@@ -103,7 +85,7 @@ class _Team:
             if self.failure is not None:
                 raise _Abandoned
             turn = time.perf_counter()
-            _, event = self.parked.pop(self.ledger.land(chain, self.arithmetic), (None, None))
+            _, event = self.parked.pop(self.landed.land(chain), (None, None))
             if event is not None:
                 event.set()
         return turn
@@ -112,8 +94,8 @@ class _Team:
         """Queue a chain behind the lower turns of its dQ tile; None if it may land now."""
         if self.failure is not None:
             raise _Abandoned
-        self.ledger.check(chain)
-        if self.ledger.may_land(chain):
+        self.landed.check(chain)
+        if self.landed.may_land(chain):
             return None
         place = chain.target, chain.turn
         if place in self.parked:
@@ -127,7 +109,7 @@ class _Team:
     def _check_progress(self) -> None:
         """Fail if every worker that is left is parked: a released chain is no longer parked, so nobody will move."""
         if self.failure is None and self.parked and len(self.parked) == self.active:
-            self._fail(deadlock(self.plan, self.ledger, [chain for chain, _ in self.parked.values()]))
+            self._fail(self.landed.deadlock([chain for chain, _ in self.parked.values()]))
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
@@ -18,52 +19,28 @@ class ForeignUse(AttributeError, TypeError):
     """Code other than dash_attn tried to use our mask. Both bases, so that `hasattr` and operators see what they expect."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LayerMask:
-    """A mask and the lengths it is for, with the documents' offsets where the batch is packed.
+    """A mask and the lengths it is for, with the documents' offsets where the batch is packed."""
 
-    keys: how many of the keys that a layer gets are attended. A static cache has slots behind them.
-    first_key: where they begin among those. Chunked attention does not look at the chunks before.
-    first_position: that of the first of them. A cache of a window dropped those before.
-    lengths_on_device: `keys` as a tensor with one number per sequence, where the cache is static.
-    windows: of a causal mask, its sliding window, or None without one; None if nothing of the kind is known.
-    documents_are_known: False where nothing has said yet whether rows hold documents, so that position_ids may.
-    noted: what the model was given that tells documents (`_given_documents.py`).
-    padding: of rows that may be padded.
-    places: of such rows in a cache, where each row's keys are (`_padding.py`); None if they are from slot 0 and first_position on.
-    model: the name of the configuration it was made for, for messages.
-    """
+    mask: Mask
+    lengths: tuple[int, int]
+    offsets: SequenceOffsets | None = None
+    keys: int = -1  # how many of the keys that a layer gets are attended; -1 for all. A static cache has slots behind them
+    first_key: int = 0  # where they begin among those. Chunked attention does not look at the chunks before
+    first_position: int = 0  # that of the first of them. A cache of a window dropped those before
+    lengths_on_device: Tensor | None = None  # `keys` as a tensor with one number per sequence, where the cache is static
+    windows: tuple[int | None] | None = None  # of a causal mask, its window, or None without one; None if nothing of the kind is known
+    documents_are_known: bool = False  # False where nothing has said yet whether rows hold documents, so that position_ids may
+    noted: dict[str, Any] = field(default_factory=dict)  # what the model was given that tells documents (`_documents.py`)
+    padding: Padding | None = None  # of rows that may be padded
+    places: dict[str, Tensor] | None = None  # of such rows in a cache (`_padding.py`); None if keys are from slot 0 and first_position on
+    model: str = "this model"  # the name of the configuration it was made for, for messages
+    ndim: ClassVar[int] = 4  # transformers asks whether it has made this mask already: of four dimensions it has
 
-    __slots__ = (
-        "documents_are_known",
-        "first_key",
-        "first_position",
-        "keys",
-        "lengths",
-        "lengths_on_device",
-        "mask",
-        "model",
-        "noted",
-        "offsets",
-        "padding",
-        "places",
-        "windows",
-    )
-    ndim = 4  # transformers asks whether it has made this mask already: of four dimensions it has
-
-    def __init__(self, mask: Mask, lengths: tuple[int, int], offsets: SequenceOffsets | None = None) -> None:
-        self.mask = mask
-        self.lengths = lengths
-        self.keys = lengths[1]
-        self.first_key = 0
-        self.first_position = 0
-        self.lengths_on_device: Tensor | None = None
-        self.windows: tuple[int | None] | None = None
-        self.offsets = offsets
-        self.documents_are_known = offsets is not None
-        self.noted: dict[str, Any] = {}
-        self.padding: Padding | None = None
-        self.places: dict[str, Tensor] | None = None
-        self.model = "this model"
+    def __post_init__(self) -> None:
+        self.keys = self.lengths[1] if self.keys < 0 else self.keys
+        self.documents_are_known = self.offsets is not None
 
     def contiguous(self) -> LayerMask:
         """`generate` lays out masks that it makes ahead, for static caches."""
@@ -85,29 +62,23 @@ class LayerMask:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) == 4 and all(isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1) for part in parts):
             stops = [part.stop for part in parts]
-            if stops[:2] == [None, None] and all(
-                stop is None or stop >= length for stop, length in zip(stops[2:], self.lengths, strict=True)
-            ):
+            if stops[:2] == [None, None] and all(stop is None or stop >= n for stop, n in zip(stops[2:], self.lengths, strict=True)):
                 return self
-        self._refuse("cuts it")
+        _refuse(self.model, "cuts it")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy, pickle and numpy ask for methods that we do not have
             raise AttributeError(name)
-        self._refuse(f"asks for its .{name}")
+        _refuse(self.model, f"asks for its .{name}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         found = next((given for given in (*args, *(kwargs or {}).values()) if isinstance(given, LayerMask)), None)
-        message = _message("this model" if found is None else found.model, f"calls {getattr(func, '__name__', func)} on it")
-        raise ForeignUse(message)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ForeignUse(_message(self.model, what))
+        _refuse("this model" if found is None else found.model, f"calls {getattr(func, '__name__', func)} on it")
 
 
-def _message(model: str, what: str) -> str:
-    return (
+def _refuse(model: str, what: str) -> NoReturn:
+    raise ForeignUse(
         f"dash_attn's mask is not a tensor, and {model} {what}: its attention code is its own and does not go through dash_attn;"
         f" {ANOTHER_IMPLEMENTATION}"
     )
@@ -115,7 +86,7 @@ def _message(model: str, what: str) -> str:
 
 def _operator(name: str) -> Any:
     def refuse(self: LayerMask, *others: Any) -> NoReturn:
-        self._refuse(f"applies {name} to it")
+        _refuse(self.model, f"applies {name} to it")
 
     return refuse
 

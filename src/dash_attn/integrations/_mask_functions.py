@@ -1,4 +1,7 @@
-"""What transformers' mask functions are made of, read off instead of evaluated on every pair of tokens."""
+"""Which of our masks a mask function of transformers is: read off what it is made of, or else off its pattern.
+
+The pattern is read in blocks of rows, so memory stays linear in the length.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,37 @@ from inspect import getclosurevars
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..masks import Causal, Documents, Full, IntervalMask, Window
+
 MaskFunction = Callable[..., Any]
+Pattern = Callable[[int, range, range], Tensor]  # (sequence, rows, columns) -> boolean matrix
+Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
+ROWS = 256
 
 
 def read_causal(mask_function: MaskFunction) -> tuple[int | None, Tensor | None] | None:
     """(window, numbers of the documents) of a causal mask function; None if it has parts that are not known here."""
-    from transformers.masking_utils import causal_mask_function
-
-    causal, window, documents, by_position = False, None, None, False
-    for part in _parts(mask_function):
-        name, value = _known(part)
-        if part is causal_mask_function:
-            causal = True
-        elif name == "by position":
-            by_position = True
-        elif name == "window" and window is None:
-            window = value
-        elif name == "documents" and documents is None:
-            documents = value
-        else:
-            return None
+    found = _read(mask_function)
+    if "causal" not in found or not found.keys() <= {"causal", "window", "documents", "by position"}:
+        return None
     # Inside a document positions rise one by one, so that to compare them is to compare places. Without documents it may be another mask.
-    return (window, documents) if causal and by_position <= (documents is not None) else None
+    return None if "by position" in found and "documents" not in found else (found.get("window"), found.get("documents"))
 
 
-read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/pytorch.py; asked after is_plain_window
+def read_chunks(mask_function: MaskFunction) -> int | None:
+    """The size of the chunks that a causal mask function keeps apart (Llama 4); None if it is another."""
+    found = _read(mask_function)
+    return int(found["chunks"]) if "chunks" in found and found.keys() <= {"causal", "chunks"} else None
+
+
+# As in attention/transforms.py; asked after is_plain_window.
+read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_causal(mask_function: MaskFunction) -> bool:
@@ -60,57 +66,92 @@ def is_plain_window(mask_function: MaskFunction, arguments: dict[str, Any]) -> b
     return mask_function.__code__ is and_masks().__code__ and window == getattr(config, "sliding_window", None)
 
 
-def read_chunks(mask_function: MaskFunction) -> int | None:
-    """The size of the chunks that a causal mask function keeps apart (Llama 4); None if it is another."""
-    from transformers.masking_utils import causal_mask_function, chunked_overlay
-
-    sizes = []
-    for part in _parts(mask_function):
-        inside = _closure_of(part, like=chunked_overlay(1, torch.zeros(1)))
-        if inside is not None:
-            sizes.append(int(inside["chunk_size"]))
-        elif part is not causal_mask_function:
-            return None
-    return sizes[0] if len(sizes) == 1 else None
-
-
-read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined] # as read_causal
-
-
-def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
-    """The functions whose intersection this is. One that asks another by positions comes before it."""
-    from transformers.masking_utils import and_masks
-
-    inside = _closure_of(mask_function, like=and_masks())
-    if inside is None:
-        yield mask_function
-    for part in _asked_by_position(mask_function) if inside is None else inside["mask_functions"]:
-        yield from _parts(part)
+def _read(mask_function: MaskFunction) -> dict[str, Any]:
+    """What an intersection of functions has captured, by the names of `_makers`. "unknown": of a function that is none of them, or
+    a second one of its name."""
+    found: dict[str, Any] = {}
+    rest = [mask_function]
+    while rest:
+        name, value = _part(rest.pop())
+        if name == "all of":
+            rest += value
+            continue
+        if name == "by position":
+            rest.append(value)
+        elif name in found and value is not None:
+            name = "unknown"
+        found[name] = value
+    return found
 
 
-def _asked_by_position(part: MaskFunction) -> list[MaskFunction]:
-    """What transformers asks for the positions of two tokens instead of their places, from 5.23 on."""
-    from transformers import masking_utils
-
-    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-    inside = None if remap is None else _closure_of(part, like=remap(None, None))
-    return [] if inside is None else [inside["mask_function"]]
-
-
-def _known(part: MaskFunction) -> tuple[str, Any]:
-    from transformers.masking_utils import packed_sequence_mask_function, sliding_window_overlay
-
-    inside = _closure_of(part, like=sliding_window_overlay(1))
-    if inside is not None:
-        return "window", inside["sliding_window"]
-    inside = _closure_of(part, like=packed_sequence_mask_function(torch.zeros(1, 1)))
-    if inside is not None:
-        return "documents", inside["packed_sequence_mask"]
-    return ("by position" if _asked_by_position(part) else "unknown"), None
+def _part(function: MaskFunction) -> tuple[str, Any]:
+    if is_causal(function):
+        return "causal", None
+    for name, like, variable in _makers():
+        if isinstance(function, FunctionType) and function.__code__ is like.__code__:
+            return name, getclosurevars(function).nonlocals[variable]
+    return "unknown", None
 
 
-def _closure_of(function: MaskFunction, like: MaskFunction) -> dict[str, Any] | None:
-    """The variables a function has captured, if it was made by the same code as `like`."""
-    if isinstance(function, FunctionType) and isinstance(like, FunctionType) and function.__code__ is like.__code__:
-        return dict(getclosurevars(function).nonlocals)
-    return None
+def _makers() -> Iterator[tuple[str, Any, str]]:
+    """Of each function of transformers that makes a mask function: a name, what it makes, and the variable that this has captured."""
+    from transformers import masking_utils as made
+
+    yield "all of", made.and_masks(), "mask_functions"
+    yield "window", made.sliding_window_overlay(1), "sliding_window"
+    yield "documents", made.packed_sequence_mask_function(torch.zeros(1, 1)), "packed_sequence_mask"
+    yield "chunks", made.chunked_overlay(1, torch.zeros(1)), "chunk_size"
+    remap = getattr(made, "remap_positions_for_packed_sequence", None)
+    if remap is not None:  # from 5.23 on: asks another for the positions of two tokens instead of their places
+        yield "by position", remap(None, None), "mask_function"
+
+
+def mask_of_pattern(pattern: Pattern, batch: int, q_len: int, kv_len: int) -> IntervalMask:
+    """The mask that keeps exactly this pattern in every sequence of the batch, or an error."""
+    first, end = _row_bounds(pattern, 0, q_len, kv_len)
+    for sequence in range(1, batch):
+        if not _equal(_row_bounds(pattern, sequence, q_len, kv_len), (first, end)):
+            raise ValueError(
+                "dash_attn has one mask for the whole batch: lay documents of different lengths in one row, with batch size 1."
+                " Chunked attention counts from the first token, so with it rows cannot be padded on the left"
+            )
+    rows = np.arange(q_len)
+    for mask in _candidates(first, end, q_len, kv_len):
+        if _equal(mask.clipped_bounds(rows, q_len, kv_len), (first, end)):
+            return mask
+    raise NotImplementedError(
+        "dash_attn supports causal, bidirectional, sliding-window and packed-document masks; this mask is none of them"
+    )
+
+
+def _row_bounds(pattern: Pattern, sequence: int, q_len: int, kv_len: int) -> Bounds:
+    """First kept key and end of the kept keys of each row. Every row must keep one interval."""
+    first, end = np.zeros(q_len, np.int64), np.zeros(q_len, np.int64)
+    for start in range(0, q_len, ROWS):
+        rows = range(start, min(start + ROWS, q_len))
+        kept = pattern(sequence, rows, range(kv_len)).to(torch.uint8)
+        lowest = kept.argmax(1)
+        count = kept.sum(1)
+        highest = kv_len - kept.flip(1).argmax(1)
+        if not ((highest - lowest) == count).all():
+            raise NotImplementedError("dash_attn supports masks in which every query attends one interval of keys; this one has gaps")
+        first[start : rows.stop], end[start : rows.stop] = lowest.cpu().numpy(), highest.cpu().numpy()
+    return first, end
+
+
+def _candidates(first: NDArray[np.int64], end: NDArray[np.int64], q_len: int, kv_len: int) -> list[IntervalMask]:
+    """Masks this can be, by what a few rows look like; the caller compares every row."""
+    diagonal = np.arange(q_len) + (kv_len - q_len)
+    left, right = int((diagonal - first).max()), int((end - 1 - diagonal).max())
+    starts = np.flatnonzero(np.diff(first, prepend=-1))
+    documents = tuple(np.diff(starts, append=q_len).tolist())
+    candidates: list[IntervalMask] = [Causal(), Full()]
+    if left >= 0 and right >= 0:
+        candidates.append(Window(left, right))
+    if q_len == kv_len:
+        candidates += [Documents(documents), Documents(documents, causal=False)]
+    return candidates
+
+
+def _equal(one: Bounds, other: Bounds) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -19,16 +19,8 @@ from ..masks import Causal, Full, Mask, Window
 
 # What the forward of a layer may take without a second source of states. With one, the mask may be that of other tokens than the queries.
 OF_ITSELF = {
-    "self",
-    "hidden_states",
-    "attention_mask",
-    "position_embeddings",
-    "position_ids",
-    "past_key_values",
-    "cache_position",
-    "output_attentions",
-    "use_cache",
-    "kwargs",
+    *("self", "hidden_states", "attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_position"),
+    *("output_attentions", "use_cache", "kwargs"),
 }
 
 
@@ -69,9 +61,9 @@ class Padding:
         self.kept = kept
         self._rows = self._keys = None
         if _looks_back(mask) or q_len == kept.shape[1]:
-            self._rows = _offsets_of_rows(kept, q_len)
+            self._rows = _offsets(kept, q_len, itself=True)
         if isinstance(mask, Full):
-            self._keys = _offsets_of_keys(kept, q_len)
+            self._keys = _offsets(kept, q_len, itself=False)
         self._surely_itself = _looks_back(mask)
 
     def offsets(self, layer: type) -> SequenceOffsets:
@@ -125,19 +117,23 @@ def attends_itself(layer: type) -> bool:
 attends_itself._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/pytorch.py
 
 
-def _offsets_of_rows(kept: Tensor, q_len: int) -> SequenceOffsets:
-    """Of rows that attend themselves. The queries are the last `q_len` of the keys' tokens."""
-    first, end, known = _stretches(kept)
-    earlier = kept.shape[1] - q_len
-    queries = (first - earlier).clamp(0, q_len), (end - earlier).clamp(0, q_len)
-    return _packed(queries, (first, end), (q_len, kept.shape[1]), known)
+def _offsets(kept: Tensor, q_len: int, itself: bool) -> SequenceOffsets:
+    """Per row: the queries before, the keys before, the sequence. At last, those behind.
 
-
-def _offsets_of_keys(kept: Tensor, q_len: int) -> SequenceOffsets:
-    """Of rows whose queries are other tokens, none of them padded."""
+    itself: rows attend themselves, and the queries are the last `q_len` of the keys' tokens. If not, the queries are other tokens, none
+    of them padded.
+    """
     first, end, known = _stretches(kept)
-    queries = torch.zeros_like(first), torch.full_like(first, q_len)
-    return _packed(queries, (first, end), (q_len, kept.shape[1]), known)
+    earlier, (batch, kv_len) = kept.shape[1] - q_len, kept.shape
+    rows = torch.arange(batch, device=kept.device)
+    q_first, q_end = ((x - earlier).clamp(0, q_len) + rows * q_len for x in (first, end)) if itself else (rows * q_len, (rows + 1) * q_len)
+    k_first, k_end = first + rows * kv_len, end + rows * kv_len
+    k_before = functional.pad(k_end, (1, 0))  # ends of the rows before
+    q_all, k_all = (torch.full_like(k_before[:1], batch * length) for length in (q_len, kv_len))
+    cu_q = [torch.zeros_like(q_all), torch.stack([q_first, q_first, q_end], 1).flatten(), q_all, q_all]
+    cu_k = [torch.zeros_like(k_all), torch.stack([k_before[:-1], k_first, k_end], 1).flatten(), k_before[-1:], k_all]
+    longest = 2 * q_len, 2 * kv_len  # what is between two sequences belongs to two rows
+    return _valid_if(known, SequenceOffsets(torch.cat(cu_q).to(torch.int32), torch.cat(cu_k).to(torch.int32), *longest))
 
 
 def _stretches(kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,19 +143,6 @@ def _stretches(kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first = torch.where(kept, columns, length).amin(1)
     end = torch.maximum(first, torch.where(kept, columns + 1, 0).amax(1))
     return first, end, (end - first == kept.sum(1)).all()
-
-
-def _packed(queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], lengths: tuple[int, int], known: Tensor) -> SequenceOffsets:
-    """From first and end in each row. Per row: the queries before, the keys before, the sequence. At last, those behind."""
-    rows = torch.arange(len(keys[0]), device=known.device)
-    q_first, q_end = (x + rows * lengths[0] for x in queries)
-    k_first, k_end = (x + rows * lengths[1] for x in keys)
-    k_before = functional.pad(k_end, (1, 0))  # ends of the rows before
-    q_all, k_all = (torch.full_like(k_before[:1], len(rows) * length) for length in lengths)
-    cu_q = [torch.zeros_like(q_all), torch.stack([q_first, q_first, q_end], 1).flatten(), q_all, q_all]
-    cu_k = [torch.zeros_like(k_all), torch.stack([k_before[:-1], k_first, k_end], 1).flatten(), k_before[-1:], k_all]
-    longest = 2 * lengths[0], 2 * lengths[1]  # what is between two sequences belongs to two rows
-    return _valid_if(known, SequenceOffsets(torch.cat(cu_q).to(torch.int32), torch.cat(cu_k).to(torch.int32), *longest))
 
 
 def _valid_if(known: Tensor, offsets: SequenceOffsets) -> SequenceOffsets:

@@ -6,7 +6,6 @@ Names that start with an underscore are PyTorch's own. Where one is missing we r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch.nn import functional
 HERE = "torch"  # context_parallel="torch"
 MODULE = "torch.distributed.tensor.experimental"
 SEQUENCE = 2  # the dimension in (batch, heads, length, head dim)
-ENTER_BEFORE = 'enter replace_sdpa(context_parallel="torch") before it'
+ENTER_BEFORE = 'enter sdpa.enable(context_parallel="torch") before it'
 
 
 def check_block(context_parallel: Any, sharding: Any) -> None:
-    """Whether replace_sdpa with these options may begin here. Inside PyTorch's block a rank has only some of the rows."""
+    """Whether sdpa.enable with these options may begin here. Inside PyTorch's block a rank has only some of the rows."""
     if isinstance(context_parallel, str) and context_parallel != HERE:
         raise ValueError(f'context_parallel must be a ProcessGroup, a DeviceMesh of one dimension or "torch"; got {context_parallel!r}')
     if not is_inside():
@@ -60,32 +59,21 @@ def has_placement(x: Any) -> bool:
     return hasattr(x, "placements")
 
 
-@dataclass(frozen=True)
-class RowsOfTorch:
-    """query, key and value of a call that PyTorch's context_parallel makes."""
+def rows_of_torch(context_parallel: Any, **tensors: Any) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """This rank's rows of query, key and value of a call that PyTorch's context_parallel makes, and the options that say whose rows they
+    are. Raises where they are not such a call's."""
+    for name, x in tensors.items():
+        _check(name, x, tensors["query"], context_parallel)
+    if not _dispatcher_is_on():
+        raise ValueError('context_parallel="torch" takes DTensors inside PyTorch\'s context_parallel only; here it is not active')
+    query, key, value = (x.to_local() for x in tensors.values())
+    return (query, key, value), {"context_parallel": tensors["query"].device_mesh, "sharding": dealt_by_torch()}
 
-    tensors: tuple[Tensor, Tensor, Tensor]
-    mesh: Any
 
-    @classmethod
-    def of(cls, context_parallel: Any, **tensors: Any) -> RowsOfTorch:
-        """Raises where they are not such a call's."""
-        for name, x in tensors.items():
-            _check(name, x, tensors["query"], context_parallel)
-        if not _dispatcher_is_on():
-            raise ValueError('context_parallel="torch" takes DTensors inside PyTorch\'s context_parallel only; here it is not active')
-        query, key, value = (x.to_local() for x in tensors.values())
-        return cls((query, key, value), tensors["query"].device_mesh)
+def placed_like(query: Any, out: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, Shard
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"context_parallel": self.mesh, "sharding": dealt_by_torch()}
-
-    def placed(self, out: Tensor) -> Tensor:
-        """Like query."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        return DTensor.from_local(out, self.mesh, [Shard(SEQUENCE)], run_check=False)
+    return DTensor.from_local(out, query.device_mesh, [Shard(SEQUENCE)], run_check=False)
 
 
 def _check(name: str, x: Any, query: Any, context_parallel: Any) -> None:
@@ -94,7 +82,7 @@ def _check(name: str, x: Any, query: Any, context_parallel: Any) -> None:
     placed = f"{name} is a DTensor with placements {tuple(x.placements)} on a mesh of {x.device_mesh.ndim} dimensions"
     if context_parallel != HERE:
         raise ValueError(
-            f'{placed}: replace_sdpa(context_parallel="torch") takes those of PyTorch\'s context_parallel. Of others, pass x.to_local()'
+            f'{placed}: sdpa.enable(context_parallel="torch") takes those of PyTorch\'s context_parallel. Of others, pass x.to_local()'
         )
     if len(x.placements) != 1 or not x.placements[0].is_shard(SEQUENCE):
         raise ValueError(f"{placed}: PyTorch's context_parallel shards dimension {SEQUENCE}, the sequence, on a mesh of one dimension")
@@ -114,6 +102,6 @@ def _of_torch(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(
             f'context_parallel="torch" cannot find out what PyTorch {torch.__version__} has done: {owner} has no {name}.'
-            " Use replace_sdpa(context_parallel=mesh, sharding=...) inside its block"
+            " Use sdpa.enable(context_parallel=mesh, sharding=...) inside its block"
         )
     return getattr(owner, name)

@@ -23,12 +23,16 @@ class Asked(NamedTuple):
     window: tuple[int, int] = (-1, -1)
     out_transform: Callable[[Tensor, Tensor], Tensor] | None = None  # of the output and its log-sum-exps, (batch, length, heads)
 
+    def options(self) -> dict[str, Any]:
+        causal = self.window[1] == 0
+        return {"softmax_scale": self.scale, "causal": causal, "window_size": self.window, "head_offset": self.head_offset}
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
     """Where torchtitan would call scaled_dot_product_attention. (batch, length, heads, head dim), as torchtitan has it."""
     check_tensors(q, k, v)
     mine = under_autocast(q, k, v)
-    out: Tensor = flash_attn_func(mine[0], mine[1], mine[2], **_options(asked))
+    out: Tensor = flash_attn_func(mine[0], mine[1], mine[2], **asked.options())
     return out.to(q.dtype)
 
 
@@ -37,16 +41,9 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, documents: Any, asked: Ask
     check_tensors(q, k, v)
     tokens = [x.flatten(0, 1) for x in under_autocast(q, k, v)]
     ends = documents.cu_seq_q, documents.cu_seq_k, documents.max_q, documents.max_k
-    packed, lse = flash_attn_varlen_func(tokens[0], tokens[1], tokens[2], *ends, **_options(asked), return_lse=True)
+    packed, lse = flash_attn_varlen_func(tokens[0], tokens[1], tokens[2], *ends, **asked.options(), return_lse=True)
     out: Tensor = packed.unflatten(0, q.shape[:2]).to(q.dtype)
-    if asked.out_transform is None:
-        return out
-    return asked.out_transform(out, lse.transpose(0, 1).unflatten(0, q.shape[:2]))
-
-
-def _options(asked: Asked) -> dict[str, Any]:
-    causal = asked.window[1] == 0
-    return {"softmax_scale": asked.scale, "causal": causal, "window_size": asked.window, "head_offset": asked.head_offset}
+    return out if asked.out_transform is None else asked.out_transform(out, lse.transpose(0, 1).unflatten(0, q.shape[:2]))
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `register()`, then models take `attn_implementation="dash_attn"`.
+"""Hugging Face transformers: `enable()`, then models take `attn_implementation="dash_attn"`.
 
 transformers asks once per forward for a mask (`mask_for`) and hands the answer to every layer's attention
 (`attention`). The answer is an object of ours, with the documents' offsets where a batch is packed, and the rows' where it is
@@ -8,7 +8,8 @@ padded. What we have no mask for raises, as does a model whose attention does no
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +19,42 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
-from ._cached_keys import attend_to_cache, goes_to_cache
-from ._call_arguments import refuse_contradiction, refuse_dropout_with_cache, refuse_unknown
-from ._continuous_batching import FOR_THE_CACHE, attend_to_pages, keep_implementation
-from ._documents import PositionReader, offsets_of_arguments, offsets_of_indices
-from ._first_forward import note_call, watched_model
-from ._given_documents import ON_THE_HOST, are_noted, given_documents
+from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
+from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
+from ._door import Change, Door
 from ._layer_mask import NAME, LayerMask
-from ._mask_functions import is_bidirectional, is_causal, is_plain_window, read_causal, read_chunks
-from ._mask_patterns import mask_of_pattern
-from ._model_check import check, watch_models
+from ._mask_functions import MaskFunction, is_bidirectional, is_causal, is_plain_window, mask_of_pattern, read_causal, read_chunks
+from ._model_check import check, checks_of_models, note_call, watched_model
 from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
-from ._tensor_parallel import first_kv_head
-from ._torch_context_parallel import refuse_inside
+from ._torch_context_parallel import has_placement, refuse_inside
 
-__all__ = ["NAME", "attention", "check", "mask_for", "register"]
+__all__ = ["NAME", "attention", "check", "disable", "enable", "mask_for"]
+# What layers pass to an attention function: what is used, what says nothing, and what is refused.
+USED = ("position_ids", *OFFSETS)
+# Known to say nothing about what is attended, or how; each with the reason.
+WITHOUT_EFFECT = {
+    "use_cache": "the layer has joined the cache's keys to its own before it calls",
+    "cache_position": "the mask says where the queries are",
+    "past_key_values": "as use_cache",
+    "deterministic": "a switch of flash-attn; attention here is always deterministic",
+    "output_hidden_states": "the model collects them",
+    "output_router_logits": "for the experts' layers",
+    "return_dict": "for the model's answer",
+    "num_items_in_batch": "for the loss",
+    "logits_to_keep": "for the last layer",
+    "seq_idx": "for state-space layers; position_ids or cu_seq_lens_q come with it and tell the documents",
+}
+ONLY_FALSE = ("output_attentions",)  # the weights are never there to give
+KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "key", "qkv_proj", "query_key_value")  # of which the keys' heads are the rows, in order
 _positions = PositionReader()
 
 
-def register() -> None:
-    """Make "dash_attn" an attention implementation of transformers, here and in models loaded before.
+DOOR = Door("huggingface")
+
+
+def enable() -> AbstractContextManager[object]:
+    """Make "dash_attn" an attention implementation of transformers, also in models loaded before: until `disable()`, or with this as a
+    context manager inside its block.
 
     Models that are built with it are checked: one whose attention does not go through dash_attn raises when it is
     built, or at its first forward.
@@ -45,10 +62,13 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask_for)
-    watch_models()
-    keep_implementation()
+    tables = ((AttentionInterface, attention), (AttentionMaskInterface, mask_for))
+    return DOOR.open(*(Change(table._global_mapping, NAME, ours) for table, ours in tables), *checks_of_models(), *kept_implementation())
+
+
+def disable() -> None:
+    """transformers does not know "dash_attn" any more, however often `enable()` was called. Models that have it raise."""
+    DOOR.close()
 
 
 def attention(
@@ -71,14 +91,14 @@ def attention(
     not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, one logit per query head.
     dropout: of the weights, with seeds from PyTorch's generator, one per sequence or document.
-    Of a cache's keys those in use are attended (`_cached_keys.py`).
+    Of a cache's keys those in use are attended (`_caches.py`).
     Documents are kept apart that cu_seq_lens_q (with its companions) or the mask show. Where neither a 2-d attention_mask
     nor transformers has decided, position_ids show them: a document starts where positions go back, as a rule to 0.
     """
     note_call()
     layer = type(module).__name__
     paged = kwargs.get("cache") is not None
-    refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
+    _refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
     if not isinstance(given, LayerMask):
         raise ValueError(
@@ -88,14 +108,14 @@ def attention(
     given.check(query.shape[2], key.shape[2])
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
-        refuse_dropout_with_cache(dropout, layer)
+        _refuse_dropout_with_cache(dropout, layer)
         return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
-    refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
+    _refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     k, v = k[:, given.first_key :], v[:, given.first_key :]
     offsets = _packed_offsets(given, len(query), kwargs)
     if offsets is None and goes_to_cache(q, k, v, given, s_aux):
-        refuse_dropout_with_cache(dropout, layer)
+        _refuse_dropout_with_cache(dropout, layer)
         return attend_to_cache(q, k, v, given, options), None
     if offsets is None and given.padding is not None:
         offsets = given.padding.offsets(type(module))
@@ -138,9 +158,80 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
     return LayerMask(Full(), (query.shape[2], key.shape[2]))
 
 
-def _plain_mask(kv_len: int, window: int | None) -> Mask:
-    """kv_len: with keys that a cache dropped."""
-    return Causal() if window is None or window >= kv_len else Window(window - 1, 0)
+def _refuse_unknown(arguments: dict[str, Any], layer: str) -> None:
+    """Raise for an argument that nothing here is known about: it may choose what is attended."""
+    known = {*USED, *WITHOUT_EFFECT, *(name for name in ONLY_FALSE if arguments.get(name) is False)}
+    unknown = {name: value for name, value in arguments.items() if value is not None and name not in known}
+    if unknown:
+        plain = (bool, int, float, str)
+        named = (f"{name}={value}" if isinstance(value, plain) else f"{name} (a {type(value).__name__})" for name, value in unknown.items())
+        raise ValueError(f"dash_attn does not support {', '.join(named)}, which {layer} was given")
+
+
+def _refuse_dropout_with_cache(dropout: float, layer: str) -> None:
+    if dropout:
+        raise ValueError(
+            f"dash_attn has no attention dropout for keys of a cache; {layer} asks for {dropout}. Call model.eval() to generate, or"
+            " set it to 0 in the configuration (attention_dropout, attn_pdrop, attention_probs_dropout_prob)"
+        )
+
+
+def _refuse_contradiction(mask: Mask, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
+    """Eager attention goes by the mask alone, others by these arguments. Where they disagree nobody can be right."""
+    if is_causal is False and isinstance(mask, Causal):
+        raise ValueError(
+            "dash_attn got is_causal=False with a causal mask. Set is_causal in the model's configuration, which makes the mask"
+        )
+    if sliding_window is not None and sliding_window < kv_len and isinstance(mask, Causal):
+        raise ValueError(f"dash_attn got sliding_window={sliding_window} with a causal mask that has no window")
+
+
+def first_kv_head(module: nn.Module, kv_heads: int) -> int:
+    """The index, in the whole model, of the first KV head of a layer that has `kv_heads` of them here. 0 without a plan."""
+    for name in KEY_PROJECTIONS:
+        weight: Any = getattr(getattr(module, name, None), "weight", None)
+        if weight is not None and has_placement(weight):
+            return _first_row(weight) * kv_heads // int(weight.to_local().shape[0])
+    return 0
+
+
+def _first_row(weight: Any) -> int:
+    """Of this rank's rows. Every rank has as many as the first, as far as there are some left."""
+    first, rows = 0, weight.shape[0]
+    for size, place, placement in zip(weight.device_mesh.shape, weight.device_mesh.get_coordinate(), weight.placements, strict=True):
+        if placement.is_shard(0):
+            rows = -(-rows // size)
+            first += place * rows
+    return first
+
+
+class _Asked(NamedTuple):
+    """What transformers asks for: the mask that `function` describes, for queries from position q_offset and keys from kv_offset on."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_offset: int
+    kv_offset: int
+    function: MaskFunction | None
+    arguments: dict[str, Any]
+
+    def is_traceable(self) -> bool:
+        """Whether the mask can be told without values, and without what a function of this program has captured but numbers."""
+        if self.arguments.get("use_vmap") or not (isinstance(self.q_offset, int) and isinstance(self.kv_offset, int)):
+            return False
+        if self.function is None or is_causal(self.function) or is_bidirectional(self.function):
+            return True
+        return is_plain_window(self.function, self.arguments)
+
+    def rectangle(self, sequence: int, rows: range, columns: range) -> Tensor:
+        """The mask function on a rectangle of one sequence, as a boolean matrix."""
+        assert self.function is not None
+        device = self.arguments.get("device")
+        row = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.q_offset
+        column = torch.arange(columns.start, columns.stop, device=device)[None, :] + self.kv_offset
+        kept: Tensor = self.function(torch.tensor(sequence, device=device), torch.tensor(0, device=device), row, column)
+        return kept.expand(len(rows), len(columns))
 
 
 def mask_for(
@@ -149,7 +240,7 @@ def mask_for(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Tensor] | None = None,
+    mask_function: MaskFunction | None = None,
     attention_mask: Tensor | LayerMask | None = None,
     **kwargs: Any,
 ) -> LayerMask:
@@ -157,100 +248,66 @@ def mask_for(
     if isinstance(attention_mask, LayerMask):  # `generate` made it ahead
         attention_mask.check(q_length, kv_length)
         return attention_mask
-    sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
-    if torch.compiler.is_compiling() and (attention_mask is None or are_noted() or not _is_traceable(mask_function, offsets, kwargs)):
-        return _made_on_the_host(sizes, offsets, mask_function, attention_mask, kwargs)
-    return _made(sizes, offsets, mask_function, attention_mask, kwargs)
+    asked = _Asked(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, kwargs)
+    if torch.compiler.is_compiling() and (attention_mask is None or are_noted() or not asked.is_traceable()):
+        return _made_on_the_host(asked, attention_mask)
+    return _made(asked, attention_mask)
 
 
-def _is_traceable(mask_function: Callable[..., Tensor] | None, offsets: tuple[Any, Any], arguments: dict[str, Any]) -> bool:
-    """Whether the mask can be told without values, and without what a function of this program has captured but numbers."""
-    if arguments.get("use_vmap") or not all(isinstance(offset, int) for offset in offsets):
-        return False
-    if mask_function is None or is_causal(mask_function) or is_bidirectional(mask_function):
-        return True
-    return is_plain_window(mask_function, arguments)
-
-
-def _made(
-    sizes: tuple[int, int, int],
-    starts: tuple[int, int],
-    mask_function: Callable[..., Tensor] | None,
-    attention_mask: Tensor | None,
-    arguments: dict[str, Any],
-) -> LayerMask:
+def _made(asked: _Asked, attention_mask: Tensor | None) -> LayerMask:
     refuse_inside('attn_implementation="dash_attn"')
-    if arguments.get("use_vmap"):
+    if asked.arguments.get("use_vmap"):
         raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
-    starts = int(starts[0]), int(starts[1])
-    made = _described_mask(mask_function, sizes, starts, arguments.get("device"))
+    asked = asked._replace(q_offset=int(asked.q_offset), kv_offset=int(asked.kv_offset))
+    made = _described_mask(asked)
     if attention_mask is not None:
-        _add_padding(made, attention_mask, sizes, starts[1] + made.first_key)
+        _add_padding(made, attention_mask, asked)
     if are_noted():
         made.noted = given_documents()
     made.documents_are_known |= attention_mask is not None and "position_ids" not in made.noted  # with them it is the model's own
-    made.model = watched_model() or f"the model of a {type(arguments.get('config')).__name__}"
+    made.model = watched_model() or f"the model of a {type(asked.arguments.get('config')).__name__}"
     return made
-
-
-def _add_padding(made: LayerMask, attention_mask: Tensor, sizes: tuple[int, int, int], first: int) -> None:
-    """first: the column of the first key."""
-    batch, q_len, _ = sizes
-    kept = kept_columns(attention_mask, batch, made.keys, first)
-    if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
-        raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
-    if not is_known_whole(kept, made.mask):
-        made.padding = Padding(kept, q_len, made.mask)
-    if made.padding is not None and q_len == 1 and isinstance(made.mask, Full):
-        made.places = places_of_all_keys(kept)
-    elif made.first_position or (made.padding is not None and q_len == 1):  # what a cache dropped may have been padding
-        made.places = places_in_cache(attention_mask, q_len, first, first + made.keys)
 
 
 _made_on_the_host: Callable[..., LayerMask] = torch.compiler.disable(_made, reason=ON_THE_HOST)
 
 
-def _described_mask(
-    mask_function: Callable[..., Tensor] | None, sizes: tuple[int, int, int], offsets: tuple[int, int], device: Any
-) -> LayerMask:
-    batch, q_len, kv_len = sizes
-    if mask_function is not None and is_bidirectional(mask_function):
-        return LayerMask(Full(), (q_len, kv_len))
-    keys, first = offsets[0] + q_len - offsets[1], offsets[1]
-    chunk = None if mask_function is None or is_causal(mask_function) else read_chunks(mask_function)
-    if chunk is not None and offsets[0] // chunk == (offsets[0] + q_len - 1) // chunk:
-        return _mask_of_chunk(offsets[0] // chunk * chunk, sizes, offsets)
-    known = (None, None) if mask_function is None else read_causal(mask_function)
-    if keys > kv_len or (keys < kv_len and known is None):
-        why = "" if keys > kv_len else ". A static cache has slots behind the last query: with this mask, use a dynamic cache"
+def _add_padding(made: LayerMask, attention_mask: Tensor, asked: _Asked) -> None:
+    first = asked.kv_offset + made.first_key  # the column of the first key
+    kept = kept_columns(attention_mask, asked.batch, made.keys, first)
+    if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
+        raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
+    if not is_known_whole(kept, made.mask):
+        made.padding = Padding(kept, asked.q_len, made.mask)
+    if made.padding is not None and asked.q_len == 1 and isinstance(made.mask, Full):
+        made.places = places_of_all_keys(kept)
+    elif made.first_position or (made.padding is not None and asked.q_len == 1):  # what a cache dropped may have been padding
+        made.places = places_in_cache(attention_mask, asked.q_len, first, first + made.keys)
+
+
+def _described_mask(asked: _Asked) -> LayerMask:
+    function, lengths = asked.function, (asked.q_len, asked.kv_len)
+    if function is not None and is_bidirectional(function):
+        return LayerMask(Full(), lengths)
+    end, first = asked.q_offset + asked.q_len, asked.kv_offset  # positions: behind the last query, and of the first key
+    chunk = None if function is None or is_causal(function) else read_chunks(function)
+    if chunk is not None and asked.q_offset // chunk == (end - 1) // chunk:
+        # Queries of one chunk attend what it has so far. To the bits it is a sequence of its own, as where a forward has many chunks.
+        start = asked.q_offset // chunk * chunk
+        return LayerMask(Causal(), lengths, keys=end - start, first_key=start - first)
+    known = (None, None) if function is None else read_causal(function)
+    keys = end - first
+    if keys > asked.kv_len or (keys < asked.kv_len and known is None):
+        why = "" if keys > asked.kv_len else ". A static cache has slots behind the last query: with this mask, use a dynamic cache"
         raise NotImplementedError(
-            f"dash_attn needs the last query at the last key; got positions {first + keys - 1} and {first + kv_len - 1}{why}"
+            f"dash_attn needs the last query at the last key; got positions {end - 1} and {first + asked.kv_len - 1}{why}"
         )
     if known is None:
-        assert mask_function is not None
-        return LayerMask(mask_of_pattern(_on_indices(mask_function, *offsets, device), batch, q_len, kv_len), (q_len, kv_len))
+        return LayerMask(mask_of_pattern(asked.rectangle, asked.batch, *lengths), lengths)
     window, documents = known
-    made = LayerMask(_plain_mask(first + keys, window), (q_len, kv_len), None if documents is None else offsets_of_indices(documents))
-    made.keys, made.first_position, made.windows = keys, first, (window,)
-    if keys < kv_len:  # a static cache: its length goes to a kernel as a tensor, so that a graph can be replayed
-        made.lengths_on_device = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    mask = Causal() if window is None or window >= end else Window(window - 1, 0)
+    made = LayerMask(mask, lengths, None if documents is None else offsets_of_indices(documents), keys, first_position=first)
+    made.windows = (window,)
+    if keys < asked.kv_len:  # a static cache: its length goes to a kernel as a tensor, so that a graph can be replayed
+        made.lengths_on_device = torch.full((asked.batch,), keys, dtype=torch.int32, device=asked.arguments.get("device"))
     return made
-
-
-def _mask_of_chunk(start: int, sizes: tuple[int, int, int], offsets: tuple[int, int]) -> LayerMask:
-    """Queries of one chunk attend what it has so far. To the bits it is a sequence of its own, as where a forward has many chunks."""
-    made = LayerMask(Causal(), sizes[1:])
-    made.first_key, made.keys = start - offsets[1], offsets[0] + sizes[1] - start
-    return made
-
-
-def _on_indices(mask_function: Callable[..., Tensor], q_offset: int, kv_offset: int, device: Any) -> Callable[[int, range, range], Tensor]:
-    """The mask function on a rectangle of one sequence, as a boolean matrix."""
-
-    def rectangle(sequence: int, rows: range, columns: range) -> Tensor:
-        row = torch.arange(rows.start, rows.stop, device=device)[:, None] + q_offset
-        column = torch.arange(columns.start, columns.stop, device=device)[None, :] + kv_offset
-        kept = mask_function(torch.tensor(sequence, device=device), torch.tensor(0, device=device), row, column)
-        return kept.expand(len(rows), len(columns))
-
-    return rectangle

@@ -5,8 +5,8 @@ What dash-attn cannot do raises; no call goes back to PyTorch's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -19,17 +19,21 @@ from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
 from ..attention.kept_options import kept_options
 from ..call.options import check_dropout, is_finite, is_zero
-from ..call.tensor_checks import DTYPES
+from ..call.tensor_checks import DTYPES, check_flags, check_strided, shape_problem
 from ..masks import Causal, Full, Mask, Window
-from ._torch_context_parallel import HERE, RowsOfTorch, check_block, has_placement
+from ._door import Change, Door
+from ._torch_context_parallel import HERE, check_block, has_placement, placed_like, rows_of_torch
 
 OF_GROUPS = ("context_parallel", "sharding", "ulysses")
 OPTIONS = ("schedule", "accumulation", "backend", "head_offset", *OF_GROUPS)
 
 
-@contextmanager
-def replace_sdpa(**options: Any) -> Iterator[None]:
-    """Inside the block, torch.nn.functional.scaled_dot_product_attention is the function below.
+DOOR = Door("sdpa")
+
+
+def enable(**options: Any) -> AbstractContextManager[object]:
+    """From now on torch.nn.functional.scaled_dot_product_attention is the function below: until `disable()`, or with this as a context
+    manager inside its block.
 
     options: schedule, accumulation, backend or head_offset, as in flash_attn_func. With context_parallel=group (a ProcessGroup or a
     DeviceMesh of one dimension) each call is one of context_parallel_attention: query, key and value are this rank's rows of a
@@ -37,20 +41,18 @@ def replace_sdpa(**options: Any) -> Iterator[None]:
     PyTorch's own context_parallel (or Accelerate's), which then calls us: its mesh is the group, and it deals the rows. Calls
     outside its block are plain ones.
 
-    Code that imported the function by name before the block keeps PyTorch's. Blocks nest. The name is one for the
-    whole process: other threads also see the replacement, so enter and leave blocks on one thread. Gradients may be
-    taken after the block.
+    Code that imported the function by name before keeps PyTorch's. Blocks nest. The name is one for the whole process: other threads
+    also see the replacement, so enter and leave blocks on one thread. Gradients may be taken after the block.
     """
     _check_options(options)
     check_block(options.get("context_parallel"), options.get("sharding", "zigzag"))
-    replacement = _with(kept_options(options))
-    get_overridable_functions()  # PyTorch makes this list once: made inside the block, it would have our function in it for good
-    before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = replacement
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = before
+    get_overridable_functions()  # PyTorch makes this list once: made from now on, it would have our function in it for good
+    return DOOR.open(Change(functional, "scaled_dot_product_attention", _with(kept_options(options))))
+
+
+def disable() -> None:
+    """PyTorch's own function again, however often `enable()` was called."""
+    DOOR.close()
 
 
 def scaled_dot_product_attention(
@@ -79,9 +81,9 @@ def scaled_dot_product_attention(
         options = {name: value for name, value in options.items() if name not in OF_GROUPS}
     _check_mask(attn_mask, is_causal, options.get("context_parallel"))
     if placed:
-        rows = RowsOfTorch.of(options.get("context_parallel"), query=query, key=key, value=value)
-        of_rank = {**options, **rows.options}
-        return rows.placed(scaled_dot_product_attention(*rows.tensors, None, dropout_p, is_causal, scale, enable_gqa, **of_rank))
+        rows, of_ranks = rows_of_torch(options.get("context_parallel"), query=query, key=key, value=value)
+        options |= of_ranks
+        return placed_like(query, scaled_dot_product_attention(*rows, None, dropout_p, is_causal, scale, enable_gqa, **options))
     _check_layout(query=query, key=key, value=value)
     q, k, v = under_autocast(query, key, value)
     _check_tensors(q, k, v, enable_gqa)
@@ -135,7 +137,7 @@ def _others_hear(context_parallel: Any, *arguments: Any) -> AbstractContextManag
     from ..distributed.hosts import ATTENTION  # few need torch.distributed
     from ..distributed.peers import Peers
 
-    return Peers.of(group).refusing(ATTENTION)
+    return Peers.of(group).hosts.refusing(ATTENTION)
 
 
 def _first_aligned(q_len: int, kv_len: int) -> Mask:
@@ -146,7 +148,7 @@ def _first_aligned(q_len: int, kv_len: int) -> Mask:
 def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(f"got an unexpected keyword argument {name!r}; the options of replace_sdpa are {', '.join(OPTIONS)}")
+            raise TypeError(f"got an unexpected keyword argument {name!r}; the options of sdpa.enable are {', '.join(OPTIONS)}")
     alone = [name for name in ("sharding", "ulysses") if name in options and options.get("context_parallel") is None]
     if alone:
         raise TypeError(f"{alone[0]} is for ranks that share a sequence: it needs context_parallel=group")
@@ -171,52 +173,30 @@ def _check_mask(attn_mask: Any, is_causal: bool, context_parallel: Any) -> None:
 def _refuse(dropout_p: Any, scale: Any, **flags: Any) -> None:
     """Arguments that PyTorch takes and we do not, or that neither takes."""
     check_dropout(dropout_p)
-    for name, flag in flags.items():
-        if flag is not True and flag is not False:
-            raise TypeError(f"{name} must be True or False; got {flag!r}")
+    check_flags(**flags)
     # While a program is traced the scale may be a symbol; then the operator looks at it.
     if scale is not None and not torch.compiler.is_compiling() and (not is_finite(scale) or scale == 0):
         raise ValueError(f"scale must be None or a finite number other than 0; got {scale!r}")
 
 
-def _check_layout(**tensors: Any) -> None:
+def _check_layout(**tensors: Tensor) -> None:
+    check_strided(**tensors)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise ValueError(f"{name} must be dense (layout torch.strided); got a {kind} tensor")
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be 4-d (batch, heads, length, head dim); got shape {tuple(tensor.shape)}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """What flash_attn_func would also refuse, in the words and the layout of this function."""
+    """What flash_attn_func would also refuse, with the names and the layout of this function."""
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
     if query.dtype not in DTYPES:
         raise ValueError(f"dtype of query, key and value must be one of {', '.join(map(str, DTYPES))}; got {query.dtype}")
     if not query.device == key.device == value.device:
         raise ValueError(f"query, key and value must have one device; got {query.device}, {key.device}, {value.device}")
-    problem = _shape_problem(query.shape, key.shape, value.shape, enable_gqa)
+    problem = shape_problem(*(tuple(x.transpose(1, 2).shape) for x in (query, key, value)))
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        problem = "query and key must have the same heads unless enable_gqa=True"
     if problem is not None:
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        raise ValueError(f"{problem}; got {shapes}")
-
-
-def _shape_problem(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> str | None:
-    if not query[0] == key[0] == value[0]:
-        return "query, key and value must have one batch size (nothing is broadcast)"
-    if key[1] != value[1]:
-        return "key and value must have the same heads"
-    if not enable_gqa and query[1] != key[1]:
-        return "query and key must have the same heads unless enable_gqa=True"
-    if key[2] != value[2]:
-        return "key and value must have the same length"
-    if query[3] != key[3]:
-        return "query and key must have the same head dim"
-    if 0 in (query[1], key[1], query[3], value[3]):
-        return "query, key and value must have at least one head and one head dim"
-    if query[1] % key[1]:
-        return "query heads must be a multiple of KV heads"
-    return None
+        raise ValueError(f"{problem}; got {shapes}: (batch, heads, length, head dim), and nothing is broadcast")

@@ -1,4 +1,4 @@
-"""torchtitan: `use_dash_attn(model_config)`, or by name, `--override.imports dash_attn.integrations.torchtitan.dash_attention`.
+"""torchtitan: `enable(model_config)`, or by name, `--override.imports dash_attn.integrations.torchtitan.dash_attention`.
 
 torchtitan looks overrides up in the module that it imports, so this module imports torchtitan.
 """
@@ -18,8 +18,7 @@ from torchtitan.protocols.module import Module
 
 from ._torchtitan_calls import WHO, Asked, attend, attend_documents, refuse_arguments, refuse_masks
 
-__all__ = ["DashDocumentAttention", "DashScaledDotProductAttention", "dash_attention", "use_dash_attn"]
-KNOWN = (VarlenAttention.Config, ScaledDotProductAttention.Config, FlexAttention.Config)
+__all__ = ["DashDocumentAttention", "DashScaledDotProductAttention", "dash_attention", "enable"]
 
 
 class _Ranks:
@@ -93,9 +92,16 @@ class DashScaledDotProductAttention(_Ranks, ScaledDotProductAttention):  # type:
         return attend(q_BLNH, k_BLNH, v_BLNH, Asked(scale, self.head_offset(k_BLNH), (-1, 0 if is_causal else -1)))
 
 
-def use_dash_attn(config: Any) -> Any:
+OURS = {
+    VarlenAttention.Config: DashDocumentAttention.Config,
+    ScaledDotProductAttention.Config: DashScaledDotProductAttention.Config,
+    FlexAttention.Config: DashDocumentAttention.Config,
+}
+
+
+def enable(config: Any) -> Any:
     """Replace every inner attention in a model's config, in place, and return it. Raises if one cannot be replaced, or none is there."""
-    found = [place for kind in KNOWN for place in config.traverse(kind)]
+    found = [place for kind in OURS for place in config.traverse(kind)]
     ours = [_ours(config, name, inner) for name, inner, _, _ in found]  # all, before anything is changed
     if not found:
         raise ValueError(f"{WHO} found no attention of torchtitan in {type(config).__qualname__}")
@@ -108,16 +114,13 @@ def use_dash_attn(config: Any) -> Any:
 
 
 def _ours(model: Any, name: str, inner: Any) -> Any:
-    if isinstance(inner, (DashDocumentAttention.Config, DashScaledDotProductAttention.Config)):
+    if isinstance(inner, tuple(OURS.values())):
         return inner
-    if type(inner) is VarlenAttention.Config:
-        return derive(inner, DashDocumentAttention.Config)
-    if type(inner) is ScaledDotProductAttention.Config:
-        return derive(inner, DashScaledDotProductAttention.Config)
+    if type(inner) not in OURS:
+        raise ValueError(f"{WHO} does not know {type(inner).__qualname__} at {name}, and what it computes")
     if type(inner) is FlexAttention.Config:
         _check_flex(model, name)
-        return derive(inner, DashDocumentAttention.Config)
-    raise ValueError(f"{WHO} does not know {type(inner).__qualname__} at {name}, and what it computes")
+    return derive(inner, OURS[type(inner)])
 
 
 def _check_flex(model: Any, name: str) -> None:
@@ -133,5 +136,5 @@ def _check_flex(model: Any, name: str) -> None:
 
 @override(target=BaseModel.Config, description="bitwise reproducible attention of dash-attn")  # type: ignore[untyped-decorator]
 def dash_attention(config: Any) -> Any:
-    """torchtitan's name for `use_dash_attn`. It claims the whole model, so that a model without a known attention raises."""
-    return use_dash_attn(config)
+    """torchtitan's name for `enable`. It claims the whole model, so that a model without a known attention raises."""
+    return enable(config)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..ledgers.framing import LedgerError
+from ..errors import LedgerError
 from ..ledgers.recorder import Ledger, ledger
 
 if TYPE_CHECKING:
@@ -25,22 +25,10 @@ def ledger_callback(folder: str | os.PathLike[str], **options: Any) -> TrainerCa
     """
     from transformers import TrainerCallback
 
-    recording = _Recording(folder, options)
+    class LedgerCallback(_Recording, TrainerCallback):  # type: ignore[misc]
+        pass
 
-    class LedgerCallback(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recording.begin(state.global_step, kwargs["model"])
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recording.watch(kwargs["model"], kwargs["optimizer"])
-
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recording.step(kwargs["model"], kwargs["optimizer"])
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recording.end()
-
-    return LedgerCallback()
+    return LedgerCallback(folder, options)
 
 
 class _Recording:
@@ -56,28 +44,31 @@ class _Recording:
         self._losses: list[Tensor] = []
         self._handles: list[Any] = []
 
-    def begin(self, step: int, model: nn.Module) -> None:
-        self.end("another training, before this one was done")
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        self._end("another training, before this one was done")
         self._watched = False
-        self._ledger = ledger(self._folder, **self._options, resume_from=step or None)
+        self._ledger = ledger(self._folder, **self._options, resume_from=state.global_step or None)
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
         ]
 
-    def watch(self, model: nn.Module, optimizer: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **kwargs: Any) -> None:
         """Before the first step, not when the training begins: a trainer that resumes restores the generators in between."""
         assert self._ledger is not None, BEGINS_FIRST
         if not self._watched:
             self._ledger.watch(model, getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
             self._watched = True
 
-    def step(self, model: nn.Module, optimizer: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **kwargs: Any) -> None:
         assert self._ledger is not None, BEGINS_FIRST
         self._ledger.step(model, getattr(optimizer, "optimizer", optimizer), loss=self._losses, batch=self._batches)
         self._batches, self._losses = [], []
 
-    def end(self, reason: str = "") -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end()
+
+    def _end(self, reason: str = "") -> None:
         for handle in self._handles:
             handle.remove()
         if self._ledger is not None:

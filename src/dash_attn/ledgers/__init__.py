@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import LedgerError
 from .comparing import Comparison, compare_runs
-from .framing import LedgerError
 from .reading import read_run
 
 if TYPE_CHECKING:

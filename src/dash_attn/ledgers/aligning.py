@@ -3,33 +3,69 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .entries import COUNT, SETTING, Entry
+from .format import COUNT, SETTING, Entry
 from .reading import Layout, Step
-from .values import Element, first_difference
 
 BITS = "bits"
 # Phases in which a tensor that only one run has is a difference. Which generators exist depends on what was imported, and
 # how much of the optimizer was recorded depends on the step.
 COMPLETE = ("batch", "forward", "loss", "backward", "recompute", "gradient", "weight")
 Bools = NDArray[np.bool_]
-Row = tuple[int | None, int | None]  # places in the two layouts
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Element:
+    """The first element that differs: its index, and value and bits in both runs."""
+
+    index: tuple[int, ...]
+    a: str
+    b: str
+
+
+def first_difference(entry: Entry, a: bytes, b: bytes) -> Element | None:
+    """None where all elements that both runs kept are equal."""
+    size = entry.itemsize
+    for place in range(min(len(a), len(b)) // size):
+        one, other = a[place * size : (place + 1) * size], b[place * size : (place + 1) * size]
+        if one != other:
+            return Element(tuple(map(int, np.unravel_index(place, entry.shape))), _shown(one, entry.dtype), _shown(other, entry.dtype))
+    return None
+
+
+def _shown(data: bytes, dtype: str) -> str:
+    """The value, and its bits: two numbers may look alike, and NaNs do."""
+    return f"{_value(data, dtype)!r} (0x{data[::-1].hex()})"
+
+
+def _value(data: bytes, dtype: str) -> Any:
+    if dtype == "bfloat16":  # the upper half of a float32
+        data, dtype = bytes(2) + data, "float32"
+    if dtype in np.sctypeDict:
+        return np.frombuffer(data, dtype=dtype)[0].item()
+    import torch
+
+    if not hasattr(torch, dtype):
+        raise ValueError(f"this version of PyTorch has no dtype {dtype!r}")
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))[0].item()
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor in both runs; None where one of them has not recorded it."""
+    """A tensor in both runs; None where one of them has not recorded it. places: in the two layouts."""
 
     a: Entry | None
     b: Entry | None
-    same: bool
+    places: tuple[int, int]
+    same: bool = False
     element: Element | None = None
 
     @property
@@ -39,11 +75,17 @@ class Pair:
         return found
 
     @property
+    def is_comparable(self) -> bool:
+        if self.a is None or self.b is None:
+            return False
+        return self.a is self.b or (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
+
+    @property
     def how(self) -> str:
         """In what the two differ."""
         if self.a is None or self.b is None:
             return f"recorded in {'A' if self.b is None else 'B'} alone"
-        return BITS if _alike(self.a, self.b) else f"{_kind(self.a)} in A, {_kind(self.b)} in B"
+        return BITS if self.is_comparable else f"{self.a.dtype} {self.a.shape} in A, {self.b.dtype} {self.b.shape} in B"
 
 
 class Alignment:
@@ -54,26 +96,23 @@ class Alignment:
     many of those change nothing.
     """
 
-    def __init__(self, a: Layout, b: Layout, complete: bool = True, weights_only: bool = False) -> None:
+    def __init__(self, a: Layout, b: Layout, complete: bool, weights_only: bool) -> None:
         """complete: whether a tensor that only one has is a difference. It is not where a rank has other micro-batches in the two runs.
         weights_only: ranks that share no work have the weights in common."""
-        self._layouts, self.alone, self.settings_alone = (a, b), set[tuple[str, str]](), list[tuple[str, str]]()
+        self.alone, self.settings_alone = set[tuple[str, str]](), list[tuple[str, str]]()
         if weights_only or not complete or a.entries != b.entries:
-            rows = self._matched(complete, weights_only)
+            pairs = self._matched(a, b, complete, weights_only)
         else:
-            rows = [(place, place) for place in range(len(a.entries))]
-        self._rows = rows = _settings_before_weights(rows, a, b)
-        entries = [_entry(a, b, row) for row in rows]
-        self._comparable = np.array(
-            [None not in row and _alike(a.entries[row[0] or 0], b.entries[row[1] or 0]) for row in rows], dtype=bool
-        )
-        self._is_setting = np.array([entry.role == SETTING for entry in entries], dtype=bool)
-        self.is_generator = np.array([entry.phase == "rng" for entry in entries], dtype=bool)
-        self._places = tuple(np.array([row[run] or 0 for row in rows], dtype=np.intp) for run in (0, 1))
+            pairs = [Pair(one, other, (place, place)) for place, (one, other) in enumerate(zip(a.entries, b.entries, strict=True))]
+        self.pairs = pairs = _settings_before_weights(pairs)
+        self._comparable = np.array([pair.is_comparable for pair in pairs], dtype=bool)
+        self._is_setting = np.array([pair.entry.role == SETTING for pair in pairs], dtype=bool)
+        self.is_generator = np.array([pair.entry.phase == "rng" for pair in pairs], dtype=bool)
+        self._places = np.array([pair.places for pair in pairs], dtype=np.intp).reshape(-1, 2).T
 
-    def _matched(self, complete: bool, weights_only: bool) -> list[Row]:
-        """Rows of what has one name in both, and of what only one has where that is a difference."""
-        at_a, at_b = (dict(_keyed(layout)) for layout in self._layouts)
+    def _matched(self, a: Layout, b: Layout, complete: bool, weights_only: bool) -> list[Pair]:
+        """Of what has one name in both, and of what only one has where that is a difference."""
+        at_a, at_b = dict(_keyed(a)), dict(_keyed(b))
         phases = [{"weight"}] * 2 if weights_only else [{key[0] for key in places} for places in (at_a, at_b)]
         more, less = (at_a, at_b) if len(at_a) >= len(at_b) else (at_b, at_a)
         keys = [key for key in {**more, **less} if key[0] in phases[0] & phases[1] and not (weights_only and key[2] == "buffer")]
@@ -84,12 +123,8 @@ class Alignment:
         self.settings_alone = [("A" if key in at_a else "B", key[3]) for key in in_one if key[2] == SETTING]
         self.alone = {("A", phase) for phase in phases[0] - phases[1]} | {("B", phase) for phase in phases[1] - phases[0]}
         self.alone |= {("A" if key in at_a else "B", "some weights") for key in left_out if key[0] == "weight"}
-        return [(at_a.get(key), at_b.get(key)) for key in keys if key not in left_out]
-
-    @cached_property
-    def pairs(self) -> list[Pair]:
-        a, b = (layout.entries for layout in self._layouts)
-        return [Pair(None if i is None else a[i], None if j is None else b[j], same=False) for i, j in self._rows]
+        places = [(at_a.get(key), at_b.get(key)) for key in keys if key not in left_out]
+        return [Pair(None if i is None else a.entries[i], None if j is None else b.entries[j], (i or 0, j or 0)) for i, j in places]
 
     def same(self, a: Step, b: Step) -> Bools:
         """Of every pair. What a run starts with is the state after a step, but for settings: a schedule may have changed them."""
@@ -99,36 +134,26 @@ class Alignment:
     def pairs_of(self, a: Step, b: Step, place: int) -> list[Pair]:
         """As they are in a step. The pair at `place` gets its first element that differs."""
         found = [replace(pair, same=bool(same)) for pair, same in zip(self.pairs, self.same(a, b), strict=True)]
-        if self._comparable[place]:
-            kept = a.kept_of(self._places[0][place]), b.kept_of(self._places[1][place])
-            found[place] = replace(found[place], element=first_difference(found[place].entry, *kept))
+        pair = found[place]
+        if pair.is_comparable:
+            element = first_difference(pair.entry, a.kept_of(pair.places[0]), b.kept_of(pair.places[1]))
+            found[place] = replace(pair, element=element)
         return found
 
 
-class Alignments:
-    """Of the steps of two ranks. Most steps share a layout, so that little is to be made."""
+def aligner(weights_only: bool = False) -> Callable[[Step, Step], Alignment]:
+    """For the steps of two ranks. Most of them share a layout, so that little is to be made."""
+    of_layouts = lru_cache(maxsize=64)(Alignment)
 
-    MOST = 64
+    def align(a: Step, b: Step) -> Alignment:
+        return of_layouts(a.layout, b.layout, share_alike(a, b) and not weights_only, weights_only)
 
-    def __init__(self, weights_only: bool = False) -> None:
-        self._weights_only = weights_only
-        self._known: dict[tuple[int, int, bool], Alignment] = {}
-
-    def of(self, a: Step, b: Step) -> Alignment:
-        key = id(a.layout), id(b.layout), share_alike(a, b) and not self._weights_only
-        if key not in self._known:
-            if len(self._known) == self.MOST:
-                self._known.clear()
-            self._known[key] = Alignment(a.layout, b.layout, key[2], self._weights_only)
-        return self._known[key]
+    return align
 
 
 def share_alike(a: Step, b: Step) -> bool:
     """Whether a rank has the same part of the work in both runs. On another number of ranks it has other micro-batches."""
     return a.world_size == b.world_size or None in (a.world_size, b.world_size)
-
-
-Key = tuple[Any, ...]
 
 
 def _keyed(layout: Layout) -> Iterator[tuple[Key, int]]:
@@ -139,21 +164,9 @@ def _keyed(layout: Layout) -> Iterator[tuple[Key, int]]:
         seen[entry.key] += 1
 
 
-def _settings_before_weights(rows: list[Row], a: Layout, b: Layout) -> list[Row]:
+def _settings_before_weights(pairs: list[Pair]) -> list[Pair]:
     """They are recorded behind the weights, whose update follows them."""
-    settings = [row for row in rows if _entry(a, b, row).role in (SETTING, COUNT)]
-    others = [row for row in rows if _entry(a, b, row).role not in (SETTING, COUNT)]
-    first = next((place for place, row in enumerate(others) if _entry(a, b, row).phase == "weight"), len(others))
+    settings = [pair for pair in pairs if pair.entry.role in (SETTING, COUNT)]
+    others = [pair for pair in pairs if pair.entry.role not in (SETTING, COUNT)]
+    first = next((place for place, pair in enumerate(others) if pair.entry.phase == "weight"), len(others))
     return [*others[:first], *settings, *others[first:]]
-
-
-def _entry(a: Layout, b: Layout, row: Row) -> Entry:
-    return b.entries[row[1] or 0] if row[0] is None else a.entries[row[0]]
-
-
-def _alike(one: Entry, other: Entry) -> bool:
-    return one is other or (one.dtype, one.shape) == (other.dtype, other.shape)
-
-
-def _kind(entry: Entry) -> str:
-    return f"{entry.dtype} {entry.shape}"

@@ -77,11 +77,6 @@ def part_sums(tensors: Sequence[Tensor]) -> list[PartSums]:
     return [*map(_sums_by_kernel, with_kernel.values()), *map(_sums_of, _groups(others))]
 
 
-def bit_sum(tensor: Tensor) -> int:
-    """The sum of one tensor, on the host: this waits for the device."""
-    return sum(int(part) for found in part_sums([tensor]) for part in found.sums.tolist()) % 2**64
-
-
 @lru_cache(maxsize=64)
 def _has_kernel(device: torch.device) -> bool:
     if device.type != "cuda":

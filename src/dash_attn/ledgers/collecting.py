@@ -1,31 +1,81 @@
 """The tensors of one step become entries and sums. Sums stay on their devices until the step is over: one copy per device then.
 
 Nothing waits for a GPU: copies are under way when a step returns, and are read when the next one is recorded.
+
+Of a step with detail, hooks collect inputs and outputs of every module, forward and backward, in execution order.
+Gradients are heard of by hooks on tensors, which leave the graph as it is. (Backward hooks of modules insert nodes into it, forbid
+changes in place, and could change the order in which gradients are added.) So a gradient is that of a tensor, summed over all who took it.
+
+Of every call of attention there is what decides its bits: schedule, hash of the order, hashes of the kernels.
 """
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from ..attention.observers import SharedPart, observers
+from ..backends import backend_for, resolve
+from ..call.call import Call
+from ..call.planning import describe_call
 from .bit_sums import PartSums, part_sums
-from .entries import Entry
-from .host_copies import HostCopies
-from .leaves import strided
+from .format import Entry, Plan
+from .tensors import Leaf, plain_name, strided, tensors_in, unwrapped
+
+DIGITS = 16  # of the hash that names a plan
+TOLD = ("backend", "schedule", "accumulation", "order_hash", "backward_tiles", "forward_tiles", "kernels")  # what decides bits
 
 
-@dataclass(frozen=True)
-class Collected:
-    """The sum of each entry, and its first elements where they were kept."""
+class HostCopies:
+    """Tensors on their way to the host: one copy per device, into memory that a GPU writes to without anybody waiting.
 
-    sums: NDArray[np.uint64]
-    kept: tuple[bytes, ...]
+    Copies are under way when this is made; `wait` waits for them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._places = [(tensor.device, tensor.nbytes) for tensor in tensors]
+        devices = dict.fromkeys(device for device, _ in self._places)
+        joined = {device: torch.cat([tensor.view(torch.uint8) for tensor in tensors if tensor.device == device]) for device in devices}
+        self._copies = {device: _copy(octets) for device, octets in joined.items()}
+
+    @property
+    def on_host(self) -> bool:
+        return all(event is None for _, event in self._copies.values())
+
+    def wait(self) -> list[bytes]:
+        """Of each tensor."""
+        for _, event in self._copies.values():
+            if event is not None:
+                event.synchronize()
+        joined = {device: copy.numpy().tobytes() for device, (copy, _) in self._copies.items()}
+        starts, pieces = dict.fromkeys(joined, 0), []
+        for device, size in self._places:
+            pieces.append(joined[device][starts[device] : starts[device] + size])
+            starts[device] += size
+        return pieces
+
+
+def _copy(octets: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if octets.device.type != "cuda":
+        return octets.cpu(), None
+    copy = torch.empty(octets.shape, dtype=octets.dtype, pin_memory=True)
+    with torch.cuda.device(octets.device):
+        copy.copy_(octets, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return copy, event
 
 
 @dataclass(frozen=True)
@@ -34,28 +84,21 @@ class UnderWay:
 
     order: tuple[int, ...]  # places of the entries, as they are wanted
     owners: tuple[int, ...]  # of the sums
-    kept_sizes: dict[int, int]  # bytes, by place of the entry
+    keepers: tuple[int, ...]  # entries whose first elements were kept
     sums: HostCopies
     kept: HostCopies
 
     @property
     def on_host(self) -> bool:
-        """Whether everything was on the host from the beginning, so that `collected` waits for nothing."""
+        """Whether everything was on the host from the beginning, so that `wait` waits for nothing."""
         return self.sums.on_host and self.kept.on_host
 
-    def collected(self) -> Collected:
-        """Waits for the copies."""
+    def wait(self) -> bytes:
+        """The sum of each entry, then first elements where they were kept: as a record has them."""
         totals = np.zeros(max((*self.order, *self.owners), default=-1) + 1, dtype=np.uint64)
-        np.add.at(totals, np.array(self.owners, dtype=np.intp), np.frombuffer(self.sums.wait(), dtype=np.uint64))
-        return Collected(totals[list(self.order)], self._kept_bytes())
-
-    def _kept_bytes(self) -> tuple[bytes, ...]:
-        data, start = self.kept.wait(), 0
-        found: dict[int, bytes] = {}
-        for place, size in self.kept_sizes.items():
-            found[place] = data[start : start + size]
-            start += size
-        return tuple(found.get(place, b"") for place in self.order)
+        np.add.at(totals, np.array(self.owners, dtype=np.intp), np.frombuffer(b"".join(self.sums.wait()), dtype=np.uint64))
+        kept = dict(zip(self.keepers, self.kept.wait(), strict=True))
+        return totals[list(self.order)].astype(np.dtype("<u8")).tobytes() + b"".join(kept.get(place, b"") for place in self.order)
 
 
 @dataclass
@@ -82,16 +125,135 @@ class Collector:
 
     def collect(self, order: Sequence[int]) -> UnderWay:
         """Start to copy everything to the host. `order`: places of the entries, as they are wanted."""
-        return UnderWay(
-            tuple(order),
-            tuple(owner for part in self._sums for owner in part.owners),
-            {place: octets.numel() for place, octets in self._kept.items()},
-            HostCopies([part.sums for part in self._sums]),
-            HostCopies(list(self._kept.values())),
-        )
+        owners = tuple(owner for part in self._sums for owner in part.owners)
+        sums, kept = HostCopies([part.sums for part in self._sums]), HostCopies(list(self._kept.values()))
+        return UnderWay(tuple(order), owners, tuple(self._kept), sums, kept)
 
 
 def _first_octets(tensor: Tensor, count: int) -> Tensor:
     """A copy: the tensor may be changed before the step is over."""
     first = tensor.detach().reshape(-1)[:count].resolve_conj().resolve_neg().clone()
     return (torch.view_as_real(first) if first.is_complex() else first).view(-1).view(torch.uint8)
+
+
+class ModuleHooks:
+    """Records into a collector from construction until `remove`."""
+
+    def __init__(self, model: nn.Module, collector: Collector) -> None:
+        self._collector = collector
+        self._running: list[Entry] = []  # modules that have begun and not ended, as entries without a tensor
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._takers: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[str]]] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, module in _seen(unwrapped(model, compiled=False)):
+            self._handles.append(module.register_forward_pre_hook(partial(self._begins, name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._ends, with_kwargs=True))
+
+    def current_module(self) -> str | None:
+        return self._running[-1].module if self._running else None
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._takers.clear()
+
+    def _begins(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        phase = "recompute" if _in_backward() else "forward"
+        entry = Entry(phase, name, "", call=self._calls[phase, name], caller=self.current_module())
+        self._calls[phase, name] += 1
+        arguments = {**{str(place): argument for place, argument in enumerate(args)}, **kwargs}
+        inputs = [leaf for path, argument in arguments.items() for leaf in tensors_in(argument, path)]
+        self._add(entry, input=inputs, parameter=_own(module._parameters), buffer=_own(module._buffers))
+        for path, tensor in inputs:
+            self._watch(replace(entry, phase="backward", role="input", tensor=path), tensor, taker=name)
+        self._running.append(entry)
+
+    def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        entry = self._running.pop()
+        outputs = list(tensors_in(result))
+        self._add(entry, output=outputs)
+        for path, tensor in outputs:
+            self._watch(replace(entry, phase="backward", role="output", tensor=path), tensor)
+
+    def _add(self, entry: Entry, **leaves: list[Leaf]) -> None:
+        """Leaves by their role; all at once, so that they share a launch."""
+        self._collector.add((replace(entry, role=role, tensor=path), tensor) for role, found in leaves.items() for path, tensor in found)
+
+    def _watch(self, entry: Entry, tensor: Tensor, taker: str | None = None) -> None:
+        """Record the gradient of a tensor when it arrives: once, under the first name the tensor had."""
+        if not tensor.requires_grad or not torch.is_grad_enabled() or isinstance(tensor, nn.Parameter):
+            return
+        key = (id(tensor), tensor._version)
+        known, takers = self._takers.get(key, (None, []))
+        if known is None or known() is not tensor:
+            takers = []
+            self._takers[key] = weakref.ref(tensor), takers
+            tensor.register_hook(lambda gradient: self._collector.add([(replace(entry, takers=tuple(takers)), gradient)]))
+        if taker is not None:
+            takers.append(taker)
+
+
+def sees_modules(model: nn.Module) -> bool:
+    """Whether there is anything to hook: `model.compile()` leaves nothing that hooks see."""
+    return all(next(_seen(each), None) is not None for each in (model, unwrapped(model, compiled=False)))
+
+
+def _seen(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules by name. What torch.compile compiled runs without the hooks inside of it: it is one module, or part of its caller."""
+    if getattr(module, "_compiled_call_impl", None) is None:
+        yield plain_name(name), module
+        if not hasattr(module, "_orig_mod"):
+            for child, inner in module.named_children():
+                yield from _seen(inner, f"{name}.{child}" if name else child)
+
+
+def _own(tensors: dict[str, Any]) -> list[Leaf]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class AttentionCalls:
+    """Calls since the last step, each as (module, name of its plan). A kind of call is explained once."""
+
+    def __init__(self, current_module: Callable[[], str | None]) -> None:
+        self.plans: dict[str, Plan] = {}
+        self._calls: list[tuple[str | None, str]] = []
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._current_module = current_module
+        observers.append(self._observe)
+
+    def take(self) -> tuple[tuple[str | None, str], ...]:
+        calls, self._calls = tuple(self._calls), []
+        return calls
+
+    def stop(self) -> None:
+        if self._observe in observers:
+            observers.remove(self._observe)
+
+    def _observe(self, call: Call, shared: SharedPart | None) -> None:
+        (q, k, v), options = call.tensors, call.options
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, call.offsets is not None, None if shared is None else shared.key)
+        name = self._names.get(key)
+        if name is None:
+            # Of a shared call these are the rows of this rank; schedule and order are those of the whole sequence.
+            whole = None if shared is None else {"accumulation": options.accumulation, **shared.describe()}
+            plan = {"call": describe_call(call), **(whole or _decided(call))}
+            name = sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:DIGITS]
+            self._names[key], self.plans[name] = name, plan
+        self._calls.append((self._current_module(), name))
+
+
+def _decided(call: Call) -> Plan:
+    options, device = call.options, call.q.device
+    if call.offsets is not None:
+        asked = {"backend": resolve(options.backend, device), "schedule": options.schedule, "accumulation": options.accumulation}
+        return {**asked, "order_hash": "planned sequence by sequence"}
+    try:
+        explained = asdict(backend_for(options.backend, device).explain(call, predict_time=False))
+    except (ValueError, NotImplementedError) as error:  # the forward has run; what is wrong with the backward, it says itself
+        return {"order_hash": f"not explained: {error}"}
+    return {name: explained[name] for name in TOLD}

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from .aligning import Alignment, Alignments, Pair
-from .completeness import Lack, in_words, lacks_of_files, lacks_of_pair, lacks_of_phases, lacks_of_steps
+from ..errors import LedgerError
+from .aligning import Alignment, Bools, Pair, aligner
 from .culprit import Culprit, culprit
-from .entries import PHASES
-from .framing import LedgerError
-from .rank_pairs import RankPair, Runs, read_runs
-from .reading import RankLedger, Step
-from .surroundings import Change, attention_changes, environment_changes, notes_on, numbers, span
-from .suspects import Suspects
+from .format import PHASES
+from .reading import RankPair, Runs, Step, read_runs
+from .remarks import Change, attention_changes, by_ranks, environment_changes, lacks, notes_on, numbers, span
 
 AGREE, DIFFER, INCOMPLETE = "agree", "differ", "incomplete"
+States = dict[str, int]  # of random number generators
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,60 @@ class Moment:
     b: Step
     aligned: Alignment
 
+    @cached_property
+    def same(self) -> Bools:
+        return self.aligned.same(self.a, self.b)
+
     def difference(self, rank: int, place: int) -> FirstDifference:
         pairs = self.aligned.pairs_of(self.a, self.b, place)
         judged = culprit(pairs, place, self.is_start)
-        return FirstDifference(rank, self.number + self.is_start, self.is_start, pairs[place], judged, _by_phase(pairs))
+        compared = Counter(pair.entry.phase for pair in pairs)
+        differing = Counter(pair.entry.phase for pair in pairs if not pair.same)
+        by_phase = {phase: (differing[phase], count) for phase, count in compared.items()}
+        return FirstDifference(rank, self.number + self.is_start, self.is_start, pairs[place], judged, by_phase)
+
+
+class Suspects:
+    """Random number generators whose states differ: which one is to blame for a difference, and which changed nothing.
+
+    A generator that differs is suspected until a step in which numbers are drawn from it. If that step agrees, it changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[Moment, int]] = {}  # suspected, in the order of time
+        self._seen: dict[str, str] = {}  # all that differed, and since when
+        self._cleared: set[str] = set()
+        self._before: tuple[States, States] = {}, {}  # the states at the moment before
+
+    def look(self, moment: Moment) -> None:
+        """At a moment that agrees in all but generators."""
+        self._cleared |= {name for name in self._since if self._is_drawn(name, moment)}
+        places = np.flatnonzero(~moment.same & moment.aligned.is_generator)
+        differing = {moment.aligned.pairs[place].entry.tensor: int(place) for place in places}
+        self._since = {name: since for name, since in self._since.items() if name in differing and name not in self._cleared}
+        for name, place in differing.items():
+            self._seen.setdefault(name, f"{'before' if moment.is_start else 'after'} step {moment.number + moment.is_start}")
+            if name not in self._cleared:
+                self._since.setdefault(name, (moment, place))
+        self._before = moment.a.generators, moment.b.generators
+
+    def blamed(self, moment: Moment, place: int) -> tuple[Moment, int] | None:
+        """Where the generator differed first that explains a difference in this moment, if one does."""
+        before = {pair.entry.phase for pair in moment.aligned.pairs[:place]}
+        kept = moment.aligned.pairs[place].entry.role in ("parameter", "buffer")
+        if moment.is_start or kept or before & {"loss", "backward", "gradient"}:  # a forward that agrees drew nothing that matters
+            return None
+        return next((since for name, since in self._since.items() if self._is_drawn(name, moment)), None)
+
+    def notes(self, blamed: tuple[Moment, int] | None = None) -> list[str]:
+        """Of the others."""
+        names = [name for name in self._seen if blamed is None or self._since.get(name) != blamed]
+        return [f"the generator {name} has another state since {self._seen[name]}" for name in names]
+
+    def _is_drawn(self, name: str, moment: Moment) -> bool:
+        """Whether a run drew from it since the moment before."""
+        now = (moment.a.generators, moment.b.generators)
+        return not moment.is_start and any(one.get(name) != other.get(name) for one, other in zip(self._before, now, strict=True))
 
 
 @dataclass
@@ -91,11 +140,11 @@ class _OfRank:
     notes: list[str] = field(default_factory=list)
 
     def count(self, moment: Moment, differs: bool) -> None:
-        self.tensors += len(moment.aligned.is_generator)
+        self.tensors += len(moment.aligned.pairs)
         if not moment.is_start:
             self.steps.append(moment.number)
             self.differing += [moment.number] * differs
-            self.alone.update(moment.aligned.alone)
+            self.alone.update(sorted(moment.aligned.alone))  # in one order in every process
 
 
 def compare_runs(
@@ -107,46 +156,31 @@ def compare_runs(
     """
     runs = read_runs(path_a, path_b, rank)
     found = {pair.rank: _compare_rank(pair, stop) for pair in runs.pairs}
-    _, a, b, _ = runs.pairs[0]
+    shown = runs.pairs[0]
     if not any(of_rank.tensors for of_rank in found.values()):
-        raise LedgerError(f"nothing was recorded in both runs: A has {span(a.steps)} and B has {span(b.steps)}")
+        raise LedgerError(f"nothing was recorded in both runs: A has {span(shown.a.steps)} and B has {span(shown.b.steps)}")
     firsts = [of_rank.first for of_rank in found.values() if of_rank.first is not None]
     first = min(firsts, key=_time_of, default=None)
-    _, a, b, _ = next((pair for pair in runs.pairs if first is not None and pair.rank == first.rank), runs.pairs[0])
-    lacks = list(_lacks(runs, found))
-    taken = [lack for lack in lacks if partial and lack.is_shorter]
+    if first is not None:
+        shown = next(pair for pair in runs.pairs if pair.rank == first.rank)
+    lacking = list(lacks(runs, bool(found[runs.pairs[0].rank].steps), {rank: of_rank.alone for rank, of_rank in found.items()}))
+    taken = [lack for lack in lacking if partial and lack.is_shorter]
+    whole = [pair for pair in runs.pairs if not pair.weights_only] or runs.pairs
+    notes_of_ranks = dict.fromkeys(note for of_rank in found.values() for note in of_rank.notes)
     return Comparison(
         first=first,
-        lacking=in_words(lack for lack in lacks if lack not in taken),
-        taken_as_partial=in_words(taken),
+        lacking=by_ranks((lack.rank, lack.what) for lack in lacking if lack not in taken),
+        taken_as_partial=by_ranks((lack.rank, lack.what) for lack in taken),
         steps=tuple(sorted({step for of_rank in found.values() for step in of_rank.steps})),
-        steps_of_all=_steps_of_all(runs, found),
+        steps_of_all=tuple(sorted(set.intersection(*(set(found[pair.rank].steps) for pair in whole)))),
         steps_that_differ=tuple(sorted({step for of_rank in found.values() for step in of_rank.differing})),
         tensors=sum(of_rank.tensors for of_rank in found.values()),
         ranks=tuple(found),
         stopped=stop and first is not None,
-        environment=environment_changes(a, b),
-        attention=attention_changes(a, b),
-        notes=[*notes_on(runs), *_notes_of_difference(runs, first, firsts), *_notes_of_ranks(found)],
+        environment=environment_changes(shown.a, shown.b),
+        attention=attention_changes(shown.a, shown.b),
+        notes=[*notes_on(runs), *_notes_of_difference(runs, first, firsts), *notes_of_ranks],
     )
-
-
-def _steps_of_all(runs: Runs, found: dict[int, _OfRank]) -> tuple[int, ...]:
-    whole = [pair for pair in runs.pairs if not pair.weights_only] or runs.pairs
-    return tuple(sorted(set.intersection(*(set(found[pair.rank].steps) for pair in whole))))
-
-
-def _lacks(runs: Runs, found: dict[int, _OfRank]) -> Iterator[Lack]:
-    if not runs.one_rank:
-        yield from lacks_of_files(runs.a, runs.b)
-    if not found[runs.pairs[0].rank].steps:
-        yield Lack("no step is in both", False)
-    for name, run in (("A", runs.a), ("B", runs.b)):
-        yield from lacks_of_steps(name, run)
-    for pair in runs.pairs:
-        if not pair.weights_only:
-            yield from lacks_of_pair(pair, runs.a, runs.b)
-        yield from lacks_of_phases(pair.rank, found[pair.rank].alone)
 
 
 def _time_of(first: FirstDifference) -> tuple[int, bool, int]:
@@ -157,8 +191,7 @@ def _time_of(first: FirstDifference) -> tuple[int, bool, int]:
 def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
     found, suspects = _OfRank(), Suspects()
     for moment in _moments(ranks):
-        same = moment.aligned.same(moment.a, moment.b)
-        places = np.flatnonzero(~same & ~moment.aligned.is_generator)
+        places = np.flatnonzero(~moment.same & ~moment.aligned.is_generator)
         found.count(moment, differs=len(places) > 0)
         if found.first is None and len(places):
             blamed = suspects.blamed(moment, int(places[0]))
@@ -166,7 +199,7 @@ def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
             found.first = at.difference(ranks.rank, place)
             found.notes = [*suspects.notes(blamed), *_notes_of_settings(found.first, at.aligned)]
         elif found.first is None:
-            suspects.look(moment, same)
+            suspects.look(moment)
         if stop and found.first is not None:
             return found
     if found.first is None:
@@ -176,27 +209,15 @@ def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
 
 def _moments(ranks: RankPair) -> Iterator[Moment]:
     """In the order of time. The start of a segment compares with the other's, or with what the other had after that step."""
-    a, b, alignments = ranks.a, ranks.b, Alignments(ranks.weights_only)
+    a, b, align = ranks.a, ranks.b, aligner(ranks.weights_only)
     for number in sorted({*a.steps, *b.steps, *a.starts, *b.starts}):
         if number in a.steps and number in b.steps:
             one, other = a.steps[number], b.steps[number]
-            yield Moment(number, False, one, other, alignments.of(one, other))
-        starts = _starts(number, a, b)
-        if starts is not None:
-            yield Moment(number, True, *starts, alignments.of(*starts))
-
-
-def _starts(number: int, a: RankLedger, b: RankLedger) -> tuple[Step, Step] | None:
-    if number not in a.starts and number not in b.starts:
-        return None
-    one, other = (ledger.starts.get(number) or ledger.steps.get(number) for ledger in (a, b))
-    return None if one is None or other is None else (one, other)
-
-
-def _by_phase(aligned: list[Pair]) -> dict[str, tuple[int, int]]:
-    compared = Counter(pair.entry.phase for pair in aligned)
-    differing = Counter(pair.entry.phase for pair in aligned if not pair.same)
-    return {phase: (differing[phase], count) for phase, count in compared.items()}
+            yield Moment(number, False, one, other, align(one, other))
+        if number in a.starts or number in b.starts:
+            starts = [ledger.starts.get(number) or ledger.steps.get(number) for ledger in (a, b)]
+            if starts[0] is not None and starts[1] is not None:
+                yield Moment(number, True, starts[0], starts[1], align(starts[0], starts[1]))
 
 
 def _notes_of_difference(runs: Runs, first: FirstDifference | None, firsts: list[FirstDifference]) -> Iterator[str]:
@@ -215,7 +236,3 @@ def _notes_of_settings(first: FirstDifference, aligned: Alignment) -> Iterator[s
             names = [name for of_run, name in aligned.settings_alone if of_run == run]
             if names:
                 yield f"settings of the optimizer that {run} alone has: {', '.join(names)}"
-
-
-def _notes_of_ranks(found: dict[int, _OfRank]) -> list[str]:
-    return list(dict.fromkeys(note for of_rank in found.values() for note in of_rank.notes))

@@ -1,5 +1,6 @@
 """Ledgers as they were written: a run has ranks, a rank has segments (one per start of the process), a segment has steps.
 
+`read_runs` says which file of one run is compared with which of the other.
 Files are read record by record, and sums when they are asked for: a long run need not fit in memory.
 """
 
@@ -13,21 +14,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .entries import Entry
-from .framing import END, FRAME_BYTES, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP_FIELDS, LedgerError, Record, from_json, records
-
-if TYPE_CHECKING:
-    from .attention_plans import Plan
+from ..errors import LedgerError
+from .format import END, FRAME_BYTES, HEAD, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, Plan, Record, from_json, records
 
 FILE_NAME = re.compile(r"rank-(\d+)\.ledger")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # known by its identity: one may have many entries
 class Layout:
     entries: tuple[Entry, ...]
     attention: tuple[tuple[str | None, str], ...]  # (module, name of the plan) of every call
@@ -48,7 +46,6 @@ class Step:
 
     number: int
     is_start: bool
-    is_detailed: bool
     layout: Layout
     generators: dict[str, int]  # states of random number generators, as sums
     world_size: int | None
@@ -73,41 +70,85 @@ class Step:
 
 
 @dataclass
-class Segment:
+class RankLedger:
+    """The file of one rank. A segment begins with each start of its process, which wrote a head.
+
+    steps: by number. What a segment recorded past the step that a later one resumed from was given up, and is left out.
+    starts: the states that segments began with, by the step they came after; without those that were given up.
+    """
+
     path: Path
-    head: dict[str, Any]
-    steps: list[Step] = field(default_factory=list)
+    heads: list[dict[str, Any]] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)
+    starts: dict[int, Step] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
-    end: dict[str, Any] | None = None  # None: it did not end by itself
+    unfinished: int = 0  # bytes at its end that are no whole record
+    # Of the last segment:
+    _end: dict[str, Any] | None = None  # None: it did not end by itself
+    _next_step: int = 0  # behind the last that was recorded
     _layouts: list[Layout] = field(default_factory=list)
+    _states: dict[str, int] = field(default_factory=dict)  # of random number generators
+    # Of all:
+    _compared: set[str] = field(default_factory=set)  # random number generators with two states of one process
+    _drawn: set[str] = field(default_factory=set)  # those of them that changed
 
     @property
-    def first_step(self) -> int:
-        return int(self.head["first_step"])
-
-    @property
-    def next_step(self) -> int:
-        """Behind the last that was recorded."""
-        return max((step.number for step in self.steps), default=self.first_step - 1) + 1
+    def rank(self) -> int:
+        return int(self.heads[-1]["rank"])
 
     @property
     def world_size(self) -> int | None:
-        """None: it was not recorded. A rank beyond it was numbered by hand, and nobody said how many there are."""
-        size = self.head["world_size"]
-        return None if size is None or int(size) <= int(self.head["rank"]) else int(size)
+        """Of the last segment. None: it was not recorded."""
+        return _world_size(self.heads[-1])
+
+    @property
+    def world_sizes(self) -> set[int | None]:
+        return set(map(_world_size, self.heads))
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Of the last start of the process."""
+        return {"world_size": self.heads[-1]["world_size"], **self.heads[-1]["environment"]}
+
+    @property
+    def idle_generators(self) -> set[str]:
+        """Random number generators whose state never changed while a process ran: nobody drew from them."""
+        return self._compared - self._drawn
+
+    def ending(self) -> str:
+        """How the file ends, in words; empty where the run ended by itself."""
+        if self.unfinished:
+            return f"ends in the middle of a record, as after a crash: its last {self.unfinished:,} bytes are left out"
+        if self._end is None:
+            return "has no end: the process was killed, its disk was full, or it is still running"
+        if self._end["reason"]:
+            return f"ended by {self._end['reason']}"
+        return "" if self._end["next_step"] == self._next_step else "ended before its last step was written"
 
     def take(self, record: Record) -> None:
-        if record.kind == LAYOUT:
+        """The next record of the file."""
+        if record.kind != STEP:
             value = from_json(record.payload)
+        if record.kind == HEAD:
+            self._begin(value)
+        elif not self.heads:
+            raise ValueError("it comes before any head")
+        elif record.kind == LAYOUT:
             calls = tuple((module, plan) for module, plan in value["attention"])
             self._layouts.append(Layout(tuple(map(Entry.from_json, value["entries"])), calls))
         elif record.kind == PLAN:
-            plan = from_json(record.payload)
-            self.plans[plan.pop("name")] = plan
+            self.plans[value.pop("name")] = value
         elif record.kind == END:
-            self.end = from_json(record.payload)
+            self._end = value
         else:
-            self.steps.append(self._step(record))
+            self._add(self._step(record))
+
+    def _begin(self, head: dict[str, Any]) -> None:
+        first = int(head["first_step"])
+        self.heads.append(head)
+        self.steps = {number: step for number, step in self.steps.items() if number < first}
+        self.starts = {number: step for number, step in self.starts.items() if number < first - 1}
+        self._end, self._next_step, self._layouts, self._states = None, first, [], {}
 
     def _step(self, record: Record) -> Step:
         number, _, flags, layout_number = STEP_FIELDS.unpack_from(record.payload)
@@ -115,95 +156,39 @@ class Segment:
         sums = np.frombuffer(record.payload, dtype=np.dtype("<u8"), count=len(layout.entries), offset=STEP_FIELDS.size)
         states = {name: int(sums[place]) for name, place in layout.generators.items()}
         place = record.place + FRAME_BYTES + STEP_FIELDS.size
-        return Step(number, bool(flags & IS_START), bool(flags & IS_DETAILED), layout, states, self.world_size, self.path, place)
+        return Step(number, bool(flags & IS_START), layout, states, self.world_size, self.path, place)
+
+    def _add(self, step: Step) -> None:
+        (self.starts if step.is_start else self.steps)[step.number] = step
+        self._next_step = max(self._next_step, step.number + 1)
+        self._compared |= self._states.keys() & step.generators.keys()
+        self._drawn |= {name for name, state in step.generators.items() if self._states.get(name, state) != state}
+        self._states.update(step.generators)
 
 
-@dataclass
-class RankLedger:
-    """The file of one rank. `unfinished`: bytes at its end that are no whole record."""
-
-    path: Path
-    segments: list[Segment]
-    unfinished: int
-
-    @cached_property
-    def steps(self) -> dict[int, Step]:
-        """Steps by number. What a segment recorded past the step that a later one resumed from was given up, and is left out."""
-        found: dict[int, Step] = {}
-        for segment in self.segments:
-            found = {number: step for number, step in found.items() if number < segment.first_step}
-            found.update({step.number: step for step in segment.steps if not step.is_start})
-        return found
-
-    @cached_property
-    def starts(self) -> dict[int, Step]:
-        """The states that segments began with, by the step they came after; without those that were given up."""
-        found: dict[int, Step] = {}
-        for segment in self.segments:
-            found = {number: step for number, step in found.items() if number < segment.first_step - 1}
-            found.update({step.number: step for step in segment.steps if step.is_start})
-        return found
-
-    @cached_property
-    def idle_generators(self) -> frozenset[str]:
-        """Random number generators whose state never changed while a process ran: nobody drew from them."""
-        found: dict[str, list[list[int]]] = {}  # by segment
-        for segment in self.segments:
-            for name in {name for step in segment.steps for name in step.generators}:
-                found.setdefault(name, []).append([step.generators[name] for step in segment.steps if name in step.generators])
-        seen = {name: states for name, states in found.items() if any(len(each) > 1 for each in states)}
-        return frozenset(name for name, states in seen.items() if all(len(set(each)) == 1 for each in states))
-
-    @property
-    def world_sizes(self) -> set[int | None]:
-        return {segment.world_size for segment in self.segments}
-
-    @property
-    def plans(self) -> dict[str, Plan]:
-        return {name: plan for segment in self.segments for name, plan in segment.plans.items()}
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Of the last start of the process."""
-        found: dict[str, Any] = {"world_size": self.segments[-1].head["world_size"], **self.segments[-1].head["environment"]}
-        return found
-
-    def ending(self) -> str:
-        """How the file ends, in words; empty where the run ended by itself."""
-        if self.unfinished:
-            return f"ends in the middle of a record, as after a crash: its last {self.unfinished:,} bytes are left out"
-        end = self.segments[-1].end
-        if end is None:
-            return "has no end: the process was killed, its disk was full, or it is still running"
-        if end["reason"]:
-            return f"ended by {end['reason']}"
-        return "" if end["next_step"] == self.segments[-1].next_step else "ended before its last step was written"
+def _world_size(head: dict[str, Any]) -> int | None:
+    """None: it was not recorded. A rank beyond it was numbered by hand, and nobody said how many there are."""
+    size = head["world_size"]
+    return None if size is None or int(size) <= int(head["rank"]) else int(size)
 
 
 def read_rank(path: Path) -> RankLedger:
     """One file. Raises LedgerError where it is damaged, or not a ledger."""
-    segments: list[Segment] = []
-    end = 0
+    ledger, end = RankLedger(path), 0
     try:
         size = path.stat().st_size  # before more is written
         for record in records(path):
-            _take(path, segments, record)
+            try:
+                ledger.take(record)
+            except (KeyError, IndexError, ValueError, TypeError, struct.error, zlib.error) as error:
+                raise LedgerError(f"{path} is damaged: the record at byte {record.place:,} makes no sense ({error!r})") from None
             end = record.end
     except OSError as error:
         raise LedgerError(f"cannot read {path}: {error.strerror}") from None
-    if not segments:
+    if not ledger.heads:
         raise LedgerError(f"{path} is cut off before its first record was whole")
-    return RankLedger(path, segments, max(0, size - end))
-
-
-def _take(path: Path, segments: list[Segment], record: Record) -> None:
-    try:
-        if record.kind == HEAD:
-            segments.append(Segment(path, from_json(record.payload)))
-        else:
-            segments[-1].take(record)
-    except (KeyError, IndexError, ValueError, TypeError, struct.error, zlib.error) as error:
-        raise LedgerError(f"{path} is damaged: the record at byte {record.place:,} makes no sense ({error!r})") from None
+    ledger.unfinished = max(0, size - end)
+    return ledger
 
 
 Run = dict[int, RankLedger]  # by rank
@@ -214,7 +199,7 @@ def read_run(path: str | Path, rank: int | None = None) -> Run:
     path = Path(path)
     if path.is_file():
         found = read_rank(path)
-        return {int(found.segments[-1].head["rank"]): found}
+        return {found.rank: found}
     if not path.is_dir():
         raise LedgerError(f"there is no ledger {path}: neither a folder nor a file has that name")
     files = {int(match[1]): file for file in path.iterdir() if (match := FILE_NAME.fullmatch(file.name))}
@@ -225,8 +210,8 @@ def read_run(path: str | Path, rank: int | None = None) -> Run:
         with suppress(LedgerError):  # it says whether the rank took part to the end; its own faults are not asked for
             run[0] = read_rank(files[0])
     for number, ledger in run.items():
-        if number != (own := int(ledger.segments[-1].head["rank"])):
-            raise LedgerError(f"{ledger.path} is the file of rank {own}, under the name of another")
+        if number != ledger.rank:
+            raise LedgerError(f"{ledger.path} is the file of rank {ledger.rank}, under the name of another")
     _leave_out_ranks_that_left(run)
     return {number: ledger for number, ledger in run.items() if rank not in files or number == rank}
 
@@ -247,7 +232,61 @@ def took_part(run: Run, rank: int, number: int) -> bool:
 
 def world_size_of(run: Run) -> int | None:
     """The most ranks that took part; None where that was not recorded."""
-    last = {ledger.segments[-1].world_size for ledger in run.values()}
+    last = {ledger.world_size for ledger in run.values()}
     sizes = last | {step.world_size for step in run[min(run)].steps.values()}
     known = [size for size in sizes if size is not None]
     return max(known) if len(known) == len(sizes) else None
+
+
+class RankPair(NamedTuple):
+    """weights_only: a rank that one run alone has, beside one of the other that shares its weights, but not its work."""
+
+    rank: int
+    a: RankLedger
+    b: RankLedger
+    weights_only: bool = False
+
+
+class Runs(NamedTuple):
+    """one_rank: a rank was chosen, or a file was named in place of a folder. The other ranks are left out then."""
+
+    a: Run
+    b: Run
+    pairs: list[RankPair]
+    one_rank: bool
+
+
+def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -> Runs:
+    """rank: this one alone."""
+    a, b = read_run(path_a, rank), read_run(path_b, rank)
+    if rank is not None and set(a) != set(b):
+        a, b = read_run(path_a), read_run(path_b)  # a rank that one of them has not: compared with another one
+    alone = [Path(path).is_file() or world_size_of(run) in (1, None) for path, run in ((path_a, a), (path_b, b))]
+    named = Path(path_a).is_file() or Path(path_b).is_file()
+    pairs = _same_ranks(a, b, named and all(alone)) + ([] if named else _other_ranks(a, b))
+    chosen = [pair for pair in pairs if rank is None or pair.rank == rank]
+    if not chosen:
+        raise LedgerError(f"no rank {rank} can be compared: A has {sorted(a)}, B has {sorted(b)}")
+    if one_rank := named or rank is not None:
+        a = {number: ledger for number, ledger in a.items() if any(ledger is pair.a for pair in chosen)}
+        b = {number: ledger for number, ledger in b.items() if any(ledger is pair.b for pair in chosen)}
+    return Runs(a, b, chosen, one_rank)
+
+
+def _same_ranks(a: Run, b: Run, one_by_one: bool) -> list[RankPair]:
+    if one_by_one and len(a) == len(b) == 1:  # whatever their numbers are
+        return [RankPair(next(iter(a)), next(iter(a.values())), next(iter(b.values())))]
+    both = sorted(set(a) & set(b))
+    if not both:
+        raise LedgerError(f"no rank is in both runs: A has {sorted(a)}, B has {sorted(b)}")
+    return [RankPair(rank, a[rank], b[rank]) for rank in both]
+
+
+def _other_ranks(a: Run, b: Run) -> list[RankPair]:
+    """Ranks of the run that had more. On as many ranks, a rank without its like has lost its file, and others may hold other shards."""
+    sizes = world_size_of(a), world_size_of(b)
+    if None not in sizes and sizes[0] == sizes[1]:
+        return []
+    both = sorted(set(a) & set(b))
+    beside = {rank: both[rank % len(both)] for rank in sorted(set(a) ^ set(b))}
+    return [RankPair(rank, a.get(rank, a[like]), b.get(rank, b[like]), weights_only=True) for rank, like in beside.items()]

@@ -7,26 +7,22 @@ import sys
 import time
 import warnings
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from .attention_plans import AttentionCalls
-from .collecting import Collector, UnderWay
-from .entries import Entry
-from .environment import environment
-from .framing import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, LedgerError, as_json
-from .hooks import ModuleHooks, sees_modules
-from .leaves import all_leaves
-from .state import generators, gradients, optimizer_counts, optimizer_settings, optimizer_state, parameters_of, weights
-from .writing import LedgerFile
+from ..errors import LedgerError
+from ..tools.doctor import doctor
+from ..tools.machine import is_distributed, process_environment
+from . import tensors
+from .collecting import AttentionCalls, Collector, ModuleHooks, UnderWay, sees_modules
+from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerFile, as_json
 
 Steps = Container[int] | bool
+Records = list[tuple[bytes, bytes]]  # kind, payload
 MOST_SETTINGS = 8  # numbers of a hyper-parameter that are kept: betas are two
 
 
@@ -56,22 +52,10 @@ def ledger(
         raise TypeError(f"detail must be a range, a set or a list of steps, or True for all; got {detail!r}")
     number = _rank() if rank is None else rank
     file = LedgerFile(Path(folder) / f"rank-{number}.ledger", append=resume_from is not None)
-    head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment()}
+    environment = {**process_environment(), "doctor": {finding.id: finding.found for finding in doctor()}}
+    head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment}
     file.append((HEAD, as_json(head)))
     return Ledger(file, detail, keep, optimizer_every, resume_from or 0)
-
-
-@dataclass(frozen=True)
-class _Unwritten:
-    """A step whose sums are on their way from a GPU."""
-
-    before: list[tuple[bytes, bytes]]
-    head: bytes
-    found: UnderWay
-
-    def records(self) -> list[tuple[bytes, bytes]]:
-        found = self.found.collected()
-        return [*self.before, (STEP, self.head + found.sums.astype(np.dtype("<u8")).tobytes() + b"".join(found.kept))]
 
 
 class Ledger:
@@ -85,7 +69,7 @@ class Ledger:
         self._file, self._detail, self._keep, self._optimizer_every = file, detail, keep, optimizer_every
         self._layouts: dict[tuple[Any, ...], int] = {}
         self._plans_written: set[str] = set()
-        self._unwritten: _Unwritten | None = None
+        self._unwritten: tuple[Records, bytes, UnderWay] | None = None  # a step whose sums are on their way from a GPU
         self._collector, self._hooks = Collector(), None  # type: Collector, ModuleHooks | None
         self._attention = AttentionCalls(lambda: None if self._hooks is None else self._hooks.current_module())
         self._has_detail = detail if isinstance(detail, bool) else bool(getattr(detail, "__len__", lambda: 1)())
@@ -106,7 +90,7 @@ class Ledger:
             return
         self._check_detail(model)
         start = Collector()
-        start.add(weights(model, parameters_of(model)))
+        start.add(tensors.weights(model, tensors.parameters_of(model)))
         self._add_others(start, model, optimizer, with_optimizer=True)
         self._write(self.next_step - 1, start, (), IS_START)
         self._prepare(model)
@@ -126,11 +110,11 @@ class Ledger:
         collector, calls = self._collector, self._attention.take()
         if detailed and not collector.entries:
             raise LedgerError(f"detail of step {number}: no module of the model ran where hooks see it; record it without torch.compile")
-        collector.add((Entry("batch", "", name), leaf) for name, leaf in all_leaves(batch, "batch"))
-        collector.add(((Entry("loss", "", name), leaf) for name, leaf in all_leaves(loss, "loss")), keep=1)
-        parameters = parameters_of(model)
-        collector.add(gradients(parameters))
-        collector.add(weights(model, parameters))
+        collector.add((Entry("batch", "", name), leaf) for name, leaf in tensors.all_leaves(batch, "batch"))
+        collector.add(((Entry("loss", "", name), leaf) for name, leaf in tensors.all_leaves(loss, "loss")), keep=1)
+        parameters = tensors.parameters_of(model)
+        collector.add(tensors.gradients(parameters))
+        collector.add(tensors.weights(model, parameters))
         self._add_others(collector, model, optimizer, with_optimizer=detailed or number % self._optimizer_every == 0)
         self._write(number, collector, calls, IS_DETAILED if detailed else 0)
         self.next_step = number + 1
@@ -184,27 +168,28 @@ class Ledger:
     def _add_others(self, collector: Collector, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_optimizer: bool) -> None:
         """What a training carries from step to step beside its weights."""
         if optimizer is not None:
-            collector.add((*optimizer_settings(optimizer), *optimizer_counts(optimizer)), keep=MOST_SETTINGS)
+            collector.add(tensors.optimizer_settings(optimizer), keep=MOST_SETTINGS)
             if with_optimizer:
-                collector.add(optimizer_state(model, optimizer))
-        collector.add(generators())
+                collector.add(tensors.optimizer_state(model, optimizer))
+        collector.add(tensors.generators())
 
     def _write(self, step: int, collector: Collector, calls: Iterable[tuple[str | None, str]], flags: int) -> None:
         order = _execution_order(collector.entries)
         layout, before = self._layout(tuple(collector.entries[i] for i in order), tuple(calls))
         head = STEP_FIELDS.pack(step, time.time(), flags, layout)
         self._write_before()
-        self._unwritten = _Unwritten(before, head, collector.collect(order))
-        if self._unwritten.found.on_host:
+        found = collector.collect(order)
+        self._unwritten = before, head, found
+        if found.on_host:
             self._write_before()
 
     def _write_before(self) -> None:
         """The step before, whose copies had a whole step to arrive."""
         if self._unwritten is not None:
-            unwritten, self._unwritten = self._unwritten, None
-            self._file.append(*unwritten.records())
+            (before, head, found), self._unwritten = self._unwritten, None
+            self._file.append(*before, (STEP, head + found.wait()))
 
-    def _layout(self, entries: tuple[Entry, ...], calls: tuple[tuple[str | None, str], ...]) -> tuple[int, list[tuple[bytes, bytes]]]:
+    def _layout(self, entries: tuple[Entry, ...], calls: tuple[tuple[str | None, str], ...]) -> tuple[int, Records]:
         """Its number, and the records that have to be written before a step refers to it."""
         new = {name: self._attention.plans[name] for _, name in calls if name not in self._plans_written}
         before = [(PLAN, as_json({"name": name, **plan})) for name, plan in new.items()]
@@ -224,17 +209,13 @@ def _execution_order(entries: Sequence[Entry]) -> list[int]:
     return sorted(range(len(phases)), key=lambda place: (*where.get(phases[place], (1.0, float(place))), place))
 
 
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _rank() -> int:
-    return int(torch.distributed.get_rank()) if _distributed() else int(os.environ.get("RANK", "0"))
+    return int(torch.distributed.get_rank()) if is_distributed() else int(os.environ.get("RANK", "0"))
 
 
 def _world_size(rank_is_given: bool) -> int | None:
     """None: ranks are numbered by hand, and nobody says how many there are."""
-    if _distributed():
+    if is_distributed():
         return int(torch.distributed.get_world_size())
     size = os.environ.get("WORLD_SIZE")
     return int(size) if size else None if rank_is_given or "RANK" in os.environ else 1

@@ -60,12 +60,9 @@ class Mask(ABC):
 class IntervalMask(Mask):
     """A mask that keeps one interval of keys per query, both ends never moving left from one query to the next."""
 
+    @abstractmethod
     def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
-        """First kept key and end of the kept keys of each row, before clipping to [0, kv_len]. These are those of the sides."""
-        assert self.sides is not None, "other masks say it themselves"
-        left, right = self.sides
-        diagonal = rows + (kv_len - q_len)
-        return np.zeros_like(rows) if left < 0 else diagonal - left, np.full_like(rows, kv_len) if right < 0 else diagonal + right + 1
+        """First kept key and end of the kept keys of each row, before clipping to [0, kv_len]."""
 
     def clipped_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
         first, end = self.row_bounds(rows, q_len, kv_len)
@@ -92,8 +89,22 @@ class IntervalMask(Mask):
         return f"{word}:{','.join(map(str, numbers))}" if numbers else word
 
 
+class Band(IntervalMask):
+    """The keys that a query attends lie around its own position."""
+
+    sides: tuple[int, int]
+
+    @abstractmethod
+    def encoded(self) -> tuple[str, list[int]]: ...
+
+    def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
+        left, right = self.sides
+        diagonal = rows + (kv_len - q_len)
+        return np.zeros_like(rows) if left < 0 else diagonal - left, np.full_like(rows, kv_len) if right < 0 else diagonal + right + 1
+
+
 @dataclass(frozen=True)
-class Full(IntervalMask):
+class Full(Band):
     """Every query attends every key."""
 
     sides = -1, -1
@@ -103,7 +114,7 @@ class Full(IntervalMask):
 
 
 @dataclass(frozen=True)
-class Causal(IntervalMask):
+class Causal(Band):
     """A query attends itself and what is before it; the last query is aligned with the last key."""
 
     sides = -1, 0
@@ -113,7 +124,7 @@ class Causal(IntervalMask):
 
 
 @dataclass(frozen=True)
-class Window(IntervalMask):
+class Window(Band):
     """A query attends `left` keys before its own position and `right` after it; -1 means no limit on that side."""
 
     left: int

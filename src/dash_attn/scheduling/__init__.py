@@ -1,4 +1,11 @@
-"""Which tile is computed when, and in which order sums are added: numpy, no torch.
+"""Problems, schedules and plans: in which order everything is summed, and which chain starts when. Needs numpy alone.
 
-mask + shape -> Problem -> generator -> Schedule (order + placement, proven) -> Plan (int32 tables).
+Mask and shape become a Problem, of which a generator makes a Schedule, which is lowered to a Plan.
 """
+
+from .generators import GENERATORS, SCHEDULES, ScheduleName, generate
+from .plan import Plan, lower
+from .problem import Problem, Task
+from .schedule import Placement, Schedule
+
+__all__ = ["GENERATORS", "SCHEDULES", "Placement", "Plan", "Problem", "Schedule", "ScheduleName", "Task", "generate", "lower"]

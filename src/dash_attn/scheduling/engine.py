@@ -5,7 +5,7 @@ The untimed run (all costs 0) is the validator's deadlock proof; the timed one i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
-UNKNOWN = -1  # start of a reduce that still waits
+UNKNOWN = -1  # start of a reduce that still waits, end of a chain that has one
 
 
 class Costs(NamedTuple):
@@ -73,6 +73,7 @@ class Chain:
     compute_start: list[int] = field(default_factory=list)
     reduce_start: list[int] = field(init=False)
     landed: int = 0
+    end: int = UNKNOWN
 
     def __post_init__(self) -> None:
         self.reduce_start = [UNKNOWN] * self.reduces
@@ -81,107 +82,102 @@ class Chain:
     def reduces(self) -> int:
         return len(self.keys) + self.adds
 
-    @property
-    def ended(self) -> bool:
-        return self.landed == self.reduces
-
 
 def run_in_model_time(schedule: Schedule, costs: Costs, ordered: bool = True, progress: Progress | None = None) -> Execution:
     """Run all chains to completion or raise Stuck. With `ordered=False` reduces wait for nobody."""
     problem = schedule.problem
     tables = _Tables(schedule)
-    landed = [0] * tables.keys  # reduces done per dQ tile, and per piece of a sum of dK and dV
-    available = landed.copy()  # when the next turn may start there
-    waiting: dict[tuple[int, int], Chain] = {}  # (key, turn) -> the chain that will reduce there
+    reduces = Reduces(tables.keys, costs, ordered)
     free = [(0, worker) for worker in range(min(schedule.workers, problem.chains))]  # workers whose next free time is known
     chains: list[Chain] = []
-    ends: dict[int, int] = {}
     tickets = schedule.tickets.tolist()
     for number, ticket in enumerate(tickets):
         if not free:
-            raise Stuck(_blocked(schedule, chains, waiting))
+            raise Stuck(_blocked(schedule, chains, reduces.waiting))
         now, worker = heappop(free)
-        chain = tables.chain(worker, now, *ticket)
-        chains.append(chain)
+        chains.append(tables.chain(worker, now, *ticket))
         # A chain whose end is unknown waits, directly or not, for one not yet started: known ends are safe to pop.
-        ready = [chain]
-        while ready:
-            runner = ready.pop()
-            advance(runner, costs, ordered, landed, available, waiting, ready)
-            if runner.ended and id(runner) not in ends:
-                ends[id(runner)] = chain_end(runner, costs)
-                heappush(free, (ends[id(runner)], runner.worker))
+        for ended in reduces.run(chains[-1]):
+            heappush(free, (ended.end, ended.worker))
         if progress is not None and number % 256 == 0:
             progress(number, len(tickets))
-    if waiting:
-        raise Stuck(_blocked(schedule, chains, waiting))
+    if reduces.waiting:
+        raise Stuck(_blocked(schedule, chains, reduces.waiting))
     if progress is not None:
         progress(len(tickets), len(tickets))
     return Execution(
         offsets=np.cumsum([0] + [len(c.keys) for c in chains]),
         worker=np.array([c.worker for c in chains]),
         chain_start=np.array([c.start for c in chains]),
-        chain_end=np.array([ends[id(c)] for c in chains]),
+        chain_end=np.array([c.end for c in chains]),
         compute_start=np.array([t for c in chains for t in c.compute_start[: len(c.keys)]], dtype=np.int64),
         reduce_start=np.array([t for c in chains for t in c.reduce_start[: len(c.keys)]], dtype=np.int64),
         add_start=np.array([c.reduce_start[len(c.keys) :] for c in chains], dtype=np.int64).reshape(len(chains), -1),
     )
 
 
-def advance(
-    chain: Chain,
-    costs: Costs,
-    ordered: bool,
-    landed: list[int],
-    available: list[int],
-    waiting: dict[tuple[int, int], Chain],
-    ready: list[Chain],
-) -> None:
-    """Run a chain as far as its turns allow. Chains it releases are appended to `ready`.
+class Reduces:
+    """What has been reduced to each key, a dQ tile or a piece of a sum of dK and dV, and which chains wait for their turn there."""
 
-    A reduce that waits for its turn holds one drain; with more than one, later reduces of the chain may pass it.
-    """
-    compute, reduce, latency, overlap, startup = costs
-    drains = overlap if overlap > 1 else 1
-    hand_over = reduce if reduce > latency else latency
-    keys, turns, base = chain.keys, chain.turns, chain.base
-    tasks, count = len(keys), chain.reduces
-    starts, reduces = chain.compute_start, chain.reduce_start
-    for index in range(chain.landed, count):
-        if reduces[index] != UNKNOWN:
-            continue
-        if index >= drains and reduces[index - drains] == UNKNOWN:
-            break
-        if len(starts) == index:  # else its compute ended before the chain was parked here
-            begin = chain.start + startup if not index else starts[-1] + compute if index <= tasks else starts[-1]
-            buffer = index - 1 - overlap
-            if buffer >= 0 and reduces[buffer] + reduce > begin:
-                begin = reduces[buffer] + reduce
-            starts.append(begin)
-        is_task = index < tasks
-        key = base + keys[index] if is_task else chain.first_sum + index - tasks
-        turn = turns[index] if is_task else chain.turn
-        if ordered and landed[key] != turn:
-            waiting[key, turn] = chain
-            continue
-        begin = starts[index] + compute if is_task else starts[index]
-        if index >= drains and reduces[index - drains] + reduce > begin:
-            begin = reduces[index - drains] + reduce
-        if ordered:
-            if available[key] > begin:
-                begin = available[key]
-            available[key] = begin + hand_over
-            landed[key] += 1
-            if waiting and (released := waiting.pop((key, landed[key]), None)) is not None:
-                ready.append(released)
-        reduces[index] = begin
-    while chain.landed < count and reduces[chain.landed] != UNKNOWN:
-        chain.landed += 1
+    def __init__(self, keys: int, costs: Costs, ordered: bool = True) -> None:
+        self.costs, self.ordered = costs, ordered
+        self.landed = [0] * keys  # reduces done
+        self.available = [0] * keys  # when the next turn may start
+        self.waiting: dict[tuple[int, int], Chain] = {}  # (key, turn) -> the chain that will reduce there
 
+    def run(self, chain: Chain) -> Iterator[Chain]:
+        """Run a chain, and those that it releases, as far as their turns allow; yields those that end."""
+        ready = [chain]
+        while ready:
+            runner = ready.pop()
+            self._advance(runner, ready)
+            if runner.landed == runner.reduces and runner.end == UNKNOWN:
+                last = runner.reduce_start[-max(1, self.costs.overlap) :]
+                runner.end = max(last) + self.costs.reduce if last else runner.start
+                yield runner
 
-def chain_end(chain: Chain, costs: Costs) -> int:
-    last = chain.reduce_start[-max(1, costs.overlap) :]
-    return max(last) + costs.reduce if last else chain.start
+    def _advance(self, chain: Chain, ready: list[Chain]) -> None:
+        """Chains that it releases are appended to `ready`.
+
+        A reduce that waits for its turn holds one drain; with more than one, later reduces of the chain may pass it.
+        """
+        compute, reduce, latency, overlap, startup = self.costs
+        ordered, landed, available, waiting = self.ordered, self.landed, self.available, self.waiting
+        drains = overlap if overlap > 1 else 1
+        hand_over = reduce if reduce > latency else latency
+        keys, turns, base = chain.keys, chain.turns, chain.base
+        tasks, count = len(keys), chain.reduces
+        starts, reduces = chain.compute_start, chain.reduce_start
+        for index in range(chain.landed, count):
+            if reduces[index] != UNKNOWN:
+                continue
+            if index >= drains and reduces[index - drains] == UNKNOWN:
+                break
+            if len(starts) == index:  # else its compute ended before the chain was parked here
+                begin = chain.start + startup if not index else starts[-1] + compute if index <= tasks else starts[-1]
+                buffer = index - 1 - overlap
+                if buffer >= 0 and reduces[buffer] + reduce > begin:
+                    begin = reduces[buffer] + reduce
+                starts.append(begin)
+            is_task = index < tasks
+            key = base + keys[index] if is_task else chain.first_sum + index - tasks
+            turn = turns[index] if is_task else chain.turn
+            if ordered and landed[key] != turn:
+                waiting[key, turn] = chain
+                continue
+            begin = starts[index] + compute if is_task else starts[index]
+            if index >= drains and reduces[index - drains] + reduce > begin:
+                begin = reduces[index - drains] + reduce
+            if ordered:
+                if available[key] > begin:
+                    begin = available[key]
+                available[key] = begin + hand_over
+                landed[key] += 1
+                if waiting and (released := waiting.pop((key, landed[key]), None)) is not None:
+                    ready.append(released)
+            reduces[index] = begin
+        while chain.landed < count and reduces[chain.landed] != UNKNOWN:
+            chain.landed += 1
 
 
 class _Tables:
@@ -205,44 +201,37 @@ class _Tables:
         return Chain(worker, start, base, keys, turns, problem.adds, self.dq_tiles + tile * problem.adds, turn)
 
     def _of(self, kind: int, count: int) -> list[tuple[list[int], list[int]]]:
+        """Per chain of `count` query heads: dQ tile and turn of each task."""
         if (kind, count) not in self._expanded:
-            self._expanded[kind, count] = _expand(self.schedule.order.kinds[kind], count, self.problem.q_tiles)
+            order = self.schedule.order.kinds[kind]
+            tasks = (order.tasks(kv_tile, count) for kv_tile in range(order.kv_tiles))
+            tiles = [((member * self.problem.q_tiles + q_tile).tolist(), turn.tolist()) for q_tile, turn, member in tasks]
+            self._expanded[kind, count] = tiles
         return self._expanded[kind, count]
-
-
-def _expand(kind: HeadOrder, count: int, q_tiles: int) -> list[tuple[list[int], list[int]]]:
-    """Per chain of `count` query heads: dQ tile and turn of each task."""
-    tasks = (kind.tasks(kv_tile, count) for kv_tile in range(kind.kv_tiles))
-    return [((member * q_tiles + q_tile).tolist(), turn.tolist()) for q_tile, turn, member in tasks]
 
 
 def _blocked(schedule: Schedule, chains: list[Chain], waiting: dict[tuple[int, int], Chain]) -> list[tuple[int, Task, int, str]]:
     """What every parked chain waits for."""
-    tickets = schedule.tickets.tolist()
+    problem, tickets = schedule.problem, schedule.tickets.tolist()
     number_of = {id(chain): number for number, chain in enumerate(chains)}
-    started = {tuple(ticket) for ticket in tickets[: len(chains)]}
+    started = tickets[: len(chains)]
     report = []
     for (key, turn), chain in waiting.items():
         sequence, part, kv_tile = tickets[number_of[id(chain)]]
         if chain.adds and key >= chain.first_sum:
-            task = schedule.problem.task(sequence, part, kv_tile, 0)
-            report.append((chain.worker, task, turn, "the part before, to add dK and dV behind it"))
+            q_tile, member, awaited = 0, 0, "the part before, to add dK and dV behind it"
         else:
-            report.append(_blocked_task(schedule, chain, key, turn, (sequence, part, kv_tile), started))
+            member, q_tile = divmod(key - chain.base, problem.q_tiles)
+            owner = _owner(schedule.order_of(part), q_tile, turn - 1)
+            awaited = f"turn {turn - 1} of its Q tile, which no task has"
+            if owner is not None:
+                late = "" if [sequence, part, owner] in started else ", whose chain has not started"
+                awaited = f"{problem.task(sequence, part, owner, q_tile, member)}{late}"
+        report.append((chain.worker, problem.task(sequence, part, kv_tile, q_tile, member), turn, awaited))
     return report
 
 
-def _blocked_task(
-    schedule: Schedule, chain: Chain, key: int, turn: int, place: tuple[int, int, int], started: set[tuple[int, ...]]
-) -> tuple[int, Task, int, str]:
-    problem, (sequence, part, kv_tile) = schedule.problem, place
-    member, q_tile = divmod(key - chain.base, problem.q_tiles)
-    order = schedule.order_of(part)
-    before = np.flatnonzero((order.q_tile == q_tile) & (order.turn == turn - 1))
-    if len(before):
-        owner = int(order.chain[before[0]])
-        awaited = str(problem.task(sequence, part, owner, q_tile, member))
-        awaited += "" if (sequence, part, owner) in started else ", whose chain has not started"
-    else:
-        awaited = f"turn {turn - 1} of its Q tile, which no task has"
-    return chain.worker, problem.task(sequence, part, kv_tile, q_tile, member), turn, awaited
+def _owner(order: HeadOrder, q_tile: int, turn: int) -> int | None:
+    """The chain that has this turn of a Q tile."""
+    found = np.flatnonzero((order.q_tile == q_tile) & (order.turn == turn))
+    return int(order.chain[found[0]]) if len(found) else None

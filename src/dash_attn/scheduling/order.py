@@ -22,16 +22,13 @@ WORKER_INVARIANT = "worker-count-invariant"
 ALL_GUARANTEES = (RUN_TO_RUN, BATCH_INVARIANT, WORKER_INVARIANT)  # of an order; each contains those before it
 CONTEXT_PARALLEL_INVARIANT = "context-parallel-invariant"  # the next one: of an order and a sharding, so no order claims it alone
 INT32 = np.iinfo(np.int32)
-
-
-def worker_invariance(least: int) -> str:
-    """The guarantee as it is reported: a gang of `least` chains needs as many workers at once, and fewer are refused."""
-    return WORKER_INVARIANT if least <= 1 else f"{WORKER_INVARIANT} ({least} workers or more)"
+DECIDE_BITS = ("offsets", "q_tile", "turn", "last_member_first")  # of a HeadOrder
 
 
 def reported(guarantees: Iterable[str], least: int) -> tuple[str, ...]:
-    """Guarantees where `least` workers are needed at once."""
-    return tuple(worker_invariance(least) if promises([said], WORKER_INVARIANT) else said for said in guarantees)
+    """Guarantees where `least` workers are needed at once, by a gang of as many chains: fewer are refused."""
+    invariant = WORKER_INVARIANT if least <= 1 else f"{WORKER_INVARIANT} ({least} workers or more)"
+    return tuple(invariant if promises([said], WORKER_INVARIANT) else said for said in guarantees)
 
 
 def promises(guarantees: Iterable[str], name: str) -> bool:
@@ -66,10 +63,6 @@ def members(count: int, last_first: bool) -> Ints:
     """The query heads of a part in the order a chain takes them."""
     forward = np.arange(count, dtype=np.int32)
     return forward[::-1] if last_first else forward
-
-
-def kind_of_part(problem: Problem, part: int, kinds: int) -> int:
-    return (part + problem.head_offset * problem.parts) % kinds
 
 
 class Sum(NamedTuple):
@@ -197,10 +190,12 @@ class Order:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"an order needs a name; got {shortened(self.name)}")
-        check_guarantees(self.guarantees)
+        allowed = [ALL_GUARANTEES[:count] for count in range(1, len(ALL_GUARANTEES) + 1)]  # each contains those before it
+        if not isinstance(self.guarantees, tuple) or self.guarantees not in allowed:
+            raise ValueError(f"guarantees must be one of {', '.join(map(str, allowed))}; got {shortened(self.guarantees)}")
 
     def kind_of(self, problem: Problem, part: int) -> int:
-        return kind_of_part(problem, part, len(self.kinds))
+        return problem.kind_of(part, len(self.kinds))
 
     @property
     def slack(self) -> int | None:
@@ -209,11 +204,8 @@ class Order:
 
     def same_bits(self, other: Order) -> bool:
         """Whether both orders sum everything in the same sequence."""
-        fields = ("offsets", "q_tile", "turn", "last_member_first")
-        pairs = zip(self.kinds, other.kinds, strict=False)
-        return len(self.kinds) == len(other.kinds) and all(
-            np.array_equal(getattr(a, field), getattr(b, field)) for a, b in pairs for field in fields
-        )
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(self.kinds, other.kinds, strict=False) for field in DECIDE_BITS]
+        return len(self.kinds) == len(other.kinds) and all(np.array_equal(one, another) for one, another in pairs)
 
     def to_json(self) -> dict[str, Any]:
         kinds = [
@@ -233,13 +225,6 @@ class Order:
         read = read_fields(value, "order", ("name", "guarantees", "kinds"))
         kinds = [_kind_from_json(kind, number) for number, kind in enumerate(as_list(read["kinds"], "order.kinds"))]
         return cls(as_text(read["name"], "order.name"), tuple(kinds), as_names(read["guarantees"], "order.guarantees", ALL_GUARANTEES))
-
-
-def check_guarantees(guarantees: tuple[str, ...]) -> None:
-    """Raise unless they are the first ones of ALL_GUARANTEES: each contains those before it."""
-    allowed = [ALL_GUARANTEES[:count] for count in range(1, len(ALL_GUARANTEES) + 1)]
-    if not isinstance(guarantees, tuple) or guarantees not in allowed:
-        raise ValueError(f"guarantees must be one of {', '.join(map(str, allowed))}; got {shortened(guarantees)}")
 
 
 def _kind_from_json(value: Any, number: int) -> HeadOrder:

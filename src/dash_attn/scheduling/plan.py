@@ -1,28 +1,34 @@
 """A schedule lowered to small int32 tables. The CPU executor and the GPU kernels walk the same tables.
 
-A chain is a few runs (docs/how-a-call-runs.md, plan tables). Tables are shared by all heads of a kind and all sequences, and full,
-causal, window, document and prefix masks need at most 48 runs per chain, so their plans are linear in tokens and
-independent of batch x heads. A tile map without regularity lists every kept tile of a head.
+A chain is a few runs: constant Q stride, turns on a digital line (docs/how-a-call-runs.md, plan tables). Tables are shared by all heads
+of a kind and all sequences, and full, causal, window, document and prefix masks need at most 48 runs per chain, so their plans are linear
+in tokens and independent of batch x heads. A tile map without regularity lists every kept tile of a head.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder, Ints, Sum, frozen_ints, kind_of_part, members
+from .order import HeadOrder, Ints, Sum, frozen_ints, members
 from .problem import Problem
 from .schedule import Placement, Schedule
-from .walk_runs import Run, compress
 
+Array = NDArray[np.int64]
+Run = tuple[int, int, int, int, int, int, int, int]
 RUN_FIELDS = ("q_first", "q_stride", "length", "turn_mul", "turn_add", "turn_div", "partial", "entries")
 ENTRY_FIELDS = 3
 ORDER_DIGITS = 16  # of order_hash
 FEW_RUNS, MOST_RUNS = 16, 48  # of a chain; weave's blocks of 32 chains need up to 33. More are listed entry by entry
+NO_ENTRIES = -1
+LARGEST_DIVISOR = 32  # of a slope guessed from the turns; tile ratios may be larger
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +48,7 @@ class Plan:
 
     @cached_property
     def tables_bytes(self) -> int:
-        return sum(t.nbytes for t in self._tables)
+        return sum(table.nbytes for table in (self.starts, self.chain_runs, self.runs, self.entries, self.turns_per_q_tile))
 
     @cached_property
     def chain_steps(self) -> Ints:
@@ -63,16 +69,11 @@ class Plan:
         """[kinds, kv_tiles]: start order of a head's KV tiles."""
         return frozen_ints(np.stack(self.placement.starts))
 
-    @property
-    def _tables(self) -> tuple[Ints, ...]:
-        return (self.starts, self.chain_runs, self.runs, self.entries, self.turns_per_q_tile)
-
     @cached_property
     def order_hash(self) -> str:
         """Names the bits: equal for plans that sum everything in the same sequence, whatever the batch and the machine."""
         problem = self.problem
-        first_kind = problem.head_offset * problem.parts % self.kinds
-        tiling = (problem.tile_q, problem.tile_kv, first_kind, *self.last_member_first)
+        tiling = (problem.tile_q, problem.tile_kv, self.kind_of(0), *self.last_member_first)
         if problem.parts > 1:
             tiling += (problem.group, problem.parts)
         digest = hashlib.sha256(np.array(tiling, dtype=np.int64).tobytes())
@@ -94,7 +95,7 @@ class Plan:
         return [int(member) for member in members(len(self.problem.members(part)), last_first)]
 
     def kind_of(self, part: int) -> int:
-        return kind_of_part(self.problem, part, self.kinds)
+        return self.problem.kind_of(part, self.kinds)
 
     @property
     def sums(self) -> int:
@@ -109,7 +110,7 @@ class Plan:
     def sum_of(self, part: int) -> Sum:
         return Sum.of_part(self.problem, part, self.kinds)
 
-    def _decode(self, run: Ints) -> NDArray[np.int64]:
+    def _decode(self, run: Ints) -> Array:
         q_first, q_stride, length, turn_mul, turn_add, turn_div, partial, entries = run.tolist()
         if entries >= 0:
             return self.entries[entries : entries + length].astype(np.int64)
@@ -121,13 +122,13 @@ def lower(schedule: Schedule) -> Plan:
     """Lower a schedule to tables."""
     problem = schedule.problem
     runs: list[Run] = []
-    entries: list[NDArray[np.int64]] = []
+    entries: list[Array] = []
     entry_count = 0
     chain_runs = [0]
     for kind in schedule.order.kinds:
         for kv_tile in range(problem.kv_tiles):
             steps = _steps_of(kind, kv_tile, problem)
-            compressed = compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), _most_runs(len(steps)))
+            compressed = _compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), _most_runs(len(steps)))
             if compressed is None:  # irregular: list every entry
                 compressed = [(0, 0, len(steps), 0, 0, 1, 0, entry_count)]
                 entries.append(steps)
@@ -153,7 +154,115 @@ def _most_runs(steps: int) -> int:
     return min(MOST_RUNS, max(FEW_RUNS, (ENTRY_FIELDS * steps - 1) // len(RUN_FIELDS)))
 
 
-def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> NDArray[np.int64]:
+def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> Array:
     """Rows (q_tile, turn, partial) of one chain."""
     walk = kind.walk(kv_tile)
     return np.stack([walk, kind.turns(kv_tile), problem.partial[walk, kv_tile]], axis=1).astype(np.int64)
+
+
+def _compress(q_tile: Array, turn: Array, partial: Array, tile_slope: tuple[int, int], most: int) -> list[Run] | None:
+    """The runs of one chain, or None when it needs more than `most`."""
+    stretches = list(_straight(q_tile, partial, most))
+    if len(stretches) > most:
+        return None
+    runs: list[Run] = []
+    for first, stop in stretches:
+        stride = int(q_tile[first + 1] - q_tile[first]) if stop - first > 1 else 1
+        while first < stop:
+            length, line = _longest_line(turn[first:stop], tile_slope)
+            runs.append((int(q_tile[first]), stride, length, *line, int(partial[first]), NO_ENTRIES))
+            first += length
+            if len(runs) > most:
+                return None
+    return runs
+
+
+def _straight(q_tile: Array, partial: Array, most: int) -> Iterator[tuple[int, int]]:
+    """Maximal slices with one Q stride and one partial flag. Gives up (yields more than `most`) on irregular walks."""
+    stride = np.diff(q_tile)
+    same_flag = partial[1:] == partial[:-1]
+    bends = np.flatnonzero((stride[1:] != stride[:-1]) | ~same_flag[1:] | ~same_flag[:-1]) + 1
+    if len(bends) > 3 * most:
+        yield from ((0, 0) for _ in range(most + 1))
+        return
+    first = 0
+    while first < len(q_tile):
+        stop = first + 1
+        if stop < len(q_tile) and same_flag[first]:
+            later = bends[np.searchsorted(bends, first + 1) :]
+            stop = int(later[0]) + 1 if len(later) else len(q_tile)
+        yield first, stop
+        first = stop
+
+
+def _longest_line(turn: Array, tile_slope: tuple[int, int]) -> tuple[int, tuple[int, int, int]]:
+    """Length of the longest prefix with turn[i] == (mul * i + add) // div, and that (mul, add, div)."""
+    if (turn == turn[0]).all():
+        return len(turn), (0, int(turn[0]), 1)
+    slopes = _candidate_slopes(turn, tile_slope)
+    mul, div = slopes[:, :1], slopes[:, 1:]
+    i = np.arange(len(turn))
+    # turn * div <= mul * i + add < (turn + 1) * div bounds `add` from both sides
+    least = np.maximum.accumulate(turn * div - mul * i, axis=1)
+    most = np.minimum.accumulate((turn + 1) * div - 1 - mul * i, axis=1)
+    fits = least <= most
+    lengths = np.where(fits.all(axis=1), len(turn), np.argmin(fits, axis=1))
+    best = int(np.argmax(lengths))
+    length = int(lengths[best])
+    return length, (int(mul[best, 0]), int(least[best, length - 1]), int(div[best, 0]))
+
+
+def _candidate_slopes(turn: Array, tile_slope: tuple[int, int]) -> Array:
+    """Slopes (mul, div) worth trying: flat, the tile ratio, the first pace at which this walk's turns change, and the mean pace."""
+    changes = np.flatnonzero(np.diff(turn))
+    rise = int(turn[changes[0] + 1] - turn[changes[0]])
+    pace = int(changes[1] - changes[0]) if len(changes) > 1 else len(turn)
+    common = gcd(*tile_slope)
+    a, b = tile_slope[0] // common, tile_slope[1] // common
+    mean = _simple_fraction(int(turn[changes[-1]] - turn[changes[0]]), int(changes[-1] - changes[0]))
+    return np.array([(0, 1), (rise, 1), (rise, pace), (a, b), (-a, b), mean])
+
+
+def _simple_fraction(rise: int, run: int) -> tuple[int, int]:
+    """The ratio with a small denominator: a long digital line shows its slope only up to rounding."""
+    ratio = Fraction(rise, max(1, run)).limit_denominator(LARGEST_DIVISOR)
+    return ratio.numerator, ratio.denominator
+
+
+@dataclass(frozen=True, eq=False)
+class VisitTables:
+    """The forward's tables: which KV tiles each Q tile visits. A Q tile is one worker's alone, so nothing has to be ordered. KV tiles go
+    downward, and Q tiles with many visits are taken first. Both are functions of the problem alone.
+
+    Q tile `q` owns the runs first_runs[q]:first_runs[q + 1]; a run is (first KV tile, 2 * length + partial).
+
+    `q_order` leaves out Q tiles that visit nothing: their output is 0 without any work.
+    """
+
+    q_order: Ints
+    first_runs: Ints
+    runs: Ints
+    visits: Ints
+
+    def of(self, q_tile: int) -> list[tuple[int, bool]]:
+        """(KV tile, partial) in the order of the visit."""
+        runs = self.runs[self.first_runs[q_tile] : self.first_runs[q_tile + 1]].tolist()
+        return [(first - i, bool(packed & 1)) for first, packed in runs for i in range(packed >> 1)]
+
+
+def visit_tables(problem: Problem) -> VisitTables:
+    runs: list[tuple[int, int]] = []
+    first_runs = [0]
+    for q_tile in range(problem.q_tiles):
+        kv_tiles = np.flatnonzero(problem.kept[q_tile])[::-1]
+        partial = problem.partial[q_tile, kv_tiles]
+        breaks = np.flatnonzero((np.diff(kv_tiles) != -1) | (np.diff(partial.astype(np.int8)) != 0)) + 1
+        for part in np.split(np.arange(len(kv_tiles)), breaks):
+            if len(part):
+                runs.append((int(kv_tiles[part[0]]), 2 * len(part) + int(partial[part[0]])))
+        first_runs.append(len(runs))
+    visits = problem.turns_per_q_tile
+    longest_first = np.lexsort((-np.arange(problem.q_tiles), -visits))[: np.count_nonzero(visits)]
+    return VisitTables(
+        frozen_ints(longest_first), frozen_ints(first_runs), frozen_ints(np.array(runs, dtype=np.int32).reshape(-1, 2)), frozen_ints(visits)
+    )

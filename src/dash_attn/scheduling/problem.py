@@ -148,6 +148,10 @@ class Problem:
         """Of all KV heads of a sequence. Part p of KV head h is number h * parts + p."""
         return self.heads * self.parts
 
+    def kind_of(self, part: int, kinds: int) -> int:
+        """Which kind of head a part is. Kinds take turns, over all parts of the unsharded model."""
+        return (part + self.head_offset * self.parts) % kinds
+
     def members(self, part: int) -> range:
         """The query heads of a part, by its number. Groups are dealt evenly. The last parts may have one more, because theirs are the
         last turns to add dK and dV."""

@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ScheduleError
 from .json_fields import as_lists, as_whole, as_wholes, load_json, read_fields
 from .order import RUN_TO_RUN, HeadOrder, Ints, Order, frozen_ints, reported
 from .problem import Problem, whole_number
-from .validate import ScheduleError, check_starts, validate
+from .validate import check_starts, validate
 
 MOST_TILES = 2**26  # of a schedule that is read from JSON: half a million tokens square
 
@@ -51,8 +53,14 @@ class Placement:
         """(sequence, part, kv_tile) of every chain, in the order they start. Of two parts of one kind, the chain of the first one
         comes first for every KV tile."""
         instances = self._instances(problem)
-        rounds = self.rounds([len(i) for i in instances])
-        return np.concatenate([part for dealt in _deal(instances, rounds) for part in self._tickets_of(dealt)])
+        tickets = []
+        for in_round in _deal(instances, self.rounds([len(i) for i in instances])):
+            side_by_side = self._side_by_side(in_round)
+            for first, end in pairwise([0, *accumulate(self.segments)]):
+                for kind, heads in side_by_side:
+                    kv_tiles = self.starts[kind][first:end]  # KV tile by KV tile, head by head
+                    tickets.append(np.column_stack([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))]))
+        return np.concatenate(tickets)
 
     def rounds(self, instances: list[int]) -> int:
         """How many there are, given the heads of each kind in the whole batch."""
@@ -60,8 +68,8 @@ class Placement:
 
     def heads_of_kinds(self, problem: Problem) -> list[NDArray[np.int64]]:
         """The heads of each kind in one sequence: numbers of parts."""
-        heads, kinds = np.arange(problem.all_parts), len(self.starts)
-        return [heads[(heads + problem.head_offset * problem.parts) % kinds == kind] for kind in range(kinds)]
+        kinds = np.array([problem.kind_of(part, len(self.starts)) for part in range(problem.all_parts)])
+        return [np.flatnonzero(kinds == kind) for kind in range(len(self.starts))]
 
     def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
         """(sequence, head) of all heads of each kind: the first part of every group, then the second one, and so on, if all are equal."""
@@ -73,14 +81,6 @@ class Placement:
             instances.append(by_sequence[np.argsort(place, kind="stable")] if problem.has_equal_parts else by_sequence)
         return instances
 
-    def _tickets_of(self, instances: list[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-        """Tickets of these heads, segment by segment."""
-        groups, parts, first = self._side_by_side(instances), [], 0
-        for size in self.segments:
-            parts += [_tickets_side_by_side(heads, self.starts[kind][first : first + size]) for kind, heads in groups]
-            first += size
-        return parts
-
     def _side_by_side(self, instances: list[NDArray[np.int64]]) -> list[tuple[int, NDArray[np.int64]]]:
         """(kind, [(sequence, head), ...]) of the heads that start side by side, in order."""
         turns = -(-max(map(len, instances)) // self.lanes)
@@ -91,11 +91,6 @@ def _deal(instances: list[NDArray[np.int64]], shares: int) -> Iterator[list[NDAr
     """Heads of each kind in each share: as many as in any other, or one more."""
     dealt = [np.array_split(heads, shares) for heads in instances]
     return (list(share) for share in zip(*dealt, strict=True))
-
-
-def _tickets_side_by_side(heads: NDArray[np.int64], kv_tiles: Ints) -> NDArray[np.int64]:
-    """Tickets of some heads: KV tile by KV tile, head by head."""
-    return np.concatenate([np.tile(heads, (len(kv_tiles), 1)), np.repeat(kv_tiles, len(heads))[:, None]], axis=1)
 
 
 FILLED = 9, 10  # a turn fills nine of ten workers
@@ -288,3 +283,44 @@ def proven_guarantees(problem: Problem, order: Order, workers: int) -> tuple[str
     except ScheduleError:
         generated = None
     return (RUN_TO_RUN,) if generated is None or not generated.same_bits(order) else generated.guarantees
+
+
+DECIDE_TILES = ("mask", "q_len", "kv_len", "tile_q", "tile_kv")  # fields of a Problem: which tiles there are, and which are kept
+
+
+def fit(schedule: Schedule, problem: Problem, workers: int) -> Schedule:
+    """A schedule made earlier, for a problem of now: its order and its start orders on `workers` workers, proven anew.
+
+    Mask, lengths and tile sizes must be those it was made for. Batch, heads, group and head_offset may be others: walks and
+    turns are those of a kind of head. Parts of a group are as many as the schedule says, or else as the rule says. It promises what
+    the generator it is named after promises, if that gives this very order for this problem, else that every run has the same bits.
+    """
+    _check_tiles(schedule.problem, problem)
+    problem = _with_parts(problem, schedule.problem.group_parts)
+    proven = proven_guarantees(problem, schedule.order, workers)
+    order = replace(schedule.order, name=f"{schedule.name} (given)", guarantees=proven)
+    lanes = schedule.placement.lanes
+    if schedule.gang > 1:  # no more heads side by side than leave room for whole gangs
+        lanes = max(1, min(lanes, workers // schedule.gang))
+    return Schedule(problem, order, replace(schedule.placement, workers=workers, lanes=lanes))
+
+
+def _with_parts(problem: Problem, parts: int) -> Problem:
+    """Parts that were asked for are kept; 0: none were."""
+    if parts > problem.group:
+        raise ScheduleError(
+            f"the schedule that was given does not fit this call: it deals a group to {parts} parts; the call has groups of"
+            f" {problem.group} query heads, so at most as many parts (group_parts 0 leaves them to the rule)"
+        )
+    return replace(problem, group_parts=parts) if parts else problem
+
+
+def _check_tiles(made_for: Problem, problem: Problem) -> None:
+    """Raise ScheduleError where the two do not have the same tiles, with everything that differs."""
+    differing = [name for name in DECIDE_TILES if getattr(made_for, name) != getattr(problem, name)]
+    if differing:
+        theirs, ours = (", ".join(f"{name} {getattr(which, name)}" for name in differing) for which in (made_for, problem))
+        raise ScheduleError(
+            f"the schedule that was given does not fit this call: it is for {theirs}; the call has {ours}. Mask, lengths and tile"
+            " sizes must be equal (explain(...).backward_tiles tells the tile sizes of a call); batch, heads and workers may differ"
+        )

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .engine import Costs, Stuck, run_in_model_time
+from ..errors import ScheduleError
+from .engine import Chain, Costs, Reduces, Stuck, run_in_model_time
 from .order import HeadOrder, Ints, Order
 from .problem import Problem, Task
 
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
 
 
 ANY_WORKERS = "alternating"  # serves every mask on any number of workers
+NOTHING = Costs(0, 0, 0, 0)  # without times: what can run does
 MOST_TASKS = 2**25  # that are run untimed for a proof, in about half a minute
-
-
-class ScheduleError(ValueError):
-    """A schedule that is incomplete, ambiguous or can hang."""
 
 
 class StuckOnWorkers(ScheduleError):
@@ -120,19 +118,16 @@ def _check_progress(schedule: Schedule) -> None:
     acyclic = all(map(_is_acyclic, kinds))
     if fits and acyclic:
         return  # every gang becomes resident and completes
-    few = acyclic and schedule.gang > schedule.workers
-    other = StuckOnWorkers if acyclic else ScheduleError
-    if schedule.problem.tasks > MOST_TASKS:
-        raise _too_few(schedule) if few else other(_too_large(schedule))
+    is_large, report = schedule.problem.tasks > MOST_TASKS, ""
     try:
-        run_in_model_time(schedule, Costs(0, 0, 0, 0))
+        if not is_large:
+            run_in_model_time(schedule, NOTHING)
+            return
     except Stuck as stuck:
         report = _deadlock_report(schedule, stuck, acyclic)
-        raise (_too_few(schedule, report) if few else other(report)) from None
-
-
-def _too_few(schedule: Schedule, details: str = "") -> TooFewWorkers:
-    return TooFewWorkers(schedule.name, schedule.gang, schedule.workers, details)
+    if acyclic and schedule.gang > schedule.workers:
+        raise TooFewWorkers(schedule.name, schedule.gang, schedule.workers, report)
+    raise (StuckOnWorkers if acyclic else ScheduleError)(_too_large(schedule) if is_large else report)
 
 
 def _too_large(schedule: Schedule) -> str:
@@ -147,31 +142,17 @@ def _is_acyclic(order: HeadOrder) -> bool:
     """Whether a head runs to its end with all its chains resident."""
     if order.slack is None or order.slack >= 0:
         return True  # steps grow along walks and never fall along turns; turns of one Q tile alone make no circle
-    walks = [order.walk(kv)[::-1].tolist() for kv in range(order.kv_tiles)]
-    owner = dict(zip(zip(order.q_tile.tolist(), order.turn.tolist(), strict=True), order.chain.tolist(), strict=True))
-    turn = [0] * (int(order.q_tile.max()) + 1)  # the turn that each Q tile takes next
-    runnable = list(range(order.kv_tiles))
-    while runnable:
-        chain = runnable.pop()
-        while walks[chain] and owner[walks[chain][-1], turn[walks[chain][-1]]] == chain:
-            q_tile = walks[chain].pop()
-            turn[q_tile] += 1
-            if (q_tile, turn[q_tile]) in owner:
-                runnable.append(owner[q_tile, turn[q_tile]])
-    return not any(walks)
-
-
-CYCLE = "on any number of workers: its walks and turns wait for each other in a circle"
-
-
-def _reason(schedule: Schedule) -> str:
-    lanes = schedule.placement.lanes
-    return f"on {schedule.workers} workers: it needs {schedule.gang} chains of a head resident together, {lanes} heads side by side"
+    reduces = Reduces(int(order.q_tile.max()) + 1, NOTHING)
+    chains = [Chain(kv, 0, 0, order.walk(kv).tolist(), order.turns(kv).tolist()) for kv in range(order.kv_tiles)]
+    return sum(1 for chain in chains for _ in reduces.run(chain)) == len(chains)
 
 
 def _deadlock_report(schedule: Schedule, stuck: Stuck, acyclic: bool) -> str:
-    blocked = stuck.blocked
-    lines = [f"{schedule.name} would deadlock {_reason(schedule) if acyclic else CYCLE}; {len(blocked)} chains wait"]
+    blocked, lanes = stuck.blocked, schedule.placement.lanes
+    reason = "on any number of workers: its walks and turns wait for each other in a circle"
+    if acyclic:
+        reason = f"on {schedule.workers} workers: it needs {schedule.gang} chains of a head resident together, {lanes} heads side by side"
+    lines = [f"{schedule.name} would deadlock {reason}; {len(blocked)} chains wait"]
     for worker, task, turn, awaited in blocked[:4]:
         lines.append(f"  worker {worker}: {task} (turn {turn}) waits for {awaited}")
     worker, task, _, _ = blocked[0]

@@ -1,1 +1,5 @@
-"""How long a schedule takes on a machine, and how long any schedule must: numpy, no torch."""
+"""Schedules in model time. Needs numpy alone."""
+
+from .simulate import Machine, Timeline, simulate
+
+__all__ = ["Machine", "Timeline", "simulate"]

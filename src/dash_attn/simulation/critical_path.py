@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +40,9 @@ class _Backtrack:
         self.add_start = self.run.add_start.ravel()
         self.ticket_of = np.repeat(np.arange(len(self.run.worker)), np.diff(self.run.offsets))
         self.turn_before = turn_predecessors(timeline.schedule)
-        self.sum_before = _sum_predecessors(timeline)
-        self.chain_before = _previous_on_worker(timeline)
+        self.sum_before = _previous(_sums(timeline.schedule))  # turns are in the order of tickets
+        takes_time = (np.diff(self.run.offsets) > 0) | bool(self.run.add_start.size)
+        self.chain_before = _previous(self.run.worker.tolist(), takes_time)
         self.hand_over = max(self.costs.reduce, self.costs.latency)
 
     @property
@@ -104,16 +106,24 @@ class _Backtrack:
         return int((self.run.reduce_start if node[0] == "reduce" else self.add_start)[node[1]])
 
 
-def _previous_on_worker(timeline: Timeline) -> NDArray[np.int64]:
-    """The ticket each ticket's worker ran before (-1: none, or only chains that take no time)."""
-    run = timeline.execution
-    latest: dict[int, int] = {}
-    before = np.full(len(run.worker), -1)
-    for ticket, worker in enumerate(run.worker.tolist()):
-        before[ticket] = latest.get(worker, -1)
-        if run.offsets[ticket + 1] > run.offsets[ticket] or run.add_start.size:
-            latest[worker] = ticket
+def _previous(places: Sequence[Hashable], counted: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    """For each ticket, the one before that has the same place, among those that are counted (-1: none)."""
+    latest: dict[Hashable, int] = {}
+    before = np.full(len(places), -1)
+    for ticket, place in enumerate(places):
+        before[ticket] = latest.get(place, -1)
+        if counted is None or counted[ticket]:
+            latest[place] = ticket
     return before
+
+
+def _sums(schedule: Schedule) -> list[tuple[int, ...]]:
+    """The sum that each ticket adds dK and dV to."""
+    problem, kinds = schedule.problem, len(schedule.order.kinds)
+    return [
+        (sequence, part // problem.parts, Sum.of_part(problem, part, kinds).number, kv_tile)
+        for sequence, part, kv_tile in schedule.tickets.tolist()
+    ]
 
 
 def turn_predecessors(schedule: Schedule) -> NDArray[np.int64]:
@@ -130,16 +140,4 @@ def turn_predecessors(schedule: Schedule) -> NDArray[np.int64]:
     before = np.full(len(key), -1)
     same = key[by_turn[1:]] == key[by_turn[:-1]]
     before[by_turn[1:][same]] = by_turn[:-1][same]
-    return before
-
-
-def _sum_predecessors(timeline: Timeline) -> NDArray[np.int64]:
-    """The ticket that adds dK and dV to the same sum in the turn before (-1: the first turn)."""
-    problem, kinds = timeline.schedule.problem, len(timeline.schedule.order.kinds)
-    before = np.full(problem.chains, -1)
-    latest: dict[tuple[int, int, int, int], int] = {}
-    for ticket, (sequence, part, kv_tile) in enumerate(timeline.schedule.tickets.tolist()):
-        place = sequence, part // problem.parts, Sum.of_part(problem, part, kinds).number, kv_tile
-        before[ticket] = latest.get(place, -1)
-        latest[place] = ticket  # turns are in the order of tickets
     return before

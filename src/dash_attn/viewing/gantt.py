@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..simulation.simulate import Timeline
-from . import style as plot_style
+from . import style
+from .gantt_tasks import draw_bars, raster
 from .style import BOUND, FIGURE_WIDTH, IDLE, INK, REDUCE_SHADE, STALL, STALL_PALE, q_tile_colours
 from .task_times import TaskTimes, times_of
 from .words import describe_machine, describe_problem, plain_number
@@ -18,88 +19,54 @@ MOST_BARS = 2500  # tasks in the whole picture; more are drawn as an image
 MOST_LANES = 40
 IMAGE_BINS = 2400
 PLOT_SHARE = 0.83  # of the figure's width that the time axis takes
-STYLE: Any = {**plot_style.STYLE, "font.size": 10, "hatch.linewidth": 0.8}
-
-
-def check_format(path: str | Path) -> None:
-    plot_style.check_format(path, "a Gantt chart")
 
 
 def gantt(runs: Sequence[Timeline | TaskTimes], path: str | Path, title: str | None = None) -> None:
     """Draw runs below each other on one time axis and write the picture to `path` (.png or .svg)."""
-    check_format(path)
-    if not runs:
-        raise ValueError("a Gantt chart needs at least one run")
+    style.check_chart(runs, path)
     from matplotlib import rc_context
 
-    with rc_context(STYLE):
+    with rc_context(style.SMALL_STYLE):
         panels = [run if isinstance(run, TaskTimes) else times_of(run) for run in runs]
-        crisp = sum(len(p.q_tile) for p in panels) <= MOST_BARS and max(map(_lanes, panels)) <= MOST_LANES
+        crisp = sum(len(p.q_tile) for p in panels) <= MOST_BARS and max(p.lanes for p in panels) <= MOST_LANES
         figure = _figure(panels, crisp, title or _title(runs))
-        plot_style.save(figure, path, None if crisp else ("white", INK, BOUND, STALL, IDLE))
-
-
-def _lanes(spans: TaskTimes) -> int:
-    """Workers that ran something; they are the first ones."""
-    return int(spans.worker.max(initial=0)) + 1
+        style.save(figure, path, None if crisp else ("white", INK, BOUND, STALL, IDLE))
 
 
 def _figure(panels: Sequence[TaskTimes], crisp: bool, title: str) -> Any:
-    from matplotlib.figure import Figure
-
-    lanes = [_lanes(p) for p in panels]
-    heights = [max(1.1, 0.3 * n) if crisp else 1.2 + 0.017 * min(n, 160) for n in lanes]
-    figure = Figure(figsize=(FIGURE_WIDTH, sum(h + 0.55 for h in heights) + 1.45), layout="constrained")
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    horizon = max(max(p.makespan, p.lower_bound or 0.0) for p in panels) or 1.0
+    heights = [max(1.1, 0.3 * p.lanes) if crisp else 1.2 + 0.017 * min(p.lanes, 160) for p in panels]
+    figure, all_axes = style.panels(heights, 0.55 * len(panels) + 1.45, title)
+    horizon = 1.015 * (max(max(p.makespan, p.lower_bound or 0.0) for p in panels) or 1.0)
     slowest = {source: max((p for p in panels if p.source == source), key=lambda p: p.makespan) for source in {p.source for p in panels}}
     mappable = q_tile_colours(max(p.q_tiles for p in panels))
-    for axes, spans, n in zip(all_axes, panels, lanes, strict=True):
-        axes.set_xlim(0, horizon * 1.015)
+    for axes, spans in zip(all_axes, panels, strict=True):
+        axes.set_xlim(0, horizon)
         axes.axvspan(0, spans.makespan, color=IDLE, lw=0, zorder=0)
         colours = mappable.to_rgba(spans.q_tile)
         if crisp:
-            _draw_crisp(axes, spans, colours, horizon)
+            draw_bars(axes, spans, colours, (FIGURE_WIDTH * PLOT_SHARE * 72 / horizon, 0.3 * 72))
         else:
-            _draw_image(axes, spans, colours)
-        _dress(axes, spans, n)
+            extent = (0, spans.makespan, spans.lanes - 0.5, -0.5)
+            axes.imshow(raster(spans, colours, IMAGE_BINS), extent=extent, aspect="auto", zorder=1)
+        _dress(axes, spans)
         _mark(axes, spans, slowest[spans.source], crisp)
     all_axes[-1].set_xlabel(panels[0].time_label)
     _explain(figure, all_axes, mappable, panels, crisp)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#555555")
     return figure
 
 
-def _draw_crisp(axes: Any, spans: TaskTimes, colours: Any, horizon: float) -> None:
-    from .gantt_bars import draw_bars
-
-    points_per_unit = FIGURE_WIDTH * PLOT_SHARE * 72 / (horizon * 1.015)
-    draw_bars(axes, spans, colours, (points_per_unit, 0.3 * 72))
-
-
-def _draw_image(axes: Any, spans: TaskTimes, colours: Any) -> None:
-    from .gantt_raster import raster
-
-    image = raster(spans, colours, IMAGE_BINS)
-    extent = (0, spans.makespan, len(image) - 0.5, -0.5)
-    axes.imshow(image, extent=extent, aspect="auto", zorder=1)
-
-
-def _dress(axes: Any, spans: TaskTimes, lanes: int) -> None:
-    """Axes, ticks and the two titles of a panel."""
+def _dress(axes: Any, spans: TaskTimes) -> None:
     from matplotlib.ticker import FixedLocator, MaxNLocator
 
-    axes.set_ylim(lanes - 0.5, -0.5)
+    lanes = spans.lanes
+    name = "worker" if lanes == spans.workers else f"worker\n({lanes} of {spans.workers} used)"
+    titles = spans.name, spans.notes or f"makespan {plain_number(spans.makespan, 4)}"
+    style.dress(axes, (lanes, name), titles, spans.makespan)
     axes.yaxis.set_major_locator(FixedLocator(range(lanes)) if lanes <= 16 else MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
-    axes.set_ylabel("worker" if lanes == spans.workers else f"worker\n({lanes} of {spans.workers} used)")
-    axes.tick_params(length=3)
-    axes.set_title(spans.name, loc="left", fontsize=13, fontweight="bold")
-    axes.set_title(spans.notes or f"makespan {plain_number(spans.makespan, 4)}", loc="right", fontsize=10)
 
 
 def _mark(axes: Any, spans: TaskTimes, slowest: TaskTimes, crisp: bool) -> None:
-    """The end of the run, the bound it cannot beat, and how it compares with the slowest run of the picture."""
-    axes.axvline(spans.makespan, color=INK, lw=1.8, zorder=5, clip_on=False)
+    """The bound that a run cannot beat, and how it compares with the slowest run of the picture."""
     if spans.lower_bound is not None:
         if not crisp:  # blue alone is hard to see on an image
             axes.axvline(spans.lower_bound, color="white", lw=2.6, alpha=0.9, zorder=4)
@@ -123,18 +90,15 @@ def _explain(figure: Any, all_axes: Any, mappable: Any, panels: Sequence[TaskTim
     bar.set_ticks(np.arange(q_tiles) if q_tiles <= 12 else MaxNLocator(8, integer=True).tick_values(0, q_tiles - 1)[:-1])
     bar.ax.tick_params(length=0)
     middle = mappable.to_rgba(q_tiles // 2)
-    shaded = (*(REDUCE_SHADE * c for c in middle[:3]), 1.0)
     handles: list[Any] = [Patch(color=middle, lw=0, label="compute")]
     if crisp or not any(p.drains for p in panels):
-        handles.append(Patch(color=shaded, lw=0, label="reduce"))
-    stall: dict[str, Any] = (
-        {"facecolor": STALL_PALE, "edgecolor": STALL, "hatch": "//////", "lw": 0} if crisp else {"color": STALL, "lw": 0}
-    )
-    handles += [Patch(**stall, label="stall"), Patch(facecolor=IDLE, edgecolor="#bbbbbb", lw=0.6, label="idle")]
-    handles += [Line2D([], [], color=INK, lw=1.8, label="makespan")]
+        handles.append(Patch(color=(*(REDUCE_SHADE * c for c in middle[:3]), 1.0), lw=0, label="reduce"))
+    hatched: Any = {"facecolor": STALL_PALE, "edgecolor": STALL, "hatch": "//////"}
+    handles.append(Patch(**(hatched if crisp else {"color": STALL}), lw=0, label="stall"))
+    handles += style.idle_and_end()
     if any(p.lower_bound is not None for p in panels):
         handles.append(Line2D([], [], color=BOUND, lw=1.8, ls=(0, (4, 2)), label="lower bound"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=2.2)
+    style.legend(figure, handles)
 
 
 def _title(runs: Sequence[Timeline | TaskTimes]) -> str:

@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 
 from ..scheduling.ranks.units import Unit
 from ..simulation.cluster import RankTimeline
-from . import style as plot_style
-from .style import FIGURE_WIDTH, IDLE, INK, text_colour
+from . import style
+from .gantt_tasks import GLYPH, LANE
+from .style import FIGURE_WIDTH, IDLE, text_colour
 from .words import plain_number
 
-STYLE: Any = {**plot_style.STYLE, "font.size": 10}
 SHADES = ("Blues", "Oranges")  # of the two kinds of head: light, and different for colour-blind eyes
 LIGHTEST, DARKEST = 0.32, 0.72
-LANE = 0.84  # of the distance between ranks
-GLYPH = 0.64  # width of a digit, in font sizes
 SMALLEST_LABEL, LARGEST_LABEL = 5.0, 8.0
 MOST_HOPS = 60  # more lines hide the bars
 HOP = "#777777"
@@ -35,31 +33,27 @@ class _Bar(NamedTuple):
     start: float
     end: float
     lane: int  # on its rank
+    top: float
+    height: float
+    colour: NDArray[np.float64]
 
 
 def gantt_of_ranks(runs: Sequence[RankTimeline], path: str | Path, title: str) -> None:
     """Draw runs below each other on one time axis and write the picture to `path` (.png or .svg)."""
-    plot_style.check_format(path, "a Gantt chart")
-    if not runs:
-        raise ValueError("a Gantt chart needs at least one run")
+    style.check_chart(runs, path)
     from matplotlib import rc_context
 
-    with rc_context(STYLE):
-        plot_style.save(_figure(runs, title), path)
+    with rc_context(style.SMALL_STYLE):
+        style.save(_figure(runs, title), path)
 
 
 def _figure(runs: Sequence[RankTimeline], title: str) -> Any:
-    from matplotlib.figure import Figure
-
     row = 0.42 if runs[0].ranks <= 8 else 0.26
-    heights = [row * run.ranks for run in runs]
-    figure = Figure(figsize=(FIGURE_WIDTH, sum(heights) + 0.75 * len(runs) + 1.5), layout="constrained")
-    all_axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    figure, all_axes = style.panels([row * run.ranks for run in runs], 0.75 * len(runs) + 1.5, title)
     horizon = 1.015 * max(run.makespan for run in runs)
     for axes, run in zip(all_axes, runs, strict=True):
         _draw(axes, run, horizon)
     all_axes[-1].set_xlabel("microseconds")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#555555")
     _explain(figure, runs)
     return figure
 
@@ -68,25 +62,38 @@ def _draw(axes: Any, run: RankTimeline, horizon: float) -> None:
     axes.set_xlim(0, horizon)
     bars = _bars(run)
     _draw_idle(axes, run, bars)
-    lanes = 1 + max((bar.lane for bar in bars), default=0)
-    colours = _colours(run)
     for bar in bars:
-        _draw_bar(axes, bar, lanes, colours[bar.unit.kind, bar.unit.heads])
-    _label(axes, run, bars, lanes, colours, horizon)
-    _draw_hops(axes, run, bars, lanes)
-    _dress(axes, run)
+        look = {"facecolors": [bar.colour], "edgecolors": "white", "linewidth": 0.6, "zorder": 2}
+        axes.broken_barh([(bar.start, bar.end - bar.start)], (bar.top, bar.height), **look)
+    _label(axes, run, bars, horizon)
+    _draw_hops(axes, run, bars)
+    notes = f"makespan {plain_number(round(run.makespan), 7)} us, efficiency {run.efficiency:.3f} ({run.model[:-1]} model)"
+    style.dress(axes, (run.ranks, "rank"), (f"dash-attn, {run.execution}", notes), run.makespan)
+    axes.set_yticks(range(run.ranks))
+
+
+def lanes_of(by_rank: Sequence[Sequence[Unit]], start: NDArray[Any], end: NDArray[Any]) -> dict[int, int]:
+    """By number, rank by rank and as they start: units of a rank that overlap get lanes of their own."""
+    lanes = {}
+    for units in by_rank:
+        free: list[float] = []  # when each lane is
+        for unit in sorted(units, key=lambda unit: start[unit.number]):
+            lane = next((lane for lane, until in enumerate(free) if until <= start[unit.number]), len(free))
+            free[lane : lane + 1] = [end[unit.number]]
+            lanes[unit.number] = lane
+    return lanes
 
 
 def _bars(run: RankTimeline) -> list[_Bar]:
-    """Of all legs. Units of a rank that overlap get lanes of their own. Endings take no time worth a bar."""
-    bars: list[_Bar] = []
-    for units in run.shared.by_rank:
-        free: list[float] = []
-        for unit in sorted((unit for unit in units if unit.leg is not None), key=lambda unit: run.start[unit.number]):
-            start, end = float(run.start[unit.number]), float(run.end[unit.number])
-            lane = next((lane for lane, until in enumerate(free) if until <= start), len(free))
-            free[lane : lane + 1] = [end]
-            bars.append(_Bar(unit, start, end, lane))
+    """Of all legs. Endings take no time worth a bar."""
+    legs = [[unit for unit in units if unit.leg is not None] for units in run.shared.by_rank]
+    lanes, colours = lanes_of(legs, run.start, run.end), _colours(run)
+    height = LANE / (1 + max(lanes.values(), default=0))
+    bars = []
+    for number, lane in lanes.items():
+        unit = run.shared.units[number]
+        times = float(run.start[number]), float(run.end[number])
+        bars.append(_Bar(unit, *times, lane, unit.rank - LANE / 2 + lane * height, height, colours[unit.kind, unit.heads]))
     return bars
 
 
@@ -115,31 +122,19 @@ def _colours(run: RankTimeline) -> dict[tuple[int, Any], NDArray[np.float64]]:
     return found
 
 
-def _row(bar: _Bar, lanes: int) -> tuple[float, float]:
-    """Top and height of a bar."""
-    height = LANE / lanes
-    return bar.unit.rank - LANE / 2 + bar.lane * height, height
-
-
-def _draw_bar(axes: Any, bar: _Bar, lanes: int, colour: Any) -> None:
-    top, height = _row(bar, lanes)
-    style = {"facecolors": [colour], "edgecolors": "white", "linewidth": 0.6, "zorder": 2}
-    axes.broken_barh([(bar.start, bar.end - bar.start)], (top, height), **style)
-
-
-def _label(axes: Any, run: RankTimeline, bars: list[_Bar], lanes: int, colours: Any, horizon: float) -> None:
+def _label(axes: Any, run: RankTimeline, bars: list[_Bar], horizon: float) -> None:
     """The chunk of the keys, in one size for the whole picture; nothing if that does not fit in most bars."""
     names = [str(run.shared.column_of(bar.unit).chunk) for bar in bars]
     width = np.array([bar.end - bar.start for bar in bars]) * FIGURE_WIDTH * PLOT_SHARE * 72 / horizon - 1.5
     digits = max(map(len, names), default=1)
-    size = min(LARGEST_LABEL, float(np.median(width)) / (digits * GLYPH)) if lanes <= 2 else 0.0
+    few_lanes = all(bar.lane < 2 for bar in bars)
+    size = min(LARGEST_LABEL, float(np.median(width)) / (digits * GLYPH)) if few_lanes else 0.0
     if size < SMALLEST_LABEL:
         return
     for bar, name, room in zip(bars, names, width, strict=True):
         if room >= len(name) * GLYPH * size:
-            top, height = _row(bar, lanes)
-            style = {"size": size, "ha": "center", "va": "center_baseline", "zorder": 4}
-            axes.text((bar.start + bar.end) / 2, top + height / 2, name, color=text_colour(colours[bar.unit.kind, bar.unit.heads]), **style)
+            look = {"size": size, "ha": "center", "va": "center_baseline", "zorder": 4, "color": text_colour(bar.colour)}
+            axes.text((bar.start + bar.end) / 2, bar.top + bar.height / 2, name, **look)
 
 
 def _hops(run: RankTimeline) -> list[tuple[int, int]]:
@@ -149,24 +144,12 @@ def _hops(run: RankTimeline) -> list[tuple[int, int]]:
     return found if len(found) <= MOST_HOPS else []
 
 
-def _draw_hops(axes: Any, run: RankTimeline, bars: list[_Bar], lanes: int) -> None:
+def _draw_hops(axes: Any, run: RankTimeline, bars: list[_Bar]) -> None:
     by_number = {bar.unit.number: bar for bar in bars}
     for numbers in _hops(run):
         before, after = (by_number[number] for number in numbers)
-        middles = [sum(_row(bar, lanes)) - _row(bar, lanes)[1] / 2 for bar in (before, after)]
+        middles = [bar.top + bar.height / 2 for bar in (before, after)]
         axes.plot([before.end, after.start], middles, color=HOP, lw=0.7, zorder=3)
-
-
-def _dress(axes: Any, run: RankTimeline) -> None:
-    """Axes, ticks and the two titles of a panel."""
-    axes.set_ylim(run.ranks - 0.5, -0.5)
-    axes.set_yticks(range(run.ranks))
-    axes.set_ylabel("rank")
-    axes.tick_params(length=3)
-    axes.axvline(run.makespan, color=INK, lw=1.8, zorder=5, clip_on=False)
-    axes.set_title(f"dash-attn, {run.execution}", loc="left", fontsize=13, fontweight="bold")
-    notes = f"makespan {plain_number(round(run.makespan), 7)} us, efficiency {run.efficiency:.3f} ({run.model[:-1]} model)"
-    axes.set_title(notes, loc="right", fontsize=10)
 
 
 def _explain(figure: Any, runs: Sequence[RankTimeline]) -> None:
@@ -180,5 +163,4 @@ def _explain(figure: Any, runs: Sequence[RankTimeline]) -> None:
     handles: list[Any] = [Patch(color=colormaps[SHADES[kind % 2]](middle), lw=0, label=names[kind]) for kind in kinds]
     if any(map(_hops, runs)):
         handles.append(Line2D([], [], color=HOP, lw=0.7, label="states hop"))
-    handles += [Patch(facecolor=IDLE, edgecolor="#bbbbbb", lw=0.6, label="idle"), Line2D([], [], color=INK, lw=1.8, label="makespan")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=2.2, title=NUMBERS)
+    style.legend(figure, handles + style.idle_and_end(), NUMBERS)

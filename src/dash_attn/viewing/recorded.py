@@ -8,15 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import RecordError
 from ..scheduling.schedule import Schedule
-from .task_times import Floats, Indices, TaskTable, TaskTimes, task_table
+from .task_times import Floats, Indices, TaskTable, TaskTimes, chains_before, task_table
 from .words import percent
 
 MICROSECONDS = "microseconds"
-
-
-class RecordError(RuntimeError):
-    """What was noted does not fit the plan."""
 
 
 class Noted(NamedTuple):
@@ -43,9 +40,7 @@ def times_from(schedule: Schedule, noted: Noted, drains: int, suffix: str = ", m
     spans = TaskTimes(
         schedule.name + suffix, schedule.workers, schedule.problem.q_tiles, offsets, worker, table.q_tile, **times, drains=drains
     )
-    start, end = spans.waits
-    stalled = float((end - start).sum()) / (schedule.workers * spans.makespan)
-    return replace(spans, notes=f"{spans.makespan:,.1f} us   stalled {percent(stalled)}", time_label=MICROSECONDS, source="measured")
+    return replace(spans, notes=f"{spans.makespan:,.1f} us   stalled {percent(spans.stalled)}", time_label=MICROSECONDS, source="measured")
 
 
 def chain_offsets(schedule: Schedule, table: TaskTable) -> Indices:
@@ -102,16 +97,8 @@ def noted_by_drains(schedule: Schedule, cycles: Cycles, clocks: Clocks, drains: 
     freed = np.concatenate([np.full(drains, -np.inf), turn])[: len(turn)]
     freed[position < drains] = -np.inf
     start = np.where(follows, np.maximum(before, np.minimum(freed, ready - usual)), ready - usual)
-    first = offsets[:-1][np.diff(offsets) > 0]
-    start[first] = np.maximum(start[first], _last_ready_before(first, offsets, cycles.cta, ready))
+    first, last = offsets[:-1][np.diff(offsets) > 0], offsets[1:][np.diff(offsets) > 0] - 1
+    before_chain = chains_before(cycles.cta[first], ready[first])
+    earlier = np.where(before_chain >= 0, ready[last[before_chain]], -np.inf)  # when its CTA had the chain before ready
+    start[first] = np.maximum(start[first], earlier)
     return Noted(cycles.cta, start, ready, turn, landed)
-
-
-def _last_ready_before(first: Indices, offsets: Indices, cta: Indices, ready: Floats) -> Floats:
-    """When the chain that ran before on the same CTA had its last dQ ready; -inf for the first ones."""
-    last = offsets[1:][np.diff(offsets) > 0] - 1
-    order = np.lexsort((ready[first], cta[first]))
-    before = np.full(len(first), -np.inf)
-    same = cta[first][order[1:]] == cta[first][order[:-1]]
-    before[order[1:][same]] = ready[last[order[:-1][same]]]
-    return before

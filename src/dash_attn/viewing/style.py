@@ -28,6 +28,7 @@ STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it can be searched and edited
     "svg.hashsalt": "dash-attn",  # the same run gives the same file
 }
+SMALL_STYLE: Any = {**STYLE, "font.size": 10, "hatch.linewidth": 0.8}
 FIGURE_WIDTH = 12.0  # inches
 DPI = 150
 FORMATS = (".png", ".svg")
@@ -37,6 +38,43 @@ def check_format(path: str | Path, what: str) -> None:
     """Raise unless `path` ends like a file we can write."""
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"{what} is written as {' or '.join(FORMATS)}; got {str(path)!r}")
+
+
+def check_chart(runs: Sequence[Any], path: str | Path) -> None:
+    check_format(path, "a Gantt chart")
+    if not runs:
+        raise ValueError("a Gantt chart needs at least one run")
+
+
+def panels(heights: Sequence[float], others: float, title: str) -> tuple[Any, Any]:
+    """A figure, and its panels below each other on one axis of time. `others`: the inches that all else takes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(FIGURE_WIDTH, sum(heights) + others), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#555555")
+    return figure, figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+
+
+def dress(axes: Any, lanes: tuple[int, str], titles: tuple[str, str], makespan: float) -> None:
+    """How many lanes a panel has and what they are, its two titles, and the end of its run."""
+    axes.set_ylim(lanes[0] - 0.5, -0.5)
+    axes.set_ylabel(lanes[1])
+    axes.tick_params(length=3)
+    axes.set_title(titles[0], loc="left", fontsize=13, fontweight="bold")
+    axes.set_title(titles[1], loc="right", fontsize=10)
+    axes.axvline(makespan, color=INK, lw=1.8, zorder=5, clip_on=False)
+
+
+def idle_and_end() -> list[Any]:
+    """Entries of a legend."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [Patch(facecolor=IDLE, edgecolor="#bbbbbb", lw=0.6, label="idle"), Line2D([], [], color=INK, lw=1.8, label="makespan")]
+
+
+def legend(figure: Any, handles: Sequence[Any], title: str | None = None) -> None:
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=2.2, title=title)
 
 
 def save(figure: Any, path: str | Path, exact: Sequence[str] | None = None) -> None:

@@ -55,6 +55,11 @@ class TaskTimes:
     def makespan(self) -> float:
         return float(self.reduce_end.max(initial=0.0))
 
+    @property
+    def lanes(self) -> int:
+        """Workers that ran something; they are the first ones."""
+        return int(self.worker.max(initial=0)) + 1
+
     @cached_property
     def ticket(self) -> Indices:
         """The chain of every task."""
@@ -89,17 +94,27 @@ class TaskTimes:
             return self.compute_end, self.reduce_start
         until = np.append(self.compute_start[1:], 0.0)[: len(self.compute_end)]
         tickets, start, end = self.chains
-        until[self.offsets[tickets + 1] - 1] = np.minimum(end, self._next_start(tickets, start))
+        before = chains_before(self.worker[tickets], start)
+        follows = before >= 0
+        next_start = np.full(len(tickets), np.inf)
+        next_start[before[follows]] = start[follows]
+        until[self.offsets[tickets + 1] - 1] = np.minimum(end, next_start)
         return self.compute_end, until
 
-    def _next_start(self, tickets: Indices, start: Floats) -> Floats:
-        """When the worker of each chain starts its next one; inf if it has none."""
-        worker = self.worker[tickets]
-        order = np.lexsort((start, worker))
-        same = worker[order[1:]] == worker[order[:-1]]
-        found = np.full(len(tickets), np.inf)
-        found[order[:-1][same]] = start[order[1:][same]]
-        return found
+    @property
+    def stalled(self) -> float:
+        """The share of all workers' time that is lost."""
+        start, end = self.waits
+        return float((end - start).sum()) / (self.workers * self.makespan) if self.makespan else 0.0
+
+
+def chains_before(worker: Indices, start: Floats) -> Indices:
+    """For each chain the place of the one that its worker ran before; -1: there was none."""
+    order = np.lexsort((start, worker))
+    same = worker[order[1:]] == worker[order[:-1]]
+    found = np.full(len(worker), -1)
+    found[order[1:][same]] = order[:-1][same]
+    return found
 
 
 class Recorded(NamedTuple):

@@ -45,11 +45,7 @@ def trace_events(run: Timeline | Recorded, process: int = 1) -> Iterator[Event]:
     yield from _track_names(f"{spans.name}: {describe_problem(schedule.problem)}{machine}", spans, process)
     table = task_table(schedule)
     times = (spans.compute_start, spans.compute_end, *spans.waits, spans.reduce_start, spans.reduce_end)
-    rows = zip(
-        *(column.tolist() for column in (*table, spans.worker_of_task, spans.position)),
-        *(column.tolist() for column in times),
-        strict=True,
-    )
+    rows = zip(*(column.tolist() for column in (*table, spans.worker_of_task, spans.position, *times)), strict=True)
     for ticket, sequence, head, q_tile, kv_tile, turn, worker, position, *when in rows:
         name = str(Task(head, q_tile, kv_tile, sequence))
         chain_name = f"h{head // schedule.problem.group}.kv{kv_tile}"
@@ -84,14 +80,5 @@ def _meta(kind: str, track: tuple[int, int], args: Event) -> Event:
 
 def _slice(name: str, category: str, track: tuple[int, int], when: tuple[float, float], args: Event) -> Event:
     start, end = when
-    # Rounding hides the last bit of the subtraction, which would make neighbours seem to overlap.
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": track[0],
-        "tid": track[1],
-        "ts": start,
-        "dur": round(end - start, 6),
-        "args": args,
-    }
+    lasted = round(end - start, 6)  # hides the last bit of the subtraction, which would make neighbours seem to overlap
+    return {"ph": "X", "name": name, "cat": category, "pid": track[0], "tid": track[1], "ts": start, "dur": lasted, "args": args}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..scheduling.problem import Problem
-from ..simulation.cluster import Cluster
-from ..simulation.simulate import Machine
+from ..simulation.cluster import Cluster, RankTimeline
+from ..simulation.simulate import Machine, Timeline
 
 
 def plain_number(value: float, digits: int = 6) -> str:
@@ -55,3 +55,39 @@ def bytes_in_words(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size} B"
+
+
+def label_of(asked: str, name: str) -> str:
+    """A schedule, as it was asked for."""
+    return f"auto: {name}" if asked == "auto" else name
+
+
+def figures_of(run: Timeline) -> dict[str, str]:
+    """What a table or a page says of a simulated run."""
+    slack = run.schedule.slack
+    return {
+        "makespan": plain_number(run.makespan),
+        "lower bound": plain_number(run.lower_bound),
+        "gap": percent(run.gap),
+        "utilised": percent(run.utilization),
+        "stalled": percent(run.stalled),
+        "for turns": percent(run.stalls.order),
+        "for buffers": percent(run.stalls.buffer),
+        "for last reduces": percent(run.stalls.drain),
+        "slack": "-" if slack is None else str(slack),
+        "gang": str(run.schedule.gang),
+    }
+
+
+def figures_of_ranks(run: RankTimeline) -> dict[str, str]:
+    """The same of several ranks. Bytes and states are those of the rank that has most."""
+    return {
+        "makespan": f"{run.makespan:,.0f} us",
+        "one rank": f"{run.one_rank:,.0f} us",
+        "efficiency": f"{run.efficiency:.3f}",
+        "hops": str(max(run.hops)),
+        "sent forward": bytes_in_words(max(run.gathered)),
+        "sent backward": bytes_in_words(max(run.sent)),
+        "states waiting": f"{max(run.waiting)} ({bytes_in_words(max(run.waiting_bytes))})",
+        "model": run.model,
+    }

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from dash_attn import Documents, explain, flash_attn_func
-from dash_attn.backends.cpu import devices
+from dash_attn.backends.cpu import ranks as cpu_ranks
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention
-from dash_attn.distributed.context import document_loopback, documents
-from dash_attn.distributed.context.document_loopback import play_documents
-from dash_attn.distributed.context.document_moves import moves_of
-from dash_attn.distributed.context.documents import SharedDocuments, documents_in
-from dash_attn.distributed.context.loopback import Mailbox, Results
+from dash_attn.distributed.context import loopback, shared_call
+from dash_attn.distributed.context.loopback import Mailbox, Results, play_all_ranks
 from dash_attn.distributed.context.mail import RankMail
-from dash_attn.distributed.context.moving import Movement
-from dash_attn.distributed.context.rows import sharding_for
+from dash_attn.distributed.context.moves import Movement, moves_of
+from dash_attn.distributed.context.rows import documents_in, sharding_for
+from dash_attn.distributed.context.shared_call import Document, SharedCall
 from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.ranks import documents as dealing
 from dash_attn.scheduling.ranks.sharding import CutTile
@@ -37,20 +35,20 @@ SMALL = row(3, (40, 20, 700, 60, 140, 110, 70, 12), (4, 4), (8, 8), sinks=True, 
 NOTHING = slice(820, 960)  # one of its documents
 
 
-def shared(given: RowCase) -> SharedDocuments:
+def shared(given: RowCase) -> SharedCall:
     inputs, case = Inputs.of(given.case), given.shared
     call = dict(case.call)
     ends = call.pop("cu_seqlens", None)
     options, lengths = documents_in(options_for(Choices(**call), case.dims[0]), ends, case.rows)
     assert lengths is not None
-    return SharedDocuments.of(inputs.q, inputs.k, inputs.v, options, lengths, sharding_for(case.sharding, case.rows, case.ranks))
+    return SharedCall.of((inputs.q, inputs.k, inputs.v), options, sharding_for(case.sharding, case.rows, case.ranks), lengths)
 
 
-def play(given: RowCase, mailbox: Any = Mailbox) -> Results:
+def play(given: RowCase, mailbox: Mailbox | None = None) -> Results:
     inputs = Inputs.of(given.case)
     dlse = inputs.dlse if given.case.lse_gradient else None
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
-    return play_documents(shared(given), inputs.q, inputs.k, inputs.v, inputs.dout, mailbox, sinks=sinks, dlse=dlse)
+    return play_all_ranks(shared(given), inputs.q, inputs.k, inputs.v, inputs.dout, mailbox, sinks=sinks, dlse=dlse)
 
 
 def differing(given: RowCase, found: Results) -> set[str]:
@@ -60,7 +58,7 @@ def differing(given: RowCase, found: Results) -> set[str]:
 @pytest.mark.parametrize(("seed", "ranks"), RANDOM)
 def test_any_number_of_ranks_has_the_bits_of_each_document(seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one or several heads side by side. States are NaN where they were sent from."""
-    monkeypatch.setattr(devices, "heads_together", lambda *_: 1 + seed % 3)
+    monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: 1 + seed % 3)
     given = random_row(seed, ranks)
     assert differing(given, play(given)) == set()
 
@@ -77,7 +75,7 @@ def test_what_is_in_other_documents_reaches_none() -> None:
     inputs, called = Inputs.of(SMALL.case), shared(SMALL)
     for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
         x[:, NOTHING] = torch.nan
-    found = play_documents(called, inputs.q, inputs.k, inputs.v, inputs.dout)
+    found = play_all_ranks(called, inputs.q, inputs.k, inputs.v, inputs.dout)
     for x in (found.out, found.dq, found.dk, found.dv):
         assert x[:, NOTHING].isnan().all()
         assert not torch.cat([x[:, : NOTHING.start], x[:, NOTHING.stop :]], dim=1).isnan().any()
@@ -87,7 +85,7 @@ def test_rows_of_any_shape_and_dtype_travel_together() -> None:
     movement = Movement([np.array([0, 2, 4]), np.array([1, 3])], [np.array([4, 0]), np.array([1, 2, 3])])
     for batch, heads, dim in ((1, 1, 1), (1, 3, 1), (2, 1, 5)):
         whole = [torch.randn(batch, heads, 5, dim).to(dtype).transpose(1, 2) for dtype in (torch.bfloat16, torch.float64, torch.float32)]
-        found = document_loopback._exchange(movement, [[x[:, rows] for x in whole] for rows in movement.have])
+        found = loopback.exchange(movement, [[x[:, rows] for x in whole] for rows in movement.have])
         for rows, parts in zip(movement.want, found, strict=True):
             assert all(torch.equal(part, x[:, rows]) and part.is_contiguous() for part, x in zip(parts, whole, strict=True))
 
@@ -100,9 +98,9 @@ class Faulty(Mailbox):
 
     received = 0
 
-    def receive(self, unit: Unit) -> Tensor:
-        Faulty.received += 1
-        return self.change(super().receive(unit))
+    def receive(self, document: Document, unit: Unit) -> Tensor:
+        self.received += 1
+        return self.change(super().receive(document, unit))
 
     def change(self, state: Tensor) -> Tensor:
         return state
@@ -121,20 +119,20 @@ class Dropped(Faulty):
 class ReadLate(Mailbox):
     """The state is read after the sender has used its memory again."""
 
-    def send(self, unit: Unit, state: Tensor) -> None:
-        super().send(unit, state)
+    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
+        super().send(document, unit, state)
         self.states[unit.number] = state
 
 
 def test_states_travel() -> None:
-    Faulty.received = 0
-    assert differing(SMALL, play(SMALL, Faulty)) == set()
-    assert Faulty.received > 10
+    mailbox = Faulty()
+    assert differing(SMALL, play(SMALL, mailbox)) == set()
+    assert mailbox.received > 10
 
 
 @pytest.mark.parametrize("fault", [Rounded, Dropped, ReadLate])
 def test_a_fault_of_a_state_changes_bits(fault: type[Mailbox]) -> None:
-    assert differing(SMALL, play(SMALL, fault)) == {"dk", "dv"}  # the others do not travel
+    assert differing(SMALL, play(SMALL, fault())) == {"dk", "dv"}  # the others do not travel
 
 
 # Faults of rows
@@ -169,20 +167,20 @@ FAULTS = [(which, Lost) for which in EXPECTED] + [(which, Shifted) for which in 
 @pytest.mark.parametrize(("which", "fault"), FAULTS)
 def test_a_fault_of_rows_changes_bits(which: str, fault: type[Movement], monkeypatch: pytest.MonkeyPatch) -> None:
     found = moves_of(shared(SMALL))
-    exchange = document_loopback._exchange
+    exchange = loopback.exchange
     chosen = getattr(found, which)
     assert sum(chosen.sent(rank) for rank in chosen.ranks) > 0
 
     def faulty(movement: Movement, tensors: Any) -> Any:
         return exchange(fault(movement.have, movement.want) if movement is chosen else movement, tensors)
 
-    monkeypatch.setattr(document_loopback, "_exchange", faulty)
+    monkeypatch.setattr(loopback, "exchange", faulty)
     assert differing(SMALL, play(SMALL)) == EXPECTED[which]
 
 
 def test_documents_summed_in_another_order_change_the_gradient_of_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = document_loopback.sum_of_sinks
-    monkeypatch.setattr(document_loopback, "sum_of_sinks", lambda sums, sinks: real(sums.flip(1), sinks))
+    real = loopback.sum_of_sinks
+    monkeypatch.setattr(loopback, "sum_of_sinks", lambda sums, sinks: real(sums.flip(1), sinks))
     assert differing(SMALL, play(SMALL)) == {"dsinks"}
 
 
@@ -191,9 +189,9 @@ def test_documents_summed_in_another_order_change_the_gradient_of_sinks(monkeypa
 
 @pytest.fixture
 def without_plans() -> Any:
-    documents._planned.cache_clear()
+    shared_call._planned.cache_clear()
     yield
-    documents._planned.cache_clear()
+    shared_call._planned.cache_clear()
 
 
 @pytest.mark.usefixtures("without_plans")
@@ -297,18 +295,17 @@ class SlowPeers(Peers):
 def test_states_of_documents_are_kept_until_they_have_arrived() -> None:
     """A rank that sends states of a document has taken all of the documents before: their memory is free."""
     called = shared(row(2, (600, 600, 600), (2, 2), (8, 8), sharding=Sharding((300,) * 6, (0, 1) * 3), call=CAUSAL))
-    peers, mail, most = SlowPeers(None, 0, 2), None, 0
+    peers, most = SlowPeers(None, 0, 2), 0
+    mail = RankMail(peers, called, torch.zeros(1))
     for document in called.in_turn:
         assert document.ranks == (0, 1)
-        plan = document.call.shared
-        mail = RankMail(peers, plan, devices.tile_size(8, 8), torch.zeros(1), document.route, before=mail)
+        plan = document.shared
         for unit in plan.by_rank[0]:
-            if unit.before is not None and plan.units[unit.before].device == 1:
-                mail.receive(unit)
+            if unit.before is not None and plan.units[unit.before].rank == 1:
+                mail.receive(document, unit)
             if plan.hops(unit):
-                mail.send(unit, torch.zeros(1))
-            most = max(most, len(mail.leaving) + len(mail.of_before))
-    assert mail is not None
+                mail.send(document, unit, torch.zeros(1))
+            most = max(most, len(mail.leaving))
     mail.finish()
     assert all(letter.waited == 1 for _, _, letter in peers.sent)
     assert most < len(peers.sent) / 2

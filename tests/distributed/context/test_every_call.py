@@ -10,8 +10,7 @@ import torch
 
 import every_call
 from dash_attn import flash_attn_func
-from dash_attn.distributed.hosts import MOST
-from dash_attn.distributed.late_values import NUMBERS
+from dash_attn.distributed.hosts import MOST, NUMBERS
 from every_call import BACKWARDS, DIM, HEADS, KNOWN, LIMIT, ODD, RANKS, ROWS
 from processes import run_processes
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.backends.cpu import devices
+from dash_attn.backends.cpu import ranks as cpu_ranks
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding
 from dash_attn.distributed.context.loopback import Mailbox, Results, play_all_ranks
 from dash_attn.distributed.context.rows import sharding_for
-from dash_attn.distributed.context.shared_call import SharedCall
+from dash_attn.distributed.context.shared_call import Document, SharedCall
+from dash_attn.errors import ExecutionError
 from dash_attn.execution.interleaving import interleaving
-from dash_attn.execution.rules import Deadlock, ExecutionError
+from dash_attn.execution.rules import Deadlock
 from dash_attn.scheduling.ranks.units import Unit
 from shared_cases import CAUSAL, Case, Inputs, on_one_process
 from shared_problems import random_case
@@ -28,7 +29,7 @@ SMALL = Case(3, 768, (2, 2), (8, 8), call=CAUSAL)
 def shared_call(case: Case) -> SharedCall:
     inputs = Inputs.of(case)
     options = options_for(Choices(**case.call), case.dims[0])
-    return SharedCall.of(inputs.q, inputs.k, inputs.v, options, sharding_for(case.sharding, case.rows, case.ranks))
+    return SharedCall.of((inputs.q, inputs.k, inputs.v), options, sharding_for(case.sharding, case.rows, case.ranks))
 
 
 def play(case: Case, mailbox: Mailbox | None = None, units: list[Unit] | None = None) -> Results:
@@ -44,8 +45,8 @@ def is_truth(case: Case, found: Results) -> bool:
 def test_any_number_of_ranks_has_the_bits_of_one(seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any legal order of the units, with one or several heads side by side. States are NaN where they were sent from."""
     case, random = random_case(seed, ranks), Random(seed)
-    monkeypatch.setattr(devices, "heads_together", lambda *_: 1 + seed % 3)
-    shared = shared_call(case).shared
+    monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: 1 + seed % 3)
+    shared = shared_call(case).documents[0].shared
     assert shared.heads_together == 1 + seed % 3
     assert is_truth(case, play(case, units=any_order(shared, random)))
 
@@ -55,8 +56,8 @@ def test_any_number_of_ranks_has_the_bits_of_one(seed: int, ranks: int, monkeypa
 def test_many_numbers_of_ranks_have_the_bits_of_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
     case = random_case(seed, random.randint(2, 16))
-    monkeypatch.setattr(devices, "heads_together", lambda *_: random.choice([1]) if seed % 2 else 3)
-    for units in (None, any_order(shared_call(case).shared, random)):
+    monkeypatch.setattr(cpu_ranks, "heads_together", lambda *_: random.choice([1]) if seed % 2 else 3)
+    for units in (None, any_order(shared_call(case).documents[0].shared, random)):
         assert is_truth(case, play(case, units=units))
 
 
@@ -74,8 +75,8 @@ class Faulty(Mailbox):
         self.which, self.received = which, 0
         self.last = torch.empty(0)
 
-    def receive(self, unit: Unit) -> Tensor:
-        state = super().receive(unit)
+    def receive(self, document: Document, unit: Unit) -> Tensor:
+        state = super().receive(document, unit)
         self.received += 1
         changed = self.change(state) if self.received == self.which else state
         self.last = state.clone()
@@ -106,8 +107,8 @@ class Duplicated(Faulty):
 class ReadLate(Mailbox):
     """The state is read after the sender has used its memory again."""
 
-    def send(self, unit: Unit, state: Tensor) -> None:
-        super().send(unit, state)
+    def send(self, document: Document, unit: Unit, state: Tensor) -> None:
+        super().send(document, unit, state)
         self.states[unit.number] = state
 
 
@@ -121,7 +122,7 @@ def test_a_fault_on_the_way_changes_bits(fault: type[Mailbox]) -> None:
 
 
 def swapped(units: tuple[Unit, ...], waits: tuple[tuple[int, ...], ...]) -> list[list[Unit]]:
-    """Orders in which a unit runs right before one whose ranks it waits for. All else that it waits for has run."""
+    """Orders in which a unit runs right before one whose turns it waits for. All else that it waits for has run."""
     found = []
     for unit in units:
         for earlier in waits[unit.number]:
@@ -133,25 +134,25 @@ def swapped(units: tuple[Unit, ...], waits: tuple[tuple[int, ...], ...]) -> list
 
 
 def test_two_units_swapped_raise() -> None:
-    """A rank that has not come is missed at once: no unit waits for another one that runs later."""
-    shared = shared_call(SMALL).shared
+    """A turn that has not come is missed at once: no unit waits for another one that runs later."""
+    shared = shared_call(SMALL).documents[0].shared
     orders = swapped(shared.units, shared.waits)
     assert len(orders) > 10
     for units in orders[::4]:
-        with pytest.raises(Deadlock, match="waits for rank"):
+        with pytest.raises(Deadlock, match="waits for turn"):
             play(SMALL, units=units)
 
 
 def test_a_unit_before_its_state_raises() -> None:
-    shared = shared_call(SMALL).shared
-    unit = next(unit for unit in shared.units if unit.before is not None and shared.units[unit.before].device != unit.rank)
+    shared = shared_call(SMALL).documents[0].shared
+    unit = next(unit for unit in shared.units if unit.before is not None and shared.units[unit.before].rank != unit.rank)
     rest = [one for one in shared.units if one is not unit]
     with pytest.raises(KeyError):
         play(SMALL, units=[*rest[: unit.before], unit, *rest[unit.before :]])
 
 
 def test_units_left_out_or_run_twice_raise() -> None:
-    units = list(shared_call(SMALL).shared.units)
+    units = list(shared_call(SMALL).documents[0].shared.units)
     ending = next(unit for unit in units if unit.leg is None)
     with pytest.raises(ExecutionError, match="landed their dK and dV"):
         play(SMALL, units=[unit for unit in units if unit is not ending])
@@ -162,12 +163,12 @@ def test_units_left_out_or_run_twice_raise() -> None:
 
 
 def test_hops_left_out_change_bits_or_raise() -> None:
-    """A leg that is not walked: whoever waits for its ranks, or counts them, finds out."""
-    shared = shared_call(SMALL).shared
+    """A leg that is not walked: whoever waits for its turns, or counts them, finds out."""
+    shared = shared_call(SMALL).documents[0].shared
     for hop in [unit for unit in shared.units if unit.leg is not None and shared.hops(unit)][::3]:
         mailbox = Mailbox()
         units = [unit for unit in shared.units if unit is not hop]
-        mailbox.states[hop.number] = torch.zeros(shared.state_tiles(hop) * devices.tile_size(8, 8))
+        mailbox.states[hop.number] = torch.zeros(shared.state_tiles(hop) * cpu_ranks.tile_size(8, 8))
         with pytest.raises(ExecutionError):
             play(SMALL, mailbox, units)
 

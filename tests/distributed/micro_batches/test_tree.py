@@ -74,9 +74,9 @@ def test_few_sums_are_kept(count: int) -> None:
     stack = CarryStack(max)
     for index in range(count):
         stack.push(index)
-        assert len(stack) == (index + 1).bit_count() <= count.bit_length()  # floor(log2(count)) + 1
+        assert len(stack._waiting) == (index + 1).bit_count() <= count.bit_length()  # floor(log2(count)) + 1
     stack.total()
-    assert len(stack) == 0
+    assert not stack._waiting
 
 
 def test_other_orders_are_other_formulas() -> None:

@@ -12,7 +12,7 @@ from ...call.call import Call, Grads, Modifiers, Saved
 from ...call.options import AttentionOptions
 from ...call.planning import walk_in_legs
 from ...execution.interleaving import Interleaving, current_interleaving
-from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Ledger
+from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Landed
 from ...execution.run import run_chains
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
@@ -73,7 +73,7 @@ class RankBackward:
         self.dtype = rows[1].dtype
         with fixed_arithmetic():
             self.tiles = BackwardTiles(plan, options, rows, of_rows, self.share, modifiers)
-        self.ledger = Ledger(plan, ordered=True)
+        self.landed = Landed(plan, self.tiles, ordered=True)
         self.dims = rows[1].shape[-1], rows[0].shape[-1]
 
     def take_keys(self, k: Tensor, v: Tensor, first_head: int) -> None:
@@ -101,7 +101,7 @@ class RankBackward:
             walks = {place: self._walk(unit, place, states[place]) for place in self._places(unit, self.shared.leg_of(unit).kv_tiles)}
         starts = (partial(_chain, self.plan, place, walk) for place, walk in walks.items())
         with fixed_arithmetic():
-            run_chains(self.plan, self.tiles, self.ledger, starts, current_interleaving() or Interleaving())
+            run_chains(self.landed, starts, current_interleaving() or Interleaving())
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the rank's rows."""
@@ -112,7 +112,7 @@ class RankBackward:
     def check(self) -> None:
         """Raise ExecutionError unless every unit of the rank has run."""
         endings = (unit for unit in self.shared.by_rank[self.rank] if unit.leg is None)
-        self.ledger.finish(self.share.q_tiles, sum(map(self.shared.state_tiles, endings)))
+        self.landed.finish(self.share.q_tiles, sum(map(self.shared.state_tiles, endings)))
 
     @property
     def rows_of_sinks(self) -> Tensor:

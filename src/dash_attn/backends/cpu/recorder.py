@@ -7,9 +7,10 @@ import numpy as np
 from ...call.call import Call, Grads, Saved
 from ...call.parts import runs_packed
 from ...call.planning import problem_of, schedule_for
+from ...errors import RecordError
 from ...execution.interleaving import TaskTime, interleaving
 from ...scheduling.schedule import Schedule
-from ...viewing.recorded import Noted, RecordError, times_from
+from ...viewing.recorded import Noted, times_from
 from ...viewing.task_times import TaskTimes, task_table
 from .passes import backward
 from .tiles import TILE_KV, TILE_Q

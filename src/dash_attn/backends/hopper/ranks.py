@@ -16,7 +16,7 @@ from ...masks import IntervalMask, Mask, Window
 from ...scheduling.generators.shift import LARGEST_BLOCK
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.together import FILLINGS
+from ...scheduling.ranks.share import FILLINGS
 from . import tiles
 from .calls.forward import forward as forward_of_batch
 from .calls.rank_backward import RankBackward, tile_size
@@ -34,7 +34,7 @@ def backward_tiles(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def heads_together(problem: Problem, sharding: Sharding) -> int:
-    """As many as give every SM some chains, dealt evenly to turns (scheduling/ranks/together.py): but from the shape alone, because
+    """As many as give every SM some chains, dealt evenly to turns (scheduling/ranks/share.py): but from the shape alone, because
     the kernels' units have the KV tiles of a chunk, or a block of them where every tile is kept."""
     full = bool(problem.kept.all())
     chains = max(1, min(sharding.lengths) // problem.tile_kv)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...call.options import AttentionOptions, in_words
 from ...call.planning import DEFAULT_WORKERS
+from ...errors import Unsupported
 from ...masks import IntervalMask, Mask, PatternPerHead, TilePattern
 from ..gpus import is_hopper
 from .driver.launch import ANY_DEVICE
@@ -18,10 +19,6 @@ LARGEST_DIM = KERNEL_DIMS[-1]
 MOST_KINDS = 2  # of head in a schedule: Pair in driver/parameters.py
 MOST_ROWS = 2**31  # LSE is indexed with 32 bits
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-
-
-class Unsupported(ValueError):
-    """Asked for something the Hopper kernels cannot do deterministically."""
 
 
 @cache

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import Unsupported
 from ..machine_code import machine_code_hash
-from .support import Unsupported, check_programs
+from .support import check_programs
 from .tiles import Tile
 
 MODULES = {

@@ -10,6 +10,7 @@ import torch
 
 from ...call.call import Call
 from ...call.options import in_words
+from ...errors import Unsupported
 from ...masks import IntervalMask, PatternPerHead, TileMap, TilePattern
 from ..gpus import OLDEST
 
@@ -19,10 +20,6 @@ LONGEST = 2**29  # of a sequence: positions are told apart with 32 bits
 MOST_PROGRAMS = 2**31  # of a launch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_DEVICE = "8.0"  # whose tiles `explain` tells where tensors are on no GPU
-
-
-class Unsupported(ValueError):
-    """Asked for something the Triton kernels cannot do deterministically, or not on this machine."""
 
 
 @cache

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from ...attention.autograd import FirstGradientsOnly
-from ...attention.torch_ops import is_traced
-from ...attention.transforms import refuse_transforms
-from ...call.modifiers import Modifiers
+from ...attention.pytorch import is_traced, refuse_transforms
 from ...call.options import Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask
@@ -18,81 +16,45 @@ from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..hosts import ATTENTION
 from ..peers import Group, Peers
-from .documents import Offsets
-from .of_rank import Asked, Given, OfRank, Sharing
+from .asked import Asked, Given, Sharing
+from .of_rank import OfRank
+from .rows import Offsets
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Choices(TypedDict, total=False):
+    """For overloads: what does not change the type of the result."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    mask: Mask | None
+    sinks: Tensor | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    alibi_slopes: Tensor | None
+    schedule: str | Schedule
+    backend: str
+    head_offset: int
+    sharding: str | Sharding
+    ulysses: int
+    cu_seqlens: Offsets | None
 
 
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group = ...,
-    *,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    mask: Mask | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    schedule: str | Schedule = ...,
-    backend: str = ...,
-    head_offset: int = ...,
-    sharding: str | Sharding = ...,
-    ulysses: int = ...,
-    cu_seqlens: Offsets | None = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Literal[False] = ..., **choices: Unpack[_Choices]
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group = ...,
-    *,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    mask: Mask | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    schedule: str | Schedule = ...,
-    backend: str = ...,
-    head_offset: int = ...,
-    sharding: str | Sharding = ...,
-    ulysses: int = ...,
-    cu_seqlens: Offsets | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Literal[True], **choices: Unpack[_Choices]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group = ...,
-    *,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    mask: Mask | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    schedule: str | Schedule = ...,
-    backend: str = ...,
-    head_offset: int = ...,
-    sharding: str | Sharding = ...,
-    ulysses: int = ...,
-    cu_seqlens: Offsets | None = ...,
-    return_lse: bool = ...,
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: bool = ..., **choices: Unpack[_Choices]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
     q: Tensor,
@@ -160,11 +122,11 @@ def context_parallel_attention(
         out, lse = traced_attention(q, k, v, given, group, choices, sharing)
     else:
         peers = Peers.of(group)
-        with peers.refusing(ATTENTION):
+        with peers.hosts.refusing(ATTENTION):
             _check_program(return_lse)
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        rank = OfRank.agreed(Asked(q, k, v, given, choices, peers, sharing, differentiable))
-        out, lse = SharedAttention.apply(q, k, v, sinks, rank, given.modifiers)  # type: ignore[no-untyped-call]
+        rank = OfRank.agreed(Asked(q, k, v, given, choices, sharing, peers.count), peers, differentiable)
+        out, lse = SharedAttention.apply(q, k, v, sinks, rank, given)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -174,28 +136,27 @@ def _check_program(return_lse: bool) -> None:
 
 
 class SharedAttention(torch.autograd.Function):
-    """SharedAttention.apply(q, k, v, sinks, rank, modifiers) -> (out, lse). Only this rank's rows are saved for the backward."""
+    """SharedAttention.apply(q, k, v, sinks, rank, given) -> (out, lse). Only this rank's rows are saved for the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank, modifiers: Modifiers | None
-    ) -> tuple[Tensor, Tensor]:
-        with rank.everybody.telling():
-            out, lse = rank.forward(q, k, v, sinks, modifiers)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *(modifiers or Modifiers())[:2])
-        ctx.rank, ctx.modifiers = rank, modifiers
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank, given: Given) -> tuple[Tensor, Tensor]:
+        """sinks: those of `given`, where autograd sees them."""
+        with rank.everybody.hosts.telling():
+            out, lse = rank.forward(q, k, v, given)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *given[1:])
+        ctx.rank = rank
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, *_ = ctx.rank.saved(ctx)
+        q, k, v, out, lse, *given = ctx.rank.saved(ctx)
         # Unlike one rank alone, this one cannot leave out what it does not need: others wait for its states.
         dout = torch.zeros_like(out) if dout is None else dout
-        with torch.no_grad(), ctx.rank.everybody.telling():
-            gradients = ctx.rank.backward((dout, q, k, v, out), lse, sinks, dlse, ctx.modifiers)
+        with torch.no_grad(), ctx.rank.everybody.hosts.telling():
+            gradients = ctx.rank.backward((dout, q, k, v, out), (lse, dlse), Given(*given))
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
+            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, given[0], dlse)  # type: ignore[no-untyped-call]
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
         return *wanted, None, None
 

@@ -2,94 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from ...scheduling.ranks.sharding import Sharding
 from ..peers import REACH_OTHERS, Peers, Pending
 from .rows import rows_of
-from .shared_call import SharedCall
+from .shared_call import Document, OwnDocument
 
 
 def gather_rows(peers: Peers, sharding: Sharding, x: Tensor) -> Tensor:
     """(rows of a rank, ...) -> (all rows, ...)."""
-    return _Gather(peers, sharding, x).rows()
+    return _put_together(_start(peers, sharding, x, REACH_OTHERS), sharding, x.shape[1:])
 
 
-def gather_tiles(call: SharedCall, peers: Peers, x: Tensor) -> Tensor:
-    """(..., Q tiles of a rank, rows of a tile) -> (..., all Q tiles, rows of a tile)."""
-    return gather_rows(peers, sharding_of_tiles(call.sharding, x.shape[-1]), x.movedim(-2, 0)).movedim(0, -2)
+def _start(peers: Peers, sharding: Sharding, x: Tensor, purpose: str) -> Pending:
+    """Ranks with fewer rows send as many as the others, because a gather has one shape."""
+    most = max(len(sharding.rows_of(rank)) for rank in range(peers.count))
+    padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+    return peers.start_gather(padded.contiguous().flatten(), purpose)
 
 
-def sharding_of_tiles(sharding: Sharding, tile: int) -> Sharding:
-    """Who has which tiles of `tile` rows."""
-    chunk_of_tile = sharding.chunk_of_tiles(tile).tolist()
-    return Sharding(tuple(chunk_of_tile.count(chunk) for chunk in range(sharding.chunks)), sharding.owners)
+def _put_together(gather: Pending, sharding: Sharding, shape: Sequence[int]) -> Tensor:
+    """shape: of a row."""
+    everything = gather.wait().view(sharding.ranks, -1, *shape)
+    whole = everything.new_empty(sharding.rows, *shape)
+    for rank, part in enumerate(everything):
+        mine = rows_of(sharding, rank, whole.device)
+        whole[mine] = part[: len(mine)]
+    return whole
 
 
-class _Gather:
-    """One that is on its way. Ranks with fewer rows send as many as the others, because a gather has one shape."""
+class Keys:
+    """The keys and values of a document, some KV heads at a time. Where each rank has its own rows, they come in one gather after the
+    other, in the order of their numbers."""
 
-    def __init__(self, peers: Peers, sharding: Sharding, x: Tensor, purpose: str = REACH_OTHERS) -> None:
-        self.peers, self.sharding = peers, sharding
-        most = max(len(sharding.rows_of(rank)) for rank in range(peers.count))
-        padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
-        self.shape = most, *x.shape[1:]
-        self.pending: Pending = peers.start_gather(padded.contiguous().flatten(), purpose)
-
-    def rows(self) -> Tensor:
-        everything = self.pending.wait().view(self.peers.count, *self.shape)
-        whole = everything.new_empty(self.sharding.rows, *self.shape[1:])
-        for rank, part in enumerate(everything):
-            mine = rows_of(self.sharding, rank, whole.device)
-            whole[mine] = part[: len(mine)]
-        return whole
-
-
-class GatheredKeys:
-    """The keys and values of all ranks, some KV heads at a time."""
-
-    def __init__(self, call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> None:
-        self.call, self.peers, self.k, self.v = call, peers, k, v
-        self.started: list[_Gather | None] = []
+    def __init__(self, document: Document, k: Tensor, v: Tensor, peers: Peers | None = None) -> None:
+        """peers: with whom the rows are shared; None: all of them are here."""
+        self.document, self.k, self.v, self.peers = document, k, v, peers
+        self.started: list[Pending | None] = []
 
     def start(self, number: int) -> None:
-        while len(self.started) <= number:
-            heads = self.call.gathers[len(self.started)]
-            both = torch.cat([x[:, :, heads.start : heads.stop].flatten(2) for x in (self.k, self.v)], dim=2)
-            self.started.append(_Gather(self.peers, self.call.sharding, both.transpose(0, 1), self._purpose(heads)))
+        """Let this gather, and those before it, begin. All ranks must do so sooner or later."""
+        while self.peers is not None and len(self.started) <= number:
+            both = torch.cat([x.flatten(2) for x in self._some(len(self.started))], dim=2).transpose(0, 1)
+            self.started.append(_start(self.peers, self.document.sharding, both, self._purpose(self.peers, len(self.started))))
 
     def get(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a gather that was started."""
+        if self.peers is None:
+            return self._some(number)
         gather, self.started[number] = self.started[number], None
         assert gather is not None, "keys are taken once"
-        both = gather.rows().transpose(0, 1)
-        heads = len(self.call.gathers[number])
-        k, v = both.split([heads * dim for dim in self.call.dims], dim=2)
+        heads, dims = len(self.document.gathers[number]), self.document.row.dims
+        both = _put_together(gather, self.document.sharding, (len(self.k), heads * sum(dims))).transpose(0, 1)
+        k, v = both.split([heads * dim for dim in dims], dim=2)
         return k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
-
-    def _purpose(self, heads: range) -> str:
-        """For errors: which keys for which queries."""
-        chunks = self.call.sharding.chunks_of(self.peers.rank)
-        queries = [self.call.sharding.rows_of_chunk(chunk) for chunk in chunks]
-        of = " and ".join(f"{rows.start} to {rows.stop - 1} (chunk {chunk})" for chunk, rows in zip(chunks, queries, strict=True))
-        return f"gather keys 0 to {self.call.sharding.rows - 1} of KV heads {heads.start} to {heads.stop - 1} for its queries {of}"
 
     def finish(self) -> None:
         """Wait for gathers that nobody took: other ranks need what this one sends."""
         for gather in self.started:
             if gather is not None:
-                gather.pending.wait()
+                gather.wait()
 
-
-class WholeKeys:
-    """All keys are here already."""
-
-    def __init__(self, call: SharedCall, k: Tensor, v: Tensor) -> None:
-        self.call, self.k, self.v = call, k, v
-
-    def start(self, number: int) -> None:
-        pass
-
-    def get(self, number: int) -> tuple[Tensor, Tensor]:
-        heads = self.call.gathers[number]
+    def _some(self, number: int) -> tuple[Tensor, Tensor]:
+        heads = self.document.gathers[number]
         return self.k[:, :, heads.start : heads.stop], self.v[:, :, heads.start : heads.stop]
+
+    def _purpose(self, peers: Peers, number: int) -> str:
+        """For errors: which keys for which queries."""
+        sharding, heads = self.document.sharding, self.document.gathers[number]
+        queries = [(sharding.rows_of_chunk(chunk), chunk) for chunk in sharding.chunks_of(peers.rank)]
+        of = " and ".join(f"{rows.start} to {rows.stop - 1} (chunk {chunk})" for rows, chunk in queries)
+        return f"gather keys 0 to {sharding.rows - 1} of KV heads {heads.start} to {heads.stop - 1} for its queries {of}"
+
+
+def whole_keys(k: Tensor, v: Tensor) -> Callable[[OwnDocument], Keys]:
+    """Of all documents that a rank works on, one behind the other."""
+    return lambda own: Keys(own.document, k[:, own.keys], v[:, own.keys])

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from ...scheduling.ranks.sharding import Sharding
-from ..hosts import UNSHARD
+from ..hosts import UNSHARD, Facts, agree
 from ..peers import Group, Peers
 from .gathering import gather_rows
 from .rows import rows_of, sharding_for, sharding_of_rank
-from .same_call import Facts, agree
 
 
 def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
@@ -18,7 +17,7 @@ def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Shard
 
     dim: that of the sequence. sharding: as for context_parallel_attention. Gradients go through it, to the rank's own rows.
     """
-    _check(x, dim)
+    check_dim("x", x, dim)
     peers = Peers.of(group)
     return x.index_select(dim, rows_of(sharding_for(sharding, x.shape[dim], peers.count), peers.rank, x.device))
 
@@ -26,14 +25,14 @@ def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Shard
 def unshard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
     """The whole of what ranks have parts of, in the order of the sequence, on every rank. It has no gradient."""
     peers = Peers.of(group)
-    chosen = agree(peers, UNSHARD, lambda: _to_unshard(x, dim, sharding, peers))
-    with peers.telling():
+    chosen = agree(peers.hosts, UNSHARD, lambda: _to_unshard(x, dim, sharding, peers))
+    with peers.hosts.telling():
         return gather_rows(peers, chosen, x.movedim(dim, 0)).movedim(0, dim).contiguous()
 
 
 def _to_unshard(x: Tensor, dim: int, sharding: str | Sharding, peers: Peers) -> tuple[Sharding, Facts]:
     """The sharding that fits this rank's tensor, and what must be the same on every rank."""
-    _check(x, dim)
+    check_dim("x", x, dim)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()")
     chosen = sharding_of_rank(sharding, x.shape[dim], peers.count)
@@ -50,8 +49,8 @@ def positions(seq_len: int, group: Group = None, *, sharding: str | Sharding = "
     return rows_of(sharding_for(sharding, seq_len, peers.count), peers.rank, torch.device(device)).clone()
 
 
-def _check(x: Tensor, dim: int) -> None:
+def check_dim(name: str, x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor; got {type(x).__name__}")
+        raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim must be one of the {x.ndim} dimensions of x; got {dim!r}")
+        raise ValueError(f"dim must be one of the {x.ndim} dimensions of {name}; got {dim!r}")

@@ -8,31 +8,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.mask_arguments import decode_mask, encode_mask
-from ...call.given_schedule import text_of
-from ...call.options import Choices, choose_mask
+from ...call.options import Choices, choose_mask, text_of
+from ...masks.encoding import decode_mask, encode_mask
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
-from .of_rank import Asked, Given, OfRank, Sharing
+from .asked import Asked, Given, Sharing
+from .of_rank import OfRank
 
-VERSION = 4  # part of every traced program, so that one whose operators meant something else is refused, not run
-CHOICES = (
-    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, SymInt[]? cu_seqlens, str mask, SymInt[] mask_sizes,"
-    " float? scale, float softcap, str schedule, str backend, SymInt head_offset, float dropout_p, bool differentiable, int version"
-)
+# Part of every traced program, so that one whose operators meant something else is refused, not run.
+VERSION = 5
 GIVEN = "Tensor? sinks, Tensor? dropout_seed, Tensor? alibi_slopes"
-FORWARD = f"(Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES}) -> (Tensor, Tensor, Tensor)"
+SHARED = (
+    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, SymInt[]? cu_seqlens, str mask, SymInt[] mask_sizes,"
+    " bool differentiable, int version"
+)
+CHOSEN = {  # of Choices, in the form in which they are given
+    "softmax_scale": "float?",
+    "softcap": "float",
+    "schedule": "str",
+    "backend": "str",
+    "head_offset": "SymInt",
+    "dropout_p": "float",
+}
+REST = ", ".join([GIVEN, SHARED, *(f"{kind} {name}" for name, kind in CHOSEN.items())])
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor number, Tensor q, Tensor k, Tensor v, {GIVEN}, {CHOICES})"
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor number, Tensor q, Tensor k, Tensor v, {REST})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 TENSORS = len(Given._fields)
 
 
-class Arguments(NamedTuple):
-    """What the operators take beside tensors, in the order of their schema."""
+class Shared(NamedTuple):
+    """What the operators take of how ranks share a call, and of its mask, in the order of their schema."""
 
     group: str  # its name; empty: this process is alone
     sharding: str  # a name; empty: lengths and owners say it
@@ -42,27 +52,8 @@ class Arguments(NamedTuple):
     cu_seqlens: Sequence[int] | None
     mask: str
     mask_sizes: Sequence[int]
-    scale: float | None
-    softcap: float
-    schedule: str
-    backend: str
-    head_offset: int
-    dropout_p: float
     differentiable: bool
     version: int
-
-    @property
-    def choices(self) -> Choices:
-        """The tensors say whether there is ALiBi."""
-        return Choices(
-            mask=decode_mask(self.mask, self.mask_sizes),
-            softmax_scale=self.scale,
-            softcap=self.softcap,
-            schedule=self.schedule,
-            backend=self.backend,
-            head_offset=self.head_offset,
-            dropout_p=self.dropout_p,
-        )
 
 
 def traced_attention(
@@ -74,26 +65,13 @@ def traced_attention(
     sharding, ulysses, cu_seqlens = sharing
     if isinstance(cu_seqlens, Tensor):
         raise TypeError("a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist(), made outside of the program")
-    name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
-    arguments = Arguments(
-        group=_name_of(group),
-        sharding="" if isinstance(sharding, Sharding) else sharding,
-        lengths=list(sharding.lengths) if isinstance(sharding, Sharding) else [],
-        owners=list(sharding.owners) if isinstance(sharding, Sharding) else [],
-        ulysses=ulysses,
-        cu_seqlens=None if cu_seqlens is None else list(cu_seqlens),
-        mask=name,
-        mask_sizes=sizes,
-        scale=choices.softmax_scale,
-        softcap=choices.softcap,
-        schedule=text_of(choices.schedule),
-        backend=choices.backend,
-        head_offset=choices.head_offset,
-        dropout_p=choices.dropout_p,
-        differentiable=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, given.sinks)),
-        version=VERSION,
-    )
-    out, lse, _ = torch.ops.dash_attn.context_parallel_attention(q, k, v, *given, *arguments)
+    chunks = ("", list(sharding.lengths), list(sharding.owners)) if isinstance(sharding, Sharding) else (sharding, list[int](), list[int]())
+    ends = None if cu_seqlens is None else list(cu_seqlens)
+    mask = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, given.sinks))
+    shared = Shared(_name_of(group), *chunks, ulysses, ends, *mask, differentiable, VERSION)
+    chosen = [getattr(choices._replace(schedule=text_of(choices.schedule)), name) for name in CHOSEN]
+    out, lse, _ = torch.ops.dash_attn.context_parallel_attention(q, k, v, *given, *shared, *chosen)
     return out, lse
 
 
@@ -106,30 +84,29 @@ def _name_of(group: Group) -> str:
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _rank(q: Tensor, k: Tensor, v: Tensor, given: Given, arguments: Arguments, backward_of: int | None = None) -> OfRank:
-    if arguments.version != VERSION:
+def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int | None = None) -> tuple[OfRank, Given]:
+    """rest: what follows these tensors."""
+    given, shared = Given(*rest[:TENSORS]), Shared(*rest[TENSORS : -len(CHOSEN)])
+    if shared.version != VERSION:
         raise RuntimeError(
-            f"this program was traced with version {arguments.version} of dash_attn's operators, and here they have version {VERSION}:"
+            f"this program was traced with version {shared.version} of dash_attn's operators, and here they have version {VERSION}:"
             " compile it again"
         )
-    peers = Peers.named(arguments.group) if arguments.group else Peers.alone()
-    sharding = arguments.sharding or Sharding(tuple(arguments.lengths), tuple(arguments.owners))
-    ends = None if arguments.cu_seqlens is None else list(arguments.cu_seqlens)
-    choices, sharing = arguments.choices._replace(alibi=given.slopes is not None), Sharing(sharding, arguments.ulysses, ends)
-    return OfRank.agreed(Asked(q, k, v, given, choices, peers, sharing, arguments.differentiable), backward_of)
-
-
-def _split(rest: tuple[Any, ...]) -> tuple[Given, Arguments]:
-    return Given(*rest[:TENSORS]), Arguments(*rest[TENSORS:])
+    peers = Peers.named(shared.group) if shared.group else Peers.alone()
+    sharding = shared.sharding or Sharding(tuple(shared.lengths), tuple(shared.owners))
+    sharing = Sharing(sharding, shared.ulysses, None if shared.cu_seqlens is None else list(shared.cu_seqlens))
+    chosen = dict(zip(CHOSEN, rest[-len(CHOSEN) :], strict=True))
+    choices = Choices(mask=decode_mask(shared.mask, shared.mask_sizes), alibi=given.alibi_slopes is not None, **chosen)
+    asked = Asked(q, k, v, given, choices, sharing, peers.count)
+    return OfRank.agreed(asked, peers, shared.differentiable, backward_of), given
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
 def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The last result is the number of the call, on the host, for its backward."""
-    given, arguments = _split(rest)
-    rank = _rank(q, k, v, given, arguments)
-    with rank.everybody.telling():
-        out, lse = rank.forward(q, k, v, given.sinks, given.modifiers)
+    rank, given = _rank(q, k, v, rest)
+    with rank.everybody.hosts.telling():
+        out, lse = rank.forward(q, k, v, given)
     return out, lse, torch.tensor(rank.number, device="cpu")
 
 
@@ -138,10 +115,9 @@ def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, number: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    given, arguments = _split(rest)
-    rank = _rank(q, k, v, given, arguments, int(number))
-    with rank.everybody.telling():
-        dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), lse, given.sinks, dlse, given.modifiers)
+    rank, given = _rank(q, k, v, rest, int(number))
+    with rank.everybody.hosts.telling():
+        dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), (lse, dlse), given)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -153,18 +129,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
 
 
 @backward.register_fake
-def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    number: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, sinks = arguments[5:9]
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 

@@ -1,77 +1,73 @@
-"""Forward and backward of one rank. What travels goes through `Keys` and `Mail`, so that one process can play all ranks, too."""
+"""Forward and backward of one rank, one document of the row after the other, in one order for all. What travels goes through `Keys` and
+`Mail`, which also serve one process that plays all ranks.
+
+Ranks cannot wait in a circle. All units of all documents have one sequence, that of the first document, then that of the next. Inside
+a document each unit comes after those that it waits for, and no unit waits for one of another document. What ranks exchange besides
+states and gathers of keys, they exchange before the first unit or behind the last.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...backends import RankBackward
-from ...call.modifiers import Modifiers
+from ...call.call import Call, sum_in_order
 from ...scheduling.ranks.units import Unit
-from .shared_call import SharedCall
+from .asked import Given
+from .gathering import Keys
+from .mail import Mailbox, RankMail
+from .shared_call import OwnDocument, SharedCall, own_documents
+
+KeysOf = Callable[[OwnDocument], Keys]
+Mail = RankMail | Mailbox
 
 
-class Keys(Protocol):
-    """Brings the keys and values of all rows, some KV heads at a time: one gather after the other, in the order of their numbers."""
-
-    def start(self, number: int) -> None:
-        """Let this gather, and those before it, begin. All ranks must do so sooner or later."""
-
-    def get(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a gather that was started."""
-
-
-class Mail(Protocol):
-    """Carries states from rank to rank. A copied float32 number is the same number."""
-
-    def send(self, unit: Unit, state: Tensor) -> None:
-        """The states behind this unit, to the rank of the unit after it. The sender does not use their memory again."""
-
-    def receive(self, unit: Unit) -> Tensor:
-        """The states before this unit, from the rank of the unit before it."""
-
-
-def forward_pass(
-    call: SharedCall, rank: int, q: Tensor, keys: Keys, sinks: Tensor | None, modifiers: Modifiers | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a rank's queries. While some KV heads are worked on, the keys of the next are on their way."""
+def forward_of_rank(call: SharedCall, rank: int, q: Tensor, keys_of: KeysOf, given: Given) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the queries that a rank works on."""
     out = q.new_empty(*q.shape[:3], call.dims[1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    for number, kv_heads in enumerate(call.gathers):
-        keys.start(min(number + 1, len(call.gathers) - 1))
-        heads = slice(kv_heads.start * call.group, kv_heads.stop * call.group)
-        some_sinks = None if sinks is None else sinks[heads]
-        more = () if modifiers is None else (modifiers.of_heads(heads),)
-        out[:, :, heads], lse[:, heads] = call.of_backend.forward(
-            q[:, :, heads], *keys.get(number), call.options, some_sinks, call.problem, call.sharding, rank, *more
-        )
+    for own in own_documents(call, rank):
+        _forward(own, q[:, own.rows], keys_of(own), given, (out[:, own.rows], lse[:, :, own.rows]))
     return out, lse
 
 
+def _forward(own: OwnDocument, q: Tensor, keys: Keys, given: Given, into: tuple[Tensor, Tensor]) -> None:
+    """While some KV heads are worked on, the keys of the next are on their way."""
+    (out, lse), document, call = into, own.document, own.document.row
+    for number, kv_heads in enumerate(document.gathers):
+        keys.start(min(number + 1, len(document.gathers) - 1))
+        heads = slice(kv_heads.start * call.group, kv_heads.stop * call.group)
+        sinks = None if given.sinks is None else given.sinks[heads]
+        modifiers = None if given.modifiers is None else given.modifiers.of_heads(heads)
+        some = Call(q[:, :, heads], *keys.get(number), call.options, None, sinks, modifiers)
+        out[:, :, heads], lse[:, heads] = call.backend.forward(some, document.problem, document.sharding, own.rank)
+
+
 class BackwardPass:
-    """The backward of a rank: a `step` for each of its units, then `finish`."""
+    """The backward of a rank's share of a document: a `step` for each of its units, then `finish`."""
 
     def __init__(
         self,
-        call: SharedCall,
-        rank: int,
+        own: OwnDocument,
         rows: tuple[Tensor, ...],
         of_rows: tuple[Tensor, Tensor | None],
         keys: Keys,
         mail: Mail,
-        modifiers: Modifiers | None = None,
+        given: Given,
     ) -> None:
         """rows: dout, q and out of the rank; of_rows: its LSE and, where it was used, the gradient of that."""
-        self.call, self.shared, self.keys, self.mail = call, call.shared, keys, mail
-        more = {} if modifiers is None else {"modifiers": modifiers}
-        self.backward: RankBackward = call.of_backend.RankBackward(call.plan, call.shared, rank, call.options, rows, of_rows, **more)
-        self.units = self.shared.by_rank[rank]
+        document, call = own.document, own.document.row
+        self.document, self.shared, self.keys, self.mail = document, document.shared, keys, mail
+        more = {} if given.modifiers is None else {"modifiers": given.modifiers}
+        arguments = document.plan, document.shared, own.rank, call.options, rows, of_rows
+        self.backward: RankBackward = call.backend.RankBackward(*arguments, **more)
+        self.units = self.shared.by_rank[own.rank]
         self._states: dict[int, Tensor] = {}  # of units whose next leg is here, too
         self._there: set[int] = set()  # gathers whose keys have come and are still needed
-        self._starts = gather_starts(call)
-        self._last_use = {number: unit for unit, number in _uses(call, self.units)}
+        self._last_use = {number: unit for unit, number in document.uses(self.units)}
 
     def step(self, unit: Unit) -> None:
         """The rank's next unit."""
@@ -79,14 +75,15 @@ class BackwardPass:
         state = self._states_before(unit)
         self.backward.run(unit, state)
         if self.shared.hops(unit):
-            self.mail.send(unit, state)
+            self.mail.send(self.document, unit, state)
         elif unit.after is not None:
             self._states[unit.number] = state
         self._drop_keys(unit)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the rank's rows."""
-        self.keys.start(len(self.call.gathers) - 1)  # others may need what this rank did not
+        self.keys.start(len(self.document.gathers) - 1)  # others may need what this rank did not
+        self.keys.finish()
         return self.backward.finish()
 
     def _states_before(self, unit: Unit) -> Tensor:
@@ -94,41 +91,84 @@ class BackwardPass:
             return self.backward.new_state(unit)
         if unit.before in self._states:
             return self._states.pop(unit.before)
-        return self.mail.receive(unit)
+        return self.mail.receive(self.document, unit)
 
     def _take_keys(self, unit: Unit) -> None:
-        self.keys.start(max(number for number, start in enumerate(self._starts) if start <= unit.number))
-        for number in gathers_of(self.call, unit):
+        self.keys.start(max(number for number, start in enumerate(self.document.gather_starts) if start <= unit.number))
+        for number in self.document.gathers_of(unit):
             if number not in self._there:
-                self.backward.take_keys(*self.keys.get(number), self.call.gathers[number].start)
+                self.backward.take_keys(*self.keys.get(number), self.document.gathers[number].start)
                 self._there.add(number)
 
     def _drop_keys(self, unit: Unit) -> None:
         for number in [number for number in self._there if self._last_use[number] == unit.number]:
-            kv_heads = self.call.gathers[number]
+            kv_heads = self.document.gathers[number]
             self.backward.drop_keys(kv_heads.start, len(kv_heads))
             self._there.remove(number)
 
 
-def gathers_of(call: SharedCall, unit: Unit) -> list[int]:
-    """The gathers that a unit needs the keys of. An ending needs none."""
-    if unit.leg is None:
-        return []
-    each = len(call.gathers[0])
-    return sorted({part // call.problem.parts // each for _, part in unit.heads})
+class RowBackward:
+    """The backward of a rank: `start` and `end` each of its documents, in turn; between, a `step` for each unit."""
+
+    def __init__(
+        self,
+        call: SharedCall,
+        rank: int,
+        rows: tuple[Tensor, ...],
+        of_rows: tuple[Tensor, Tensor | None],
+        keys_of: KeysOf,
+        given: Given,
+    ) -> None:
+        """rows: dout, q and out of the rows that the rank works on; of_rows: their LSE and, where it was used, its gradient."""
+        self.call, self.rows, self.of_rows, self.keys_of, self.given = call, rows, of_rows, keys_of, given
+        self.own = own_documents(call, rank)
+        self._found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by document: dQ, dK and dV
+        self._kept: dict[int, RankBackward] = {}  # by document: the gradient of sinks needs them behind their units
+
+    def start(self, own: OwnDocument, mail: Mail) -> BackwardPass:
+        lse, dlse = (None if x is None else x[:, :, own.rows] for x in self.of_rows)
+        assert lse is not None
+        return BackwardPass(own, tuple(x[:, own.rows] for x in self.rows), (lse, dlse), self.keys_of(own), mail, self.given)
+
+    def end(self, own: OwnDocument, work: BackwardPass) -> None:
+        self._found[own.document.number] = work.finish()
+        if self.given.sinks is not None:
+            self._kept[own.document.number] = work.backward
+
+    def run(self, mail: Mail) -> None:
+        for own in sorted(self.own, key=lambda own: own.document.turn):
+            work = self.start(own, mail)
+            for unit in work.units:
+                work.step(unit)
+            self.end(own, work)
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """dQ, dK and dV of the rows that the rank works on."""
+        found = [self._found[own.document.number] for own in self.own]
+        if len(found) == 1:
+            return found[0]
+        q, (dim, v_dim) = self.rows[1], self.call.dims
+        none = [q.new_empty(len(q), 0, *shape) for shape in ((q.shape[2], dim), (self.call.kv_heads, dim), (self.call.kv_heads, v_dim))]
+        return tuple(torch.cat(parts, dim=1) for parts in zip(none, *found, strict=True))
+
+    def tiles_of_sinks(self) -> Tensor:
+        """What the gradient of sinks needs of all tiles that the rank works on: (1, tiles, ...)."""
+        batch, heads, _ = self.of_rows[0].shape
+        like = self.of_rows[0].new_empty(0, 2, batch, heads, self.call.tiles[0])
+        return torch.cat([like, *(self._kept[own.document.number].rows_of_sinks.movedim(-2, 0) for own in self.own)])[None]
+
+    def sums_of_sinks(self, tiles: Tensor) -> Tensor:
+        """(1, documents, batch, query heads): of documents whose first rank this is, from all their tiles."""
+        sinks, firsts = self.given.sinks, [own.document for own in self.own if own.rank == 0]
+        assert sinks is not None
+        parts = tiles[0].split([document.problem.q_tiles for document in firsts]) if firsts else ()
+        found = [sinks.new_empty(0, self.call.batch, len(sinks), dtype=self.of_rows[0].dtype)]
+        for document, part in zip(firsts, parts, strict=True):
+            found.append(self._kept[document.number].sink_gradients(part.movedim(0, -2).contiguous(), sinks)[None])
+        return torch.cat(found)[None]
 
 
-def gather_starts(call: SharedCall) -> list[int]:
-    """Of each gather the unit with which it starts: the first, on whichever rank, that needs the one before it, or itself, or one behind
-    it. Gathers start in the order of their numbers, units need them in any. So a rank that waits for a gather waits for ranks that
-    are at earlier units, and those never wait for this one."""
-    first_use = {number: unit for unit, number in reversed(_uses(call, call.shared.units))}
-    needed = [
-        [first_use[other] for other in range(number - 1, len(call.gathers)) if other in first_use] for number in range(1, len(call.gathers))
-    ]
-    return [0, *(min(units, default=0) for units in needed)]
-
-
-def _uses(call: SharedCall, units: tuple[Unit, ...]) -> list[tuple[int, int]]:
-    """(unit, gather that it needs)."""
-    return [(unit.number, number) for unit in units for number in gathers_of(call, unit)]
+def sum_of_sinks(sums: Tensor, sinks: Tensor) -> Tensor:
+    """From those of all documents: sequence by sequence, document by document, as packed sequences are summed. Zero without any."""
+    parts = sums[0].transpose(0, 1).flatten(0, 1)  # (sequences x documents, query heads)
+    return sum_in_order(parts).to(sinks.dtype) if len(parts) else torch.zeros_like(sinks)

@@ -1,19 +1,27 @@
-"""The rows of a rank, as indices."""
+"""Which rows a rank has, and the documents that they belong to: as they were given, checked."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...call.options import AttentionOptions, refuse_given_schedule
+from ...call.parts import of_a_document, runs_packed
+from ...masks import Documents, is_whole
 from ...scheduling.ranks.sharding import Sharding
+from .shared_call import Lengths
+
+Offsets = Tensor | tuple[int, ...] | list[int]
 
 
 @lru_cache(maxsize=256)
-def rows_of(sharding: Sharding, device: int, where: torch.device) -> Tensor:
+def rows_of(sharding: Sharding, rank: int, where: torch.device) -> Tensor:
     """The places of a rank's rows in the whole sequence, in the order in which it keeps them."""
-    return torch.from_numpy(sharding.rows_of(device).copy()).long().to(where)
+    return torch.from_numpy(sharding.rows_of(rank).copy()).long().to(where)
 
 
 def sharding_for(name: str | Sharding, rows: int, ranks: int) -> Sharding:
@@ -42,3 +50,56 @@ def by_row(x: Tensor) -> Tensor:
 def by_head(x: Tensor) -> Tensor:
     """(batch, rows, heads, 1) -> (batch, heads, rows)."""
     return x[..., 0].transpose(1, 2).contiguous()
+
+
+def documents_in(options: AttentionOptions, cu_seqlens: Offsets | None, rows: int) -> tuple[AttentionOptions, Lengths | None]:
+    """The options of one document alone, and the lengths of all; None: the row is one sequence."""
+    if cu_seqlens is None:
+        options.mask.check(rows, rows)
+        if not runs_packed(options):
+            return options, None
+        assert isinstance(options.mask, Documents)
+        return of_a_document(options), options.mask.lengths
+    if isinstance(options.mask, Documents):
+        raise ValueError("give documents once, as mask=Documents(...) or as cu_seqlens; got both")
+    refuse_given_schedule(options)
+    if options.dropout_p:
+        raise ValueError(
+            f"dropout needs a seed for each document, and ranks that share them take one per sequence: dropout_p must be 0 with cu_seqlens;"
+            f" got {options.dropout_p!r}. On one rank, flash_attn_varlen_func takes one per document"
+        )
+    lengths = _lengths(cu_seqlens, rows)
+    for length in set(lengths):
+        options.mask.check(length, length)
+    return options, lengths
+
+
+def _lengths(cu_seqlens: Offsets, rows: int) -> Lengths:
+    """Empty documents are left out."""
+    ends = _numbers(cu_seqlens)
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != rows:
+        raise ValueError(f"cu_seqlens must begin with 0 and end with the {rows} rows of all ranks together; got {_shortened(ends)}")
+    for entry, (start, end) in enumerate(pairwise(ends), 1):
+        if end < start:
+            raise ValueError(f"cu_seqlens must not decrease; got {start} followed by {end} at entry {entry}")
+    return tuple(end - start for start, end in pairwise(ends) if end > start)
+
+
+def _numbers(cu_seqlens: Offsets) -> list[int]:
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.device.type != "cpu":
+            raise ValueError(
+                f"cu_seqlens must be on the host, because the ranks plan by it; got a tensor on {cu_seqlens.device}. Pass"
+                " cu_seqlens.tolist(), made once per batch: it waits for the device"
+            )
+        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+            raise ValueError(f"cu_seqlens must be 1-d, of whole numbers; got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}")
+        return [int(end) for end in cu_seqlens.tolist()]
+    if not isinstance(cu_seqlens, (tuple, list)) or not all(map(is_whole, cu_seqlens)):
+        raise TypeError(f"cu_seqlens must be a tensor, or a tuple or list of whole numbers; got {_shortened(cu_seqlens)}")
+    return list(cu_seqlens)
+
+
+def _shortened(found: Any) -> str:
+    words = repr(found)
+    return words if len(words) < 80 else f"{words[:80]}..."

@@ -7,6 +7,8 @@ sequence of fewer heads.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -20,7 +22,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from ...scheduling.problem import whole_number
 from ...scheduling.ranks.sharding import Sharding
 from ..peers import Peers
-from .rows import rows_of
+from .rows import by_head, by_row, rows_of
 
 _made: WeakKeyDictionary[ProcessGroup, dict[int, tuple[Peers, Peers]]] = WeakKeyDictionary()
 
@@ -58,7 +60,7 @@ def _belong_to_equally_many_groups(peers: Peers) -> None:
     """PyTorch names a group that only its members make after its ranks and the number of groups that a process is in. Members with
     different numbers would wait for each other under different names. So ranks with fewer get groups of their own."""
     mine = len(distributed_c10d._world.pg_names)
-    most = max(row[0] for row in peers.gather_numbers([mine]))
+    most = max(row[0] for row in peers.hosts.gather([mine]))
     for _ in range(most - mine):
         dist.new_group([dist.get_rank()], backend=dist.get_backend_config(peers.group), use_local_synchronization=True)
 
@@ -67,12 +69,8 @@ def _subgroup(peers: Peers, ranks: list[int]) -> Peers:
     assert peers.group is not None
     everybody = [dist.get_global_rank(peers.group, rank) for rank in ranks]
     limit, backend = peers.time_limit, dist.get_backend_config(peers.group)  # one backend, or one per device
-    made: list[ProcessGroup] = []
-    peers.reach(
-        lambda: made.append(dist.new_group(everybody, timeout=limit, backend=backend, use_local_synchronization=True)),
-        f"make a group of ranks {', '.join(map(str, ranks))} for Ulysses",
-    )
-    return Peers.of(made[0])
+    with peers.reaching(f"make a group of ranks {', '.join(map(str, ranks))} for Ulysses"):
+        return Peers.of(dist.new_group(everybody, timeout=limit, backend=backend, use_local_synchronization=True))
 
 
 def outer_sharding(sharding: Sharding, ulysses: int) -> Sharding:
@@ -98,37 +96,35 @@ class HeadExchange:
         everything = torch.cat(rows).sort().values
         return [torch.searchsorted(everything, mine) for mine in rows]
 
-    @property
-    def most_rows(self) -> int:
-        return max(map(len, self.places))
-
     def heads(self, count: int) -> slice:
         """This rank's share of as many heads."""
         each = count // self.inside.count
         return slice(self.inside.rank * each, (self.inside.rank + 1) * each)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """(batch, rows of the rank, heads, dim) -> (batch, rows of all neighbours, heads of the rank, dim)."""
+        """(batch, rows of the rank, heads, dim) -> (batch, rows of all neighbours, heads of the rank, dim). An LSE is transposed."""
+        if x.ndim == 3:
+            return x.contiguous() if self.inside.count == 1 else by_head(self.to_heads(by_row(x)))
         if self.inside.count == 1:
             return x
-        batch, rows, heads, dim = x.shape
-        each = heads // self.inside.count
-        sent = x.new_zeros(self.inside.count, batch, self.most_rows, each, dim)
-        sent[:, :, :rows] = x.unflatten(2, (self.inside.count, each)).permute(2, 0, 1, 3, 4)
-        received = self.inside.exchange(sent.flatten()).view(sent.shape)
-        made = x.new_empty(batch, sum(map(len, self.places)), each, dim)
-        for rank, places in enumerate(self.places):
-            made[:, places] = received[rank, :, : len(places)]
+        pieces = x.chunk(self.inside.count, dim=2)
+        shapes = [(len(x), len(places), *pieces[0].shape[2:]) for places in self.places]
+        made = x.new_empty(len(x), sum(map(len, self.places)), *pieces[0].shape[2:])
+        for places, piece in zip(self.places, self._exchange(pieces, shapes), strict=True):
+            made[:, places] = piece
         return made
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """(batch, rows of all neighbours, heads of the rank, dim) -> (batch, rows of the rank, heads, dim)."""
+        """The other way round."""
+        if x.ndim == 3:
+            return x if self.inside.count == 1 else by_head(self.to_rows(by_row(x)))
         if self.inside.count == 1:
             return x
-        batch, _, each, dim = x.shape
-        sent = x.new_zeros(self.inside.count, batch, self.most_rows, each, dim)
-        for rank, places in enumerate(self.places):
-            sent[rank, :, : len(places)] = x[:, places]
-        received = self.inside.exchange(sent.flatten()).view(sent.shape)
-        mine = received[:, :, : len(self.places[self.inside.rank])]
-        return mine.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+        pieces = [x[:, places] for places in self.places]
+        return torch.cat(self._exchange(pieces, [pieces[self.inside.rank].shape] * len(pieces)), dim=2)
+
+    def _exchange(self, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """One piece for each neighbour, and one from each."""
+        sizes = [math.prod(shape) for shape in shapes]
+        found = self.inside.exchange_pieces([piece.flatten() for piece in pieces], sizes, "exchange heads for rows")
+        return [flat.view(shape) for flat, shape in zip(found, shapes, strict=True)]

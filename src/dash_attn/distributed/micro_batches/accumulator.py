@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ...call.tensor_checks import check_flags
-from ..hosts import FINISH
+from ...scheduling.problem import whole_number
+from ..hosts import FINISH, number_of
 from ..peers import Group, Peers
 from .agreement import Report, compare, presence_on
 from .buckets import buckets_of, reduce_bucket
-from .gradients import Layout, Parameters, add, hash_of, layout_of, take, trainable
-from .tree import CarryStack, check_whole, share_of
+from .gradients import Layout, Parameters, add, layout_of, take, trainable
+from .tree import CarryStack, share_of
 
 
 class TreeAccumulator:
@@ -51,7 +52,7 @@ class TreeAccumulator:
             tokens gives the mean over tokens, if the loss of a micro-batch is a sum over its tokens.
         """
         parameters = self._parameters(model)
-        check_whole("weight", weight, 0)
+        weight = whole_number("weight", weight, least=0)
         if self._added == len(self.owned):
             raise RuntimeError(f"rank {self._peers.rank} has added its {len(self.owned)} micro-batches; call finish before the next step")
         if all(p.grad is None for p in parameters.values()):
@@ -60,7 +61,7 @@ class TreeAccumulator:
         for name, parameter in parameters.items():
             self._stacks.setdefault(name, CarryStack(add)).push(take(parameter))
         self._added += 1
-        self._weight += int(weight)
+        self._weight += weight
 
     @torch.no_grad()
     def finish(self, model: nn.Module, divide: bool = True) -> None:
@@ -71,19 +72,21 @@ class TreeAccumulator:
         divide: False leaves the sum as it is, for losses that were divided by a total of the whole step before backward.
         """
         try:
-            with self._peers.refusing(FINISH):
+            with self._peers.hosts.refusing(FINISH):
                 check_flags(divide=divide)
                 parameters = self._parameters(model)
             sums = {name: self._stacks[name].total() if self._added else None for name in parameters}
             mine = {name: partial is not None for name, partial in sums.items()}
-            report = self._report(parameters, bool(divide), all(mine.values()))
+            left_over = sum(p.grad is not None for p in parameters.values())
+            done = self._added, self._weight, left_over, all(mine.values())
+            report = Report(int(self.micro_batches), self._step, number_of(layout_of(parameters)), bool(divide), *done)
         finally:
             self._step += 1
             self.reset()  # an error ends the step, too: nothing of it may reach the next one
         reports = compare(report, self._peers)
         presence = presence_on(self._peers, parameters, mine, all(other.complete for other in reports))
         divisor = sum(other.weight for other in reports) if divide else None
-        with self._peers.telling():
+        with self._peers.hosts.telling():
             for bucket in buckets_of(parameters, presence):
                 reduce_bucket(bucket, sums, self._peers, divisor)
         self._delivered = {name: ref(p.grad) for name, p in parameters.items() if p.grad is not None}
@@ -106,15 +109,3 @@ class TreeAccumulator:
             changed = sorted({name for name, _ in {*layout} ^ {*self._layout}}) or ["their order"]
             raise ValueError(f"the trainable parameters must not change within a step; what changed: {', '.join(changed[:3])}")
         return parameters
-
-    def _report(self, parameters: Parameters, divide: bool, complete: bool) -> Report:
-        return Report(
-            micro_batches=int(self.micro_batches),
-            step=self._step,
-            layout=hash_of(layout_of(parameters)),
-            divide=divide,
-            added=self._added,
-            weight=self._weight,
-            left_over=sum(p.grad is not None for p in parameters.values()),
-            complete=complete,
-        )

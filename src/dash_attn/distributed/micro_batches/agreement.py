@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
-from ..hosts import FINISH
+from ..hosts import FINISH, odd_rank
 from ..peers import Peers
 from .buckets import Presence
 from .gradients import Parameters
 from .tree import share_of
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What one rank has at the end of a step. Whole numbers only, so that it fits one small message."""
 
     micro_batches: int
@@ -35,11 +34,11 @@ MUST_AGREE = {
 
 def compare(mine: Report, peers: Peers) -> list[Report]:
     """The reports of all ranks, if they can be added."""
-    reports = [Report(*numbers) for numbers in peers.begin(FINISH, astuple(mine))]
+    reports = [Report(*numbers) for numbers in peers.hosts.begin(FINISH, mine)]
     for field, rule in MUST_AGREE.items():
         values = [getattr(report, field) for report in reports]
-        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if odd is not None:
+        odd = odd_rank(values)
+        if odd:
             raise RuntimeError(f"{rule}; got {values[0]} on rank 0 and {values[odd]} on rank {odd}")
     for rank, report in enumerate(reports):
         _check_complete(rank, report, len(share_of(rank, peers.count, report.micro_batches)))
@@ -62,5 +61,5 @@ def presence_on(peers: Peers, parameters: Parameters, mine: dict[str, bool], all
     """Which ranks have a partial sum of which parameter."""
     if all_complete:
         return dict.fromkeys(parameters, (True,) * peers.count)
-    rows = peers.gather_numbers([mine[name] for name in parameters])
+    rows = peers.hosts.gather([mine[name] for name in parameters])
     return {name: tuple(bool(row[place]) for row in rows) for place, name in enumerate(parameters)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,11 +43,6 @@ def layout_of(parameters: Parameters) -> Layout:
     """What must not change within a step, and not differ between ranks."""
     numbers = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in parameters.values()))}  # ranks number alike
     return tuple((name, f"{tuple(p.shape)} {gradient_dtype(p)} {p.device.type} {numbers[p.device]}") for name, p in parameters.items())
-
-
-def hash_of(layout: Layout) -> int:
-    """63 bits, to fit a signed number."""
-    return int.from_bytes(hashlib.sha256(repr(layout).encode()).digest()[:8], "big") >> 1
 
 
 def take(parameter: nn.Parameter) -> Tensor | None:

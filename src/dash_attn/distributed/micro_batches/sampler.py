@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import Sampler
 
 from ...call.tensor_checks import check_flags
+from ...scheduling.problem import whole_number
 from ..peers import Group, Peers
-from .tree import check_whole, share_of
+from .tree import share_of
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -38,8 +39,8 @@ class MicroBatchSampler(Sampler[list[int]]):
     ) -> None:
         check_flags(shuffle=shuffle)
         for name, value in (("samples", samples), ("size", size), ("micro_batches", micro_batches)):
-            check_whole(name, value, 1)
-        check_whole("seed", seed, 0)
+            whole_number(name, value)
+        whole_number("seed", seed, 0)
         if samples < size * micro_batches:
             raise ValueError(f"a step takes {micro_batches} micro-batches of {size} samples, {size * micro_batches} in all; got {samples}")
         peers = Peers.of(group)
@@ -55,8 +56,8 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
         """Every iteration from now on is over this epoch and begins at this step: 0, or the steps that were done when training stopped."""
-        check_whole("epoch", epoch, 0)
-        check_whole("step", step, 0)
+        whole_number("epoch", epoch, 0)
+        whole_number("step", step, 0)
         if step > self.steps:
             raise ValueError(f"an epoch has {self.steps} steps; got step {step}")
         self._epoch, self._first_step = epoch, step

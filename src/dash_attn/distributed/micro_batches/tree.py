@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from ...masks import is_whole
+from ...scheduling.problem import whole_number
 
 Sum = TypeVar("Sum")
-
-
-def left_leaves(leaves: int) -> int:
-    """Of a tree with two leaves or more: the largest power of two below."""
-    return 1 << ((leaves - 1).bit_length() - 1)
 
 
 def tree_sum(terms: Sequence[Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
     """The sum of terms that are all there. `add` gets the left sum first."""
     if len(terms) == 1:
         return terms[0]
-    left = left_leaves(len(terms))
+    left = 1 << ((len(terms) - 1).bit_length() - 1)  # the largest power of two below
     return add(tree_sum(terms[:left], add), tree_sum(terms[left:], add))
 
 
@@ -37,9 +32,6 @@ class CarryStack(Generic[Sum]):
     def __init__(self, add: Callable[[Sum, Sum], Sum]) -> None:
         self._add = add
         self._waiting: list[tuple[int, Sum]] = []  # leaves and sum of each subtree
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def push(self, term: Sum) -> None:
         leaves = 1
@@ -63,16 +55,11 @@ def fitting_ranks(micro_batches: int) -> list[int]:
 
 def share_of(rank: int, ranks: int, micro_batches: int) -> range:
     """The micro-batches of a rank: one subtree. Subtrees of 2^k leaves follow each other, so a rank's range begins at rank * 2^k."""
-    check_whole("micro_batches", micro_batches, 1)
+    whole_number("micro_batches", micro_batches)
     sizes = [1 << k for k in range(micro_batches.bit_length() + 1) if -(-micro_batches >> k) == ranks]
     if not sizes:
         raise ValueError(_does_not_fit(ranks, micro_batches))
     return range(rank * sizes[0], min((rank + 1) * sizes[0], micro_batches))
-
-
-def check_whole(name: str, value: int, least: int) -> None:
-    if not is_whole(value) or value < least:
-        raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
 
 
 def _does_not_fit(ranks: int, micro_batches: int) -> str:

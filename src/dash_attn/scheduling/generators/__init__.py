@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from ..problem import Problem
 from ..schedule import GENERATED_BY, Schedule
@@ -20,21 +20,13 @@ from .weave import weave
 
 Generator = Callable[[Problem, int], Schedule]
 
-GENERATORS: dict[str, Generator] = {
-    "ascending": ascending,
-    "descending": descending,
-    "spt": spt,
-    "shift": shift,
-    "shift_blocks": shift_blocks,
-    "symmetric_shift": symmetric_shift,
-    "alternating": alternating,
-    "arrival": arrival,
-    "weave": weave,
-}
-GENERATED_BY.update(GENERATORS)
+_ALL = (ascending, descending, spt, shift, shift_blocks, symmetric_shift, alternating, arrival, weave)
+GENERATORS: dict[str, Generator] = {generator.__name__: generator for generator in _ALL}
 ScheduleName = Literal[
     "auto", "ascending", "descending", "spt", "shift", "shift_blocks", "symmetric_shift", "alternating", "arrival", "weave"
 ]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+GENERATED_BY.update(GENERATORS)
 
 
 def generate(name: str, problem: Problem, workers: int) -> Schedule:
@@ -45,8 +37,8 @@ def generate(name: str, problem: Problem, workers: int) -> Schedule:
         except TooFewWorkers as error:
             raise error.asked_for_as(f"auto (here {error.name})") from None
     if name not in GENERATORS:
-        raise ValueError(f"unknown schedule {name!r}; choose from auto, {', '.join(GENERATORS)}")
+        raise ValueError(f"unknown schedule {name!r}; choose from {', '.join(SCHEDULES)}")
     return GENERATORS[name](problem, workers)
 
 
-__all__ = ["GENERATORS", "Generator", "ScheduleName", "auto", "generate", *GENERATORS]
+__all__ = ["GENERATORS", "SCHEDULES", "Generator", "ScheduleName", "auto", "generate", *GENERATORS]

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import Schedule
-from ._walks import downward
+from ._walks import downward, turns_as_they_start
 
 
 def descending(problem: Problem, workers: int) -> Schedule:
-    chain, q_tile = downward(problem)
-    no_delay = np.zeros(problem.kv_tiles, dtype=np.int64)
-    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, chain), no_delay)
-    return Schedule.build(problem, Order("descending", (kind,), ALL_GUARANTEES), (np.arange(problem.kv_tiles),), workers)
+    return turns_as_they_start("descending", problem, workers, downward(problem), np.arange(problem.kv_tiles))

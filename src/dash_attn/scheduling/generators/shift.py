@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...errors import ScheduleError
 from ..order import ALL_GUARANTEES, BATCH_INVARIANT, RUN_TO_RUN, HeadOrder, Order, turn_within
 from ..problem import Problem, whole_number
-from ..schedule import Schedule
-from ..validate import ScheduleError
-from ._walks import HAND_OVER
+from ..schedule import HAND_OVER, Schedule
 
 
 def shift(problem: Problem, workers: int) -> Schedule:

@@ -8,18 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import Schedule
-from ._walks import upward
+from ._walks import turns_as_they_start, upward
 
 
 def spt(problem: Problem, workers: int) -> Schedule:
-    start = shortest_first(problem)
-    place = np.argsort(start)
-    chain, q_tile = upward(problem)
-    kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, place[chain]), np.zeros(problem.kv_tiles, dtype=np.int64))
-    return Schedule.build(problem, Order("spt", (kind,), ALL_GUARANTEES), (start,), workers)
+    return turns_as_they_start("spt", problem, workers, upward(problem), shortest_first(problem))
 
 
 def shortest_first(problem: Problem) -> NDArray[np.int64]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import ScheduleError
 from ..order import ALL_GUARANTEES, HeadOrder, Order, frozen_ints, turn_within
 from ..problem import Problem, whole_number
 from ..schedule import Placement, Schedule
-from ..validate import ScheduleError
 
 
 def symmetric_shift(problem: Problem, workers: int) -> Schedule:

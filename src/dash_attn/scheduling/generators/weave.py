@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
-from ..schedule import Schedule
-from ._walks import HAND_OVER
+from ..schedule import HAND_OVER, Schedule
 from .spt import shortest_first
 
 BLOCK, BLOCKS = 32, 4  # most chains of a block, least blocks of a head: more balances better, fewer wait less (docs/log.md)

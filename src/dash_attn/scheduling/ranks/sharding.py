@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..order import frozen_ints
 from ..problem import Problem, whole_number
-from .by_document import deal_by_document
 
 SHARDINGS = ("zigzag", "contiguous")
+UNIT = 128  # rows that every tile divides
+LEAST_TILES = 4  # of a chunk of a document; of 1 to 8, this had the best predictions (docs/log.md)
+Chunk = tuple[int, int]  # rows, rank
 
 
 class CutTile(ValueError):
@@ -59,7 +61,7 @@ class Sharding:
     def by_document(cls, lengths: Sequence[int], ranks: int) -> Sharding:
         """For a row of documents of these lengths: equal work under a causal mask, and no cut through a tile. Long documents are dealt in
         zigzag, each by itself; the others are whole. Ranks may have different numbers of rows."""
-        chunks = deal_by_document(lengths, ranks)
+        chunks = _deal_by_document(lengths, ranks)
         return cls(tuple(length for length, _ in chunks), tuple(rank for _, rank in chunks))
 
     @classmethod
@@ -74,11 +76,9 @@ class Sharding:
         """Chunks of one length."""
         chunks = len(owners)
         if whole_number("rows", rows) % chunks:
-            below = rows // chunks * chunks
-            fitting = " or ".join(str(fits) for fits in (below, below + chunks) if fits)
             raise ValueError(
                 f"{name} sharding of {max(owners) + 1} ranks has {chunks} chunks of one length; {rows} rows cannot be dealt so"
-                f" (but {fitting} can). A Sharding with lengths of its own can"
+                f" (but {_around(rows, chunks)} can). A Sharding with lengths of its own can"
             )
         return cls((rows // chunks,) * chunks, owners)
 
@@ -142,7 +142,38 @@ class Sharding:
         chunks = self.rows // math.gcd(*self.lengths)  # of one length; those that follow each other on one rank may have been joined
         if chunks > 2 * self.chunks:
             return "Give a Sharding with other lengths"
-        step = unit * chunks
-        below = self.rows // step * step
-        fitting = " or ".join(str(rows) for rows in (below, below + step) if rows)
+        fitting = _around(self.rows, unit * chunks)
         return f"{chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"
+
+
+def _around(rows: int, step: int) -> str:
+    """For errors: the multiples next to a number."""
+    below = rows // step * step
+    return " or ".join(str(fitting) for fitting in (below, below + step) if fitting)
+
+
+def _deal_by_document(lengths: Sequence[int], ranks: int) -> list[Chunk]:
+    """The chunks of a row, in its order. A document is dealt in zigzag if its chunks are long enough, or if it is more than the share of
+    a rank. The others go whole to the rank with the fewest rows, longest first."""
+    rows = [0] * whole_number("ranks", ranks)
+    share = sum(whole_number("the length of a document", length) for length in lengths) / ranks
+    dealt: dict[int, list[Chunk]] = {}
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        long = lengths[place] >= 2 * ranks * LEAST_TILES * UNIT or lengths[place] > share
+        dealt[place] = _zigzag(lengths[place], ranks) if long else [(lengths[place], rows.index(min(rows)))]
+        for length, rank in dealt[place]:
+            rows[rank] += length
+    if 0 in rows:
+        raise ValueError(
+            f"{len(lengths)} documents of {sum(lengths)} rows cannot be dealt to {ranks} ranks in whole tiles of {UNIT} rows: rank"
+            f" {rows.index(0)} would have none. Sharding.zigzag and Sharding.contiguous deal rows without looking at documents"
+        )
+    return [chunk for place in range(len(lengths)) for chunk in dealt[place]]
+
+
+def _zigzag(length: int, ranks: int) -> list[Chunk]:
+    """In chunks of whole tiles, as equal as can be."""
+    there = [*range(ranks), *reversed(range(ranks))]
+    tiles = -(-length // UNIT)
+    ends = [min(UNIT * (tiles * number // len(there)), length) for number in range(len(there) + 1)]
+    return [(end - begin, rank) for (begin, end), rank in zip(pairwise(ends), there, strict=True) if end > begin]

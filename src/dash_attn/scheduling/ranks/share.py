@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import ScheduleError
 from ..order import WORKER_INVARIANT
-from ..problem import whole_number
+from ..problem import Problem, whole_number
 from ..schedule import Schedule
-from ..validate import ANY_WORKERS, ScheduleError
-from .drafts import drafts_of
-from .sequence import in_sequence
+from ..validate import ANY_WORKERS
 from .sharding import Sharding
 from .trips import Trips, trips_without_circle
-from .units import SharedSchedule, Unit
+from .units import Head, SharedSchedule, Unit
+
+FILLINGS = 4  # chains of a unit per worker (docs/simulator.md)
+ROUND = 2  # bundles per rank that take turns, where there is one kind of head
+HOP = 20  # what a hop is thought to take: one part in so many of the largest unit
+
+Place = tuple[
+    int, int, int, int, int
+]  # of a unit that has no number yet: kind, turn, column, member and leg; behind all members: the ending
 
 
 def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> SharedSchedule:
@@ -30,14 +45,169 @@ def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> Sh
 
 def deal(schedule: Schedule, sharding: Sharding, heads_together: int, trips: tuple[Trips, ...]) -> SharedSchedule:
     """Put the legs of all heads into one sequence."""
-    drafts = drafts_of(schedule, sharding, trips, heads_together)
-    sequence = in_sequence(drafts, sharding.ranks)
-    number_of = {index: number for number, index in enumerate(sequence)}
-    units = [_numbered(drafts[index].unit, number, number_of) for number, index in enumerate(sequence)]
-    waits = tuple(tuple(sorted(number_of[earlier] for earlier in drafts[index].waits)) for index in sequence)
-    return SharedSchedule(schedule, sharding, heads_together, trips, tuple(units), waits)
+    drafts = _drafts(schedule, sharding, trips, heads_together)
+    sequence = _Sequencer(drafts, sharding.ranks).run()
+    assert len(sequence) == len(drafts), "trips have no circle, and sums are added part after part"
+    number_of: dict[Place | None, int] = {place: number for number, place in enumerate(sequence)}
+    units, waits = [], []
+    for number, draft in enumerate(drafts[place] for place in sequence):
+        units.append(draft.unit._replace(number=number, before=number_of.get(draft.before), after=number_of.get(draft.after)))
+        waits.append(tuple(sorted(number_of[earlier] for earlier in draft.waits)))
+    return SharedSchedule(schedule, sharding, heads_together, trips, tuple(units), tuple(waits))
 
 
-def _numbered(unit: Unit, number: int, number_of: dict[int, int]) -> Unit:
-    before, after = (None if index is None else number_of[index] for index in (unit.before, unit.after))
-    return unit._replace(number=number, before=before, after=after)
+def heads_that_fill(schedule: Schedule, sharding: Sharding, workers: int) -> int:
+    """How many heads of one kind a unit should have side by side. It decides time and memory alone, never bits.
+
+    As many as give every worker some chains, dealt evenly to turns: where all chains of a unit start at once, they wait for each other
+    at the same Q tiles, and no other work is there meanwhile. No more, because states take memory. Where heads have one kind, enough
+    units are left for all ranks: there the segments of a head go around the ranks one by one.
+    """
+    problem, kinds = schedule.problem, len(schedule.order.kinds)
+    chains = [len(column.kv_tiles) for trips in trips_without_circle(schedule, sharding) for column in trips.columns if column.legs]
+    heads = problem.batch * -(-problem.all_parts // kinds)
+    enough = max(1, round(FILLINGS * workers / np.median(chains))) if chains else 1
+    if kinds == 1:
+        enough = min(enough, max(1, heads // sharding.ranks))
+    turns = max(1, round(heads / enough))
+    return -(-heads // turns)
+
+
+class _Draft(NamedTuple):
+    """A unit that has no number yet, and the places of others."""
+
+    unit: Unit
+    before: Place | None
+    after: Place | None
+    waits: set[Place]
+    priority: tuple[int, ...]  # of ready units, a rank starts the one with the least
+    cost: int  # in tasks
+
+
+@dataclass(frozen=True, eq=False)
+class _Bundle:
+    """Heads of one kind that go side by side: member by member all legs of a column, then its ending."""
+
+    kind: int
+    turn: int
+    heads: tuple[Head, ...]
+    members: int  # query heads of each
+    trips: Trips
+
+    def place(self, column: int, member: int, leg: int) -> Place:
+        return self.kind, self.turn, column, member, leg
+
+    def stops(self, column: int) -> list[Place]:
+        """Where states go. The trip of a query head begins where that of the one before has ended."""
+        legs = range(len(self.trips.columns[column].legs))
+        return [self.place(column, member, leg) for member in range(self.members) for leg in legs] + [self.place(column, self.members, 0)]
+
+
+def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int) -> dict[Place, _Draft]:
+    """The first to be launched is the one with the least priority: pairs of bundles, one of each kind, take turns; in a pair segment by
+    segment, and then by how many units come before. So the heads of a kind end where those of the other begin.
+
+    Heads of a single kind all begin on the same rank. There many of them go in a round, segment by segment: the ranks are busy
+    with different heads then, because the segments of a head follow each other around all ranks.
+    """
+    in_round = 1 if len(trips) > 1 else ROUND * sharding.ranks
+    drafts: dict[Place, _Draft] = {}
+    last_endings: dict[tuple[int, ...], Place] = {}  # of each sum: kind, column, sequence, KV head
+    for bundle in _bundles(schedule, trips, heads_together):
+        for column in range(len(bundle.trips.columns)):
+            drafts.update(_of_column(bundle, column, sharding, in_round))
+            # Parts of a group are added in order: an ending waits for those of earlier parts.
+            ending = bundle.stops(column)[-1]
+            sums = [(bundle.kind, column, sequence, part // schedule.problem.parts) for sequence, part in bundle.heads]
+            drafts[ending].waits.update(last_endings[place] for place in sums if place in last_endings)
+            last_endings.update(dict.fromkeys(sums, ending))
+    return drafts
+
+
+def _bundles(schedule: Schedule, trips: tuple[Trips, ...], heads_together: int) -> Iterator[_Bundle]:
+    """Those of a bundle have equally many members. The sequences of a KV head follow each other, so that its keys are needed for a short
+    time."""
+    problem = schedule.problem
+    for kind, mine in enumerate(trips):
+        parts = [part for part in range(problem.all_parts) if schedule.order.kind_of(problem, part) == kind]
+        heads = [(sequence, part) for part in parts for sequence in range(problem.batch)]
+        turn = 0
+        while heads:
+            members = _members(problem, heads[0])
+            count = next((i for i, head in enumerate(heads[:heads_together]) if _members(problem, head) != members), heads_together)
+            yield _Bundle(kind, turn, tuple(heads[:count]), members, mine)
+            heads, turn = heads[count:], turn + 1
+
+
+def _members(problem: Problem, head: Head) -> int:
+    return len(problem.members(head[1]))
+
+
+def _of_column(bundle: _Bundle, column: int, sharding: Sharding, in_round: int) -> Iterator[tuple[Place, _Draft]]:
+    trips, found, stops = bundle.trips, bundle.trips.columns[column], bundle.stops(column)
+    for before, here, after in zip([None, *stops], stops, [*stops[1:], None], strict=False):
+        member, leg = here[-2:]
+        if after is None:  # the ending
+            unit = Unit(0, sharding.owners[found.chunk], bundle.kind, bundle.heads, column, member - 1, None)
+            node, level, waits, cost = trips.nodes + column, 0, set[Place](), 0
+        else:
+            unit = Unit(0, sharding.owners[found.legs[leg].chunk], bundle.kind, bundle.heads, column, member, leg)
+            node, cost = int(trips.first_node[column]) + leg, len(bundle.heads) * found.legs[leg].tasks
+            level, waits = int(trips.level[node]), {bundle.place(other, member, its_leg) for other, its_leg in trips.waits[node]}
+        waits |= {before} if before is not None else set()
+        priority = bundle.turn // in_round, found.segment, bundle.turn, bundle.kind, member * trips.depth + level, node
+        yield here, _Draft(unit, before, after, waits, priority, cost)
+
+
+class _Sequencer:
+    """A list schedule in which a task takes one unit of time: a free rank starts the ready unit of least priority.
+
+    Ranks keep to the sequence. So a hop must take some time here: else a rank would be told to wait for states that have just left
+    another one, with other work at hand. How long hardly matters (docs/simulator.md).
+    """
+
+    def __init__(self, drafts: dict[Place, _Draft], ranks: int) -> None:
+        self.drafts = drafts
+        self.hop = max((draft.cost for draft in drafts.values()), default=0) // HOP
+        self.missing = {place: len(draft.waits) + 1 for place, draft in drafts.items()}  # what has not arrived; first, that we begin
+        self.followers: dict[Place, list[Place]] = defaultdict(list)
+        for place, draft in drafts.items():
+            for earlier in draft.waits:
+                self.followers[earlier].append(place)
+        self.ready: list[list[tuple[tuple[int, ...], Place]]] = [[] for _ in range(ranks)]
+        self.events: list[tuple[int, bool, Place]] = []  # when, whether something has arrived at this place (else: it has ended), which
+
+    def run(self) -> list[Place]:
+        """The places in the order in which their units start. Each comes after those that it waits for."""
+        for place in self.drafts:
+            self._arrive(place)
+        idle, sequence, now = set(range(len(self.ready))), list[Place](), 0
+        while True:
+            for rank in [rank for rank in sorted(idle) if self.ready[rank]]:
+                place = heappop(self.ready[rank])[1]
+                sequence.append(place)
+                heappush(self.events, (now + self.drafts[place].cost, False, place))
+                idle.remove(rank)
+            if not self.events:
+                return sequence
+            now = self.events[0][0]
+            while self.events and self.events[0][0] == now:
+                _, arrived, place = heappop(self.events)
+                if arrived:
+                    self._arrive(place)
+                else:
+                    idle.add(self.drafts[place].unit.rank)
+                    self._end(place, now)
+
+    def _end(self, place: Place, now: int) -> None:
+        for follower in self.followers[place]:
+            if self.hop and self.drafts[follower].unit.rank != self.drafts[place].unit.rank:
+                heappush(self.events, (now + self.hop, True, follower))
+            else:
+                self._arrive(follower)
+
+    def _arrive(self, place: Place) -> None:
+        self.missing[place] -= 1
+        if not self.missing[place]:
+            draft = self.drafts[place]
+            heappush(self.ready[draft.unit.rank], (draft.priority, place))

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import ScheduleError
 from ..order import HeadOrder, Ints
 from ..problem import Problem
 from ..schedule import Schedule
-from ..validate import ANY_WORKERS, ScheduleError
+from ..validate import ANY_WORKERS
 from .sharding import Sharding
 
 Edges = NDArray[np.int64]  # rows (earlier, later)
@@ -74,6 +75,20 @@ class Trips:
         """How many legs each leg comes after, on the longest way."""
         return levels(self.nodes, self.edges)
 
+    @property
+    def depth(self) -> int:
+        """Levels of all legs."""
+        return int(self.level.max(initial=0)) + 1
+
+    @cached_property
+    def waits(self) -> list[list[tuple[int, int]]]:
+        """The legs that each node waits for: column, and number of the leg in it."""
+        legs = [(number, leg) for number, column in enumerate(self.columns) for leg in range(len(column.legs))]
+        found: list[list[tuple[int, int]]] = [[] for _ in legs]
+        for earlier, later in self.edges.tolist():
+            found[later].append(legs[earlier])
+        return found
+
     def steps(self, kv_tile: int, leg: int) -> slice:
         """The part of a chain's walk that is a leg."""
         bounds = self.bounds[kv_tile]
@@ -114,9 +129,12 @@ class _Cut:
     def trips(self, alone: bool, neighbours: bool) -> Trips:
         bounds = {kv_tile: self._bounds(self.order.walk(kv_tile)) for kv_tile in range(self.order.kv_tiles)}
         routes = {kv_tile: self._route(kv_tile, cut) for kv_tile, cut in bounds.items()}
-        if alone:
-            return self._in_columns({(kv_tile, route): [kv_tile] for kv_tile, route in routes.items()}, bounds)
-        together = _neighbours({kv_tile: routes[kv_tile] for kv_tile in self.starts}) if neighbours else _same_routes(routes)
+        together: Together = defaultdict(list)
+        run, last = 0, None
+        for kv_tile in self.starts if neighbours else routes:
+            route = routes[kv_tile]
+            run, last = run + (route != last), route
+            together[kv_tile if alone else run if neighbours else 0, route].append(kv_tile)
         return self._in_columns(together, bounds)
 
     def _route(self, kv_tile: int, cut: tuple[int, ...]) -> Route:
@@ -144,16 +162,12 @@ class _Cut:
 
     def _nodes(self, together: Together, bounds: Bounds) -> tuple[NDArray[np.int64], list[int]]:
         """The node of every task, and the first node of every column."""
-        node = np.empty(len(self.order.q_tile), dtype=np.int64)
-        first_node, count = [], 0
-        for (_, route), kv_tiles in together.items():
-            first_node.append(count)
-            for kv_tile in kv_tiles:
-                offset, cut = int(self.order.offsets[kv_tile]), bounds[kv_tile]
-                for leg, (begin, end) in enumerate(pairwise(cut)):
-                    node[offset + begin : offset + end] = count + leg
-            count += len(route) - 2
-        return node, first_node
+        legs = np.concatenate([np.repeat(np.arange(len(cut) - 1), np.diff(cut)) for cut in bounds.values()])
+        first_node = list(accumulate((len(route) - 2 for _, route in together), initial=0))[:-1]
+        first_of_chain = np.zeros(self.order.kv_tiles, dtype=np.int64)
+        for first, kv_tiles in zip(first_node, together.values(), strict=True):
+            first_of_chain[kv_tiles] = first
+        return first_of_chain[self.order.chain] + legs, first_node
 
     def _waits(self, node: NDArray[np.int64]) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
         """Pairs of nodes that hand dQ tiles over, and the pairs of chains that do so inside of each node."""
@@ -194,28 +208,13 @@ class _Cut:
         )
 
 
-def _same_routes(routes: dict[int, Route]) -> Together:
-    together: Together = defaultdict(list)
-    for kv_tile, route in routes.items():
-        together[0, route].append(kv_tile)
-    return together
-
-
-def _neighbours(routes: dict[int, Route]) -> Together:
-    """The same, of chains that start one after another. routes: in the order in which they start."""
-    together: Together = defaultdict(list)
-    run, last = 0, None
-    for kv_tile, route in routes.items():
-        run, last = run + (route != last), route
-        together[run, route].append(kv_tile)
-    return together
-
-
 def levels(nodes: int, edges: Edges) -> NDArray[np.int64]:
     """Of each node: the edges on the longest way to it; -1 for nodes in a circle and those behind one."""
     level = np.zeros(nodes, dtype=np.int64)
     waits = np.bincount(edges[:, 1], minlength=nodes) if len(edges) else np.zeros(nodes, dtype=np.int64)
-    followers = followers_of(nodes, edges)
+    followers: dict[int, list[int]] = defaultdict(list)
+    for earlier, later in edges.tolist():
+        followers[earlier].append(later)
     free = np.flatnonzero(waits == 0).tolist()
     done = 0
     while free:
@@ -229,11 +228,3 @@ def levels(nodes: int, edges: Edges) -> NDArray[np.int64]:
     if done < nodes:
         level[waits > 0] = -1
     return level
-
-
-def followers_of(nodes: int, edges: Edges) -> list[list[int]]:
-    """The nodes that wait for each node."""
-    found: list[list[int]] = [[] for _ in range(nodes)]
-    for earlier, later in edges.tolist():
-        found[earlier].append(later)
-    return found

@@ -8,8 +8,10 @@ ranks cannot hang, whatever the timing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..problem import Problem
@@ -30,8 +32,8 @@ class Unit(NamedTuple):
     column: int
     member: int  # how many query heads of their parts the chains have walked for
     leg: int | None  # None: the ending
-    before: int | None  # the unit that the states come from; None: they begin here
-    after: int | None  # the unit that they go to
+    before: int | None = None  # the unit that the states come from; None: they begin here
+    after: int | None = None  # the unit that they go to
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,3 +85,19 @@ class SharedSchedule:
             return f"the sums of {keys}"
         queries = self.sharding.rows_of_chunk(column.legs[unit.leg].chunk)
         return f"queries {queries.start} to {queries.stop - 1} (chunk {column.legs[unit.leg].chunk}) on {keys}"
+
+
+def most_states(shared: SharedSchedule) -> list[int]:
+    """How many states each rank has at once, at most, in KV tiles: they are there from the unit before, wherever that runs, until their
+    own unit has run."""
+    events: list[list[tuple[int, int]]] = [[] for _ in range(shared.sharding.ranks)]
+    for unit in shared.units:
+        tiles = shared.state_tiles(unit)
+        since = unit.number if unit.before is None else unit.before + 1
+        events[unit.rank] += [(since, tiles), (unit.number + 1, -tiles)]
+    return [highest(each) for each in events]
+
+
+def highest(events: Iterable[tuple[float, int]]) -> int:
+    """The highest level, if each event (when, by how much) changes it. At one moment, what goes goes first."""
+    return max(accumulate((change for _, change in sorted(events)), initial=0))

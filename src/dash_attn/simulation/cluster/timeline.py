@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,17 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...scheduling.engine import Progress
-from ...scheduling.ranks.units import SharedSchedule, Unit
+from ...scheduling.ranks.units import SharedSchedule, Unit, highest
 from ..simulate import simulate
-from .chunks import ChunkModel
 from .machines import Cluster
-from .tiles import TileModel
-from .traffic import PerRank, gather_bytes, hops_by_rank, state_bytes
+from .models import ChunkModel, TileModel
 
 EXECUTIONS = ("launch", "overlap")
 MODELS = ("tiles", "chunks")
 MOST_TASKS_OF_TILES = 10_000_000  # half a minute, with the one rank to compare with
 Times = NDArray[np.float64]  # microseconds
+PerRank = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +74,15 @@ class RankTimeline:
 
     @cached_property
     def gathered(self) -> PerRank:
-        """Bytes of K and V that each rank sends: in the forward, and again in the backward."""
-        return gather_bytes(self.shared.problem, self.shared.sharding, self.cluster.widths)
+        """Bytes of K and V that each rank sends, its rows of all heads to each other rank: in the forward, and again in the backward."""
+        heads, sharding = self.shared.problem.heads * self.shared.problem.batch, self.shared.sharding
+        rows = (len(sharding.rows_of(rank)) for rank in range(self.ranks))
+        return tuple(heads * (self.ranks - 1) * self.cluster.widths.keys(own) for own in rows)
 
     @cached_property
     def states(self) -> PerRank:
-        """Bytes of states that each rank sends."""
-        return state_bytes(self.shared, self.cluster.widths)
+        """Bytes of states that each rank sends: from leg to leg, and from the last leg to the rank of the keys."""
+        return self._sums(lambda unit: self._state_bytes(unit) if self.shared.hops(unit) else 0)
 
     @property
     def sent(self) -> PerRank:
@@ -91,26 +92,30 @@ class RankTimeline:
     @cached_property
     def hops(self) -> PerRank:
         """How many times each rank sends the states of a unit."""
-        return hops_by_rank(self.shared)
+        return self._sums(self.shared.hops)
 
     @cached_property
     def waiting(self) -> PerRank:
         """Most units of each rank whose states are there and have to wait. Those in work, and those under way, come on top."""
-        return self._most_at_once([1] * len(self.shared.units))
+        return self._most_at_once(lambda unit: 1)
 
     @cached_property
     def waiting_bytes(self) -> PerRank:
         """The same in bytes."""
-        problem, widths = self.shared.problem, self.cluster.widths
-        return self._most_at_once([widths.states(problem, self.shared.state_tiles(unit)) for unit in self.shared.units])
+        return self._most_at_once(self._state_bytes)
 
-    def _most_at_once(self, sizes: Sequence[int]) -> PerRank:
+    def _state_bytes(self, unit: Unit) -> int:
+        return self.cluster.widths.states(self.shared.problem, self.shared.state_tiles(unit))
+
+    def _sums(self, size_of: Callable[[Unit], int]) -> PerRank:
+        return tuple(sum(map(size_of, units)) for units in self.shared.by_rank)
+
+    def _most_at_once(self, size_of: Callable[[Unit], int]) -> PerRank:
         events: list[list[tuple[float, int]]] = [[] for _ in range(self.ranks)]
-        for unit, size, start in zip(self.shared.units, sizes, self.start.tolist(), strict=True):
-            arrival = float(self.arrival[unit.number])
+        for unit, arrival, start in zip(self.shared.units, self.arrival.tolist(), self.start.tolist(), strict=True):
             if unit.before is not None and arrival < start:
-                events[unit.rank] += [(arrival, size), (start, -size)]
-        return tuple(int(np.cumsum([0, *(size for _, size in sorted(each))]).max()) for each in events)
+                events[unit.rank] += [(arrival, size_of(unit)), (start, -size_of(unit))]
+        return tuple(map(highest, events))
 
 
 def simulate_ranks(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,11 +14,10 @@ from ...attention.explain import explain
 from ...attention.functions import flash_attn_func
 from ...attention.varlen import flash_attn_varlen_func
 from ...backends import ALWAYS_ORDERED
-from .matrices import Matrix
-from .names import EQUAL_HEADS, OURS, UNORDERED
-from .planning import planning_ms
 from .shape import PASSES, Shape
 
+# Names that ratios are taken to.
+OURS, UNORDERED, EQUAL_HEADS, CUDNN = "dash-attn", "dash-attn unordered", "dash-attn equal heads", "cuDNN"
 COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "alternating", "weave")
 
 
@@ -63,6 +62,26 @@ class Candidate:
     identify: Callable[[Shape, Tensors], dict[str, Any]] | None = None  # what decides our bits
     refuses: Callable[[Shape], str | None] = serves_all  # why it cannot compute a shape at all, whatever the machine
     promised: Callable[[Shape, Tensors], Tensor] | None = None  # the output whose bits it promises, computed elsewhere
+
+
+def is_ours(candidate: str) -> bool:
+    """Ours, with or without an order, with equal heads, and each of our schedules."""
+    return candidate.startswith(OURS)
+
+
+def who_runs(shape: Shape, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Which candidates can compute a case at all, and why the others cannot."""
+    refusals = {candidate.name: candidate.refuses(shape) for candidate in candidates}
+    return {
+        "case": str(shape),
+        "runs": [name for name, reason in refusals.items() if reason is None],
+        "cannot": {name: reason for name, reason in refusals.items() if reason is not None},
+    }
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def make_tensors(shape: Shape, device: torch.device, seed: int = 0) -> Tensors:
@@ -112,13 +131,11 @@ def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device)
     return of_rows
 
 
-def ours(schedules: bool, equal_heads: bool = False, backend: str = "auto") -> list[Candidate]:
-    """Ordered, unordered and, if asked for, the backward with equal heads and that of every schedule we compare."""
+def ours(schedules: bool, backend: str = "auto") -> list[Candidate]:
+    """Ordered, unordered and, if asked for, the backward of every schedule we compare."""
     unordered = [] if backend in ALWAYS_ORDERED else [_ours(UNORDERED, accumulation="unordered", backend=backend)]
-    made = [_ours(OURS, backend=backend), *unordered, *([_equal_heads(backend)] if equal_heads else [])]
-    if schedules:
-        made += [_ours(f"{OURS}: {name}", schedule=name, backend=backend) for name in COMPARED_SCHEDULES]
-    return made
+    names = COMPARED_SCHEDULES if schedules else ()
+    return [_ours(OURS, backend=backend), *unordered, *(_ours(f"{OURS}: {name}", schedule=name, backend=backend) for name in names)]
 
 
 def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", backend: str = "auto") -> Candidate:
@@ -145,35 +162,11 @@ def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", back
     return Candidate(name, prepare, accumulation == "ordered", passes, identify)
 
 
-def _equal_heads(backend: str = "auto") -> Candidate:
-    """Our backward of the same query heads, each with keys and values of its own: what sharing them is measured by."""
-    plain = _ours(OURS, backend=backend)
-
-    def prepare(shape: Shape, tensors: Tensors) -> Runner:
-        k, v = (x.repeat_interleave(shape.group, 2) for x in (tensors.k, tensors.v))
-        made = plain.prepare(replace(shape, kv_heads=shape.q_heads), tensors._replace(k=k, v=v))
-
-        def folded(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            dq, dk, dv, *rest = gradients
-            sums = (x.float().unflatten(2, (shape.kv_heads, shape.group)).sum(3) for x in (dk, dv))
-            return (dq, *sums, *rest)
-
-        return replace(made, folded=folded)
-
-    def refuses(shape: Shape) -> str | None:
-        return None if shape.group > 1 else f"its heads are equal already: see {OURS}"
-
-    return Candidate(EQUAL_HEADS, prepare, True, ("backward",), refuses=refuses)
-
-
 def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, backend: str = "auto") -> dict[str, Any]:
     """What decides our bits, for the record: the explanation of a call. Empty off the GPU, and for packed sequences."""
     if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
     options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap, "backend": backend}
-    said = asdict(
+    return asdict(
         explain(flash_attn_func, tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options)
     )
-    if isinstance(shape.attended, Matrix) and accumulation == "ordered":
-        said["planning_ms"] = planning_ms(shape.attended, tensors[:4], options)
-    return said

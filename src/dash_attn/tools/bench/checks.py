@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...masks import IntervalMask, Mask
 from .candidates import Runner, Tensors
-from .matrices import Matrix
 from .shape import Shape
 
 REPEATS = 3
@@ -80,9 +79,8 @@ def dense(tensors: Tensors, mask: Mask, softcap: float = 0.0) -> dict[str, Tenso
 
 def dropped_keys(mask: Mask, rows: slice, q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """Which keys these queries do not attend, compared on the device: with 32k keys the host would take seconds."""
-    if isinstance(mask, Matrix):
-        return ~torch.from_numpy(mask.elements(q_len, kv_len)[rows]).to(device)
-    assert isinstance(mask, IntervalMask)  # as every other mask that can be written
+    if not isinstance(mask, IntervalMask):
+        return ~torch.from_numpy(mask.keep(rows, slice(0, kv_len), q_len, kv_len)).to(device)
     first, end = (torch.from_numpy(x).to(device)[:, None] for x in mask.clipped_bounds(np.arange(rows.start, rows.stop), q_len, kv_len))
     keys = torch.arange(kv_len, device=device)
     return (keys < first) | (keys >= end)

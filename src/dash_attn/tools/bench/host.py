@@ -12,17 +12,15 @@ import torch
 from ...attention.autograd import attention_backward, attention_forward
 from ...call.call import Call, Grads
 from ...call.options import AttentionOptions
-from .candidates import Candidate, make_tensors, ours
+from .candidates import CUDNN, OURS, Candidate, first_line, make_tensors, ours
 from .measure import OK, UNAVAILABLE
-from .names import CUDNN, OURS
-from .packages import first_line
-from .peers import peers
+from .pytorch_peers import FLASH, pytorch_peers
 from .shape import Shape
 from .timing import Spread, spread
 
 SHAPE = Shape("causal", 128, 1, 2, 2, 64)
 CALLS, ROUNDS = 200, 7
-COMPARED = (OURS, CUDNN, "PyTorch flash")
+COMPARED = (OURS, CUDNN, FLASH)
 ONE_THREAD = "{}, one thread"  # autograd runs the backward in the caller's thread, as torch.autograd.set_multithreading_enabled lets it
 OURS_ALONE = f"{OURS}, without autograd"
 
@@ -30,7 +28,7 @@ OURS_ALONE = f"{OURS}, without autograd"
 def measure_host(device: torch.device, synchronize: Callable[[], None], calls: int = CALLS) -> list[dict[str, Any]]:
     steps: dict[str, Callable[[], Any]] = {
         candidate.name: partial(_training_step, candidate, device)
-        for candidate in (*ours(schedules=False), *peers()[0])
+        for candidate in (*ours(schedules=False), *pytorch_peers())
         if candidate.name in COMPARED
     }
     steps |= {ONE_THREAD.format(name): partial(_in_one_thread, make) for name, make in steps.items()}

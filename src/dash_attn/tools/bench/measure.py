@@ -8,12 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .candidates import Candidate, Runner, Tensors, make_tensors
+from .candidates import CUDNN, EQUAL_HEADS, UNORDERED, Candidate, Runner, Tensors, first_line, is_ours, make_tensors
 from .checks import Reference, not_as_promised, repeats_differ
-from .names import CUDNN, EQUAL_HEADS, UNORDERED, is_ours
-from .packages import first_line
 from .shape import PASSES, Shape
-from .timing import Spread, Stopwatch, interleaved
+from .timing import Spread, Timer, interleaved
 
 OK, FAILED, UNAVAILABLE = "ok", "failed check", "unavailable"
 
@@ -61,11 +59,11 @@ def measure(
     shape: Shape,
     candidates: Sequence[Candidate],
     repeats: int,
-    stopwatch: Callable[[], Stopwatch],
+    timer: Timer,
     device: torch.device,
     scale: Scale | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (peers.who_runs says why)."""
+    """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (candidates.who_runs says why)."""
     tensors = make_tensors(shape, device)
     reference = Reference(shape, tensors)
     rows: list[Row] = []
@@ -78,17 +76,13 @@ def measure(
                 row.runner = runner
                 _check(row, runner, reference, tensors)
             identity = candidate.identify(shape, tensors) if candidate.identify else {}
+            for row in made:
+                row.identity = identity
         except Exception as error:  # what a kernel cannot do, it says in many ways; each is recorded
             for row in made:
                 row.status, row.reason = UNAVAILABLE, first_line(error)
-        else:
-            for row in made:
-                row.identity = identity
     for direction in PASSES:
-        runnable = [row for row in rows if row.direction == direction and row.status == OK]
-        _time(runnable, repeats, stopwatch())
-        if scale is not None:
-            _weigh(runnable, scale)
+        _time([row for row in rows if row.direction == direction and row.status == OK], repeats, timer, scale)
     return [line for direction in PASSES for line in _to_json([row for row in rows if row.direction == direction])]
 
 
@@ -103,16 +97,12 @@ def _check(row: Row, runner: Runner, reference: Reference, tensors: Tensors) -> 
         row.status, row.reason = FAILED, complaint
 
 
-def _time(rows: list[Row], repeats: int, stopwatch: Stopwatch) -> None:
+def _time(rows: list[Row], repeats: int, timer: Timer, scale: Scale | None) -> None:
     calls = [row.runner.call(row.direction) for row in rows if row.runner is not None]
-    for row, times in zip(rows, interleaved(calls, repeats, stopwatch) if calls else [], strict=True):
+    for row, call, times in zip(rows, calls, interleaved(calls, repeats, timer) if calls else [], strict=True):
         row.times = times
-
-
-def _weigh(rows: list[Row], scale: Scale) -> None:
-    for row in rows:
-        if row.runner is not None and row.times is not None:
-            row.readings = scale.readings(row.runner.call(row.direction), row.times.median)
+        if scale is not None:
+            row.readings = scale.readings(call, times.median)
 
 
 def _to_json(rows: list[Row]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -12,12 +12,25 @@ import numpy as np
 
 from ...masks import BooleanMask, Documents, IntervalMask, Mask, Prefix, Window, parse_mask
 from ...scheduling.json_fields import as_number, as_text, as_whole, as_wholes, read_fields
-from .matrices import Matrix
 
 PASSES = ("forward", "backward")
 NUMBERS = ("seqlen", "batch", "q_heads", "kv_heads", "head_dim")  # what every shape names
 # Matrix products per pair of a query and a key, as wide as keys and as values: S, O; S, dQ, dK and dP, dV.
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}
+
+
+class DrawnMask(Mask):
+    """A mask that is drawn for the lengths of a shape, as a boolean matrix."""
+
+    def mask(self, q_len: int, kv_len: int) -> BooleanMask:
+        raise NotImplementedError
+
+    def touched(self, q_len: int, kv_len: int) -> int:
+        """How many pairs of a query and a key count as computed."""
+        raise NotImplementedError
+
+
+OTHER_MASKS: dict[str, Callable[[str], Mask]] = {}  # by the first word of their text; benchmarks/matrices.py has some
 
 
 @dataclass(frozen=True)
@@ -94,12 +107,12 @@ class Shape:
         """Which query of a row attends which key. Sequences laid end to end are documents of that row."""
         if self.lengths:
             return Documents(self.lengths, causal=self.mask == "causal")
-        return Matrix.parse(self.mask) or parse_mask(self.mask)
+        return OTHER_MASKS.get(self.mask.partition(":")[0], parse_mask)(self.mask)
 
     @property
     def argument(self) -> Mask | BooleanMask:
         """What our functions get as the mask of a row. A matrix is drawn and packed here, and kept."""
-        return self.attended.mask(self.q_seqlen, self.seqlen) if isinstance(self.attended, Matrix) else self.attended
+        return self.attended.mask(self.q_seqlen, self.seqlen) if isinstance(self.attended, DrawnMask) else self.attended
 
     @property
     def causal(self) -> bool:
@@ -158,7 +171,7 @@ class Shape:
             return self.q_seqlen * self.seqlen
         if mask.is_causal:
             return self.q_seqlen * self.seqlen - self.q_seqlen**2 / 2
-        if isinstance(mask, Matrix):
+        if isinstance(mask, DrawnMask):
             return mask.touched(self.q_seqlen, self.seqlen)
         assert isinstance(mask, IntervalMask)  # as every mask that can be written
         first, end = mask.clipped_bounds(np.arange(self.q_seqlen), self.q_seqlen, self.seqlen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,36 +13,22 @@ LEAD_IN = 2_000_000  # cycles, about 1 ms: the GPU sleeps while the host queues 
 WARM_UP = 2
 
 
-class Stopwatch(Protocol):
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def times(self) -> list[float]:
-        """Milliseconds from every start to its stop."""
+Call = Callable[[], Any]
+Timer = Callable[[Sequence[Call]], Sequence[float]]  # runs calls one after the other; milliseconds of each
 
 
-class CudaStopwatch:
-    """Events on the current stream; nothing waits for the GPU before `times`."""
-
-    def __init__(self) -> None:
-        self.events: list[torch.cuda.Event] = []
-
-    def start(self) -> None:
+def cuda_times(calls: Sequence[Call]) -> list[float]:
+    """By events on the current stream; nothing waits for the GPU before the last call is queued."""
+    events = []
+    for call in calls:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(LEAD_IN)
-        self._mark()
-
-    def stop(self) -> None:
-        self._mark()
-
-    def _mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.events.append(event)
-
-    def times(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [float(a.elapsed_time(b)) for a, b in zip(self.events[::2], self.events[1::2], strict=True)]
+        start.record()
+        call()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return [float(start.elapsed_time(end)) for start, end in events]
 
 
 class Spread(NamedTuple):
@@ -53,21 +39,14 @@ class Spread(NamedTuple):
     high: float
 
 
-def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, stopwatch: Stopwatch) -> list[Spread]:
+def interleaved(calls: Sequence[Call], repeats: int, timer: Timer) -> list[Spread]:
     """Time calls round-robin; each repetition begins with another one."""
     for call in calls:
         for _ in range(WARM_UP):
             call()
-    order = []
-    for repeat in range(repeats):
-        for i in range(len(calls)):
-            chosen = (repeat + i) % len(calls)
-            order.append(chosen)
-            stopwatch.start()
-            calls[chosen]()
-            stopwatch.stop()
-    times = np.array(stopwatch.times())
-    return [spread(times[np.array(order) == i]) for i in range(len(calls))]
+    order = np.array([(repeat + i) % len(calls) for repeat in range(repeats) for i in range(len(calls))])
+    times = np.array(timer([calls[chosen] for chosen in order]))
+    return [spread(times[order == i]) for i in range(len(calls))]
 
 
 def spread(times: Sequence[float] | NDArray[Any]) -> Spread:

@@ -1,4 +1,6 @@
-"""Least squares: the constants with which the simulator gives the measured times of some schedules.
+"""The constants with which the simulator gives the measured times of some schedules.
+
+`estimate` reads them straight off measured spans: medians of what each of them means. Where a fit starts. `fit` is least squares.
 
 A simulated makespan is a sum of constants along its critical path, so how often each one lies on that path is its exact
 derivative. The fit is Gauss and Newton's with Levenberg's damping, on logarithms: relative errors count, constants stay
@@ -8,16 +10,17 @@ than the steps between two turns, so there are several valleys: the fit starts o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...scheduling.schedule import Schedule
 from ...simulation.critical_path import critical_path
 from ...simulation.simulate import Machine, Timeline, simulate
+from ...viewing.task_times import Floats, Indices, TaskTimes, task_table
 
 CONSTANTS = ("compute", "reduce", "latency", "startup")
 DIGITS = 4  # decimals of a constant, in microseconds
@@ -27,8 +30,9 @@ ITERATIONS = 25
 ENOUGH = 1e-4  # relative decrease of the sum of squares below which it is done
 MOST_DAMPING = 100.0
 LATENCIES = (0.5, 1.0, 2.0)  # of a compute: where fits start, beside what they are given
+WAITED = 0.2  # of a compute: a reduce that started later than that after its compute has waited for its turn
 
-Floats = NDArray[np.float64]
+Run = tuple[Schedule, TaskTimes]
 
 
 class Observation(NamedTuple):
@@ -110,15 +114,49 @@ class _Fitter:
 
 def path_counts(timeline: Timeline) -> tuple[int, int, int, int]:
     """How often compute, reduce, latency and startup lie on the critical path; times the constants, they make the makespan."""
-    costs = timeline.machine.costs
-    compute = latency = startup = 0
-    reduce = 1  # the last
-    for _, cause in critical_path(timeline):
-        if cause == "compute":
-            compute += 1
-        elif cause == "turn" and costs.latency >= costs.reduce:
-            latency += 1
-        elif cause in ("turn", "drain", "buffer", "worker"):
-            reduce += 1
-        startup += cause in ("start", "worker")
-    return compute, reduce, latency, startup
+    costs, causes = timeline.machine.costs, Counter(cause for _, cause in critical_path(timeline))
+    latency = causes["turn"] if costs.latency >= costs.reduce else 0
+    reduce = 1 + causes["turn"] - latency + causes["drain"] + causes["buffer"] + causes["worker"]  # 1: the last
+    return causes["compute"], reduce, latency, causes["start"] + causes["worker"]
+
+
+def estimate(runs: Sequence[Run]) -> Machine:
+    """Of all runs together. Without any wait a hand-over cannot be seen; it then counts as long as a reduce."""
+    if not runs:
+        raise ValueError("nothing to estimate from: at least one measured run is needed")
+    compute = _median([spans.compute_end - spans.compute_start for _, spans in runs])
+    reduce = _median([spans.reduce_end - spans.reduce_start for _, spans in runs])
+    latency = _median([_hand_overs(schedule, spans, WAITED * compute) for schedule, spans in runs], otherwise=reduce)
+    startup = max(0.0, _median([_starts(spans) for _, spans in runs], otherwise=0.0))
+    compute, reduce, latency, startup = (round(value, DIGITS) for value in (compute, reduce, latency, startup))
+    return Machine(compute, reduce, runs[0][1].drains, latency, startup)
+
+
+def _median(values: Sequence[Floats], otherwise: float | None = None) -> float:
+    pooled = np.concatenate(values)
+    if not len(pooled) and otherwise is not None:
+        return otherwise
+    return float(np.median(pooled))
+
+
+def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
+    """From the start of a reduce to the start of the next turn on the same dQ tile, where that one waited for it."""
+    table, problem = task_table(schedule), schedule.problem
+    tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
+    before, after = _neighbours(tile, table.turn)
+    late = spans.reduce_start[after] - spans.compute_end[after] > waited
+    return spans.reduce_start[after[late]] - spans.reduce_start[before[late]]
+
+
+def _starts(spans: TaskTimes) -> Floats:
+    """From the end of a chain to the first compute of the next one on its worker."""
+    tickets, start, end = spans.chains
+    before, after = _neighbours(spans.worker[tickets], start)
+    return start[after] - end[before]
+
+
+def _neighbours(group: Indices, place: Indices | Floats) -> tuple[Indices, Indices]:
+    """Indices of all that follow each other directly in a group, by their places in it."""
+    order = np.lexsort((place, group))
+    same = group[order[1:]] == group[order[:-1]]
+    return order[:-1][same], order[1:][same]

@@ -1,7 +1,10 @@
-"""What both devices share: the tensors of a problem, one measured run of a schedule, and the observations of a fit."""
+"""Devices to measure on (the CPU executor in real threads, where one thread is one worker, and a Hopper GPU), and what is measured there:
+the tensors of a problem, one run of a schedule, the observations of a fit."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,17 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.call import Call, Grads
 from ...call.options import AttentionOptions
 from ...masks import Causal, Full, Mask
 from ...scheduling.generators import generate
-from ...scheduling.problem import Problem
-from ...scheduling.schedule import Schedule
+from ...scheduling.problem import Problem, whole_number
 from ...viewing.task_times import TaskTimes
-from .estimate import estimate
-from .fit import Fit, Observation, fit
+from .fit import Fit, Observation, Run, estimate, fit
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 Progress = Callable[[int, int], None]
+CPU_RUNS = 9
+CPU_HEAD_DIMS = (64, 128)
+GPU_RUNS, GPU_WARM_UP = 6, 2
 
 
 class Device(NamedTuple):
@@ -34,6 +39,73 @@ class Device(NamedTuple):
     record: Callable[[Tensors, AttentionOptions], TaskTimes]  # when every task ran
     time: Callable[[Tensors, AttentionOptions], float] | None = None  # microseconds of the kernel alone; None: as recorded
     free: tuple[str, ...] = ()  # constants that are fitted to the times; the others are read off the records
+
+
+def cpu_device(workers: int | None = None) -> Device:
+    """`workers` threads; as many as there are processors, unless told otherwise."""
+    from ...backends.cpu.tiles import TILE_KV, TILE_Q
+
+    count = max(2, os.cpu_count() or 2) if workers is None else whole_number("workers", workers)
+
+    def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
+        from ...backends.cpu import forward
+        from ...backends.cpu.recorder import record_backward
+
+        q, k, v, dout = tensors
+        call = Call(q, k, v, options)
+        saved = forward(call)
+        runs = (record_backward(call, saved, Grads(dout), count) for _ in range(CPU_RUNS))
+        return min(runs, key=lambda spans: spans.makespan)  # whatever else runs here only adds time
+
+    tiles = dict.fromkeys(CPU_HEAD_DIMS, (TILE_Q, TILE_KV))
+    # Medians over tasks: a thread that is put aside now and then would lead a fit to whole times astray.
+    return Device(platform.processor() or platform.machine(), "cpu", count, tiles, torch.float32, "cpu", record)
+
+
+def hopper_device() -> Device:
+    """Raises where there is no such GPU, naming what is needed."""
+    if not torch.cuda.is_available():
+        raise ValueError("measuring kernels needs a GPU of compute capability 9.0 (H100, H200, GH200); PyTorch finds none here")
+    from ...backends.hopper.support import sm_count
+    from ...backends.hopper.tiles import KERNEL_DIMS, backward_tiles
+
+    index = torch.cuda.current_device()
+    workers = sm_count(index)
+    tiles = {dim: (backward_tiles(dim).q_rows, backward_tiles(dim).kv_rows) for dim in KERNEL_DIMS}
+    # A reduce is hidden behind computes and hand-overs: no time depends on it apart from the start of a chain.
+    free = ("compute", "latency", "startup")
+    name = torch.cuda.get_device_name(index)
+    return Device(name, "hopper", workers, tiles, torch.bfloat16, "cuda", _record, kernel_time, free)
+
+
+def _record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
+    from ...backends.hopper import forward
+    from ...backends.hopper.calls.recorder import record_backward
+
+    q, k, v, dout = tensors
+    call = Call(q, k, v, options)
+    return record_backward(call, forward(call), Grads(dout))
+
+
+def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
+    """Device microseconds of the attention kernel alone, mean of a few runs. (Some of it may be spent waiting for the end of the
+    preprocess, which it overlaps unless it is launched cooperatively.)"""
+    from torch.profiler import ProfilerActivity, profile
+
+    from ...backends.hopper import backward, forward
+
+    q, k, v, dout = tensors
+    call = Call(q, k, v, options)
+    saved = forward(call)
+    for _ in range(GPU_WARM_UP):
+        backward(call, saved, Grads(dout))
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(GPU_RUNS):
+            backward(call, saved, Grads(dout))
+        torch.cuda.synchronize()
+    (event,) = (e for e in profiled.key_averages() if "attention_backward" in e.key)
+    return float(event.device_time_total / event.count)
 
 
 @dataclass(frozen=True)
@@ -61,7 +133,7 @@ CPU_SWEEP = Sweep(((Causal(), CAUSAL), (Full(), ("ascending",))), (384, 768), 76
 def calibrate(device: Device, head_dim: int, sweep: Sweep, progress: Progress | None = None) -> tuple[Fit, list[dict[str, Any]]]:
     """Constants of one head dim, and a row for every schedule that was measured."""
     chosen = list(sweep.problems(device.tiles[head_dim]))
-    runs: list[tuple[Schedule, TaskTimes]] = []
+    runs: list[Run] = []
     observations = []
     for number, (problem, name) in enumerate(chosen):
         if progress is not None:

@@ -1,19 +1,27 @@
-"""What is verified: shapes, and inputs that are the same on every machine."""
+"""What is verified: shapes, inputs that are the same on every machine, and results as bits: run, compared, hashed."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...attention.functions import flash_attn_func
 from ...call.options import SCHEDULES, in_words, is_given, read_given
 from ...masks import Mask, parse_mask
+from ...scheduling.problem import whole_number
+from ...scheduling.schedule import Schedule
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = ("out", "lse", "dq", "dk", "dv")
 SEED = 0
 MOST_ELEMENTS = 2**31  # of a tensor: what a machine holds several times over
 INPUT_GENERATOR = (
@@ -21,7 +29,13 @@ INPUT_GENERATOR = (
     " torch.randint(-2**20, 2**20, (4, batch, seqlen, heads, head_dim), generator=g).sum(0).double() / 2**20, rounded to the dtype"
 )
 LARGEST_TILE = 128  # rows, in the backward of every backend
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
 
 
 class Extras(NamedTuple):
@@ -49,14 +63,15 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("seqlen", "heads", "kv_heads", "head_dim", "batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number >= 1; got {value!r}")
+            whole_number(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
-        _check_schedule(self.schedule)
+        if isinstance(self.schedule, str) and is_given(self.schedule):
+            read_given(self.schedule)
+        elif self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or the JSON text of a schedule; got {self.schedule!r}")
         if self.batch * self.seqlen * self.heads * self.head_dim > MOST_ELEMENTS:
             raise ValueError(f"batch x seqlen x heads x head_dim must be at most {MOST_ELEMENTS}; got {self}")
         if not isinstance(self.mask, str):
@@ -71,13 +86,6 @@ class Case:
         return (
             f"{self.mask} {self.seqlen}, {self.heads}/{self.kv_heads} heads x {self.head_dim}, batch {self.batch}, {self.dtype}{schedule}"
         )
-
-
-def _check_schedule(schedule: str) -> None:
-    if isinstance(schedule, str) and is_given(schedule):
-        read_given(schedule)
-    elif schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or the JSON text of a schedule; got {schedule!r}")
 
 
 def default_case(device: str) -> Case:
@@ -114,11 +122,10 @@ def cases_to_share(device: str, ranks: Sequence[int]) -> tuple[Case, ...]:
 
 def make_inputs(case: Case, device: str, seed: int = SEED, batch: int | None = None) -> Inputs:
     """q, k, v and dO. Sums of whole numbers, because the logarithms and cosines of `randn` are not the same everywhere."""
-    source = torch.Generator("cpu").manual_seed(seed)
+    source, dtype = torch.Generator("cpu").manual_seed(seed), DTYPES[case.dtype]
     lengths = (case.batch if batch is None else batch, case.seqlen)
-    q, k, v, dout = (_draw((*lengths, heads, case.head_dim), source) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads))
-    dtype = DTYPES[case.dtype]
-    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), dout.to(device, dtype)
+    drawn = [_draw((*lengths, heads, case.head_dim), source) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
+    return Inputs(*(x.to(device, dtype) for x in drawn))
 
 
 def make_extras(case: Case, device: str) -> Extras:
@@ -131,3 +138,100 @@ def make_extras(case: Case, device: str) -> Extras:
 def _draw(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
     """Nearly normal, standard deviation 1.15, exact in fp64."""
     return torch.randint(-(2**20), 2**20, (4, *shape), generator=source).sum(0).double() / 2**20
+
+
+class Results(NamedTuple):
+    """On the CPU, wherever they were computed."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None = None  # where there were sinks
+
+    def sequence(self, index: int) -> Results:
+        """Of one sequence of the batch. The gradient of the sinks is of all of them."""
+        return Results(*(self.named[name][index : index + 1] for name in NAMES))
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self._asdict().items() if x is not None}
+
+
+def attend(
+    inputs: Inputs,
+    mask: Mask,
+    schedule: str | Schedule = "auto",
+    function: Callable[..., Any] = flash_attn_func,
+    extras: Extras | None = None,
+) -> Results:
+    """Forward and backward, with every new tensor filled with NaN before a kernel sees it."""
+    *tensors, dout = inputs
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    sinks = [] if extras is None else [extras.sinks.detach().requires_grad_()]
+    with poisoned_memory(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="accumulation='unordered'")  # the control is meant to be unordered
+        out, lse = function(q, k, v, mask=mask, schedule=schedule, sinks=sinks[0] if sinks else None, return_lse=True)
+        used, gradients_of_used = ([out], [dout]) if extras is None else ([out, lse], [dout, extras.dlse])
+        gradients = torch.autograd.grad(used, [q, k, v, *sinks], gradients_of_used)
+    return results_of(out, lse, *gradients)
+
+
+def results_of(*tensors: Tensor) -> Results:
+    return Results(*(x.detach().cpu() for x in tensors))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """PyTorch fills new memory only while deterministic algorithms are on."""
+    settings: Any = import_module("torch.utils.deterministic")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # warn_only: else the unordered control would raise
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def difference(actual: Results, expected: Results) -> str | None:
+    """The first element whose bits differ, with both values; None if there is none. -0.0 differs from 0.0, NaN equals itself."""
+    if actual.named.keys() != expected.named.keys():
+        return f"results are {', '.join(actual.named)} against {', '.join(expected.named)}"
+    for name, a in actual.named.items():
+        b = expected.named[name]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return f"{name} is {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+        differs = _integers(a) != _integers(b)
+        if differs.any():
+            place = tuple(differs.nonzero()[0].tolist())
+            values = f"{a[place].item()!r} against {b[place].item()!r}"
+            return f"{name}{list(place)}: {values}; {int(differs.sum())} of {differs.numel()} elements differ"
+    return None
+
+
+def not_a_number(results: Results) -> str | None:
+    """Where poison came through: our inputs lead to NaN nowhere."""
+    for name, x in results.named.items():
+        if x.isnan().any():
+            return f"{name}{x.isnan().nonzero()[0].tolist()} is NaN"
+    return None
+
+
+def _integers(x: Tensor) -> Tensor:
+    return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
+
+
+def sha256(tensors: Iterable[Tensor]) -> str:
+    """Of the elements in memory order (row by row, as the machine stores them: little-endian)."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def hashes(results: Results) -> dict[str, str]:
+    return {name: sha256([x]) for name, x in results.named.items()}

@@ -1,31 +1,30 @@
-"""A certificate: what was verified, where, with which outcome, and hashes to compare with other machines."""
+"""A certificate: what was verified, where, with which outcome, and hashes to compare with other machines. Made, read, shown, compared."""
 
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ... import __version__
 from ...backends import resolve
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
-from ..bench.environment import commit, compilers, driver_facts
-from .bits import hashes, sha256
-from .cases import INPUT_GENERATOR, SEED, Case
+from ..machine import device_facts, version_facts
+from .cases import INPUT_GENERATOR, SEED, Case, Results, hashes, sha256
 from .fresh import fresh_results
-from .guarantees import CaseTest, Outcome, Status, comparisons, overall, worst
+from .guarantees import CaseTest, Status, comparisons, worst
 from .ranks import check_ranks
 
 FORMAT = 1
 COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
 PARTS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
+DECIDES_BITS = ("backend", "schedule", "order_hash", "backward_tiles", "forward_tiles", "kernels")
 SCOPE = (
     "dash_attn.flash_attn_func, forward and backward, of the cases listed, on this device; flash_attn_with_kvcache where"
     f" {DECODE_EQUALS_TRAINING} is listed; nothing else of a training step"
@@ -48,64 +47,33 @@ def verify(
     check_ranks(cases, device, ranks, backend)
     elsewhere = fresh_results(cases, device, backend) if fresh else {}
     total = len(cases) * comparisons(device, runs, len(elsewhere), ranks)
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(min(done, total), total)
-
-    entries, outcomes = [], []
-    for number, case in enumerate(cases):
-        test = CaseTest(case, device, runs, tick, ranks, backend)
-        found = list(test.outcomes({what: results[number] for what, results in elsewhere.items()}))
-        outcomes += found
-        entries.append(_entry(test, found))
+    done = count(1)
+    tick = None if progress is None else lambda: progress(min(next(done), total), total)
+    entries = [
+        _entry(CaseTest(case, device, runs, tick, ranks, backend), {what: results[number] for what, results in elsewhere.items()})
+        for number, case in enumerate(cases)
+    ]
     return {
         "certificate": FORMAT,
-        "status": overall(outcomes),
+        "status": worst(_statuses(entries)),
         "scope": f"{SCOPE}{SCOPE_OF_RANKS if ranks else ''}",
         "runs": runs,
         "ranks": list(ranks),
         "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
-        "device": _device(device),
-        "versions": _versions(device, backend),
+        "device": device_facts(device),
+        "versions": version_facts(device, backend),
         "cases": entries,
     }
 
 
-def _entry(test: CaseTest, outcomes: list[Outcome]) -> dict[str, Any]:
+def _entry(test: CaseTest, fresh: dict[str, Results]) -> dict[str, Any]:
     return {
         "case": asdict(test.case),
-        "guarantees": [asdict(outcome) for outcome in outcomes],
+        "guarantees": [asdict(outcome) for outcome in test.outcomes(fresh)],
         "explain": json.loads(json.dumps(asdict(test.explain()))),  # tuples become lists, as in a file
         "inputs_sha256": sha256(test.inputs),
         "sha256": hashes(test.reference),
     }
-
-
-def _device(device: str) -> dict[str, Any]:
-    if device == "cpu":
-        return {"type": "cpu", "name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    capability = f"{properties.major}.{properties.minor}"
-    driver = driver_facts().get("driver_version")
-    return {"type": "cuda", "name": properties.name, "capability": capability, "sms": properties.multi_processor_count, "driver": driver}
-
-
-def _versions(device: str, backend: str) -> dict[str, str | None]:
-    found: dict[str, str | None] = {
-        "dash_attn": __version__,
-        "commit": commit(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }
-    if device == "cuda":
-        found |= compilers(backend)  # another version may give other machine code
-    return found
 
 
 def read(path: Path) -> Certificate:
@@ -142,8 +110,11 @@ def cases_of(certificate: Certificate) -> tuple[Case, ...]:
 
 def status_of(certificate: Certificate) -> Status:
     """The worst outcome that is written down, whatever the certificate says of itself."""
-    written = [outcome["status"] for entry in certificate["cases"] for outcome in entry["guarantees"]]
-    return worst([*written, certificate.get("status")])
+    return worst([*_statuses(certificate["cases"]), certificate.get("status")])
+
+
+def _statuses(entries: list[dict[str, Any]]) -> list[str]:
+    return [outcome["status"] for entry in entries for outcome in entry["guarantees"]]
 
 
 def troubles(certificate: Certificate) -> list[str]:
@@ -154,3 +125,78 @@ def troubles(certificate: Certificate) -> list[str]:
         for outcome in entry["guarantees"]
         if outcome["status"] != "pass"
     ]
+
+
+def table(certificate: Certificate) -> str:
+    """Promises down, cases across; below, what each case is and why something failed."""
+    entries = certificate["cases"]
+    device = certificate["device"]
+    lines = [f"{device['name']} ({device['type']}), torch {certificate['versions']['torch']}, {certificate['runs']} runs of each case", ""]
+    found = [{outcome["guarantee"]: outcome["status"] for outcome in entry["guarantees"]} for entry in entries]
+    names = list(dict.fromkeys(name for statuses in found for name in statuses))  # not every schedule promises everything
+    width = max(map(len, names))
+    lines.append(" " * width + "".join(f"  {f'case {i}':12}" for i in range(1, len(entries) + 1)).rstrip())
+    for name in names:
+        lines.append((name.ljust(width) + "".join(f"  {statuses.get(name, '-'):12}" for statuses in found)).rstrip())
+    lines += ["", *(_describe(i, entry) for i, entry in enumerate(entries, start=1))]
+    bad = troubles(certificate)
+    return "\n".join([*lines, *([""] if bad else []), *bad, "", f"result: {certificate['status']}"])
+
+
+def _describe(number: int, entry: dict[str, Any]) -> str:
+    explained = entry["explain"]
+    order, dq = explained["order_hash"][:12], entry["sha256"]["dq"][:12]
+    return f"case {number}: {Case(**entry['case'])}; {explained['schedule']}, order {order}, dQ {dq}"
+
+
+def refuse_failed(certificate: Certificate, path: Path) -> None:
+    """Raise if the other machine did not keep its promises: its bits are those of one run, and agreeing with them means nothing."""
+    if status_of(certificate) == "fail":
+        why = (troubles(certificate) or [f"its status is {certificate.get('status')!r}"])[0]
+        raise ValueError(f"{path} says that the promises were not kept ({why}); only a certificate that passed can be compared with")
+
+
+def agreement(theirs: Certificate, path: Path) -> str:
+    """What equal bits show. An inconclusive certificate could not tell orders apart, so neither can a comparison with it."""
+    if status_of(theirs) == "pass":
+        return f"Agrees with {path}"
+    return f"Same bits as {path}, which shows nothing, because it is inconclusive ({troubles(theirs)[0]})"
+
+
+def differences(ours: Certificate, theirs: Certificate) -> list[str]:
+    """A line for everything that differs in what decides the bits, or in the bits; none if they agree."""
+    known = dict(zip(cases_of(theirs), theirs["cases"], strict=True))
+    lines: list[str] = []
+    for case, entry in zip(cases_of(ours), ours["cases"], strict=True):
+        if case not in known:
+            lines.append(f"{case}: not in the other certificate")
+        else:
+            lines += [f"{case}: {line}" for line in _entry_differences(entry, known[case])]
+    if lines:
+        changed = [line for part in ("device", "versions") for line in _compare(part, ours[part], theirs[part])]
+        lines += [f"for information, {line}" for line in changed]
+    return lines
+
+
+def _entry_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+    """Causes before effects."""
+    if ours["inputs_sha256"] != theirs["inputs_sha256"]:
+        yield "the inputs differ, so results cannot be compared"
+    for key in DECIDES_BITS:
+        yield from _compare(key, ours["explain"].get(key), theirs["explain"].get(key))
+    for name, digest in ours["sha256"].items():
+        yield from _compare(f"bits of {name}", digest, theirs["sha256"].get(name))
+
+
+def _compare(what: str, ours: Any, theirs: Any) -> Iterator[str]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted({*ours, *theirs}):
+            yield from _compare(f"{what} {key}", ours.get(key), theirs.get(key))
+    elif ours != theirs:
+        yield f"{what} here {_short(ours)}, there {_short(theirs)}"
+
+
+def _short(value: Any) -> str:
+    """Twelve digits of a hash are enough to tell two apart."""
+    text = "nothing" if value is None else str(value)
+    return text[:12] if len(text) == 64 else text

@@ -12,8 +12,7 @@ from torch import Tensor
 from ...attention.functions import flash_attn_func
 from ...attention.kv_cache import flash_attn_with_kvcache
 from ...masks import Causal, Full, Mask, Window
-from .bits import Results, poisoned_memory
-from .cases import Case, Inputs
+from .cases import Case, Inputs, Results, poisoned_memory
 
 PAGE_SIZES = (0, 16, 48)  # 0: rows
 STEPS = (1, 1, 1, 4, 64)  # behind a prompt of half the sequence; the rest comes at once
@@ -80,26 +79,23 @@ class _Decoding:
         out, lse = torch.full_like(q, torch.nan), torch.full((case.batch, case.heads, case.seqlen), torch.nan, device=self.device)
         lse = lse.to(torch.promote_types(q.dtype, torch.float32))
         done = [0] * case.batch
-        while left := [i for i in range(case.batch) if done[i] < case.seqlen]:
-            for chosen, count in self._turn(left, done):
-                found = self._call(chosen, [done[i] for i in chosen], count)
-                for place, i in enumerate(chosen):
-                    rows = slice(done[i], done[i] + count)
-                    out[i, rows], lse[i, :, rows] = found[0][place], found[1][place]
-                    done[i] += count
+        for chosen, count in self._turns(done):
+            found = self._call(chosen, [done[i] for i in chosen], count)
+            for place, i in enumerate(chosen):
+                rows = slice(done[i], done[i] + count)
+                out[i, rows], lse[i, :, rows] = found[0][place], found[1][place]
+                done[i] += count
         return out, lse
 
-    def _turn(self, left: list[int], done: list[int]) -> Iterator[tuple[list[int], int]]:
+    def _turns(self, done: list[int]) -> Iterator[tuple[list[int], int]]:
         """Which sequences come together, with how many tokens each: prompts alone, then single tokens of all, the rest alone."""
-        prompts = [i for i in left if done[i] == 0]
-        if prompts:
-            yield from (([i], min(self.case.seqlen // 2 + 1 + 3 * i, self.case.seqlen)) for i in prompts)
-            return
+        sequences, length = range(self.case.batch), self.case.seqlen
+        yield from (([i], min(length // 2 + 1 + 3 * i, length)) for i in sequences)
         for count in STEPS:
-            able = [i for i in left if self.case.seqlen - done[i] >= count]
+            able = [i for i in sequences if length - done[i] >= count]
             if able:
                 yield able, count
-        yield from (([i], self.case.seqlen - done[i]) for i in left if done[i] < self.case.seqlen)
+        yield from (([i], length - done[i]) for i in sequences if done[i] < length)
 
     def _call(self, chosen: list[int], done: list[int], count: int) -> tuple[Tensor, Tensor]:
         q = torch.stack([self.inputs[0][i, n : n + count] for i, n in zip(chosen, done, strict=True)]).detach()

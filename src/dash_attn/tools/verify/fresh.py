@@ -20,8 +20,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ...attention.functions import flash_attn_func
-from .bits import Results, attend
-from .cases import Case, make_inputs
+from .cases import Case, Results, attend, make_inputs
 
 PROCESSES = ("a fresh process with a cold cache", "a fresh process with a warm cache")
 
@@ -37,13 +36,13 @@ def fresh_results(cases: Sequence[Case], device: str, backend: str = "auto") -> 
 
 def _one_process(folder: Path, device: str, backend: str, cases: int) -> list[Results]:
     command = [sys.executable, "-m", __name__, str(folder), device, backend]
-    surroundings = {
+    environment = {
         **os.environ,
         "PYTHONHASHSEED": "random",
         "DASH_ATTN_CACHE": str(folder / "cache"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=surroundings)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ValueError(f"the fresh process failed with exit code {done.returncode}: {last}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +19,7 @@ from ...execution.interleaving import interleaving
 from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.ranks.sharding import SHARDINGS
 from ...scheduling.validate import TooFewWorkers
-from .bits import Results, attend, difference, not_a_number
-from .cases import Case, Inputs, make_extras, make_inputs
+from .cases import Case, Extras, Inputs, Results, attend, difference, make_extras, make_inputs, not_a_number
 from .decoding import DETAIL, PAGE_SIZES, can_decode, recombined_halves, through_caches
 from .other_work import other_work
 from .ranks import added_up, name_of, on_ranks
@@ -37,23 +37,25 @@ class Outcome:
     detail: str
 
 
-class CaseTest:
-    """One case, its inputs, and the first result, which every other one is compared with."""
+Compared = Iterator[tuple[str, Results, Results]]  # what it is, as it came out, as it should
 
-    def __init__(
-        self,
-        case: Case,
-        device: str,
-        runs: int,
-        tick: Callable[[], None] | None = None,
-        ranks: Sequence[int] = (),
-        backend: str = "auto",
-    ) -> None:
-        """`tick` is called after every comparison. `ranks`: numbers of ranks that shall share the sequence."""
-        self.backend = backend
-        self.case, self.device, self.runs, self.tick, self.ranks = case, device, runs, tick, ranks
-        self.mask = case.read_mask()
-        self.inputs = make_inputs(case, device)
+
+@dataclass
+class CaseTest:
+    """One case, its inputs, and the first result, which every other one is compared with.
+
+    `tick` is called after every comparison. `ranks`: numbers of ranks that shall share the sequence.
+    """
+
+    case: Case
+    device: str
+    runs: int
+    tick: Callable[[], None] | None = None
+    ranks: Sequence[int] = ()
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        self.mask, self.inputs = self.case.read_mask(), make_inputs(self.case, self.device)
         self.reference = self._run()
 
     def _run(self, inputs: Inputs | None = None, accumulation: str = "ordered") -> Results:
@@ -68,9 +70,12 @@ class CaseTest:
 
     def outcomes(self, fresh: dict[str, Results]) -> Iterator[Outcome]:
         """`fresh`: what other processes computed, by their description; empty if none was asked."""
-        yield self._judge("same bits in repeated runs", self._repeats())
+        seeds = range(1, self.runs + 1)
+        yield self._judge("same bits in repeated runs", self._inside((f"run {run}", nullcontext()) for run in seeds[1:]))
         if self.device == "cpu":  # a GPU interleaves by itself
-            yield self._judge("same bits in any interleaving", self._interleavings())
+            ways = [(seed, threads, " in threads" if threads else "") for seed in seeds for threads in (False, True)]
+            interleaved = ((f"interleaving {seed}{how}", interleaving(seed, threads)) for seed, threads, how in ways)
+            yield self._judge("same bits in any interleaving", self._inside(interleaved))
             if promises(self.explain().guarantees, WORKER_INVARIANT):
                 yield self._worker_counts()
         yield self._judge("same bits while other work runs", self._loaded())
@@ -79,15 +84,15 @@ class CaseTest:
             yield self._judge("same bits in fresh processes", iter([(what, found, self.reference) for what, found in fresh.items()]))
         yield self._control()
         if can_decode(self.case, self.device) and has_cache(resolve(self.backend, torch.device(self.device))):
-            yield _with_detail(self._judge(DECODE_EQUALS_TRAINING, self._decoded()), f"{DETAIL}; with and without sinks")
+            yield self._judge(DECODE_EQUALS_TRAINING, self._decoded(), f": {DETAIL}; with and without sinks")
             yield self._control_of_decoding()
         if self.ranks:
             detail = f"{' and '.join(SHARDINGS)}, with and without sinks and a gradient of the LSE; one process played all ranks"
-            yield _with_detail(self._judge(name_of(self.ranks), self._shared()), detail)
+            yield self._judge(name_of(self.ranks), self._shared(), f": {detail}")
             yield self._control_of_ranks()
 
-    def _judge(self, guarantee: str, pairs: Iterator[tuple[str, Results, Results]]) -> Outcome:
-        """Fail at the first pair of results that differs."""
+    def _judge(self, guarantee: str, pairs: Compared, about: str = "") -> Outcome:
+        """Fail at the first pair of results that differs. `about`: what a pass was about."""
         count = 0
         for what, actual, expected in pairs:
             count += 1
@@ -96,108 +101,87 @@ class CaseTest:
             found = difference(actual, expected) or not_a_number(actual)
             if found:
                 return Outcome(guarantee, "fail", f"{what}: {found}")
-        return Outcome(guarantee, "pass", f"{count} compared")
+        return Outcome(guarantee, "pass", f"{count} compared{about}")
 
-    def _repeats(self) -> Iterator[tuple[str, Results, Results]]:
-        for run in range(2, self.runs + 1):
-            yield f"run {run}", self._run(), self.reference
-
-    def _interleavings(self) -> Iterator[tuple[str, Results, Results]]:
-        for seed in range(1, self.runs + 1):
-            for threads in (False, True):
-                with interleaving(seed, threads):
-                    result = self._run()
-                yield f"interleaving {seed}{' in threads' if threads else ''}", result, self.reference
+    def _inside(self, named: Iterable[tuple[str, AbstractContextManager[Any]]]) -> Compared:
+        """A run inside of each context."""
+        for what, context in named:
+            with context:
+                result = self._run()
+            yield what, result, self.reference
 
     def _worker_counts(self) -> Outcome:
         """Equal bits on every number of workers. A refusal breaks the promise, too."""
         promise = "same bits on any number of workers"
         try:
-            return self._judge(promise, self._on_workers())
+            return self._judge(promise, self._inside((f"{count} workers", interleaving(count, workers=count)) for count in WORKERS))
         except TooFewWorkers as error:
             return Outcome(promise, "fail", f"refused on {error.workers} workers: {error}".splitlines()[0])
 
-    def _on_workers(self) -> Iterator[tuple[str, Results, Results]]:
-        for workers in WORKERS:
-            with interleaving(workers, workers=workers):
-                result = self._run()
-            yield f"{workers} workers", result, self.reference
-
-    def _loaded(self) -> Iterator[tuple[str, Results, Results]]:
+    def _loaded(self) -> Compared:
         with other_work(self.device):
             for run in range(1, loaded_runs(self.runs) + 1):
                 yield f"run {run} beside other work", self._run(), self.reference
 
-    def _batches(self) -> Iterator[tuple[str, Results, Results]]:
+    def _batches(self) -> Compared:
         """The first sequence alone, then among others, at every position."""
         expected = self.reference.sequence(0)
-        alone = tuple(x[:1] for x in self.inputs)
-        yield "alone", self._run(_four(alone)), expected
+        alone = Inputs(*(x[:1] for x in self.inputs))
+        yield "alone", self._run(alone), expected
         for position in range(POSITIONS):
             mates = make_inputs(self.case, self.device, seed=position + 1, batch=POSITIONS - 1)
-            batch = tuple(torch.cat([m[:position], x, m[position:]]) for x, m in zip(alone, mates, strict=True))
-            yield f"at position {position} of {POSITIONS}", self._run(_four(batch)).sequence(position), expected
+            batch = Inputs(*(torch.cat([m[:position], x, m[position:]]) for x, m in zip(alone, mates, strict=True)))
+            yield f"at position {position} of {POSITIONS}", self._run(batch).sequence(position), expected
 
-    def _shared(self) -> Iterator[tuple[str, Results, Results]]:
-        """The sequence on every number of ranks: as it is, and with sinks and a gradient of the LSE."""
+    def _shared(self) -> Compared:
+        """The sequence on every number of ranks."""
+        return self._with_and_without_extras(lambda _, extras: on_ranks(self.case, self.inputs, self.ranks, extras))
+
+    def _decoded(self) -> Compared:
+        """Every token through every kind of cache."""
+        return self._with_and_without_extras(
+            lambda plain, extras: through_caches(self.case, self.inputs, plain, None if extras is None else extras.sinks)
+        )
+
+    def _with_and_without_extras(self, run: Callable[[Results, Extras | None], Iterator[tuple[str, Results]]]) -> Compared:
+        """As it is, and with sinks and a gradient of the LSE. `run` gets what is expected."""
+        for what, result in run(self.reference, None):
+            yield what, result, self.reference
         extras = make_extras(self.case, self.device)
         with_extras = attend(self.inputs, self.mask, self.case.schedule, extras=extras)
-        for what, result in on_ranks(self.case, self.inputs, self.ranks):
-            yield what, result, self.reference
-        for what, result in on_ranks(self.case, self.inputs, self.ranks, extras):
+        for what, result in run(with_extras, extras):
             yield f"{what}, with sinks", result, with_extras
-
-    def _decoded(self) -> Iterator[tuple[str, Results, Results]]:
-        """Every token through every kind of cache."""
-        extras = make_extras(self.case, self.device)
-        with_sinks = attend(self.inputs, self.mask, self.case.schedule, extras=extras)
-        for what, result in through_caches(self.case, self.inputs, self.reference):
-            yield what, result, self.reference
-        for what, result in through_caches(self.case, self.inputs, with_sinks, extras.sinks):
-            yield f"{what}, with sinks", result, with_sinks
 
     def _control_of_decoding(self) -> Outcome:
         """A split of the keys must be seen to differ."""
-        guarantee = "control: halves of the keys, recombined, differ"
         found = difference(recombined_halves(self.case, self.inputs, self.reference), self.reference) if self.case.seqlen > 1 else None
-        if found:
-            return Outcome(guarantee, "pass", found)
-        return Outcome(guarantee, "inconclusive", "halves, recombined, have the bits of the whole; take a longer sequence")
+        otherwise = "halves, recombined, have the bits of the whole; take a longer sequence"
+        return _seen_to_differ("halves of the keys, recombined, differ", found, otherwise)
 
     def _control_of_ranks(self) -> Outcome:
         """What an all-reduce adds up must be seen to differ."""
         most = max(self.ranks)
-        guarantee = "control: sums per rank, added up, differ"
         found = difference(added_up(self.case, self.inputs, most, self.reference), self.reference)
-        if found:
-            return Outcome(guarantee, "pass", f"{most} ranks: {found}")
-        detail = f"dK and dV of {most} ranks, added up, have the bits of one, so equal bits prove nothing here; take a longer sequence"
-        return Outcome(guarantee, "inconclusive", detail)
+        otherwise = f"dK and dV of {most} ranks, added up, have the bits of one, so equal bits prove nothing here; take a longer sequence"
+        return _seen_to_differ("sums per rank, added up, differ", found and f"{most} ranks: {found}", otherwise)
 
     def _control(self) -> Outcome:
         """Unordered sums must be seen to differ. Each try arrives differently, on the CPU by its seed."""
         if resolve(self.backend, torch.device(self.device)) in ALWAYS_ORDERED:
             return self._control_of_channels()
-        guarantee = "control: unordered runs differ"
         first = self._unordered(0)
-        for attempt in range(1, CONTROL_TRIES + 1):
-            found = difference(self._unordered(attempt), first)
-            if found:
-                return Outcome(guarantee, "pass", found)
-        detail = f"{CONTROL_TRIES} unordered runs agree, so equal bits prove nothing here; take a longer sequence (three KV tiles or more)"
-        return Outcome(guarantee, "inconclusive", detail)
+        tries = (difference(self._unordered(attempt), first) for attempt in range(1, CONTROL_TRIES + 1))
+        agree = f"{CONTROL_TRIES} unordered runs agree, so equal bits prove nothing here"
+        otherwise = f"{agree}; take a longer sequence (three KV tiles or more)"
+        return _seen_to_differ("unordered runs differ", next(filter(None, tries), None), otherwise)
 
     def _control_of_channels(self) -> Outcome:
         """Where nothing can be unordered: the same sums in another order, with the channels of queries and keys reversed."""
-        guarantee = "control: another order of sums differs"
         q, k, v, dout = self.inputs
-        turned = self._run((q.flip(-1), k.flip(-1), v, dout))
+        turned = self._run(Inputs(q.flip(-1), k.flip(-1), v, dout))
         found = difference(turned._replace(dq=turned.dq.flip(-1), dk=turned.dk.flip(-1)), self.reference)
-        if found:
-            return Outcome(guarantee, "pass", found)
-        return Outcome(
-            guarantee, "inconclusive", "reversed channels give the same bits, so equal bits prove nothing here; take a longer sequence"
-        )
+        otherwise = "reversed channels give the same bits, so equal bits prove nothing here; take a longer sequence"
+        return _seen_to_differ("another order of sums differs", found, otherwise)
 
     def _unordered(self, seed: int) -> Results:
         with interleaving(seed):
@@ -215,18 +199,9 @@ def comparisons(device: str, runs: int, processes: int, ranks: Sequence[int] = (
     return runs - 1 + on_cpu + loaded_runs(runs) + 1 + POSITIONS + processes + decoded + 2 * len(SHARDINGS) * len(ranks)
 
 
-def _with_detail(outcome: Outcome, detail: str) -> Outcome:
-    """What a pass was about."""
-    return replace(outcome, detail=f"{outcome.detail}: {detail}") if outcome.status == "pass" else outcome
-
-
-def _four(tensors: tuple[torch.Tensor, ...]) -> Inputs:
-    q, k, v, dout = tensors
-    return q, k, v, dout
-
-
-def overall(outcomes: list[Outcome]) -> Status:
-    return worst([outcome.status for outcome in outcomes])
+def _seen_to_differ(what: str, found: str | None, otherwise: str) -> Outcome:
+    """Of a control. `found`: the difference, if any."""
+    return Outcome(f"control: {what}", "pass", found) if found else Outcome(f"control: {what}", "inconclusive", otherwise)
 
 
 def worst(found: Sequence[str | None]) -> Status:

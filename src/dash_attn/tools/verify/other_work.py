@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
 
 WORKERS = 2  # threads; on a GPU each with a stream of its own
 ELEMENTS = 2**24  # of a tensor that a GPU's SMs and memory are kept busy with
@@ -15,11 +19,12 @@ PATIENCE = 120.0  # seconds until the work must have begun
 @contextmanager
 def other_work(device: str) -> Iterator[None]:
     """The device is busy with something else inside this block. Raises if that something fails: the test would be empty."""
-    work = [_gpu_work() if device == "cuda" else _cpu_work for _ in range(WORKERS)]
-    stop, begun = threading.Event(), [threading.Event() for _ in work]
+    # Every thread has a current device of its own.
+    prepare = partial(_gpu_work, torch.cuda.current_device()) if device == "cuda" else _cpu_work
+    stop, begun = threading.Event(), [threading.Event() for _ in range(WORKERS)]
     failures: list[BaseException] = []
 
-    def run(prepare: Callable[[], Callable[[], None]], ready: threading.Event) -> None:
+    def run(ready: threading.Event) -> None:
         try:
             once = prepare()
             while not stop.is_set():
@@ -29,7 +34,7 @@ def other_work(device: str) -> Iterator[None]:
             failures.append(error)
             ready.set()
 
-    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(work, begun, strict=True)]
+    threads = [threading.Thread(target=run, args=(ready,), daemon=True) for ready in begun]
     for thread in threads:
         thread.start()
     try:
@@ -44,31 +49,22 @@ def other_work(device: str) -> Iterator[None]:
         raise RuntimeError(f"the other work failed, so nothing ran beside it: {failures[0]}") from failures[0]
 
 
-def _gpu_work() -> Callable[[], Callable[[], None]]:
+def _gpu_work(index: int) -> Callable[[], None]:
     """Elementwise, because matrix products ask for settings of their own while deterministic algorithms are on."""
-    import torch
+    stream = torch.cuda.Stream(index)
+    values = torch.ones(ELEMENTS, device=torch.device("cuda", index))
+    torch.cuda.synchronize(index)
 
-    device = torch.device("cuda", torch.cuda.current_device())  # every thread has a current device of its own
+    def once() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                values.cos_()
+        stream.synchronize()
 
-    def prepare() -> Callable[[], None]:
-        stream = torch.cuda.Stream(device)
-        values = torch.ones(ELEMENTS, device=device)
-        torch.cuda.synchronize(device)
-
-        def once() -> None:
-            with torch.cuda.stream(stream):
-                for _ in range(20):
-                    values.cos_()
-            stream.synchronize()
-
-        return once
-
-    return prepare
+    return once
 
 
 def _cpu_work() -> Callable[[], None]:
-    import numpy as np
-
     matrix = np.full((SIZE, SIZE), 1 / SIZE, dtype=np.float32)
 
     def once() -> None:

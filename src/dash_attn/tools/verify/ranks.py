@@ -11,16 +11,13 @@ from torch import Tensor
 from ...backends import import_ranks, resolve
 from ...call.options import Choices, options_for
 from ...distributed.context.attention import context_parallel_attention
-from ...distributed.context.document_loopback import play_documents
-from ...distributed.context.documents import SharedDocuments, documents_in, shared_call
 from ...distributed.context.loopback import play_all_ranks
-from ...distributed.context.rows import rows_of
+from ...distributed.context.rows import documents_in, rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from ...scheduling.ranks.sharding import SHARDINGS, Sharding
-from .bits import Results, attend, poisoned_memory, results_of
-from .cases import DTYPES, Case, Extras, Inputs
+from .cases import DTYPES, Case, Extras, Inputs, Results, attend, poisoned_memory, results_of
 
 
 def name_of(ranks: Sequence[int]) -> str:
@@ -40,7 +37,9 @@ def check_ranks(cases: Sequence[Case], device: str, ranks: Sequence[int], backen
         for count in ranks:
             for sharding in SHARDINGS:
                 try:
-                    _check(case, like, Sharding.named(sharding, case.seqlen, count))
+                    shared = Sharding.named(sharding, case.seqlen, count)
+                    if count > 1:
+                        _call(case, like, like[:, :, : case.kv_heads], shared)
                 except ValueError as error:
                     raise ValueError(f"{in_words(count)} cannot share {case} ({sharding}): {error}") from None
 
@@ -60,8 +59,7 @@ def in_words(count: int) -> str:
 def _play(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None) -> Results:
     more = {} if extras is None else extras._asdict()
     with poisoned_memory(), torch.no_grad():
-        call = _call(case, *inputs[:2], sharding)
-        found = play_documents(call, *inputs, **more) if isinstance(call, SharedDocuments) else play_all_ranks(call, *inputs, **more)
+        found = play_all_ranks(_call(case, *inputs[:2], sharding), *inputs, **more)
     return results_of(*(x for x in found if x is not None))
 
 
@@ -79,20 +77,14 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
     for rank in range(ranks):
         own, rows = torch.zeros_like(dout), rows_of(sharding, rank, dout.device)
         own[:, rows] = dout[:, rows]
-        found = attend((q, k, v, own), case.read_mask(), case.schedule)
+        found = attend(Inputs(q, k, v, own), case.read_mask(), case.schedule)
         dk += found.dk
         dv += found.dv
     return plain._replace(dk=dk.to(plain.dk.dtype), dv=dv.to(plain.dv.dtype))
 
 
-def _check(case: Case, q: Tensor, sharding: Sharding) -> None:
-    if sharding.ranks > 1:
-        _call(case, q, q[:, :, : case.kv_heads], sharding)
-
-
-def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall | SharedDocuments:
+def _call(case: Case, q: Tensor, k: Tensor, sharding: Sharding) -> SharedCall:
     options = options_for(Choices(mask=case.read_mask(), schedule=case.schedule), case.head_dim)
     options, documents = documents_in(options, None, sharding.rows)
-    return shared_call(
-        q, k, k, options, documents, outer_sharding(sharding, ulysses=1)
-    )  # as ranks do: neighbouring chunks of one rank are one
+    # As ranks do: neighbouring chunks of one rank are one.
+    return SharedCall.of((q, k, k), options, outer_sharding(sharding, ulysses=1), documents)

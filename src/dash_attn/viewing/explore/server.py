@@ -11,8 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any, TypeVar
 
-from .packing import as_text
-from .page import saved_page
+from .page import as_text, saved_page
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")

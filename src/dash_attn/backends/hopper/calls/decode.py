@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....call.call import Saved
 from ....call.kv_cache import CacheCall
+from ....errors import Unsupported
 from ....masks import Mask
 from ...kept import Kept, refuse_capture
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
@@ -20,7 +21,7 @@ from ..driver.parameters import AppendParams, CacheParams, DecodeParams
 from ..driver.tensor_map import TensorMap, is_tma_ready
 from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace
-from ..support import DTYPES, Unsupported, check_call, refuse_modifiers, sm_count
+from ..support import DTYPES, check_call, refuse_modifiers, sm_count
 from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
 from .kernel_names import KernelName, cluster_kernel, decode_kernel
 from .layout import MOST_CALLS, kernel_scales, row_strides

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....errors import Unsupported
 from ....masks import BooleanMask, TileMap
 from ....masks.bit_matrix import BitMatrix
 from ....scheduling.problem import Problem
 from ...kept import lasting, refuse_capture, refuse_capture_of, upload
 from ..driver.launch import current_stream, device_index, on_device
 from ..driver.parameters import MaskBitsParams, MaskParams
-from ..support import Unsupported
 from ..tiles import helper_blocks
 from .kernel_names import KernelName, flag
 

@@ -16,10 +16,11 @@ from ....call.call import Call, Grads, Saved
 from ....call.options import AttentionOptions
 from ....call.parts import runs_packed
 from ....call.planning import schedule_for
+from ....errors import RecordError
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
 from ....scheduling.validate import TooFewWorkers
-from ....viewing.recorded import Clocks, Cycles, RecordError, noted_by_drains, times_from
+from ....viewing.recorded import Clocks, Cycles, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from ..support import refuse_modifiers
 from .backward import BackwardCall

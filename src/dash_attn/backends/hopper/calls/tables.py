@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ....masks import IntervalMask, Mask, TileMap, TilePattern
 from ....masks.tile_pattern import BLOCK
-from ....scheduling.forward_visits import visit_tables
-from ....scheduling.plan import Plan
+from ....scheduling.plan import Plan, visit_tables
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement
 from ...kept import upload

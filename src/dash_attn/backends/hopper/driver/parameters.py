@@ -402,7 +402,7 @@ class PackedTilesParams(Structure):
 
 @shared_with_kernels
 class VisitTables(Structure):
-    """Which KV tiles each Q tile visits, and in which order Q tiles are taken (scheduling/forward_visits.py)."""
+    """Which KV tiles each Q tile visits, and in which order Q tiles are taken (scheduling/plan.py)."""
 
     _members_ = (
         ("const int*", "q_order", "Q tiles that visit anything, longest first"),

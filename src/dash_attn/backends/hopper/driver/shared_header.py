@@ -8,12 +8,11 @@ from __future__ import annotations
 from functools import cache
 
 from ....call import dropout
-from ....scheduling.generators._walks import HAND_OVER
 from ....scheduling.generators.alternating import MANY_MEMBERS, ONE_CAUSAL_CLASS, ONE_CLASS
 from ....scheduling.generators.auto import FEW_KV_TILES
 from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
-from ....scheduling.schedule import CACHED, FILLED, LATE, MANY_KV_TILES, SIXTEENTHS
+from ....scheduling.schedule import CACHED, FILLED, HAND_OVER, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
 from . import parameters
 from .parameters import RAGGED, STRUCTURES, Structure

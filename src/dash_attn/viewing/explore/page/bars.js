@@ -4,7 +4,7 @@ const PHASES = ["compute", "reduce", "add", "stall", "start-up"];
 const [COMPUTE, REDUCE, ADD, STALL, STARTUP] = [0, 1, 2, 3, 4];
 
 class Bars {
-  constructor(most, lanes) {
+  constructor(most, lanes, atOnce = 1) {
     this.start = new Float64Array(most);
     this.end = new Float64Array(most);
     this.item = new Int32Array(most);
@@ -12,14 +12,15 @@ class Bars {
     this.colour = new Uint16Array(most);
     this.first = new Int32Array(lanes + 1); // of each lane
     this.count = 0;
-    this.atOnce = 1; // of one lane
+    this.atOnce = atOnce; // of one lane
   }
 
   add(start, end, item, phase, colour) {
     if (!(end > start)) return;
     // Reduces behind computes may pass each other by a few places.
     let at = this.count++;
-    while (at > this.laneStart && this.start[at - 1] > start) {
+    this.first[this.lane + 1] = this.count;
+    while (at > this.first[this.lane] && this.start[at - 1] > start) {
       this.copy(at - 1, at);
       at--;
     }
@@ -35,23 +36,13 @@ class Bars {
   }
 
   beginLane(lane) {
-    this.first[lane] = this.laneStart = this.count;
-    this.first.fill(this.count, lane + 1);
-  }
-
-  endLanes() {
-    this.first[this.first.length - 1] = this.count;
+    this.lane = lane;
+    this.first.fill(this.count, lane);
   }
 
   /** The first bar of a lane that starts after a time. */
   after(lane, time) {
-    let [low, high] = [this.first[lane], this.first[lane + 1]];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.start[middle] > time) high = middle;
-      else low = middle + 1;
-    }
-    return low;
+    return firstWhere(this.first[lane], this.first[lane + 1], (bar) => this.start[bar] > time);
   }
 
   /** [from, to) of a lane's bars that touch a stretch of time, and perhaps a few more in front. */

@@ -1,50 +1,36 @@
-// A chart: one run, two canvases, pointer and keyboard. What charts share is in `state` (main.js).
+// A chart of a run: two canvases, pointer and keyboard. What charts share is in `state` (main.js).
 
 const MOST_HEIGHT = 400;
 const KEYS_HELP = "Arrows move from task to task, plus and minus zoom, c follows the critical path, w goes to what it waited for.";
 
-class Chart {
+class Chart extends CanvasChart {
   constructor(run, state) {
-    [this.run, this.state, this.view] = [run, state, state.view];
-    this.lanes = { from: 0, to: run.lanes };
-    this.hovered = null;
-    this.lower = element("canvas", { tabindex: "0", role: "application", "aria-roledescription": "Gantt chart" });
+    const words = run.figures.map((pair) => pair.join(" "));
+    const summary = `${run.name}, ${run.source}: ${run.workers} ${run.laneWord}s over ${run.unit}, ${plain(run.items)} ${run.itemWord}s; ${words.join(", ")}. ${KEYS_HELP}`;
+    super(state.view, "Gantt chart", summary);
+    [this.run, this.state, this.hovered] = [run, state, null];
+    this.lanes = new Stretch(run.lanes, 2, () => state.redrawSoon());
     this.upper = element("canvas", { "aria-hidden": "true" });
-    this.lower.setAttribute("aria-label", this.summary());
-    this.stack = element("div", { class: "stack" }, this.lower, this.upper);
-    this.height = MARGIN.top + MARGIN.bottom + Math.min(MOST_HEIGHT, Math.max(60, run.lanes * 24));
-    this.stack.style.height = `${this.height}px`;
-    const caption = element("figcaption", {}, element("b", {}, run.name), element("span", {}, this.shortNotes()));
-    this.figure = element("figure", {}, caption, this.stack);
-    [this.context, this.over] = [this.lower.getContext("2d"), this.upper.getContext("2d")];
-    this.listen();
+    this.over = this.upper.getContext("2d");
+    this.stack.append(this.upper);
+    const notes = [...words.slice(0, 5), run.unit === "microseconds" ? "time in microseconds" : run.unit].join(" · ");
+    this.figure = element("figure", {}, element("figcaption", {}, element("b", {}, run.name), element("span", {}, notes)), this.stack);
+    this.listen({
+      pointermove: (event) => this.moved(event),
+      pointerleave: () => this.hover(null),
+      pointerdown: (event) => this.pressed(event),
+      pointerup: (event) => this.released(event),
+      pointercancel: () => this.drop(),
+      wheel: (event) => this.wheeled(event),
+      focus: () => this.focus(this.lower.matches(":focus-visible")),
+      blur: () => this.focus(false),
+    });
   }
 
-  shortNotes() {
-    return this.run.figures.slice(0, 5).map(([name, value]) => `${name} ${value}`).join(" · ") + ` · ${this.run.unit === "microseconds" ? "time in microseconds" : this.run.unit}`;
-  }
-
-  summary() {
-    const { run } = this;
-    const words = run.figures.map(([name, value]) => `${name} ${value}`).join(", ");
-    return `${run.name}, ${run.source}: ${run.workers} ${run.laneWord}s over ${run.unit}, ${plain(run.items)} ${run.itemWord}s; ${words}. ${KEYS_HELP}`;
-  }
-
-  /** Sizes and colours, when they may have changed. */
   measure() {
-    this.width = Math.max(200, this.stack.clientWidth);
-    this.ratio = window.devicePixelRatio || 1;
-    for (const canvas of [this.lower, this.upper]) {
-      const size = [Math.round(this.width * this.ratio), Math.round(this.height * this.ratio)];
-      if (canvas.width !== size[0] || canvas.height !== size[1]) [canvas.width, canvas.height] = size;
-    }
-    this.plot = {
-      left: MARGIN.left,
-      top: MARGIN.top,
-      width: this.width - MARGIN.left - MARGIN.right,
-      height: this.height - MARGIN.top - MARGIN.bottom,
-    };
-    this.theme = themeColours();
+    this.fit(MARGIN.top + MARGIN.bottom + Math.min(MOST_HEIGHT, Math.max(60, this.run.lanes * 24)), 200);
+    const [width, height] = [this.width - MARGIN.left - MARGIN.right, this.height - MARGIN.top - MARGIN.bottom];
+    this.plot = { left: MARGIN.left, top: MARGIN.top, width, height };
     this.palette = new Palette(this.run.colours(), this.theme);
   }
 
@@ -53,12 +39,13 @@ class Chart {
     drawOverlay(this);
   }
 
-  get laneHeight() {
-    return this.plot.height / (this.lanes.to - this.lanes.from);
+  focus(focused) {
+    this.focused = focused;
+    drawOverlay(this);
   }
 
-  x(time) {
-    return this.plot.left + ((time - this.view.from) / (this.view.to - this.view.from)) * this.plot.width;
+  get laneHeight() {
+    return this.plot.height / this.lanes.span;
   }
 
   laneTop(lane) {
@@ -69,15 +56,16 @@ class Chart {
     for (let lane = Math.floor(this.lanes.from); lane < Math.min(this.run.lanes, Math.ceil(this.lanes.to)); lane++) yield lane;
   }
 
-  timeAt(x) {
-    return this.view.from + ((x - this.plot.left) / this.plot.width) * (this.view.to - this.view.from);
+  /** [first, end) of the bars of a lane that are in sight. */
+  barsInSight(bars, lane) {
+    return bars.between(lane, this.view.from * this.run.ticks, this.view.to * this.run.ticks);
   }
 
   /** The task under a point, or null. */
   itemAt(x, y) {
     const { run } = this;
     const lane = Math.floor(this.lanes.from + (y - this.plot.top) / this.laneHeight);
-    const time = this.timeAt(x) * run.ticks;
+    const time = this.placeAt(x) * run.ticks;
     if (lane < 0 || lane >= run.lanes || x < this.plot.left || time < 0) return null;
     const below = y - this.laneTop(lane) > this.laneHeight * LANE * (1 - BAND);
     for (const bars of run.back && this.crisp && below ? [run.back, run.bars] : [run.bars]) {
@@ -87,57 +75,39 @@ class Chart {
     return null;
   }
 
+  /** The chosen task, if it is one of this chart. */
+  get chosen() {
+    return this.state.chosen?.chart === this ? this.state.chosen.item : null;
+  }
+
   /** The task to show: the chosen one of this chart, else the one under the pointer. */
   shown() {
-    const { chosen } = this.state;
-    if (chosen !== null) return chosen.chart === this ? chosen.item : null;
-    return this.hovered;
-  }
-
-  listen() {
-    const canvas = this.lower;
-    canvas.addEventListener("pointermove", (event) => this.moved(event));
-    canvas.addEventListener("pointerleave", () => this.hover(null));
-    canvas.addEventListener("pointerdown", (event) => this.pressed(event));
-    canvas.addEventListener("pointerup", (event) => this.released(event));
-    canvas.addEventListener("pointercancel", () => this.drop());
-    canvas.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
-    canvas.addEventListener("keydown", (event) => this.keyed(event));
-    for (const [name, focused] of [["focus", true], ["blur", false]]) {
-      canvas.addEventListener(name, () => {
-        this.focused = focused && canvas.matches(":focus-visible");
-        drawOverlay(this);
-      });
-    }
-  }
-
-  pointOf(event) {
-    const box = this.lower.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
+    return this.state.chosen === null ? this.hovered : this.chosen;
   }
 
   moved(event) {
-    if (!this.held) return this.hover(this.itemAt(...this.pointOf(event)));
-    const [dx, dy] = [event.clientX - this.held.x, event.clientY - this.held.y];
-    if (Math.abs(dx) + Math.abs(dy) > 4) this.held.dragged = true;
-    if (!this.held.dragged) return undefined;
+    const { held, plot } = this;
+    if (!held) return this.hover(this.itemAt(...this.pointOf(event)));
+    const [dx, dy] = [event.clientX - held.x, event.clientY - held.y];
+    if (Math.abs(dx) + Math.abs(dy) > 4) held.dragged = true;
+    if (!held.dragged) return undefined;
     this.stack.classList.add("dragging");
-    this.moveLanes(this.held.lanes.from - (dy / this.plot.height) * (this.held.lanes.to - this.held.lanes.from) - this.lanes.from);
-    const span = this.held.to - this.held.from;
-    return this.state.show(this.held.from - (dx / this.plot.width) * span, this.held.to - (dx / this.plot.width) * span);
+    const [right, down] = [(dx / plot.width) * held.view.span, (dy / plot.height) * held.lanes.span];
+    this.lanes.show(held.lanes.from - down, held.lanes.to - down);
+    return this.view.show(held.view.from - right, held.view.to - right);
   }
 
   pressed(event) {
     if (event.button !== 0) return;
     this.lower.setPointerCapture(event.pointerId);
-    this.held = { x: event.clientX, y: event.clientY, dragged: false, ...this.view, lanes: { ...this.lanes } };
+    const [view, lanes] = [this.view, this.lanes].map(({ from, to, span }) => ({ from, to, span }));
+    this.held = { x: event.clientX, y: event.clientY, dragged: false, view, lanes };
   }
 
   released(event) {
-    const held = this.held;
+    const { held } = this;
     this.drop();
-    if (!held || held.dragged) return;
-    this.state.choose(this, this.itemAt(...this.pointOf(event)));
+    if (held && !held.dragged) this.state.choose(this, this.itemAt(...this.pointOf(event)));
   }
 
   drop() {
@@ -148,9 +118,8 @@ class Chart {
   wheeled(event) {
     event.preventDefault();
     const [x, y] = this.pointOf(event);
-    const factor = Math.exp((event.deltaY || event.deltaX) * 0.0015);
-    if (event.shiftKey) this.zoomLanes(factor, (y - this.plot.top) / this.plot.height);
-    else this.state.zoom(factor, this.timeAt(x));
+    if (event.shiftKey) this.zoomLanes(wheelFactor(event), (y - this.plot.top) / this.plot.height);
+    else this.view.zoom(wheelFactor(event), this.placeAt(x));
   }
 
   hover(item) {
@@ -161,38 +130,21 @@ class Chart {
   }
 
   zoomLanes(factor, share = 0.5) {
-    const [size, span] = [this.run.lanes, this.lanes.to - this.lanes.from];
-    const wanted = Math.min(size, Math.max(Math.min(2, size), span * factor));
-    const from = Math.min(size - wanted, Math.max(0, this.lanes.from + (span - wanted) * share));
-    this.lanes = { from, to: from + wanted };
-    this.draw();
-  }
-
-  moveLanes(by) {
-    const span = this.lanes.to - this.lanes.from;
-    const from = Math.min(this.run.lanes - span, Math.max(0, this.lanes.from + by));
-    this.lanes = { from, to: from + span };
+    this.lanes.zoom(factor, this.lanes.from + share * this.lanes.span);
   }
 
   /** Bring a task into sight. */
   reveal(item) {
     const lane = this.run.laneOf(item);
-    if (lane < this.lanes.from || lane + 1 > this.lanes.to) this.moveLanes(lane - (this.lanes.from + this.lanes.to) / 2);
-    const [start] = this.run.span(item, COMPUTE);
-    const end = this.run.span(item, REDUCE)[1];
-    const span = this.view.to - this.view.from;
-    if (start < this.view.from || end > this.view.to) this.state.show((start + end - span) / 2, (start + end + span) / 2);
+    if (!this.lanes.has(lane, lane + 1)) this.lanes.showAround(lane);
+    const [start, end] = [this.run.span(item, COMPUTE)[0], this.run.span(item, REDUCE)[1]];
+    if (!this.view.has(start, end)) this.view.showAround((start + end) / 2);
   }
 
-  keyed(event) {
-    if (event.ctrlKey || event.altKey || event.metaKey) return;
-    if (this.pressedKey(event.key)) event.preventDefault();
-  }
-
-  /** Whether the key meant something. */
-  pressedKey(key) {
+  actions() {
     const { state } = this;
-    const actions = {
+    if (!this.run.items) return {};
+    return {
       ArrowRight: () => this.along(1),
       ArrowLeft: () => this.along(-1),
       ArrowDown: () => this.across(1),
@@ -212,47 +164,46 @@ class Chart {
       " ": () => state.play(),
       Escape: () => state.choose(this, null),
     };
-    if (!(key in actions) || !this.run.items) return false;
-    actions[key]();
-    return true;
   }
 
   /** The chosen task; without one, the first in sight. */
   current() {
-    const { chosen } = this.state;
-    if (chosen !== null && chosen.chart === this) return chosen.item;
-    const lane = Math.max(0, Math.floor(this.lanes.from));
-    for (let at = lane; at < this.run.lanes; at++) {
-      const [bar, end] = this.run.bars.between(at, this.view.from * this.run.ticks, this.view.to * this.run.ticks);
+    if (this.chosen !== null) return this.chosen;
+    for (let lane = Math.floor(this.lanes.from); lane < this.run.lanes; lane++) {
+      const [bar, end] = this.barsInSight(this.run.bars, lane);
       if (bar < end) return this.run.bars.item[bar];
     }
     return 0;
   }
 
+  /** Where nothing is chosen, an arrow chooses the current task. */
   along(by) {
-    const { bars } = this.run;
-    const item = this.current();
-    if (this.state.chosen?.chart !== this) return this.go(item);
+    const [item, { bars }] = [this.current(), this.run];
+    if (this.chosen === null) return this.go(item);
     const lane = this.run.laneOf(item);
-    let bar = bars.after(lane, this.run.span(item, COMPUTE)[0] * this.run.ticks) - 1;
-    while (bar >= bars.first[lane] && bar < bars.first[lane + 1] && bars.item[bar] === item) bar += by;
-    return bar >= bars.first[lane] && bar < bars.first[lane + 1] ? this.go(bars.item[bar]) : undefined;
+    const inLane = (bar) => bar >= bars.first[lane] && bar < bars.first[lane + 1];
+    let bar = this.barAtStart(item, lane);
+    while (inLane(bar) && bars.item[bar] === item) bar += by;
+    return inLane(bar) ? this.go(bars.item[bar]) : undefined;
   }
 
   across(by) {
-    const item = this.current();
-    if (this.state.chosen?.chart !== this) return this.go(item);
-    const time = this.run.span(item, COMPUTE)[0] * this.run.ticks;
+    const [item, { bars }] = [this.current(), this.run];
+    if (this.chosen === null) return this.go(item);
     for (let lane = this.run.laneOf(item) + by; lane >= 0 && lane < this.run.lanes; lane += by) {
-      const [first, end] = [this.run.bars.first[lane], this.run.bars.first[lane + 1]];
-      if (end > first) return this.go(this.run.bars.item[Math.min(end - 1, Math.max(first, this.run.bars.after(lane, time) - 1))]);
+      const [first, end] = [bars.first[lane], bars.first[lane + 1]];
+      if (end > first) return this.go(bars.item[Math.min(end - 1, Math.max(first, this.barAtStart(item, lane)))]);
     }
     return undefined;
   }
 
+  /** The last bar of a lane that has started when a task starts. */
+  barAtStart(item, lane) {
+    return this.run.bars.after(lane, this.run.span(item, COMPUTE)[0] * this.run.ticks) - 1;
+  }
+
   follow(links) {
-    const found = links.at(-1);
-    if (found !== undefined) this.go(found.item);
+    if (links.length) this.go(links.at(-1).item);
   }
 
   go(item) {

@@ -44,7 +44,6 @@ class Palette {
     this.text = this.rgb.map(textOn);
     this.flat = new Float32Array(this.rgb.flat());
     this.idle = rgbOf(theme.idle);
-    [this.stall, this.startup, this.add] = [own.length, own.length + 1, own.length + 2];
   }
 }
 

@@ -1,19 +1,22 @@
-// Answers of the server, and what is in a saved page.
+// Answers of the server, what is in a saved page, and small helpers.
 
 const TYPES = { B: Uint8Array, H: Uint16Array, i: Int32Array, d: Float64Array };
+const byId = (id) => document.getElementById(id);
 
-/** The whole numbers that packing.py packed: a letter for the type, then the bytes in base64. */
-function unpacked(text) {
-  const raw = atob(text.slice(1));
-  const bytes = new Uint8Array(raw.length);
-  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
-  return new TYPES[text[0]](bytes.buffer);
+/** The whole numbers that runs.py encoded: a letter for the type, then the bytes in base64. */
+function decoded(text) {
+  return new TYPES[text[0]](bytesOf(text.slice(1)).buffer);
 }
 
-function unpackedAll(packed) {
-  const found = {};
-  for (const [name, value] of Object.entries(packed)) found[name] = typeof value === "string" ? unpacked(value) : value;
-  return found;
+function bytesOf(base64) {
+  const raw = atob(base64);
+  const bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
+  return bytes;
+}
+
+function decodedAll(columns) {
+  return Object.fromEntries(Object.entries(columns).map(([name, value]) => [name, typeof value === "string" ? decoded(value) : value]));
 }
 
 /** Where each part begins, and where the last one ends, from how many each has. */
@@ -23,12 +26,20 @@ function offsetsOf(counts) {
   return offsets;
 }
 
+/** The first place of [low, high) from which on something holds; high if it never does. */
+function firstWhere(low, high, holds) {
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
 async function embeddedData() {
-  const element = document.getElementById("data");
-  const text = element.textContent;
-  if (element.dataset.packing !== "gzip") return [element.dataset.packing, JSON.parse(text)];
-  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const { dataset, textContent } = byId("data");
+  if (dataset.encoding !== "gzip") return [dataset.encoding, JSON.parse(textContent)];
+  const stream = new Blob([bytesOf(textContent)]).stream().pipeThrough(new DecompressionStream("gzip"));
   return ["plain", JSON.parse(await new Response(stream).text())];
 }
 
@@ -54,4 +65,16 @@ function element(tag, attributes = {}, ...children) {
   }
   made.append(...children);
   return made;
+}
+
+function listOf(rows) {
+  return element("dl", {}, ...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+}
+
+/** Cells are texts, elements or lists of these. Without `attributes` the first cell of a row names it. */
+function tableOf(names, rows, attributes = null) {
+  const cellOf = (cell, place) => (place || attributes ? element("td", {}, ...[cell].flat()) : element("th", { scope: "row" }, cell));
+  const head = element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name)));
+  const body = rows.map((row) => element("tr", {}, ...row.map(cellOf)));
+  return element("table", attributes ?? {}, element("thead", {}, head), element("tbody", {}, ...body));
 }

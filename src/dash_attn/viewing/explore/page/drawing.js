@@ -6,45 +6,23 @@ const LANE = 0.84; // of the distance between lanes
 const BAND = 0.36; // share of a lane for reduces that go on behind the computes
 const LEAST_CRISP = 5; // pixels of a lane
 
-/** What a chart shows, in pixels of the screen. */
-function sceneOf(chart) {
-  const ratio = chart.ratio;
-  return {
-    ratio,
-    width: Math.max(1, Math.round(chart.plot.width * ratio)),
-    height: Math.max(1, Math.round(chart.plot.height * ratio)),
-    from: chart.view.from,
-    to: chart.view.to,
-    firstLane: chart.lanes.from,
-    lastLane: chart.lanes.to,
-  };
-}
-
 function drawChart(chart) {
-  const { context, run, palette, theme, plot } = chart;
-  const scene = sceneOf(chart);
-  context.setTransform(1, 0, 0, 1, 0, 0);
-  context.clearRect(0, 0, context.canvas.width, context.canvas.height);
+  const { context, plot, ratio } = chart;
+  chart.clear(context);
   chart.crisp = isCrisp(chart);
-  if (!chart.crisp) {
-    context.putImageData(averagedImage(run, palette, scene), Math.round(plot.left * chart.ratio), Math.round(plot.top * chart.ratio));
-  }
-  context.setTransform(chart.ratio, 0, 0, chart.ratio, 0, 0);
-  context.save();
-  context.beginPath();
-  context.rect(plot.left, plot.top, plot.width, plot.height);
-  context.clip();
-  if (chart.crisp) drawBars(chart);
-  drawMarks(chart);
-  context.restore();
-  drawAxes(context, chart, theme);
+  if (!chart.crisp) context.putImageData(averagedImage(chart), Math.round(plot.left * ratio), Math.round(plot.top * ratio));
+  drawClipped(context, plot, () => {
+    if (chart.crisp) drawBars(chart);
+    drawMarks(chart);
+  });
+  drawAxes(chart);
 }
 
 function isCrisp(chart) {
   if (chart.laneHeight < LEAST_CRISP) return false;
   let count = 0;
   for (const lane of chart.lanesInSight()) {
-    const [first, end] = chart.run.bars.between(lane, chart.view.from * chart.run.ticks, chart.view.to * chart.run.ticks);
+    const [first, end] = chart.barsInSight(chart.run.bars, lane);
     count += end - first;
   }
   return count <= MOST_CRISP;
@@ -52,26 +30,21 @@ function isCrisp(chart) {
 
 function drawBars(chart) {
   const { context, run, palette, theme, plot } = chart;
-  const [from, to] = [chart.view.from * run.ticks, chart.view.to * run.ticks];
   context.fillStyle = theme.idle;
   context.fillRect(plot.left, plot.top, chart.x(run.makespan) - plot.left, plot.height);
   const tall = chart.laneHeight * LANE * (run.back ? 1 - BAND : 1);
   const hatch = hatching(context, theme);
   for (const lane of chart.lanesInSight()) {
     const top = chart.laneTop(lane);
-    const [first, end] = run.bars.between(lane, from, to);
+    const [first, end] = chart.barsInSight(run.bars, lane);
     for (let bar = first; bar < end; bar++) drawBar(chart, run.bars, bar, [top, tall], run.bars.phase[bar] === STALL ? hatch : palette.css[run.bars.colour[bar]]);
     if (run.back) drawBack(chart, lane, top + tall);
     if (run.byWorker && chart.laneHeight >= 10) outlineChains(chart, lane);
-    if (run.perRank > 1 && lane % run.perRank === 0 && lane) separateRanks(chart, lane);
+    if (run.perRank > 1 && lane % run.perRank === 0 && lane) {
+      context.fillStyle = theme.muted;
+      context.fillRect(plot.left, plot.top + (lane - chart.lanes.from) * chart.laneHeight - 0.5, plot.width, 1);
+    }
   }
-}
-
-/** Where a rank has several lanes. */
-function separateRanks(chart, lane) {
-  const { context, theme, plot } = chart;
-  context.fillStyle = theme.muted;
-  context.fillRect(plot.left, plot.top + (lane - chart.lanes.from) * chart.laneHeight - 0.5, plot.width, 1);
 }
 
 function drawBar(chart, bars, bar, [top, tall], fill) {
@@ -92,7 +65,7 @@ function drawBar(chart, bars, bar, [top, tall], fill) {
 /** Reduces that go on behind the computes, each in the band of its drain. */
 function drawBack(chart, lane, top) {
   const { run } = chart;
-  const [first, end] = run.back.between(lane, chart.view.from * run.ticks, chart.view.to * run.ticks);
+  const [first, end] = chart.barsInSight(run.back, lane);
   for (let bar = first; bar < end; bar++) drawBar(chart, run.back, bar, bandOf(chart, run.back.item[bar], top), chart.palette.css[run.back.colour[bar]]);
 }
 
@@ -113,8 +86,7 @@ function outlineChains(chart, lane) {
 }
 
 function hatching(context, theme) {
-  const tile = document.createElement("canvas");
-  [tile.width, tile.height] = [6, 6];
+  const tile = element("canvas", { width: "6", height: "6" });
   const brush = tile.getContext("2d");
   brush.fillStyle = theme["stall-pale"];
   brush.fillRect(0, 0, 6, 6);
@@ -130,28 +102,23 @@ function hatching(context, theme) {
 
 /** The end of the run, and the bound that it cannot beat. */
 function drawMarks(chart) {
-  const { context, run, theme, plot } = chart;
-  const line = (time, colour, dashes) => {
-    context.strokeStyle = colour;
-    context.lineWidth = 1.6;
-    context.setLineDash(dashes);
-    context.beginPath();
-    context.moveTo(chart.x(time), plot.top);
-    context.lineTo(chart.x(time), plot.top + plot.height);
-    context.stroke();
-    context.setLineDash([]);
-  };
-  line(run.makespan, theme.ink, []);
-  if (run.bound !== null) line(run.bound, theme.bound, [5, 3]);
+  const { context, run, theme } = chart;
+  drawTime(chart, context, run.makespan, theme.ink, 1.6);
+  if (run.bound !== null) drawTime(chart, context, run.bound, theme.bound, 1.6, [5, 3]);
 }
 
-function drawAxes(context, chart, theme) {
-  const { plot, view } = chart;
+function drawTime(chart, context, time, ...look) {
+  const { top, height } = chart.plot;
+  strokeLine(context, [chart.x(time), top], [chart.x(time), top + height], ...look);
+}
+
+function drawAxes(chart) {
+  const { context, theme, plot, view } = chart;
   const floor = plot.top + plot.height;
   [context.fillStyle, context.strokeStyle, context.lineWidth] = [theme.muted, theme.line, 1];
   context.font = "11px system-ui, sans-serif";
   [context.textAlign, context.textBaseline] = ["center", "top"];
-  const step = niceStep((view.to - view.from) / Math.max(2, plot.width / 90));
+  const step = niceStep(view.span / Math.max(2, plot.width / 90));
   for (let time = Math.ceil(view.from / step) * step; time <= view.to; time += step) {
     context.fillRect(chart.x(time), floor, 1, 4);
     context.fillText(plain(Number(time.toPrecision(12))), chart.x(time), floor + 6);
@@ -171,8 +138,68 @@ function drawAxes(context, chart, theme) {
   context.restore();
 }
 
-/** 1, 2 or 5 times a power of ten, at least as large. */
-function niceStep(least) {
-  const power = 10 ** Math.floor(Math.log10(least));
-  return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least * 0.999);
+// Many bars: every pixel has the average colour of what its lane did meanwhile, in one pass over the bars in sight.
+
+/** An image of a chart's plot, in pixels of the screen. */
+function averagedImage(chart) {
+  const { run, palette, view, lanes } = chart;
+  const [width, height] = [chart.plot.width, chart.plot.height].map((length) => Math.max(1, Math.round(length * chart.ratio)));
+  const image = new ImageData(width, height);
+  const pixels = new Uint32Array(image.data.buffer);
+  const sums = new Float32Array(3 * width);
+  const rowsPerLane = height / lanes.span;
+  const inside = Math.min(width, Math.max(0, Math.ceil(((run.makespan - view.from) / view.span) * width)));
+  for (const [first, end, rows] of groups(lanes, height, rowsPerLane)) {
+    sums.fill(0);
+    for (let lane = first; lane < end; lane++) addLane(chart, width, lane, sums, 1 / (end - first));
+    const start = rows[0] * width;
+    writeRow(sums, palette.idle, pixels, start, inside);
+    const gap = rowsPerLane >= 4 ? 1 : 0;
+    for (let row = rows[0] + 1; row < rows[1] - gap; row++) pixels.copyWithin(row * width, start, start + width);
+  }
+  return image;
+}
+
+/** [first, end) of lanes that share rows of pixels, and these rows. */
+function* groups({ from, to }, height, rowsPerLane) {
+  if (rowsPerLane >= 1) {
+    for (let lane = Math.floor(from); lane < Math.ceil(to); lane++) {
+      const rows = [lane, lane + 1].map((edge) => Math.min(height, Math.max(0, Math.round((edge - from) * rowsPerLane))));
+      if (rows[1] > rows[0]) yield [lane, lane + 1, rows];
+    }
+    return;
+  }
+  for (let row = 0; row < height; row++) {
+    const lane = Math.floor(from + row / rowsPerLane);
+    yield [lane, Math.min(Math.ceil(to), Math.max(lane + 1, Math.floor(from + (row + 1) / rowsPerLane))), [row, row + 1]];
+  }
+}
+
+function addLane(chart, width, lane, sums, weight) {
+  const { bars, ticks } = chart.run;
+  const [scale, colours, [r0, g0, b0]] = [width / chart.view.span, chart.palette.flat, chart.palette.idle];
+  const [perTick, shift] = [scale / ticks, chart.view.from * scale];
+  const [first, end] = chart.barsInSight(bars, lane);
+  for (let bar = first; bar < end; bar++) {
+    const left = Math.max(0, bars.start[bar] * perTick - shift);
+    const right = Math.min(width, bars.end[bar] * perTick - shift);
+    if (right <= left) continue;
+    const colour = 3 * bars.colour[bar];
+    const [r, g, b] = [weight * (colours[colour] - r0), weight * (colours[colour + 1] - g0), weight * (colours[colour + 2] - b0)];
+    const last = Math.ceil(right) - 1;
+    for (let x = Math.floor(left); x <= last; x++) {
+      const share = Math.min(right, x + 1) - Math.max(left, x);
+      sums[3 * x] += share * r;
+      sums[3 * x + 1] += share * g;
+      sums[3 * x + 2] += share * b;
+    }
+  }
+}
+
+const clamped = (value) => (value < 0 ? 0 : value > 255 ? 255 : value + 0.5) | 0;
+
+function writeRow(sums, [r, g, b], pixels, first, inside) {
+  for (let x = 0; x < inside; x++) {
+    pixels[first + x] = 0xff000000 | (clamped(b + sums[3 * x + 2]) << 16) | (clamped(g + sums[3 * x + 1]) << 8) | clamped(r + sums[3 * x]);
+  }
 }

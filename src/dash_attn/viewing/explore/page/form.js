@@ -4,8 +4,8 @@ class Form {
   constructor(form, start, show) {
     [this.form, this.show] = [form, show];
     form.hidden = false;
-    document.getElementById("layout").classList.add("asking");
-    document.getElementById("mask-forms").textContent = start.masks;
+    byId("layout").classList.add("asking");
+    byId("mask-forms").textContent = start.masks;
     const { choices } = start;
     this.fill("schedule", choices.schedule.map((name) => [name, name]));
     this.fill("second", [["", "none"], ...choices.schedule.map((name) => [name, name])]);
@@ -17,7 +17,7 @@ class Form {
       event.preventDefault();
       this.ask();
     });
-    document.getElementById("save").addEventListener("click", () => this.save());
+    byId("save").addEventListener("click", () => this.save());
   }
 
   fill(name, choices) {
@@ -36,7 +36,7 @@ class Form {
     }
     const tokens = ["seqlen", "kv-seqlen", "tile-q", "tile-kv"].some((name) => name in options);
     this.form.elements.lengths.value = tokens ? "tokens" : "tiles";
-    document.getElementById("cluster").open = "ranks" in options;
+    byId("cluster").open = "ranks" in options;
     this.extra = Object.fromEntries(Object.entries(options).filter(([name]) => !this.form.elements[name])); // has no field: --threads, --device
     this.adapt();
   }
@@ -76,7 +76,7 @@ class Form {
 
   /** What goes wrong is said below the form; the charts stay as they were. */
   async busy(work) {
-    const [error, buttons] = [document.getElementById("error"), this.form.querySelectorAll("button")];
+    const [error, buttons] = [byId("error"), this.form.querySelectorAll("button")];
     for (const button of buttons) button.disabled = true;
     this.form.setAttribute("aria-busy", "true");
     try {

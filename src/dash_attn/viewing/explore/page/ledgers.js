@@ -1,21 +1,98 @@
-// The page of two runs: what `dash-attn diff` says, and a chart of modules over steps.
+// Two runs, by their ledgers: a tree of modules over steps, its chart, and the page with what `dash-attn diff` says.
+
+const MOST_OPEN = 40; // rows that are shown at first
+
+class ModuleTree {
+  constructor(answer) {
+    Object.assign(this, answer);
+    this.steps = decoded(answer.steps);
+    [this.compared, this.differing] = [answer.compared.map(decoded), answer.differing.map(decoded)];
+    this.number = new Map(this.modules.map((module, place) => [module, place]));
+    this.parent = this.modules.map((module) => (module ? this.number.get(module.split(".").slice(0, -1).join(".")) : -1));
+    this.depth = this.parent.map(() => 0);
+    this.parent.forEach((parent, place) => (this.depth[place] = parent < 0 ? 0 : this.depth[parent] + 1)); // parents come first
+    this.children = this.modules.map(() => 0);
+    for (const parent of this.parent) if (parent >= 0) this.children[parent]++;
+    this.open = this.openedAtFirst();
+  }
+
+  /** As many levels as have room, and the way to the module that is to blame. */
+  openedAtFirst() {
+    let depth = 0;
+    while (depth < 8 && this.depth.filter((level) => level <= depth + 1).length <= MOST_OPEN) depth++;
+    const open = new Set([...this.modules.keys()].filter((place) => this.depth[place] < depth && this.children[place]));
+    const blamed = this.comparison.first?.module;
+    for (let place = this.number.get(blamed) ?? -1; place >= 0; place = this.parent[place]) if (this.parent[place] >= 0) open.add(this.parent[place]);
+    return open;
+  }
+
+  /** Numbers of the modules whose parents are all open. */
+  shownModules() {
+    const shown = [];
+    const visible = new Set();
+    this.modules.forEach((_, place) => {
+      const parent = this.parent[place];
+      if (parent >= 0 && !(visible.has(parent) && this.open.has(parent))) return;
+      visible.add(place);
+      shown.push(place);
+    });
+    return shown;
+  }
+
+  name(place) {
+    return this.modules[place] || "the model";
+  }
+
+  shortName(place) {
+    return this.modules[place].split(".").at(-1) || "the model";
+  }
+
+  cell(direction, module, step) {
+    const at = module * this.steps.length + step;
+    return [this.compared[direction][at], this.differing[direction][at]];
+  }
+
+  /** Tensors that were compared and that differ in some steps, of all directions or of one. */
+  counts(module, first, end, direction = -1) {
+    let [compared, differing] = [0, 0];
+    for (let each = 0; each < this.directions.length; each++) {
+      if (direction >= 0 && each !== direction) continue;
+      for (let step = first; step < end; step++) {
+        const [all, other] = this.cell(each, module, step);
+        compared += all;
+        differing += other;
+      }
+    }
+    return [compared, differing];
+  }
+
+  words(module, step) {
+    return this.directions.map((direction, place) => {
+      const [compared, differing] = this.cell(place, module, step);
+      const found = differing ? `${plain(differing)} of ${plain(compared)} tensors differ` : `all ${plain(compared)} tensors agree`;
+      return [direction, compared ? found : "not recorded"];
+    });
+  }
+}
 
 const ROW = 20;
 const TREE_WIDTH = 210;
 const LEAST_PARTS = 9; // pixels of a step from which on its directions are drawn side by side
 const LEDGER_KEYS = "Arrows go from step to step and from module to module, Enter opens or closes a module, plus and minus zoom, f goes to where the runs part.";
 
-class LedgerChart {
+class LedgerChart extends CanvasChart {
   constructor(tree) {
+    const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps. ${LEDGER_KEYS}`;
+    super(new Stretch(tree.steps.length, 2, () => this.draw()), "chart of modules over steps", summary);
     this.tree = tree;
-    this.view = { from: 0, to: tree.steps.length };
     this.chosen = this.placeOfFirst() ?? { module: 0, step: 0 };
-    this.lower = element("canvas", { tabindex: "0", role: "application", "aria-roledescription": "chart of modules over steps" });
-    this.lower.setAttribute("aria-label", `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps. ${LEDGER_KEYS}`);
-    this.stack = element("div", { class: "stack" }, this.lower);
     this.figure = element("figure", {}, this.stack);
-    this.context = this.lower.getContext("2d");
-    this.listen();
+    this.listen({
+      click: (event) => this.clicked(event),
+      wheel: (event) => this.wheeled(event),
+      pointermove: (event) => showModule(this.tree, this.cellAt(event) ?? this.chosen),
+      pointerleave: () => showModule(this.tree, this.chosen),
+    });
   }
 
   /** Where the runs part. */
@@ -28,30 +105,23 @@ class LedgerChart {
 
   measure() {
     this.rows = this.tree.shownModules();
-    this.theme = themeColours();
-    this.width = Math.max(300, this.stack.clientWidth);
-    this.height = (this.rows.length + 2) * ROW;
-    this.stack.style.height = `${this.height}px`;
-    this.ratio = window.devicePixelRatio || 1;
-    [this.lower.width, this.lower.height] = [Math.round(this.width * this.ratio), Math.round(this.height * this.ratio)];
+    this.fit((this.rows.length + 2) * ROW, 300);
     this.plot = { left: TREE_WIDTH, width: this.width - TREE_WIDTH - 10 };
   }
 
-  x(step) {
-    return this.plot.left + ((step - this.view.from) / (this.view.to - this.view.from)) * this.plot.width;
-  }
-
   draw() {
-    const { context, theme } = this;
-    context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    context.clearRect(0, 0, this.width, this.height);
+    const { context, theme, chosen } = this;
+    this.clear(context);
     this.rows.forEach((module, row) => this.drawRow(module, row * ROW));
     this.drawAxis();
     [context.strokeStyle, context.lineWidth] = [theme.chosen, 2];
-    const row = this.rows.indexOf(this.chosen.module);
-    const left = Math.max(this.plot.left, this.x(this.chosen.step));
-    const right = Math.min(this.plot.left + this.plot.width, this.x(this.chosen.step + 1));
+    const row = this.rows.indexOf(chosen.module);
+    const [left, right] = this.insidePlot(this.x(chosen.step), this.x(chosen.step + 1));
     if (row >= 0 && right > left) context.strokeRect(left, row * ROW + 1, Math.max(2, right - left), ROW - 2);
+  }
+
+  insidePlot(left, right) {
+    return [Math.max(this.plot.left, left), Math.min(this.plot.left + this.plot.width, right)];
   }
 
   drawRow(module, top) {
@@ -62,7 +132,7 @@ class LedgerChart {
     if (tree.children[module]) context.fillText(tree.open.has(module) ? "\u25be" : "\u25b8", indent - 8, top + ROW / 2);
     context.fillText(tree.shortName(module), indent + 4, top + ROW / 2, TREE_WIDTH - indent - 10);
     const [first, end] = [Math.floor(this.view.from), Math.min(tree.steps.length, Math.ceil(this.view.to))];
-    const perStep = this.plot.width / (this.view.to - this.view.from);
+    const perStep = this.plot.width / this.view.span;
     if (perStep >= 1) for (let step = first; step < end; step++) this.drawStep(module, step, top, perStep);
     else this.drawColumns(module, top);
   }
@@ -78,7 +148,7 @@ class LedgerChart {
 
   /** Many steps per pixel: a column shows whether any of its steps differs. */
   drawColumns(module, top) {
-    const perPixel = (this.view.to - this.view.from) / this.plot.width;
+    const perPixel = this.view.span / this.plot.width;
     for (let x = 0; x < this.plot.width; x++) {
       const first = Math.floor(this.view.from + x * perPixel);
       const end = Math.min(this.tree.steps.length, Math.max(first + 1, Math.floor(this.view.from + (x + 1) * perPixel)));
@@ -87,8 +157,7 @@ class LedgerChart {
   }
 
   fill([compared, differing], left, width, top) {
-    const from = Math.max(this.plot.left, left);
-    const to = Math.min(this.plot.left + this.plot.width, left + width);
+    const [from, to] = this.insidePlot(left, left + width);
     if (!compared || to <= from) return;
     this.context.fillStyle = differing ? this.theme.stall : this.theme.agree;
     this.context.fillRect(from, top + 1, Math.max(0.5, to - from), ROW - 2);
@@ -98,7 +167,7 @@ class LedgerChart {
     const { context, theme, tree } = this;
     const top = this.rows.length * ROW;
     [context.fillStyle, context.font, context.textAlign, context.textBaseline] = [theme.muted, "11px system-ui, sans-serif", "center", "top"];
-    const jump = Math.max(1, niceStep((60 * (this.view.to - this.view.from)) / this.plot.width));
+    const jump = Math.max(1, niceStep((60 * this.view.span) / this.plot.width));
     for (let step = Math.ceil(this.view.from / jump) * jump; step < Math.min(this.view.to, tree.steps.length); step += jump) {
       context.fillText(plain(tree.steps[step]), (this.x(step) + this.x(step + 1)) / 2, top + 5);
     }
@@ -106,41 +175,25 @@ class LedgerChart {
     context.fillText("step", 8, top + 5);
   }
 
-  listen() {
-    const canvas = this.lower;
-    canvas.addEventListener("click", (event) => this.clicked(event));
-    canvas.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
-    canvas.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.altKey || event.metaKey) return;
-      if (this.pressedKey(event.key)) event.preventDefault();
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      const place = this.placeAt(event);
-      showModule(this.tree, place ?? this.chosen);
-    });
-    canvas.addEventListener("pointerleave", () => showModule(this.tree, this.chosen));
-  }
-
-  placeAt(event) {
-    const box = this.lower.getBoundingClientRect();
-    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const module = this.rows[Math.floor(y / ROW)];
-    const step = Math.floor(this.view.from + ((x - this.plot.left) / this.plot.width) * (this.view.to - this.view.from));
+  /** The module and step under the pointer, or null. On the tree: the chosen step. */
+  cellAt(event) {
+    const [x, y] = this.pointOf(event);
+    const [module, step] = [this.rows[Math.floor(y / ROW)], Math.floor(this.placeAt(x))];
     if (module === undefined || step >= this.tree.steps.length) return null;
     return { module, step: x < this.plot.left ? this.chosen.step : step, onTree: x < this.plot.left };
   }
 
   clicked(event) {
-    const place = this.placeAt(event);
-    if (place === null) return;
-    if (place.onTree) this.toggle(place.module);
-    this.choose(place.module, place.step);
+    const cell = this.cellAt(event);
+    if (cell === null) return;
+    if (cell.onTree) this.toggle(cell.module);
+    this.choose(cell.module, cell.step);
   }
 
   wheeled(event) {
     if (!event.shiftKey && !event.ctrlKey) return; // the list itself scrolls
     event.preventDefault();
-    this.zoom(Math.exp((event.deltaY || event.deltaX) * 0.0015));
+    this.zoom(wheelFactor(event));
   }
 
   toggle(module) {
@@ -150,34 +203,25 @@ class LedgerChart {
   }
 
   choose(module, step) {
-    this.chosen = { module, step: Math.max(0, Math.min(this.tree.steps.length - 1, step)) };
-    const [span, at] = [this.view.to - this.view.from, this.chosen.step];
-    if (at < this.view.from || at + 1 > this.view.to) this.show(at + 0.5 - span / 2, at + 0.5 + span / 2);
+    const at = Math.max(0, Math.min(this.tree.steps.length - 1, step));
+    this.chosen = { module, step: at };
+    if (!this.view.has(at, at + 1)) this.view.showAround(at + 0.5);
     this.draw();
     showModule(this.tree, this.chosen);
-    const words = this.tree.words(module, this.chosen.step).map((pair) => pair.join(": ")).join(", ");
-    byId("spoken").textContent = `${this.tree.name(module)}, step ${this.tree.steps[this.chosen.step]}: ${words}`;
-  }
-
-  show(from, to) {
-    const all = this.tree.steps.length;
-    const span = Math.min(all, Math.max(Math.min(all, 2), to - from));
-    this.view.from = Math.min(all - span, Math.max(0, from));
-    this.view.to = this.view.from + span;
-    this.draw();
+    const words = this.tree.words(module, at).map((pair) => pair.join(": ")).join(", ");
+    byId("spoken").textContent = `${this.tree.name(module)}, step ${this.tree.steps[at]}: ${words}`;
   }
 
   zoom(factor) {
-    const middle = this.chosen.step + 0.5;
-    this.show(middle - (middle - this.view.from) * factor, middle + (this.view.to - middle) * factor);
+    this.view.zoom(factor, this.chosen.step + 0.5);
   }
 
-  pressedKey(key) {
+  actions() {
     const { module, step } = this.chosen;
     const row = this.rows.indexOf(module);
     const go = (by) => this.choose(this.rows[Math.max(0, Math.min(this.rows.length - 1, row + by))], step);
     const first = this.placeOfFirst();
-    const actions = {
+    return {
       ArrowRight: () => this.choose(module, step + 1),
       ArrowLeft: () => this.choose(module, step - 1),
       ArrowDown: () => go(1),
@@ -186,12 +230,15 @@ class LedgerChart {
       "+": () => this.zoom(0.6),
       "=": () => this.zoom(0.6),
       "-": () => this.zoom(1 / 0.6),
-      0: () => this.show(0, this.tree.steps.length),
+      0: () => this.view.show(0, this.tree.steps.length),
       f: () => first && this.choose(first.module, first.step),
     };
-    if (!(key in actions)) return false;
-    actions[key]();
-    return true;
+  }
+
+  legend() {
+    const { agree, stall, paper } = this.theme;
+    const parts = ["wide steps have three parts: forward, backward, update", null];
+    return [["the same bits in both runs", [agree]], ["other bits", [stall]], ["not recorded", [paper]], parts];
   }
 }
 
@@ -224,15 +271,7 @@ function showLedgers(answer) {
 }
 
 function changesOf({ environment, attention }) {
-  return [["Attention plans differ", attention], ["Environments differ", environment]].filter(([, rows]) => rows.length).map(([title, rows]) => {
-    const head = element("tr", {}, ...["", "A", "B"].map((word) => element("th", { scope: "col" }, word)));
-    const body = rows.map(({ name, a, b }) => element("tr", {}, ...[name, a, b].map((text) => element("td", {}, text))));
-    return element("div", {}, element("h3", {}, title), element("table", { class: "left" }, element("thead", {}, head), element("tbody", {}, ...body)));
-  });
-}
-
-function ledgerLegend({ theme }) {
-  const entries = [["the same bits in both runs", theme.agree], ["other bits", theme.stall], ["not recorded", theme.paper]];
-  const parts = element("li", {}, "wide steps have three parts: forward, backward, update");
-  byId("legend").replaceChildren(...entries.map(([text, colour]) => element("li", {}, swatch([colour]), text)), parts);
+  return [["Attention plans differ", attention], ["Environments differ", environment]].filter(([, rows]) => rows.length).map(([title, rows]) =>
+    element("div", {}, element("h3", {}, title), tableOf(["", "A", "B"], rows.map(({ name, a, b }) => [name, a, b]), { class: "left" })),
+  );
 }

@@ -4,21 +4,16 @@ const MOST_BORDERS = 400;
 
 function drawOverlay(chart) {
   const { over: context, plot, theme, state } = chart;
-  context.setTransform(chart.ratio, 0, 0, chart.ratio, 0, 0);
-  context.clearRect(0, 0, chart.width, chart.height);
-  context.save();
-  context.beginPath();
-  context.rect(plot.left, plot.top, plot.width, plot.height);
-  context.clip();
-  if (state.showPath) drawPath(chart);
-  const shown = chart.shown();
-  if (shown !== null) drawLinks(chart, shown);
-  if (state.moment !== null) drawMoment(chart);
-  context.restore();
-  if (chart.focused) {
-    [context.strokeStyle, context.lineWidth] = [theme.bound, 2];
-    context.strokeRect(plot.left, plot.top, plot.width, plot.height);
-  }
+  chart.clear(context);
+  drawClipped(context, plot, () => {
+    if (state.showPath) drawPath(chart);
+    const shown = chart.shown();
+    if (shown !== null) drawLinks(chart, shown);
+    if (state.moment !== null) drawTime(chart, context, state.moment, theme.chosen, 1.2);
+  });
+  if (!chart.focused) return;
+  [context.strokeStyle, context.lineWidth] = [theme.bound, 2];
+  context.strokeRect(plot.left, plot.top, plot.width, plot.height);
 }
 
 /** Left, top, width and height of a phase of a task. */
@@ -31,9 +26,9 @@ function boxOf(chart, item, phase, index = item) {
   return [chart.x(start), top, Math.max(1.5, chart.x(end) - chart.x(start)), Math.max(2, height)];
 }
 
-function middleOf([left, top, width, height], side) {
-  return [left + (side === "end" ? width : 0), top + height / 2];
-}
+/** Where links begin and end. */
+const startOf = ([left, top, , height]) => [left, top + height / 2];
+const endOf = ([left, top, width, height]) => [left + width, top + height / 2];
 
 function drawLinks(chart, item) {
   const { over: context, run, theme } = chart;
@@ -45,21 +40,15 @@ function drawLinks(chart, item) {
     link(chart, boxOf(chart, item, other.of === COMPUTE && !run.drains ? COMPUTE : REDUCE), boxOf(chart, other.item, other.of ?? COMPUTE), [1, 3]);
   }
   [context.strokeStyle, context.lineWidth] = [theme.chosen, 2.2];
-  for (const phase of run.itemWord === "task" ? [COMPUTE, REDUCE] : [COMPUTE]) context.strokeRect(...boxOf(chart, item, phase));
+  for (const phase of run.phases) context.strokeRect(...boxOf(chart, item, phase));
 }
 
 function link(chart, from, to, dashes) {
   const { over: context, theme } = chart;
-  const [a, b] = [middleOf(from, "end"), middleOf(to, "start")];
-  [context.strokeStyle, context.fillStyle, context.lineWidth] = [theme.chosen, theme.chosen, 1.3];
-  context.setLineDash(dashes);
+  strokeLine(context, endOf(from), startOf(to), theme.chosen, 1.3, dashes);
+  context.fillStyle = theme.chosen;
   context.beginPath();
-  context.moveTo(...a);
-  context.lineTo(...b);
-  context.stroke();
-  context.setLineDash([]);
-  context.beginPath();
-  context.arc(...b, 2.2, 0, 2 * Math.PI);
+  context.arc(...startOf(to), 2.2, 0, 2 * Math.PI);
   context.fill();
 }
 
@@ -77,18 +66,9 @@ function drawPath(chart) {
 }
 
 /** [first, end) of the events of the path that touch what is in sight, and one more at each end. They follow each other in time. */
-function pathInSight({ run, view }) {
-  const firstWhere = (holds) => {
-    let [low, high] = [0, run.path.length];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (holds(middle)) high = middle;
-      else low = middle + 1;
-    }
-    return low;
-  };
-  const first = firstWhere((place) => run.pathSpans[2 * place + 1] >= view.from);
-  return [Math.max(0, first - 1), Math.min(run.path.length, firstWhere((place) => run.pathSpans[2 * place] > view.to) + 1)];
+function pathInSight({ run: { path, pathSpans }, view }) {
+  const first = firstWhere(0, path.length, (place) => pathSpans[2 * place + 1] >= view.from);
+  return [Math.max(0, first - 1), Math.min(path.length, firstWhere(0, path.length, (place) => pathSpans[2 * place] > view.to) + 1)];
 }
 
 function borders(chart, first, end, path) {
@@ -96,8 +76,8 @@ function borders(chart, first, end, path) {
   boxes.forEach((box, place) => {
     path.rect(...box);
     if (!place) return;
-    path.moveTo(...middleOf(boxes[place - 1], "end"));
-    path.lineTo(...middleOf(box, "start"));
+    path.moveTo(...endOf(boxes[place - 1]));
+    path.lineTo(...startOf(box));
   });
 }
 
@@ -121,18 +101,4 @@ function envelope(chart, first, end, path) {
     }
   }
   if (!Number.isNaN(column)) flush();
-}
-
-/** Start and end of every event of a path. */
-function spansOf(run) {
-  return Float64Array.from(run.path.flatMap(({ item, phase, index }) => run.span(item, phase, index)));
-}
-
-function drawMoment(chart) {
-  const { over: context, plot, theme, state } = chart;
-  [context.strokeStyle, context.lineWidth] = [theme.chosen, 1.2];
-  context.beginPath();
-  context.moveTo(chart.x(state.moment), plot.top);
-  context.lineTo(chart.x(state.moment), plot.top + plot.height);
-  context.stroke();
 }

@@ -1,19 +1,41 @@
-// A run of one device: tasks on workers, simulated or measured.
+// A run: tasks or units (units.js), in the lanes of workers or ranks. Here those of one rank: tasks on workers, simulated or measured.
 
-class TaskRun {
-  constructor(data) {
-    Object.assign(this, data);
+class Run {
+  constructor(data, words) {
+    Object.assign(this, data, words);
     this.makespan = data.makespan / data.ticks;
     this.bound = data.lower_bound === null ? null : data.lower_bound / data.ticks;
-    this.chains = unpackedAll(data.chains);
-    this.adds = unpackedAll(data.adds);
-    this.readTimes(unpackedAll(data.tasks));
+    this.back = null; // bars behind the others
+  }
+
+  /** The events that decide the makespan, and the start and end of each. */
+  readPath() {
+    const path = decodedAll(this.path);
+    this.path = Array.from(path.index, (index, place) => {
+      const phase = path.phase[place];
+      return { item: this.itemOf(index, phase), phase, index, cause: path.causes[path.cause[place]] };
+    });
+    this.pathSpans = Float64Array.from(this.path.flatMap(({ item, phase, index }) => this.span(item, phase, index)));
+  }
+
+  /** What each phase of a task or unit waits for, with the time from which on that is no hindrance; `last`: the one that came last. */
+  needs(item) {
+    return this.needsInTicks(item).map((need) => ({ ...need, at: need.at / this.ticks }));
+  }
+}
+
+class TaskRun extends Run {
+  constructor(data) {
+    super(data, { laneWord: "worker", itemWord: "task", phases: [COMPUTE, REDUCE] });
+    this.inChain = needsInChain(this.drains);
+    this.chains = decodedAll(data.chains);
+    this.adds = decodedAll(data.adds);
+    this.readTimes(decodedAll(data.tasks));
     this.linkTurns();
-    this.orderChains();
+    const chains = [...this.chains.worker.keys()].filter((chain) => this.chains.tasks[chain] || this.adds.count);
+    [this.byWorker, this.chainBefore, this.chainAfter] = inQueues(chains, this.chains.worker, this.chains.start, this.lanes);
     this.makeBars();
-    this.readPath(unpackedAll(data.path));
-    this.laneWord = "worker";
-    this.itemWord = "task";
+    this.readPath();
   }
 
   readTimes(tasks) {
@@ -47,36 +69,16 @@ class TaskRun {
     this.turnsOf = (i) => counts[keys[i]];
   }
 
-  /** The chains of each worker, as they started. */
-  orderChains() {
-    const { worker, start } = this.chains;
-    const chains = [...worker.keys()].filter((chain) => this.chains.tasks[chain] || this.adds.count);
-    chains.sort((a, b) => worker[a] - worker[b] || start[a] - start[b] || a - b);
-    this.byWorker = Array.from({ length: this.lanes }, () => []);
-    [this.chainBefore, this.chainAfter] = [new Int32Array(worker.length).fill(-1), new Int32Array(worker.length).fill(-1)];
-    chains.forEach((chain, place) => {
-      this.byWorker[worker[chain]].push(chain);
-      const before = chains[place - 1];
-      if (place && worker[before] === worker[chain]) {
-        this.chainBefore[chain] = before;
-        this.chainAfter[before] = chain;
-      }
-    });
-  }
-
   makeBars() {
-    const most = this.items * 3 + this.chains.worker.length * (2 + 2 * this.adds.count);
-    this.bars = new Bars(most, this.lanes);
-    this.back = this.drains ? new Bars(this.items + this.chains.worker.length * this.adds.count, this.lanes) : null;
-    if (this.back) this.back.atOnce = this.drains;
+    const adds = this.chains.worker.length * this.adds.count;
+    this.bars = new Bars(this.items * 3 + this.chains.worker.length * 2 + 2 * adds, this.lanes);
+    if (this.drains) this.back = new Bars(this.items + adds, this.lanes, this.drains);
     const colour = { stall: 2 * this.q_tiles, startup: 2 * this.q_tiles + 1, add: 2 * this.q_tiles + 2 };
     for (let lane = 0; lane < this.lanes; lane++) {
       this.bars.beginLane(lane);
       this.back?.beginLane(lane);
       for (const chain of this.byWorker[lane]) this.addChain(chain, colour);
     }
-    this.bars.endLanes();
-    this.back?.endLanes();
   }
 
   addChain(chain, colour) {
@@ -104,13 +106,8 @@ class TaskRun {
     if (this.back) this.bars.add(until, this.chains.end[chain], owner, STALL, colour.stall);
   }
 
-  readPath(path) {
-    this.path = Array.from(path.index, (index, place) => {
-      const phase = path.phase[place];
-      const item = phase === ADD ? Math.max(0, this.offsets[Math.floor(index / this.adds.count) + 1] - 1) : index;
-      return { item, phase, index, cause: path.causes[path.cause[place]] };
-    });
-    this.pathSpans = spansOf(this);
+  itemOf(index, phase) {
+    return phase === ADD ? Math.max(0, this.offsets[Math.floor(index / this.adds.count) + 1] - 1) : index;
   }
 
   colours() {
@@ -162,34 +159,20 @@ class TaskRun {
     ];
   }
 
-  /** What compute and reduce of a task wait for, with the time from which on each is no hindrance; `last`: the one that came last. */
-  needs(item) {
-    return [...markLast(this.needsOfCompute(item)), ...markLast(this.needsOfReduce(item))].map((need) => ({ ...need, at: need.at / this.ticks }));
+  legend({ css }, theme) {
+    const computes = [`compute, by Q tile (0 to ${this.q_tiles - 1})`, css.slice(0, this.q_tiles)];
+    const reduces = ["reduce", css.slice(this.q_tiles, 2 * this.q_tiles)];
+    return [computes, reduces, ["stall", [theme.stall]], ["start of a chain", [theme.startup]], ...(this.adds.count ? [["add dK and dV", [theme.add]]] : [])];
   }
 
-  needsOfCompute(item) {
-    const [chain, place] = [this.chainOf[item], this.placeOf(item)];
-    const reduced = (other, words) => ({ phase: COMPUTE, item: other, of: REDUCE, words, at: this.reduceEnd[other] });
-    if (place === 0) {
-      const before = this.chainBefore[chain];
-      return before < 0 || !this.chains.tasks[before] ? [] : [reduced(this.lastOf(before), "its worker, which ran")];
-    }
-    const found = [];
-    if (this.drains) found.push({ phase: COMPUTE, item: item - 1, of: COMPUTE, words: "the compute before", at: this.computeEnd[item - 1] });
-    const freed = item - 1 - this.drains;
-    if (place - 1 - this.drains >= 0) found.push(reduced(freed, this.drains ? "a free buffer, the reduce of" : "the reduce before"));
-    return found;
-  }
-
-  needsOfReduce(item) {
-    const found = [{ phase: REDUCE, item, of: COMPUTE, words: "its own compute", at: this.computeEnd[item] }];
-    const rival = this.turnBefore(item);
-    if (rival >= 0) found.push({ phase: REDUCE, item: rival, of: REDUCE, words: `turn ${this.turn[rival]}`, at: this.handedOver(rival) });
-    const [place, drains] = [this.placeOf(item), Math.max(1, this.drains)];
-    if (this.drains && place >= drains) {
-      found.push({ phase: REDUCE, item: item - drains, of: REDUCE, words: "a free drain, the reduce of", at: this.reduceEnd[item - drains] });
-    }
-    return found;
+  needsInTicks(item) {
+    const [place, before, rival] = [this.placeOf(item), this.chainBefore[this.chainOf[item]], this.turnBefore(item)];
+    const need = (phase, other, of, words) => ({ phase, item: other, of, words, at: (of === COMPUTE ? this.computeEnd : this.reduceEnd)[other] });
+    const found = [need(REDUCE, item, COMPUTE, "its own compute")];
+    if (rival >= 0) found.push({ ...need(REDUCE, rival, REDUCE, `turn ${this.turn[rival]}`), at: this.handedOver(rival) });
+    if (place === 0 && before >= 0 && this.chains.tasks[before]) found.push(need(COMPUTE, this.lastOf(before), REDUCE, "its worker, which ran"));
+    for (const { phase, of, back, needs } of this.inChain) if (place >= back) found.push(need(phase, item - back, of, needs));
+    return this.phases.flatMap((phase) => markLast(found.filter((each) => each.phase === phase)));
   }
 
   handedOver(item) {
@@ -204,15 +187,10 @@ class TaskRun {
   }
 
   neededBy(item) {
-    const [chain, place] = [this.chainOf[item], this.placeOf(item)];
-    const [left, drains] = [this.chains.tasks[chain] - 1 - place, Math.max(1, this.drains)];
-    const found = [];
-    const rival = this.turnAfter(item);
-    if (rival >= 0) found.push({ item: rival, of: REDUCE, words: `turn ${this.turn[rival]}` });
-    if (left >= 1) found.push({ item: item + 1, of: COMPUTE, words: "the next compute" });
-    if (this.drains && left >= drains) found.push({ item: item + drains, of: REDUCE, words: "its drain, the reduce of" });
-    if (this.drains && left >= 1 + this.drains) found.push({ item: item + 1 + this.drains, of: COMPUTE, words: "its buffer, the compute of" });
-    const next = this.chainAfter[chain];
+    const chain = this.chainOf[item];
+    const [rival, next, left] = [this.turnAfter(item), this.chainAfter[chain], this.chains.tasks[chain] - 1 - this.placeOf(item)];
+    const found = rival >= 0 ? [{ item: rival, of: REDUCE, words: `turn ${this.turn[rival]}` }] : [];
+    for (const { phase, back, neededBy } of this.inChain) if (left >= back) found.push({ item: item + back, of: phase, words: neededBy });
     if (item === this.lastOf(chain) && next >= 0 && this.chains.tasks[next]) found.push({ item: this.offsets[next], of: COMPUTE, words: "its worker, the chain of" });
     return found;
   }
@@ -225,6 +203,28 @@ class TaskRun {
     const buffer = held === item ? "" : `needs the buffer of ${this.title(held)}, which `;
     return `${buffer}${need.item === held ? "reduces" : `waits for ${need.words} (${this.title(need.item)})`}`;
   }
+}
+
+/** Which phase of a task needs which one of the task some places back in its chain, and words for both ends. */
+function needsInChain(drains) {
+  if (!drains) return [{ phase: COMPUTE, of: REDUCE, back: 1, needs: "the reduce before", neededBy: "the next compute" }];
+  return [
+    { phase: COMPUTE, of: COMPUTE, back: 1, needs: "the compute before", neededBy: "the next compute" },
+    { phase: REDUCE, of: REDUCE, back: drains, needs: "a free drain, the reduce of", neededBy: "its drain, the reduce of" },
+    { phase: COMPUTE, of: REDUCE, back: 1 + drains, needs: "a free buffer, the reduce of", neededBy: "its buffer, the compute of" },
+  ];
+}
+
+/** What each worker or rank ran, as it started; and what its owner ran before and after each, or -1. */
+function inQueues(items, owner, start, owners) {
+  const queues = Array.from({ length: owners }, () => []);
+  const [before, after] = [new Int32Array(owner.length).fill(-1), new Int32Array(owner.length).fill(-1)];
+  for (const item of items) queues[owner[item]].push(item);
+  for (const queue of queues) {
+    queue.sort((a, b) => start[a] - start[b] || a - b);
+    for (let place = 1; place < queue.length; place++) [before[queue[place]], after[queue[place - 1]]] = [queue[place - 1], queue[place]];
+  }
+  return [queues, before, after];
 }
 
 function markLast(needs) {

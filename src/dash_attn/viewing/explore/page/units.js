@@ -2,22 +2,17 @@
 
 const ENDING = -1;
 
-class UnitRun {
+class UnitRun extends Run {
   constructor(data) {
-    Object.assign(this, data);
-    this.makespan = data.makespan / data.ticks;
-    this.bound = null;
-    this.u = unpackedAll(data.units);
+    super(data, { laneWord: "rank", itemWord: "unit", phases: [COMPUTE] });
+    this.u = decodedAll(data.units);
     this.items = this.u.rank.length;
-    this.readWaits(unpackedAll(data.waits));
-    this.dealLanes();
+    this.perRank = 1 + this.u.lane.reduce((most, lane) => Math.max(most, lane), 0);
+    this.lanes = this.workers * this.perRank;
+    this.readWaits(decodedAll(data.waits));
+    [this.onRank, this.rankBefore, this.rankAfter] = inQueues(this.u.rank.keys(), this.u.rank, this.u.start, this.workers);
     this.makeBars();
-    const path = unpackedAll(data.path);
-    this.path = Array.from(path.index, (index, place) => ({ item: index, phase: COMPUTE, index, cause: path.causes[path.cause[place]] }));
-    this.pathSpans = spansOf(this);
-    this.back = null;
-    this.laneWord = "rank";
-    this.itemWord = "unit";
+    this.readPath();
   }
 
   readWaits(waits) {
@@ -32,37 +27,18 @@ class UnitRun {
     }
   }
 
-  /** Units of a rank that overlap get lanes of their own. */
-  dealLanes() {
-    this.onRank = Array.from({ length: this.workers }, () => []);
-    for (let unit = 0; unit < this.items; unit++) this.onRank[this.u.rank[unit]].push(unit);
-    this.lane = new Int32Array(this.items);
-    this.place = new Int32Array(this.items);
-    let most = 1;
-    for (const units of this.onRank) {
-      units.sort((a, b) => this.u.start[a] - this.u.start[b] || a - b);
-      units.forEach((unit, place) => (this.place[unit] = place));
-      const free = [];
-      for (const unit of units.filter((each) => this.u.end[each] > this.u.start[each])) {
-        let lane = free.findIndex((until) => until <= this.u.start[unit]);
-        if (lane < 0) lane = free.length;
-        free[lane] = this.u.end[unit];
-        this.lane[unit] = lane;
-      }
-      most = Math.max(most, free.length);
-    }
-    this.perRank = most;
-    this.lanes = this.workers * most;
-  }
-
   makeBars() {
     this.bars = new Bars(this.items, this.lanes);
     for (let lane = 0; lane < this.lanes; lane++) {
       this.bars.beginLane(lane);
-      const [rank, sub] = [Math.floor(lane / this.perRank), lane % this.perRank];
-      for (const unit of this.onRank[rank]) if (this.lane[unit] === sub) this.bars.add(this.u.start[unit], this.u.end[unit], unit, COMPUTE, this.colourOf(unit));
+      for (const unit of this.onRank[Math.floor(lane / this.perRank)]) {
+        if (this.laneOf(unit) === lane) this.bars.add(this.u.start[unit], this.u.end[unit], unit, COMPUTE, this.colourOf(unit));
+      }
     }
-    this.bars.endLanes();
+  }
+
+  itemOf(index) {
+    return index;
   }
 
   /** By kind and heads: shades tell the heads of one kind apart. */
@@ -79,7 +55,7 @@ class UnitRun {
   }
 
   laneOf(item) {
-    return this.u.rank[item] * this.perRank + this.lane[item];
+    return this.u.rank[item] * this.perRank + this.u.lane[item];
   }
 
   label(item) {
@@ -106,28 +82,26 @@ class UnitRun {
     ];
   }
 
-  needs(item) {
+  legend({ css }) {
+    return [["units, by heads; a number is the chunk of their keys", css.slice(0, 8)]];
+  }
+
+  needsInTicks(item) {
     const [u, found] = [this.u, []];
     if (u.before[item] >= 0) found.push({ phase: COMPUTE, item: u.before[item], words: "states of", at: u.arrival[item] });
-    const earlier = this.onRank[u.rank[item]][this.place[item] - 1];
-    const ended = earlier !== undefined && u.end[earlier] <= u.start[item];
-    if (ended) found.push({ phase: COMPUTE, item: earlier, words: "its rank, which ran", at: u.end[earlier] });
+    const earlier = this.rankBefore[item];
+    if (earlier >= 0 && u.end[earlier] <= u.start[item]) found.push({ phase: COMPUTE, item: earlier, words: "its rank, which ran", at: u.end[earlier] });
     for (const other of this.waitsFor[item]) found.push({ phase: COMPUTE, item: other, words: "turns of", at: u.end[other] });
     const inTime = found.filter((need) => need.at <= u.start[item] + 1); // overlapped units take turns over while they run
     const late = found.filter((need) => need.at > u.start[item] + 1).map((need) => ({ ...need, last: false }));
-    return [...markLast(inTime), ...late].map((need) => ({ ...need, at: need.at / this.ticks }));
+    return [...markLast(inTime), ...late];
   }
 
   neededBy(item) {
     const [u, found] = [this.u, []];
     if (u.after[item] >= 0) found.push({ item: u.after[item], words: u.rank[u.after[item]] === u.rank[item] ? "its states" : `its states hop to rank ${u.rank[u.after[item]]}` });
-    const later = this.onRank[u.rank[item]][this.place[item] + 1];
-    if (later !== undefined) found.push({ item: later, words: "its rank, next" });
+    if (this.rankAfter[item] >= 0) found.push({ item: this.rankAfter[item], words: "its rank, next" });
     for (const other of this.waitedBy[item]) found.push({ item: other, words: "its turns" });
     return found;
-  }
-
-  stallOf() {
-    return "waits";
   }
 }

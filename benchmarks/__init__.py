@@ -1,0 +1,7 @@
+"""Measurements of this source tree, beside other libraries and other checkouts: run from its root, as `python -m benchmarks.compare`."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests" / "helpers"))  # references, and players of caches and devices, which tests have as well

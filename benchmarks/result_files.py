@@ -1,0 +1,208 @@
+"""Files of results: read and checked; several processes merged into one; our speed relative to every other kernel, case by case."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from dash_attn.scheduling.json_fields import as_list, as_number, as_object, as_text, as_whole, read_fields, read_json_file, shortened
+from dash_attn.tools.bench.candidates import OURS
+from dash_attn.tools.bench.report import FORMAT, Results, Row, shape_of, unique
+from dash_attn.tools.bench.shape import PASSES, Shape
+
+from . import matrices  # noqa: F401 (whose masks files name)
+
+RATIOS = (
+    "ratio_to_cudnn",
+    "ratio_to_fastest_peer",
+    "ratio_to_unordered",
+    "ratio_to_equal_heads",
+)  # None, or not there: nobody to compare with
+SUSTAINED = ("seconds", "ms", "watts", "sm_mhz", "joules", "tflops")
+MEASURED, HOST_MEASURED = ("median_ms", "tflops", "ratio_to_cudnn"), ("median_us", "p20_us", "p80_us")
+UNEVEN = "ok in some processes only"
+OURS_FAILED = 1  # the exit code of a measurement whose results tell that a kernel of ours failed its check
+Child = Callable[[list[str]], int]
+
+
+def read(path: Path) -> Results:
+    results = read_json_file(path, "file of benchmark results")
+    if not isinstance(results, dict) or results.get("format") != FORMAT or "rows" not in results:
+        raise ValueError(f"{path} holds no benchmark results of format {FORMAT}")
+    try:
+        _check(results)
+    except ValueError as error:
+        raise ValueError(f"{path} holds damaged benchmark results: {error}") from None
+    return results
+
+
+def _check(results: Results) -> None:
+    """What reports and pictures look at."""
+    read_fields(results, "the file", ("format", "suite", "repeats", "environment", "rows"), tuple(results))
+    as_text(results["suite"], "suite")
+    as_whole(results["repeats"], "repeats", least=1)
+    as_whole(results.get("processes", 1), "processes", least=1)
+    as_text(as_object(results["environment"], "environment").get("gpu"), "environment.gpu")
+    for part in ("missing", "energy"):
+        as_object(results.get(part, {}), part)
+    for row in as_list(results["rows"], "rows"):
+        _check_row(row, ("shape", "candidate", "pass", "status"), MEASURED)
+        Shape.from_json(row["shape"])
+        if row["pass"] not in PASSES:
+            raise ValueError(f"pass must be {' or '.join(PASSES)}; got {shortened(row['pass'])}")
+    for row in as_list(results.get("host", []), "host"):
+        _check_row(row, ("candidate", "status"), HOST_MEASURED)
+
+
+def _check_row(row: Any, names: tuple[str, ...], measured: tuple[str, ...]) -> None:
+    as_object(row, "a row")
+    needed = measured if row.get("status") == "ok" else ("reason",)
+    read_fields(row, "a row", (*names, *needed), tuple(row))
+    for name in ("candidate", "status"):
+        as_text(row[name], name)
+    for name in (*MEASURED, *HOST_MEASURED, *RATIOS, "energy_j"):
+        if row.get(name) is not None:
+            _check_positive(row[name], name)
+    for name in SUSTAINED if "sustained" in row else ():
+        _check_positive(as_object(row["sustained"], "sustained").get(name), f"sustained.{name}")
+    for value in as_list(row.get("process_ms", []), "process_ms"):
+        _check_positive(value, "process_ms")
+    for name, ends in as_object(row.get("spread", {}), "spread").items():
+        if len(as_list(ends, f"spread.{name}")) != 2:
+            raise ValueError(f"spread.{name} must have a lowest and a highest; got {shortened(ends)}")
+        for value in ends:
+            _check_positive(value, f"spread.{name}")
+    missing = [name for name in needed if name not in RATIOS and row["status"] == "ok" and row[name] is None]
+    if missing:
+        raise ValueError(f"a row of status ok lacks {missing[0]}")
+
+
+def _check_positive(value: Any, name: str) -> None:
+    if as_number(value, name) <= 0:
+        raise ValueError(f"{name} must be a number > 0; got {value}")
+
+
+def case_names(rows: list[Row]) -> dict[Shape, str]:
+    """A name for each shape: its kind; everything, where another one is of that kind or queries are fewer than keys."""
+    shapes = unique(shape_of(row) for row in rows)
+    kinds = [shape.kind for shape in shapes]
+    return {shape: str(shape) if kinds.count(kind) > 1 or shape.shift else kind for shape, kind in zip(shapes, kinds, strict=True)}
+
+
+def is_schedule(candidate: str) -> bool:
+    """Whether a candidate is one of the schedules that `--schedules` times."""
+    return candidate.startswith(f"{OURS}: ")
+
+
+def schedule_name(candidate: str) -> str:
+    return candidate.removeprefix(f"{OURS}: ")
+
+
+# ---- processes
+
+
+def measured_anew(words: Sequence[str], count: int, run: Child | None = None) -> Iterator[tuple[str, Results]]:
+    """The name of the results file and what is known after each process."""
+    runs = []
+    for number in range(1, count + 1):
+        print(f"process {number} of {count}", file=sys.stderr, flush=True)
+        with TemporaryDirectory() as folder:
+            path = _run_one([*words, "--output", folder], Path(folder), run or _run)
+            runs.append(read(path))
+        yield path.name, merged(runs)
+
+
+def _run_one(words: list[str], folder: Path, run: Child) -> Path:
+    status = run(words)
+    written = sorted(folder.glob("*.json"))
+    if status not in (0, OURS_FAILED) or len(written) != 1:
+        raise ValueError(f"a process of this benchmark ended with exit code {status} and {len(written)} files of results, not one")
+    return written[0]
+
+
+def _run(words: list[str]) -> int:
+    """Its tables are not shown: the parent shows the medians."""
+    return subprocess.run([sys.executable, "-m", "benchmarks.suite", *words], stdout=subprocess.DEVNULL).returncode
+
+
+def merged(runs: Sequence[Results]) -> Results:
+    """The first of the runs, with medians over all of them instead of its figures."""
+    rows: dict[tuple[Any, ...], list[Row]] = {}
+    for results in runs:
+        for row in results["rows"]:
+            rows.setdefault((row["pass"], shape_of(row), row["candidate"]), []).append(row)
+    return {**runs[0], "processes": len(runs), "rows": [_merged_row(found, len(runs)) for found in rows.values()]}
+
+
+def _merged_row(rows: list[Row], count: int) -> Row:
+    bad = [row for row in rows if row["status"] != "ok"]
+    if bad:
+        return bad[0]  # no speed of what failed in any process
+    if len(rows) != count:
+        kept = {name: rows[0][name] for name in ("pass", "shape", "candidate", "deterministic")}
+        return {**kept, "status": UNEVEN, "reason": f"{len(rows)} of {count} processes have it"}
+    made = {**rows[0], **_medians(rows, ("median_ms", "p20_ms", "p80_ms", "energy_j", *RATIOS))}
+    made["tflops"] = shape_of(made).tflops(made["pass"], made["median_ms"])
+    if "sustained" in made:
+        made["sustained"] = _medians([row["sustained"] for row in rows], SUSTAINED)
+    made["process_ms"] = [row["median_ms"] for row in rows]
+    found = {name: _known(rows, name) for name in RATIOS}
+    made["spread"] = {name: [min(values), max(values)] for name, values in found.items() if values}
+    return made
+
+
+def _medians(rows: list[Row], names: Sequence[str]) -> dict[str, float]:
+    return {name: median(values) for name in names if (values := _known(rows, name))}
+
+
+def _known(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+# ---- relative speeds
+
+
+class Ratio(NamedTuple):
+    """Of speeds: above 1, ours is faster."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ours_over(results: Results, direction: str) -> dict[Shape, dict[str, Ratio]]:
+    """By shape, and by the name of the other kernel. A ratio is taken inside each process."""
+    rows = [row for row in results["rows"] if row["pass"] == direction and "median_ms" in row and not is_schedule(row["candidate"])]
+    found: dict[Shape, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(shape_of(row), {})[row["candidate"]] = row
+    return {
+        shape: {name: _ratio(by_name[OURS], row) for name, row in by_name.items() if name != OURS}
+        for shape, by_name in found.items()
+        if OURS in by_name
+    }
+
+
+def _ratio(ours: Row, other: Row) -> Ratio:
+    ratios = [theirs / mine for mine, theirs in zip(_times(ours), _times(other), strict=True)]
+    return Ratio(median(ratios), min(ratios), max(ratios))
+
+
+def _times(row: Row) -> list[float]:
+    return row.get("process_ms") or [row["median_ms"]]
+
+
+def relative_table(results: Results, direction: str) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: cases below each other, kernels side by side."""
+    found = ours_over(results, direction)
+    names = unique(name for ratios in found.values() for name in ratios)
+    lines = [[str(shape), *(str(ratios.get(name, "-")) for name in names)] for shape, ratios in found.items()]
+    return ["", *names], lines

@@ -1,0 +1,149 @@
+"""What a rank was asked for, checked by itself, and what must be the same on every rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...backends import resolve
+from ...call.call import Modifiers, given_modifiers
+from ...call.options import AttentionOptions, Choices, in_words, options_for
+from ...call.planning import hash_of
+from ...call.tensor_checks import check_sinks, check_tensors
+from ...masks import Mask
+from ...masks.encoding import mask_to_json
+from ...scheduling.ranks.sharding import CutTile, Sharding
+from ..hosts import NAMES, Facts
+from .rows import Offsets, documents_in, sharding_of_rank
+from .shared_call import Lengths, SharedCall
+from .ulysses import check_factor, outer_sharding
+
+
+class Sharing(NamedTuple):
+    """How ranks share a call, as it was given."""
+
+    sharding: str | Sharding
+    ulysses: int
+    cu_seqlens: Offsets | None
+
+
+class Given(NamedTuple):
+    """Tensors of a call that every rank has alike."""
+
+    sinks: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        return None if self.dropout_seed is None and self.alibi_slopes is None else Modifiers(self.dropout_seed, self.alibi_slopes)
+
+    def check(self, q: Tensor, dropout_p: float) -> None:
+        check_sinks(self.sinks, q)
+        given_modifiers(q, q.shape[0], dropout_p, self.dropout_seed, self.alibi_slopes)
+
+    def of_heads(self, heads: slice) -> Given:
+        """Of some query heads."""
+        sinks, slopes = (None if x is None else x[..., heads] for x in (self.sinks, self.alibi_slopes))
+        return Given(sinks, self.dropout_seed, slopes)
+
+    @property
+    def facts(self) -> Facts:
+        return {name: _in_words(x) for name, x in zip(NAMES, self, strict=True)}
+
+
+def _in_words(x: Tensor | None) -> str:
+    """On a GPU the host does not look at values now (LateValues)."""
+    if x is None:
+        return "none"
+    return f"{x.tolist()} ({x.dtype})" if x.device.type == "cpu" else f"{tuple(x.shape)} ({x.dtype})"
+
+
+class Asked(NamedTuple):
+    """Of one rank: its tensors, and the choices that all ranks have alike."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    given: Given
+    choices: Choices
+    sharing: Sharing
+    ranks: int
+
+    def checked(self, rank: int | None) -> tuple[AttentionOptions, Sharding]:
+        """Raises where the tensors do not fit. rank: None where they are those of some rank, nobody knows of which."""
+        q, k, v = self[:3]
+        check_tensors(q, k, v)
+        self.given.check(q, self.choices.dropout_p)
+        options, sharding = options_for(self.choices, q.shape[-1]), sharding_of_rank(self.sharing.sharding, q.shape[1], self.ranks)
+        who, some = ("a rank of this sharding", range(self.ranks)) if rank is None else (f"rank {rank}", range(rank, rank + 1))
+        fitting = sorted({len(sharding.rows_of(one)) for one in some})
+        if q.shape[1] != k.shape[1] or q.shape[1] not in fitting:
+            raise ValueError(
+                f"{who} has {' or '.join(map(str, fitting))} of the {sharding.rows} rows, queries and keys alike; got {q.shape[1]} queries"
+                f" and {k.shape[1]} keys"
+            )
+        check_factor(self.sharing.ulysses, self.ranks, k.shape[2])
+        return options, sharding
+
+    def part(self, rank: int, differentiable: bool) -> tuple[Part, Facts]:
+        """What a rank finds out by itself. Sends no message."""
+        options, sharding = self.checked(rank)
+        part = Part.of(self, options, sharding, rank)
+        code = None if part.call is None else part.call.backend.machine_code()
+        shared = {"sharding": sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents}
+        more = {"whether gradients are needed": differentiable, "the machine code": code}
+        return part, _facts(*self[:3], options) | shared | self.given.facts | more
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known before the others agree. options: those of its own heads. call: what the ranks
+    outside share; None where there is no other. documents: lengths of those in the row, if it has any."""
+
+    options: AttentionOptions
+    call: SharedCall | None
+    documents: Lengths | None
+    sharding: Sharding
+
+    @classmethod
+    def of(cls, asked: Asked, options: AttentionOptions, sharding: Sharding, rank: int, backend: str | None = None) -> Part:
+        """backend: that of the tensors, unless it is named because they stand for others."""
+        (q, k, v), (_, ulysses, cu_seqlens) = asked[:3], asked.sharing
+        own = replace(options, head_offset=options.head_offset + rank % ulysses * (k.shape[2] // ulysses))
+        alone, documents = documents_in(own, cu_seqlens, sharding.rows)
+        outer = outer_sharding(sharding, ulysses)
+        if outer.ranks == 1 and cu_seqlens is None:
+            documents = None  # backends know masks of documents
+        own = own if documents is None else alone
+        try:
+            call = SharedCall.of((q, k, v), own, outer, documents, ulysses, backend) if outer.ranks > 1 else None
+        except CutTile as error:  # it speaks of outer chunks: with Ulysses, as many of the rank's own are one
+            raise ValueError(f"{error.words}. {sharding.that_fit(error.unit // math.gcd(error.unit, ulysses))}") from error
+        return cls(own, call, documents, sharding)
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
+    """What must be the same on every rank."""
+    facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset", "dropout_p")}
+    facts["softmax_scale"] = options.scale
+    facts["backend"] = resolve(options.backend, q.device)
+    facts["mask"], facts["schedule"] = _mask_in_words(options.mask), _schedule_in_words(options.schedule)
+    facts |= {"the batch size": q.shape[0], "the numbers of heads": (q.shape[2], k.shape[2]), "the head dims": (q.shape[3], v.shape[3])}
+    return facts | {"the dtype": q.dtype}
+
+
+@lru_cache(maxsize=64)
+def _mask_in_words(mask: Mask) -> str:
+    """With a hash, because the words leave out the blocks of a mask."""
+    return f"{mask} ({hash_of(json.dumps(mask_to_json(mask)))})"
+
+
+@lru_cache(maxsize=64)
+def _schedule_in_words(schedule: str) -> str:
+    return f"{in_words(schedule)} ({hash_of(schedule)})"

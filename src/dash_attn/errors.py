@@ -1,0 +1,35 @@
+"""Every kind of error that is dash-attn's own. `except DashAttnError` catches them all; each is also a built-in error."""
+
+from __future__ import annotations
+
+
+class DashAttnError(Exception):
+    """The family. Wrong arguments that no rule of ours explains are plain ValueError and TypeError."""
+
+
+class Unsupported(DashAttnError, ValueError):
+    """Asked for something that a backend cannot do deterministically, or not on this machine."""
+
+
+class ScheduleError(DashAttnError, ValueError):
+    """A schedule that is incomplete, ambiguous or can hang."""
+
+
+class LedgerError(DashAttnError, ValueError):
+    """A ledger that cannot be written or read, with the reason."""
+
+
+class ExecutionError(DashAttnError, RuntimeError):
+    """A plan that breaks the rules: a turn that is wrong, taken twice or missing."""
+
+
+class RecordError(DashAttnError, RuntimeError):
+    """What was noted does not fit the plan."""
+
+
+class CompileError(DashAttnError, RuntimeError):
+    """A kernel that could not be compiled, or whose file is damaged."""
+
+
+class LostRank(DashAttnError, RuntimeError):
+    """Another rank did not answer, or left."""

@@ -1,0 +1,62 @@
+"""A door into another library: functions of ours stand where that library looks for its own. `enable()` opens it, `disable()` closes it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+
+class Change(NamedTuple):
+    """Ours, as an attribute of an object or an entry of a dictionary."""
+
+    owner: Any
+    name: str
+    ours: Any
+
+    def found(self) -> Any:
+        return self.owner.get(self.name) if isinstance(self.owner, dict) else getattr(self.owner, self.name)
+
+    def put(self, value: Any) -> None:
+        if not isinstance(self.owner, dict):
+            setattr(self.owner, self.name, value)
+        elif value is None:
+            self.owner.pop(self.name, None)
+        else:
+            self.owner[self.name] = value
+
+
+class Door:
+    """What an integration has changed, and what was there before. `module`: its name, for messages."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self._made: list[tuple[Change, Any]] = []
+
+    def open(self, *changes: Change) -> AbstractContextManager[object]:
+        """Until `close`, or to the end of a block: then all is as before the block, whatever was changed in it. Blocks nest."""
+        length = len(self._made)
+        for change in changes:
+            before = change.found()
+            if before != change.ours:  # twice is once
+                change.put(change.ours)
+                self._made.append((change, before))
+        block = ExitStack()
+        block.callback(self._put_back, length)
+        return block
+
+    def close(self) -> None:
+        """However often it was opened. Raises rather than undo what another library has done since."""
+        if not self._made:
+            raise RuntimeError(f"dash_attn.integrations.{self.module} is not enabled, so that there is nothing to disable")
+        self._put_back(0, insist=True)
+
+    def _put_back(self, length: int, insist: bool = False) -> None:
+        while len(self._made) > length:
+            change, before = self._made[-1]
+            if insist and change.found() not in (change.ours, before):
+                raise RuntimeError(
+                    f"{change.name} was changed again after dash_attn.integrations.{self.module}.enable(): undo that before disable();"
+                    f" found {change.found()!r}"
+                )
+            change.put(before)
+            self._made.pop()
