@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func, flash_attn_varlen_func
-from dash_attn.attention.mask_arguments import decode_mask, encode_mask
 from dash_attn.attention.torch_ops import VERSION, Arguments
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
+from dash_attn.masks.encoding import decode_mask, encode_mask
 from dash_attn.nn import SelfAttention
 from dense import random_inputs, same_bits
 

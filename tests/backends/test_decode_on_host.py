@@ -5,7 +5,7 @@ every sum, without a GPU. Products are the host's, so what is left for a GPU to 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Mask, Window, flash_attn_func
-from dash_attn.backends.hopper.calls import forward_setup
+from dash_attn.backends.hopper.calls import forward as forward_calls
 from dash_attn.backends.hopper.driver import parameters
 from dash_attn.backends.hopper.tiles import kernel_dim
 from dash_attn.call.call import Call
-from dash_attn.call.kv_cache import CachePlaces, CacheTensors
+from dash_attn.call.kv_cache import CacheCall
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from decode_on_host import Machine, Stopped, build, hopper_on_host
@@ -72,7 +72,8 @@ class Problem:
         columns, size = (-(-slots // case.page_size), case.page_size) if case.page_size else (1, slots)
         rows = columns * count + 2
         dealt = torch.tensor(self.random.sample(range(rows), columns * count)).view(count, columns)
-        self.caches = [torch.full((rows, size, case.heads[1], dim), NAN).bfloat16() for dim in case.dims]
+        k_cache, v_cache = (torch.full((rows, size, case.heads[1], dim), NAN).bfloat16() for dim in case.dims)
+        self.caches = k_cache, v_cache
         kept = [n - case.dropped - (case.chunk if case.appended else 0) for n in case.lengths]
         for i, (length, pad) in enumerate(zip(kept, self.padding, strict=True)):
             at = torch.arange(pad, pad + length)
@@ -81,19 +82,18 @@ class Problem:
             if case.page_size:
                 dealt[i, -(-case.lengths[i] // size) :] = -9
         lengths = torch.tensor([n + p for n, p in zip(kept, self.padding, strict=True)], dtype=torch.int32)
-        self.places = CachePlaces(
-            lengths,
-            case.chunk if case.appended else 0,
-            cache_batch_idx=None if case.page_size else dealt[:, 0].int(),
-            cache_leftpad=torch.tensor(self.padding, dtype=torch.int32) if case.most_padding else None,
-            block_table=dealt.int() if case.page_size else None,
-            first_position=case.dropped,
-        )
+        self.places: dict[str, Any] = {
+            "cache_seqlens": lengths,
+            "cache_batch_idx": None if case.page_size else dealt[:, 0].int(),
+            "cache_leftpad": torch.tensor(self.padding, dtype=torch.int32) if case.most_padding else None,
+            "block_table": dealt.int() if case.page_size else None,
+            "first_position": case.dropped,
+        }
 
-    def tensors(self) -> CacheTensors:
+    def call(self) -> CacheCall:
         q, k, v = (torch.cat([tensors[which][:, -self.case.chunk :] for tensors in self.whole]) for which in range(3))
         new = (k, v) if self.case.appended else (None, None)
-        return CacheTensors(q, *self.caches, *new, sinks=self.sinks)
+        return CacheCall(q, *self.caches, self.options, *new, sinks=self.sinks, **self.places)
 
     def expected(self, forward: Any) -> tuple[Tensor, Tensor]:
         """Rows of the whole forward."""
@@ -106,7 +106,7 @@ def assert_bits(machine: Machine, case: Case, columns: int) -> None:
     problem = Problem(case)
     with hopper_on_host(machine, columns) as (forward, decode):
         expected = problem.expected(forward)
-        got = decode.attention_with_cache(problem.tensors(), problem.places, problem.options, None)
+        got = decode.attention_with_cache(problem.call())
     for name, a, b in zip(("out", "LSE"), got, expected, strict=True):
         assert same_bits(a.contiguous(), b.contiguous()), name
 
@@ -144,7 +144,7 @@ def test_a_narrow_forward_has_the_bits_of_a_wide_one(machine: Machine, dims: tup
     for _ in range(2):
         with hopper_on_host(machine, 0) as (forward, _):
             results.append(problem.expected(forward))
-        monkeypatch.setattr(forward_setup, "forward_dims", lambda *dims: (kernel_dim(*dims),) * 2)
+        monkeypatch.setattr(forward_calls, "forward_dims", lambda *dims: (kernel_dim(*dims),) * 2)
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -159,7 +159,7 @@ def test_many_rounds_of_a_cluster(machine: Machine, dim: int, length: int) -> No
     problem, results = Problem(Case((length,), dims=(dim, dim), page_size=64, heads=(4, 1), appended=False)), []
     for columns in CLUSTERS.values():
         with hopper_on_host(machine, columns) as (_, decode):
-            results.append(decode.attention_with_cache(problem.tensors(), problem.places, problem.options, None))
+            results.append(decode.attention_with_cache(problem.call()))
     assert all(same_bits(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))
 
 
@@ -188,7 +188,7 @@ def test_near_attention_in_full(machine: Machine) -> None:
     """The control of the others: what the kernels have in common is attention."""
     problem = Problem(Case((300, 120), 3, heads=(4, 2)))
     with hopper_on_host(machine) as (_, decode):
-        out, lse = decode.attention_with_cache(problem.tensors(), problem.places, problem.options, None)
+        out, lse = decode.attention_with_cache(problem.call())
     for i, tensors in enumerate(problem.whole):
         expected, expected_lse = flash_attn_func(*(x.float() for x in tensors), causal=True, return_lse=True)
         torch.testing.assert_close(out[i].float(), expected[0, -3:], atol=0.02, rtol=0.02)
@@ -203,7 +203,7 @@ def test_packed_queries(machine: Machine, kind: str) -> None:
     ends = torch.tensor([0, 20, 21, 21], dtype=torch.int32)
     offsets = SequenceOffsets(ends, torch.tensor([0, 140, 190, 220], dtype=torch.int32), 20, 140)
     with hopper_on_host(machine, CLUSTERS[kind]) as (forward, decode):
-        out, lse = decode.attention_with_cache(CacheTensors(q, *problem.caches), problem.places, problem.options, offsets)
+        out, lse = decode.attention_with_cache(CacheCall(q, *problem.caches, problem.options, offsets=offsets, **problem.places))
         expected, expected_lse = problem.expected(forward)
     assert same_bits(out[:20], expected[0])
     assert same_bits(out[20], expected[1, -1])
@@ -215,9 +215,7 @@ def test_nothing_to_attend(machine: Machine) -> None:
     q, cache, sinks = torch.ones(2, 1, 2, 64).bfloat16(), torch.full((2, 20, 1, 64), NAN).bfloat16(), torch.randn(2)
     for columns in CLUSTERS.values():
         with hopper_on_host(machine, columns) as (_, decode):
-            out, lse = decode.attention_with_cache(
-                CacheTensors(q, cache, cache, sinks=sinks), CachePlaces(0), AttentionOptions(CAUSAL, 0.125), None
-            )
+            out, lse = decode.attention_with_cache(CacheCall(q, cache, cache, AttentionOptions(CAUSAL, 0.125), sinks=sinks))
         assert not out.any()
         assert torch.equal(lse, sinks[None, :, None].expand(2, 2, 1))
 
@@ -227,26 +225,27 @@ def numbers(*values: int) -> Tensor:
 
 
 TABLE = torch.tensor([[5, 6, -1], [2, 3, 4]], dtype=torch.int32)
-GOOD = CachePlaces(numbers(20, 33), 3, block_table=TABLE)
-BAD: dict[str, tuple[CachePlaces, tuple[int, int, int]]] = {
-    "too long": (replace(GOOD, cache_seqlens=numbers(20, 46)), (parameters.Trouble.CacheLength, 1, 46)),
-    "negative": (replace(GOOD, cache_seqlens=numbers(-1, 33)), (parameters.Trouble.CacheLength, 0, -1)),
-    "no page": (replace(GOOD, cache_seqlens=numbers(31, 33)), (parameters.Trouble.CachePage, 0, 2)),
-    "two owners": (replace(GOOD, block_table=torch.tensor([[5, 6, -1], [2, 3, 6]]).int()), (parameters.Trouble.CacheShared, 1, 6)),
-    "no row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 8)), (parameters.Trouble.CacheRow, 1, 8)),
-    "the same row": (CachePlaces(9, 3, cache_batch_idx=numbers(1, 1)), (parameters.Trouble.CacheShared, 1, 1)),
-    "dropped too much": (CachePlaces(9, 3, first_position=numbers(0, 2)), (parameters.Trouble.CachePosition, 1, 2)),
-    "too much padding": (CachePlaces(9, 3, cache_leftpad=numbers(0, 10)), (parameters.Trouble.CachePadding, 1, 10)),
+GOOD: dict[str, Any] = {"cache_seqlens": numbers(20, 33), "block_table": TABLE}
+BAD: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "too long": ({**GOOD, "cache_seqlens": numbers(20, 46)}, (parameters.Trouble.CacheLength, 1, 46)),
+    "negative": ({**GOOD, "cache_seqlens": numbers(-1, 33)}, (parameters.Trouble.CacheLength, 0, -1)),
+    "no page": ({**GOOD, "cache_seqlens": numbers(31, 33)}, (parameters.Trouble.CachePage, 0, 2)),
+    "two owners": ({**GOOD, "block_table": torch.tensor([[5, 6, -1], [2, 3, 6]]).int()}, (parameters.Trouble.CacheShared, 1, 6)),
+    "no row": ({"cache_seqlens": 9, "cache_batch_idx": numbers(1, 8)}, (parameters.Trouble.CacheRow, 1, 8)),
+    "the same row": ({"cache_seqlens": 9, "cache_batch_idx": numbers(1, 1)}, (parameters.Trouble.CacheShared, 1, 1)),
+    "dropped too much": ({"cache_seqlens": 9, "first_position": numbers(0, 2)}, (parameters.Trouble.CachePosition, 1, 2)),
+    "too much padding": ({"cache_seqlens": 9, "cache_leftpad": numbers(0, 10)}, (parameters.Trouble.CachePadding, 1, 10)),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_trouble_is_reported(machine: Machine, name: str) -> None:
     places, report = BAD[name]
-    caches = [torch.zeros(8, 16, 2, 64).bfloat16() for _ in range(2)]
-    tensors = CacheTensors(torch.zeros(2, 3, 4, 64).bfloat16(), *caches, *(torch.ones(2, 3, 2, 64).bfloat16() for _ in range(2)))
+    caches = torch.zeros(8, 16, 2, 64).bfloat16(), torch.zeros(8, 16, 2, 64).bfloat16()
+    new = torch.ones(2, 3, 2, 64).bfloat16()
+    call = CacheCall(torch.zeros(2, 3, 4, 64).bfloat16(), *caches, AttentionOptions(CAUSAL, 0.125), new, new)
     with hopper_on_host(machine) as (_, decode):
-        decode.attention_with_cache(tensors, GOOD, AttentionOptions(CAUSAL, 0.125), None)
+        decode.attention_with_cache(call._replace(**GOOD))
         with pytest.raises(Stopped) as stopped:
-            decode.attention_with_cache(tensors, places, AttentionOptions(CAUSAL, 0.125), None)
+            decode.attention_with_cache(call._replace(**places))
     assert stopped.value.args == report

@@ -104,7 +104,8 @@ class Batch:
     def plan_with_records(self, device: ctypes.CDLL) -> list[tuple[Chain, list[int]]]:
         """... and of each its query heads, whether the last one comes first, where it adds dK and dV, and when."""
         cu_q, cu_k = (np.array([0, *np.cumsum(n)], dtype=np.int32) for n in (self.q_lengths, self.kv_lengths))
-        right, width = band_of(self.mask)
+        assert self.mask.sides is not None
+        right, width = band_of(self.mask.sides)
         shape = len(self.q_lengths), self.heads, self.group, self.head_offset, self.workers
         count = device.plan(*self.tiles, address(cu_q), address(cu_k), *shape, right, ctypes.c_uint32(width))
         found = np.empty((count, 8), dtype=np.int32)

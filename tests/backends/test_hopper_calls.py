@@ -132,7 +132,7 @@ def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
     calls = new_cache()
     flat = tuple(t[0] for t in tensors(100))
     call, _ = calls.find(Call(*flat, OPTIONS, offsets(2**40)))
-    assert (call.layout.q_longest, call.layout.k_longest) == (100, 100)
+    assert call.layout.longest == (100, 100)
     assert calls.find(Call(*flat, OPTIONS, offsets(100)))[0] is call
     assert calls.find(Call(*flat, OPTIONS, offsets(60)))[0] is not call
 

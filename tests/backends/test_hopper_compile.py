@@ -24,7 +24,7 @@ from kernel_cases import cases
 from kernel_variants import BACKWARD_DIMS, BF16_BACKWARD, DIMS, assembler_complaints
 
 alternating = import_module("dash_attn.scheduling.generators.alternating")
-CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.calls.forward_setup").CONSUMER_CHOICES
+CONSUMER_CHOICES = import_module("dash_attn.backends.hopper.tiles").CONSUMER_CHOICES
 
 
 @pytest.mark.parametrize(("header", "name"), cases(BF16_BACKWARD))

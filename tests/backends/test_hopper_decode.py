@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Full, Window
-from dash_attn.call.kv_cache import CachePlaces, CacheTensors
+from dash_attn.call.kv_cache import CacheCall
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.masks import Prefix
 
 decode = import_module("dash_attn.backends.hopper.calls.decode")
 kernel_names = import_module("dash_attn.backends.hopper.calls.kernel_names")
-recently_used = import_module("dash_attn.backends.recently_used")
+recently_used = import_module("dash_attn.backends.kept")
 trouble = import_module("dash_attn.backends.hopper.driver.trouble")
 parameters = import_module("dash_attn.backends.hopper.driver.parameters")
 OPTIONS = AttentionOptions(Causal(), 0.125)
@@ -106,8 +106,8 @@ def only_call() -> Any:
 
 
 def test_rows_of_a_plain_cache(driver: Driver) -> None:
-    tensors = CacheTensors(half(3, 1, 32, 128), half(5, 1000, 8, 128), half(5, 1000, 8, 128))
-    out, lse = decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8, 9)), OPTIONS, None)
+    call = CacheCall(half(3, 1, 32, 128), half(5, 1000, 8, 128), half(5, 1000, 8, 128), OPTIONS, cache_seqlens=numbers(7, 8, 9))
+    out, lse = decode.attention_with_cache(call)
     assert (out.shape, lse.shape, lse.dtype) == ((3, 1, 32, 128), (3, 32, 1), torch.float32)
     assert driver.launched == [("attention_decode", 3 * 8)]
     assert driver.boxes == [128, 128], "one box per KV tile"
@@ -115,16 +115,16 @@ def test_rows_of_a_plain_cache(driver: Driver) -> None:
     params = only_call().params
     assert (params.group, params.row_tiles, params.q_len, params.cache.capacity, params.cache.count) == (4, 1, 1, 1000, 5)
     assert (params.window_left, params.window_right) == (-1, 0)
-    assert list(params.q_strides) == list(tensors.q.stride()[:3])
+    assert list(params.q_strides) == list(call.q.stride()[:3])
 
 
 def test_pages_and_new_keys(driver: Driver) -> None:
     """Rows of all query heads of a group share units: 5 queries of 16 heads are 80 rows, in two units."""
-    tensors = CacheTensors(half(2, 5, 32, 64), half(40, 48, 2, 64), half(40, 48, 2, 64), half(2, 5, 2, 64), half(2, 5, 2, 64))
     table = torch.zeros(2, 9, dtype=torch.int32)
-    places = CachePlaces(numbers(7, 8), 5, block_table=table)
+    given = CacheCall(half(2, 5, 32, 64), half(40, 48, 2, 64), half(40, 48, 2, 64), OPTIONS, half(2, 5, 2, 64), half(2, 5, 2, 64))
+    given = given._replace(cache_seqlens=numbers(7, 8), block_table=table)
     for _ in range(2):
-        decode.attention_with_cache(tensors, places, OPTIONS, None)
+        decode.attention_with_cache(given)
     assert driver.launched == 2 * [("append_to_cache", 10), ("attention_decode", 2 * 2 * 2)]
     assert driver.boxes == [16, 16], "48 and 128 have 16 rows in common"
     call = only_call()
@@ -133,14 +133,14 @@ def test_pages_and_new_keys(driver: Driver) -> None:
     assert cache.pages == table.data_ptr()
     append = call.append.params
     assert (append.cache.lengths, append.entries, list(append.dims)) == (cache.lengths, 9, [64, 64])
-    assert list(append.k_cache_strides) == list(tensors.k_cache.stride()[:3])
+    assert list(append.k_cache_strides) == list(given.k_cache.stride()[:3])
     assert append.owners
 
 
 def test_a_number_for_all_lengths_is_no_new_call(driver: Driver) -> None:
-    tensors = CacheTensors(half(2, 1, 4, 128), half(2, 100, 4, 128), half(2, 100, 4, 128), half(2, 1, 4, 128), half(2, 1, 4, 128))
+    call = CacheCall(half(2, 1, 4, 128), half(2, 100, 4, 128), half(2, 100, 4, 128), OPTIONS, half(2, 1, 4, 128), half(2, 1, 4, 128))
     for length in (3, 4):
-        decode.attention_with_cache(tensors, CachePlaces(length, 1), OPTIONS, None)
+        decode.attention_with_cache(call._replace(cache_seqlens=length))
         params = only_call().params
         assert (params.cache.length, params.cache.lengths) == (length, None)
         assert only_call().append.params.cache.length == length
@@ -149,26 +149,26 @@ def test_a_number_for_all_lengths_is_no_new_call(driver: Driver) -> None:
 
 def test_few_units_are_served_by_clusters(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of 8 rows then, and every CTA of a cluster loads its columns of V: the fewer, the fewer units there are."""
-    tensors = CacheTensors(half(2, 3, 32, 128), half(2, 1000, 8, 128), half(2, 1000, 8, 128))
+    given = CacheCall(half(2, 3, 32, 128), half(2, 1000, 8, 128), half(2, 1000, 8, 128), OPTIONS, cache_seqlens=numbers(7, 8))
     few, many = (128, 16, 31), (128, 64, 33)
     for columns, clusters in ((16, [(128, 16, 32), many]), (32, [few, (128, 32, 32), many]), (64, [few, (128, 32, 31), many])):
         monkeypatch.setattr(decode, "CLUSTERS", tuple(clusters))
-        decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
+        decode.attention_with_cache(given)
         assert driver.loaded[-1] == f"attention_decode_cluster<bf16, 128, {columns}, false>"
         assert driver.launched[-1] == ("attention_decode_cluster", 2 * 8 * 2 * 128 // columns), "12 rows: two units"
         assert driver.columns[-2:] == [64, columns]
         assert [call.params.row_tiles for call in decode._calls.values.values()][-1] == 2
     for clusters in ((few,), ((64, 16, 100),)):
         monkeypatch.setattr(decode, "CLUSTERS", clusters)
-        decode.attention_with_cache(tensors, CachePlaces(numbers(7, 8)), OPTIONS, None)
+        decode.attention_with_cache(given)
         assert driver.launched[-1] == ("attention_decode", 16)
         assert driver.columns[-2:] == [64, 64]
 
 
 def test_packed_queries(driver: Driver) -> None:
-    tensors = CacheTensors(half(70, 6, 128), half(9, 16, 2, 128), half(9, 16, 2, 64))
     offsets = SequenceOffsets(numbers(0, 60, 70), numbers(0, 90, 110), 60, 90)
-    out, lse = decode.attention_with_cache(tensors, CachePlaces(numbers(90, 20), block_table=torch.zeros(2, 6).int()), OPTIONS, offsets)
+    call = CacheCall(half(70, 6, 128), half(9, 16, 2, 128), half(9, 16, 2, 64), OPTIONS, cache_seqlens=numbers(90, 20), offsets=offsets)
+    out, lse = decode.attention_with_cache(call._replace(block_table=torch.zeros(2, 6).int()))
     assert (out.shape, lse.shape) == ((70, 6, 64), (6, 70))
     assert driver.launched == [("attention_decode", 2 * 2 * 3)], "60 queries of 3 heads: 180 rows, three units"
     params = only_call().params
@@ -177,8 +177,8 @@ def test_packed_queries(driver: Driver) -> None:
 
 
 def test_no_queries_still_append(driver: Driver) -> None:
-    tensors = CacheTensors(half(2, 0, 4, 128), half(2, 100, 4, 128), half(2, 100, 4, 128), half(2, 3, 4, 128), half(2, 3, 4, 128))
-    out, _ = decode.attention_with_cache(tensors, CachePlaces(0, 3), OPTIONS, None)
+    call = CacheCall(half(2, 0, 4, 128), half(2, 100, 4, 128), half(2, 100, 4, 128), OPTIONS, half(2, 3, 4, 128), half(2, 3, 4, 128))
+    out, _ = decode.attention_with_cache(call)
     assert out.shape == (2, 0, 4, 128)
     assert driver.launched == [("append_to_cache", 6)]
 
@@ -203,17 +203,17 @@ def test_windows(driver: Driver) -> None:
     ],
 )
 def test_refused(driver: Driver, change: dict[str, Tensor], message: str) -> None:
-    tensors = CacheTensors(**{"q": half(2, 1, 4, 128), "k_cache": half(2, 64, 4, 128), "v_cache": half(2, 64, 4, 128), **change})
+    tensors: dict[str, Any] = {"q": half(2, 1, 4, 128), "k_cache": half(2, 64, 4, 128), "v_cache": half(2, 64, 4, 128), **change}
     with pytest.raises(decode.Unsupported, match=message):
-        decode.attention_with_cache(tensors, CachePlaces(3), OPTIONS, None)
+        decode.attention_with_cache(CacheCall(**tensors, options=OPTIONS, cache_seqlens=3))
     assert driver.launched == []
 
 
 def test_padding_and_pages_do_not_go_together(driver: Driver) -> None:
-    tensors = CacheTensors(half(2, 1, 4, 128), half(8, 16, 4, 128), half(8, 16, 4, 128))
-    places = CachePlaces(numbers(4, 5), cache_leftpad=numbers(1, 2), block_table=torch.zeros(2, 4).int())
+    call = CacheCall(half(2, 1, 4, 128), half(8, 16, 4, 128), half(8, 16, 4, 128), OPTIONS, cache_seqlens=numbers(4, 5))
+    call = call._replace(cache_leftpad=numbers(1, 2), block_table=torch.zeros(2, 4).int())
     with pytest.raises(decode.Unsupported, match="takes cache_leftpad without block_table"):
-        decode.attention_with_cache(tensors, places, OPTIONS, None)
+        decode.attention_with_cache(call)
 
 
 def test_what_a_kernel_says_of_a_cache() -> None:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
 from dash_attn.call.call import Call, Saved
-from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.parts import of_a_document
-from dash_attn.call.planning import plan_for
+from dash_attn.call.planning import plan_for, schedule_for
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling import Problem
@@ -33,14 +32,11 @@ from dash_attn.scheduling.ranks.units import SharedSchedule
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices
 
-NAMES = ("rank_backward", "rank_forward", "rank_masks", "kernel_names", "leg_tables", "legs_on_device", "tables")
-calls, ahead, masks, kernel_names, leg_tables, uploaded, tables = (
-    import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES
-)
+NAMES = ("rank_backward", "kernel_names", "leg_tables", "tables", "backward_setup")
+calls, kernel_names, leg_tables, tables, setups = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
 devices = import_module("dash_attn.backends.hopper.ranks")
-setups, few_workers = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in ("backward_setup", "few_workers"))
 workspaces = import_module("dash_attn.backends.hopper.driver.workspace")
-recently_used = import_module("dash_attn.backends.recently_used")
+recently_used = import_module("dash_attn.backends.kept")
 
 
 class Stream:
@@ -84,16 +80,16 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
         "current_stream": lambda index: 0,
         "raise_if_troubled": lambda: None,
         "on_device": lambda index: nullcontext(),
-        "report_address": lambda: 0,
         "device_index": lambda device: 0,
         "Workspace": Workspace,
         "tma_ready": lambda x: memory.add_tensor("tensor", ready(x)),
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(calls, name, value)
-    for module in (masks, uploaded):
+    monkeypatch.setattr(setups, "report_address", lambda: 0)
+    for module in (tables, leg_tables):
         monkeypatch.setattr(module, "DeviceTables", Tables)
-    monkeypatch.setattr(uploaded, "_kept", recently_used.Kept(64))
+    monkeypatch.setattr(leg_tables, "_kept", recently_used.Kept(64))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     tables.mask_on_device.cache_clear()
@@ -464,7 +460,7 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
 @pytest.mark.parametrize("rows", [range(256), range(256, 512), range(768, 1000)], ids=str)
 def test_the_mask_of_some_rows(mask: Mask, rows: range) -> None:
     """Aligned with the last key of those that are given, it keeps what the mask of the whole keeps there."""
-    own, keys = masks.mask_of_rows(mask, rows, 1000)
+    own, keys = devices.mask_of_rows(mask, rows, 1000)
     whole = mask.keep(slice(rows.start, rows.stop), slice(0, 1000), 1000, 1000)
     some = own.keep(slice(0, len(rows)), slice(0, keys), len(rows), keys)
     assert np.array_equal(whole[:, :keys], some)
@@ -484,7 +480,7 @@ def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch, mask: Mask, ke
         seen.append((call.q.shape[1], call.k.shape[1], call.options.mask, call.options.schedule))
         return Saved(*flash_attn_func(*call.tensors, mask=call.options.mask, sinks=call.sinks, return_lse=True))
 
-    monkeypatch.setattr(ahead, "forward_of_batch", plain)
+    monkeypatch.setattr(devices, "forward_of_batch", plain)
     case = Case(mask, UNEVEN, (2, 1), schedule="alternating")
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, UNEVEN.rows, heads, 64) for heads in (2, 1, 1))
@@ -518,7 +514,7 @@ def plain_forward(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
         out, lse = flash_attn_func(q, k, v, mask=call.options.mask, return_lse=True)
         return Saved(out.to(call.q.dtype), lse)
 
-    monkeypatch.setattr(ahead, "forward_of_batch", plain)
+    monkeypatch.setattr(devices, "forward_of_batch", plain)
     for name in ("states", "rows"):
         memory.add(name, 0, 2**62)
 
@@ -583,7 +579,7 @@ def test_in_legs_on_few_workers(
     assert made.gang > workers
     new_state = calls.RankBackward.new_state
     monkeypatch.setattr(calls.RankBackward, "new_state", lambda *of: memory.add_tensor("states", new_state(*of)))
-    call = few_workers.BackwardInLegs(made, torch.device("cpu"))
+    call = calls.BackwardInLegs(made, torch.device("cpu"))
     lse = memory.add_tensor("rows", lse.detach().contiguous())
     dq, dk, dv, dsinks = call.run((q, k, v, dout, out.detach().bfloat16()), asked, lse, None)
     assert_near([dq, dk, dv], [q32.grad, k32.grad, v32.grad])

@@ -29,7 +29,7 @@ forward, backward, setup, explain, kernel_names, layout, packed, tables = (
     import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS
 )
 rank_backward = import_module("dash_attn.backends.hopper.calls.rank_backward")
-legs_on_device = import_module("dash_attn.backends.hopper.calls.legs_on_device")
+leg_tables = import_module("dash_attn.backends.hopper.calls.leg_tables")
 trouble = import_module("dash_attn.backends.hopper.driver.trouble")
 
 
@@ -149,16 +149,16 @@ def test_sums_of_a_dense_call(driver: Driver, length: int, group: int, parts: in
     found = setup.backward_setup(Call(q, k, k, AttentionOptions(Causal(), 1.0, head_offset=1)))
     tiles = -(-length // found.tiles.kv_rows)
     sums = 2 if parts > 1 else 0
-    assert (found.parts, found.kinds, found.sums, found.head_chains) == (parts, 2, sums, tiles)
+    assert (found.parts, found.kinds, found.sizes.sums, found.sizes.kv_tiles) == (parts, 2, sums, tiles)
     assert found.chains == 2 * 2 * tiles * parts
-    sizes = found._sizes()
+    sizes = found.memory
     assert sizes["sums"] == 4 * 2 * sums * (2 * 2 * tiles * found.tiles.kv_rows) * dim  # dK and dV of two KV heads, two sequences
-    assert sizes["semaphores"] == 4 * (found.dq_tiles + 2 * 2 * tiles * sums * found.tiles.sum_pieces)
+    assert sizes["semaphores"] == 4 * (found.sizes.dq_tiles + 2 * 2 * tiles * sums * found.tiles.sum_pieces)
     assert sizes["tickets"] == 64 * found.chains
     assert list(sizes).index("sums") == list(sizes).index("dq") + 1, "both are zeroed at once"
     split = found.split
     fields = [split.group, split.parts, split.kinds, split.sums, split.pieces, split.first_sum]
-    assert fields == [group, parts, 2, sums, found.tiles.sum_pieces, found.dq_tiles]
+    assert fields == [group, parts, 2, sums, found.tiles.sum_pieces, found.sizes.dq_tiles]
 
 
 def run_backward(q: Tensor, k: Tensor, options: AttentionOptions, offsets: SequenceOffsets | None = None) -> Any:
@@ -181,15 +181,15 @@ def test_the_postprocess_finishes_sums(driver: Driver, mask: Mask, schedule: str
     q, k = made(2100, 6, dim, 1), made(2100, 2, dim, 1)
     call = run_backward(q, k, AttentionOptions(mask, 1.0, schedule=schedule))
     places, found = call.after.sums, call.setup
-    rows = 2 * found.head_chains * found.tiles.kv_rows
-    assert grid_of(driver, "backward_postprocess") == found.dq_tiles + 2 * rows // 64  # dK and dV, 64 rows a block
+    rows = 2 * found.sizes.kv_tiles * found.tiles.kv_rows
+    assert grid_of(driver, "backward_postprocess") == found.sizes.dq_tiles + 2 * rows // 64  # dK and dV, 64 rows a block
     assert list(places.parts) == of_sums
-    assert (places.count, places.first_sum, places.kv_heads, places.kv_len) == (sum(map(bool, of_sums)), found.dq_tiles, 2, 2100)
-    assert (places.dk_dim, places.dv_dim, places.head_chains) == (dim, dim, found.head_chains)
+    assert (places.count, places.first_sum, places.kv_heads, places.kv_len) == (sum(map(bool, of_sums)), found.sizes.dq_tiles, 2, 2100)
+    assert (places.dk_dim, places.dv_dim, places.head_chains) == (dim, dim, found.sizes.kv_tiles)
     assert places.sums == call.main.sums
     assert None not in (places.sums, places.dk, places.dv)
-    assert call.before.semaphore_count == found.semaphores
-    assert call.before.floats_to_zero == found.dq_floats + found.sum_floats
+    assert call.before.semaphore_count == found.sizes.semaphores
+    assert 4 * call.before.floats_to_zero == found.memory["dq"] + found.memory["sums"]
     assert bytes(call.before.plan.split) == bytes(found.split)
 
 
@@ -197,15 +197,15 @@ def test_a_whole_group_has_no_sums(driver: Driver) -> None:
     q, k = made(300, 6, 64, 1), made(300, 2, 64, 1)
     call = run_backward(q, k, AttentionOptions(Causal(), 1.0))
     assert (call.main.sums, call.after.sums.sums, call.after.sums.count) == (None, None, 0)
-    assert grid_of(driver, "backward_postprocess") == call.setup.dq_tiles
-    assert call.before.semaphore_count == call.setup.dq_tiles
+    assert grid_of(driver, "backward_postprocess") == call.setup.sizes.dq_tiles
+    assert call.before.semaphore_count == call.setup.sizes.dq_tiles
 
 
 def test_unordered_sums_are_zeroed_and_not_waited_for(driver: Driver) -> None:
     q, k = made(2100, 6, 64, 1), made(2100, 2, 64, 1)
     call = run_backward(q, k, AttentionOptions(Causal(), 1.0, accumulation="unordered"))
     assert call.before.dq_to_zero == call.main.dq
-    assert call.main.sums == call.main.dq + 4 * call.setup.dq_floats, "behind dQ, so that both are zeroed at once"
+    assert call.main.sums == call.main.dq + call.setup.memory["dq"], "behind dQ, so that both are zeroed at once"
 
 
 @pytest.mark.parametrize("group", [1, 3, 71])
@@ -215,9 +215,9 @@ def test_packed_sequences_have_room_for_every_part(driver: Driver, group: int) -
     q, k = made(601, 2 * group, 64, 1)[0], made(601, 2, 64, 1)[0]
     call = run_backward(q, k, AttentionOptions(Causal(), 1.0, head_offset=1), SequenceOffsets(places, places, 501, 501))
     found, rows = call.setup, 601 // 128 + 2
-    assert (found.parts, found.sums, found.head_chains) == (group, 2 if group > 1 else 0, rows)
-    assert found._sizes()["tickets"] == 64 * 2 * rows * group
-    assert found._sizes()["sum_places"] == 16 * rows
+    assert (found.parts, found.sizes.sums, found.sizes.kv_tiles) == (group, 2 if group > 1 else 0, rows)
+    assert found.memory["tickets"] == 64 * 2 * rows * group
+    assert found.memory["sum_places"] == 16 * rows
     assert call.planner._sequences.params.chain_rows == rows
     assert bytes(call.planner._sequences.params.split) == bytes(found.split)
     assert (call.after.sums.places is not None, call.after.sums.head_chains) == (True, rows)
@@ -230,7 +230,7 @@ def test_the_workspace_of_a_group(driver: Driver, group: int) -> None:
     found = setup.backward_setup(Call(q, k, k, AttentionOptions(Causal(), 1.0)))
     of_queries = 4 * q.numel() + 2 * 4 * group * 4096
     of_keys = 16 * k.numel()
-    assert of_queries + of_keys < found.workspace.bytes < of_queries + of_keys + (64 + 16) * found.chains + 8 * found.dq_tiles + 4096
+    assert of_queries + of_keys < found.workspace.bytes < of_queries + of_keys + (64 + 16) * found.chains + 8 * found.sizes.dq_tiles + 4096
 
 
 def test_the_workspace_is_linear_in_tokens(driver: Driver) -> None:
@@ -266,7 +266,7 @@ def test_explain_tells_of_the_call_that_runs(driver: Driver, mask: Mask, heads: 
     assert told.backward_tiles == (call.setup.tiles.q_rows, call.setup.tiles.kv_rows)
     ahead = next(reversed(forward._calls._kept.values.values()))
     assert told.forward_tiles == (ahead.setup.q_rows, ahead.setup.kv_rows)
-    assert isinstance(call, backward.PackedBackward if isinstance(mask, Documents) else backward.DenseBackward)
+    assert (call.planner is not None) == isinstance(mask, Documents)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dash_attn.backends.recently_used import Kept
+from dash_attn.backends.kept import Kept
 
 
 @pytest.fixture(autouse=True)

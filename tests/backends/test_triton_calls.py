@@ -20,11 +20,10 @@ import dash_attn
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window, explain, flash_attn_func, flash_attn_with_kvcache
 from dash_attn.backends import _backend_of_gpu, resolve
 from dash_attn.backends.hopper.support import sm_count
-from dash_attn.backends.recently_used import Kept
-from dash_attn.backends.triton import kept_tables, setup, support
-from dash_attn.backends.triton.kept_tables import kept_on
+from dash_attn.backends.kept import Kept
+from dash_attn.backends.triton import mask_tables, setup, support
 from dash_attn.backends.triton.launch import Launch
-from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, visit_lists
+from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, kept_on, visit_lists
 from dash_attn.backends.triton.setup import Passes, RowValues, aligned, block_of, gradient_launches, readable, strides
 from dash_attn.backends.triton.support import architecture_of, check_call, check_elements, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, Tiles, listed, read_table, tiles_for
@@ -296,7 +295,7 @@ def test_a_gpu_that_is_not_listed_takes_the_tiles_of_another() -> None:
 def test_a_captured_graph_keeps_its_tables(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others come after them: the graph has their addresses. The control: those of a call that is over go."""
     kept: Kept[Any] = Kept(3)
-    monkeypatch.setattr(kept_tables, "_kept", kept)
+    monkeypatch.setattr(mask_tables, "_kept", kept)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kept_on(CUDA, "first", lambda: np.zeros(5))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
@@ -321,10 +320,10 @@ def test_visit_lists_have_every_kept_tile_once() -> None:
 
 
 def test_distances_of_bands() -> None:
-    assert distances(Full()) == (FAR_AWAY, FAR_AWAY)
-    assert distances(Causal()) == (FAR_AWAY, 0)
-    assert distances(Window(3, -1)) == (3, FAR_AWAY)
-    assert distances(Window(2**30, 4)) == (FAR_AWAY, 4)
+    assert distances((-1, -1)) == (FAR_AWAY, FAR_AWAY)
+    assert distances((-1, 0)) == (FAR_AWAY, 0)
+    assert distances((3, -1)) == (3, FAR_AWAY)
+    assert distances((2**30, 4)) == (FAR_AWAY, 4)
 
 
 # Tensors

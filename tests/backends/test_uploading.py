@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dash_attn.backends.uploading import lasting
+from dash_attn.backends.kept import lasting
 
 CUDA = torch.device("cuda", 0)
 

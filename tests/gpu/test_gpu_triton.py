@@ -11,8 +11,8 @@ from torch import Tensor
 from budget import assert_case, assert_in_budget
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.backends.triton import setup
-from dash_attn.backends.triton.kept_tables import MOST_TABLES
 from dash_attn.backends.triton.launch import Launch
+from dash_attn.backends.triton.mask_tables import MOST_TABLES
 from dash_attn.backends.triton.tiles import Tile, Tiles
 from dense import Results, assert_same_bits, run_dense_with_sinks, run_ours, run_ours_with_sinks, same_bits
 from devices import Case, disturbed

@@ -142,7 +142,7 @@ def hopper_on_host(machine: Machine, columns: int = 0) -> Iterator[tuple[Any, An
     """The modules calls.forward and calls.decode, which take tensors on the CPU meanwhile."""
     names = ("forward", "decode", "layout", "tables", "kernel_names", "mask_bits")
     forward, decode, layout, tables, kernel_names, bits = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in names)
-    kept = import_module("dash_attn.backends.recently_used").Kept
+    kept = import_module("dash_attn.backends.kept").Kept
     everywhere = {
         "sm_count": lambda index: 1,
         "TensorMap": Map,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-CALLS = ("forward", "backward", "backward_setup", "rank_backward", "kernel_names", "layout", "legs_on_device", "packed", "tables")
+CALLS = ("forward", "backward", "backward_setup", "rank_backward", "kernel_names", "layout", "leg_tables", "packed", "tables")
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Stream:
 def _changes(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     """(module, name, value): what stands for the GPU."""
     names = [import_module(f"dash_attn.backends.hopper.calls.{name}") for name in CALLS]
-    forward, backward, setup, rank_backward, kernel_names, layout, legs_on_device, packed, _ = names
+    forward, backward, setup, rank_backward, kernel_names, layout, leg_tables, packed, _ = names
     yield kernel_names, "load_kernel", driver.load
     for module in (forward, setup, packed, rank_backward):
         yield module, "sm_count", lambda index: 132
@@ -91,14 +91,14 @@ def _changes(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
         yield module, "_calls", layout.CallCache(module._calls._prepare)
     for module in (forward, backward, layout, rank_backward):
         yield module, "on_device", lambda index: nullcontext()
-    for module in (backward, packed, rank_backward):
+    for module in (setup, packed):
         yield module, "report_address", lambda: 0
     yield forward, "cuda_driver", NothingToReset
     yield forward, "prepare_counters", lambda device: None
     yield forward, "shared_counter", lambda device, stream: None
     for module in (layout, rank_backward):
         yield module, "device_index", lambda device: 0
-    yield legs_on_device, "_kept", type(legs_on_device._kept)(64)
+    yield leg_tables, "_kept", type(leg_tables._kept)(64)
     yield torch.cuda, "is_current_stream_capturing", lambda: False
     yield torch.cuda, "current_stream", lambda device=None: Stream()
 

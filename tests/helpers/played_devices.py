@@ -15,9 +15,8 @@ from torch import Tensor
 
 from dash_attn import Mask
 from dash_attn.call.call import Call
-from dash_attn.call.given_schedule import schedule_for
 from dash_attn.call.options import AttentionOptions, Choices, options_for
-from dash_attn.call.planning import plan_for
+from dash_attn.call.planning import plan_for, schedule_for
 from dash_attn.scheduling import Problem
 from dash_attn.scheduling.plan import Plan
 from dash_attn.scheduling.ranks.sharding import Sharding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dash_attn.backends.hopper.calls.backward_setup import backward_setup
-from dash_attn.backends.hopper.calls.forward_setup import forward_setup
+from dash_attn.backends.hopper.calls.forward import forward_setup
 from dash_attn.backends.hopper.calls.kernel_names import KernelName
 from dash_attn.call.call import Call
 from dash_attn.call.options import Choices, options_for

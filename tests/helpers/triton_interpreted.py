@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
 from dash_attn.backends import cpu, run
 from dash_attn.backends import triton as ours
-from dash_attn.backends.triton import boolean_tables, mask_tables, setup
+from dash_attn.backends.triton import mask_tables, setup
 from dash_attn.backends.triton.tiles import Tile, Tiles
 from dash_attn.call.call import Call, Grads, Modifiers
 from dash_attn.call.offsets import NO_OFFSETS, SequenceOffsets
@@ -210,7 +210,7 @@ def planted(fault: str) -> dict[str, float]:
             return compare(Interpreted())
     if fault == "the matrix of another head":
         per_head = replace(BOOLEAN["boolean, per head"], batch=1, matrices=(1, 2))
-        with patch.object(boolean_tables.Matrices, "arguments", swapped(boolean_tables.Matrices.arguments)):
+        with patch.object(mask_tables.Matrices, "arguments", swapped(mask_tables.Matrices.arguments)):
             return compare(per_head)
     whole = mask_tables.visit_lists
 

@@ -14,8 +14,7 @@ from typing import Any
 from ..backends import backend_for, resolve
 from ..call.call import Call
 from ..call.explain import call_in_words
-from ..call.kv_cache import DECODE_EQUALS_TRAINING, CachePlaces, CacheTensors
-from ..call.options import AttentionOptions
+from ..call.kv_cache import DECODE_EQUALS_TRAINING, CacheCall
 from ..call.planning import describe_call
 from ..errors import ScheduleError
 
@@ -30,33 +29,31 @@ def log_call(call: Call) -> None:
     """Print the call unless one with the same shapes, dtype, device and options was printed before."""
     (q, k, v), options, offsets = call.tensors, call.options, call.offsets
     sequences = 0 if offsets is None else len(offsets.cu_seqlens_q) - 1
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, options, sequences)
-    with _lock:
-        if key in _seen:
-            return
-        _seen.add(key)
-    packed = f" in {sequences} packed sequences" if sequences else ""
-    decided = "planned sequence by sequence" if sequences else _order_in_words(call)
-    backend = f"{resolve(options.backend, q.device)} on {q.device}, {options.accumulation}"
-    print(f"dash-attn: {describe_call(call)}{packed}: {backend}, {decided}", file=sys.stderr, flush=True)
+    if _is_new(q.shape, k.shape, v.shape, q.dtype, q.device, options, sequences):
+        packed = f" in {sequences} packed sequences" if sequences else ""
+        decided = "planned sequence by sequence" if sequences else _order_in_words(call)
+        _print(f"{describe_call(call)}{packed}", call, f", {options.accumulation}, {decided}")
 
 
-def log_cache_call(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, packed: bool) -> None:
+def log_cache_call(call: CacheCall) -> None:
     """The same for a call with a cache. How many keys are in it is not looked at."""
-    q, k_cache = tensors.q, tensors.k_cache
-    key = ("cache", q.shape, k_cache.shape, q.dtype, q.device, options, places.new, places.block_table is None)
+    q, k_cache = call.q, call.k_cache
+    if _is_new("cache", q.shape, k_cache.shape, q.dtype, q.device, call.options, call.new, call.block_table is None):
+        packed = "" if call.offsets is None else ", packed queries"
+        appended = f", {call.new} keys appended" if call.new else ""
+        _print(f"{call_in_words(call)}{packed}{appended}", call, f", {DECODE_EQUALS_TRAINING}")
+
+
+def _is_new(*key: Any) -> bool:
     with _lock:
-        if key in _seen:
-            return
+        known = key in _seen
         _seen.add(key)
-    appended = f", {places.new} keys appended" if places.new else ""
-    backend = f"{resolve(options.backend, q.device)} on {q.device}"
-    print(
-        f"dash-attn: {call_in_words(tensors, places, options)}{', packed queries' if packed else ''}{appended}: {backend},"
-        f" {DECODE_EQUALS_TRAINING}",
-        file=sys.stderr,
-        flush=True,
-    )
+    return not known
+
+
+def _print(words: str, call: Call | CacheCall, decided: str) -> None:
+    backend = f"{resolve(call.options.backend, call.q.device)} on {call.q.device}"
+    print(f"dash-attn: {words}: {backend}{decided}", file=sys.stderr, flush=True)
 
 
 def _order_in_words(call: Call) -> str:

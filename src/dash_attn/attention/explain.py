@@ -9,11 +9,11 @@ from typing import Any
 from ..backends import import_backend, import_cache, resolve_to_explain
 from ..call.call import Call
 from ..call.explain import CacheExplanation, Explanation
-from ..call.kv_cache import CacheTensors, check_cache
+from ..call.kv_cache import CacheCall, check_cache
 from ..call.options import Choices, check_determinism, check_dropout, options_for
-from ..call.tensor_checks import check_flags, check_seeds, check_sinks, check_slopes
+from ..call.tensor_checks import check_flags, check_seeds, check_slopes
 from .functions import flash_attn_func, options_of
-from .kv_cache import flash_attn_with_kvcache, places_of, refuse_unsupported
+from .kv_cache import flash_attn_with_kvcache, refuse_unsupported, slots_in_use
 from .side_by_side import flash_attn_kvpacked_func, flash_attn_qkvpacked_func, split
 from .varlen import flash_attn_varlen_func, packed_options_of
 
@@ -96,15 +96,13 @@ def _cache(given: Given, predict_time: bool) -> CacheExplanation:
     """Nothing is said about lengths and pages that do not fit, and nothing is appended."""
     check_flags(return_softmax_lse=given["return_softmax_lse"], rotary_interleaved=given["rotary_interleaved"])
     refuse_unsupported(*(given[name] for name in ("rotary_cos", "rotary_sin", "alibi_slopes", "num_splits")))
-    tensors = CacheTensors(*(given[name] for name in ("q", "k_cache", "v_cache", "k", "v", "sinks")))
-    numbers = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "first_position"
-    places = places_of(tensors, *(given[name] for name in numbers))
-    check_cache(tensors, places, None)
-    check_sinks(tensors.sinks, tensors.q)
-    options = options_for(_chosen(given), tensors.q.shape[-1])
-    if 0 in tensors.q.shape[:2]:
-        raise ValueError(f"nothing to explain: there is no query; got q {tuple(tensors.q.shape)}")
-    return import_cache(resolve_to_explain(options.backend, tensors.q.device)).explain_cache(tensors, places, options)
+    call = CacheCall(**{name: given[name] for name in CacheCall._fields if name in given})
+    call = call._replace(cache_seqlens=slots_in_use(*(given[name] for name in ("k_cache", "k", "v", "cache_seqlens", "block_table"))))
+    check_cache(call)
+    call = call._replace(options=options_for(_chosen(given), call.q.shape[-1]))
+    if 0 in call.q.shape[:2]:
+        raise ValueError(f"nothing to explain: there is no query; got q {tuple(call.q.shape)}")
+    return import_cache(resolve_to_explain(call.options.backend, call.q.device)).explain_cache(call)
 
 
 def _ask(call: Call, predict_time: bool) -> Explanation:

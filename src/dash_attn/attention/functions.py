@@ -120,7 +120,9 @@ def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttent
         out, lse = traced_attention(q, k, v, sinks, None, choices, modifiers)
     else:
         options, elements = options_of(q, k, v, sinks, choices)
-        modifiers = with_elements(modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes), elements)
+        modifiers = modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes)
+        if elements is not None:
+            modifiers = with_elements(modifiers, elements)
         out, lse = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
     if return_attn_probs:
         return out, lse, None
@@ -136,5 +138,6 @@ def options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: C
         mask, elements = take_mask(choices.mask, q, k)
         choices = choices._replace(mask=mask)
     options = options_for(choices, q.shape[-1])
-    options.mask.check(q.shape[1], k.shape[1])
+    if options.mask.sides is None:  # others fit any lengths
+        options.mask.check(q.shape[1], k.shape[1])
     return options, elements

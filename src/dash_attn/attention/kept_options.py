@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.given_schedule import in_words, text_of
-from ..call.options import Choices, check_determinism, check_dropout, options_for
+from ..call.options import Choices, check_determinism, check_dropout, in_words, options_for, text_of
 from ..masks import BooleanMask, Full
 
 

@@ -1,4 +1,5 @@
-"""flash_attn_with_kvcache: queries that attend a cache of keys and values, with the bits of the whole forward."""
+"""flash_attn_with_kvcache: queries that attend a cache of keys and values, with the bits of the whole forward. And packed queries that
+attend keys and values in pages."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..call.kv_cache import CachePlaces, CacheTensors
+from ..call.kv_cache import CacheCall, check_cache
 from ..call.offsets import SequenceOffsets
-from ..call.options import BackendName, Choices
+from ..call.options import BackendName, Choices, is_zero, options_for
 from ..call.tensor_checks import check_flags, check_strided
-from ..masks import is_whole
-from .kv_cache_ops import run_eagerly, run_traced
+from ..masks import Mask, is_whole
+from .kv_cache_ops import attend, run_traced
 from .pytorch import is_traced, refuse_transforms
 from .signatures import CacheKeywords, OutAndLse
 
@@ -87,52 +88,49 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     refuse_transforms()
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
-    tensors = CacheTensors(q, k_cache, v_cache, k, v, sinks)
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
-    places = places_of(tensors, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, first_position)
+    call = CacheCall(
+        q,
+        k_cache,
+        v_cache,
+        k=k,
+        v=v,
+        sinks=sinks,
+        cache_seqlens=slots_in_use(k_cache, k, v, cache_seqlens, block_table),
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        first_position=first_position,
+    )
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = run(tensors, places, None, choices)
+    out, lse = _run(call, None, choices)
     return (out, lse) if return_softmax_lse else out
 
 
-def places_of(
-    tensors: CacheTensors,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-    first_position: int | Tensor,
-) -> CachePlaces:
-    """Where the keys lie. Without lengths every slot is in use."""
-    k, k_cache = tensors.k, tensors.k_cache
-    if (k is None) != (tensors.v is None):
+def slots_in_use(
+    k_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None, block_table: Tensor | None
+) -> int | Tensor:
+    """Without lengths every slot is."""
+    if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together; got {'v' if k is None else 'k'} alone")
-    if k is not None and cache_seqlens is None:
+    if cache_seqlens is not None:
+        return cache_seqlens
+    if k is not None:
         raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
-    new = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else 0
-    if cache_seqlens is None:
-        check_strided(k_cache=k_cache)
-        cache_seqlens = _all_slots(k_cache, block_table)
-    return CachePlaces(cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table, first_position)
+    check_strided(k_cache=k_cache)
+    slots = k_cache.shape[1] if k_cache.ndim == 4 else 0
+    return slots * block_table.shape[1] if isinstance(block_table, Tensor) and block_table.ndim == 2 else slots
 
 
-def run(
-    tensors: CacheTensors, places: CachePlaces, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices
-) -> tuple[Tensor, Tensor]:
+def _run(call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
     """Output and LSE. packed: SequenceOffsets' fields."""
-    numbers = (
-        places.cache_seqlens,
-        places.cache_batch_idx,
-        places.cache_leftpad,
-        places.block_table,
-        places.first_position,
-        *(packed or ())[:2],
-    )
-    read = (tensors.q, tensors.k_cache, tensors.v_cache, tensors.k, tensors.v, tensors.sinks)
-    if is_traced(*read, *(x for x in numbers if isinstance(x, Tensor))):
-        check_strided(q=tensors.q, k_cache=tensors.k_cache, v_cache=tensors.v_cache)
-        return run_traced(tensors, places, packed, choices)
-    return run_eagerly(tensors, places, None if packed is None else SequenceOffsets(*packed), choices)
+    if is_traced(*(x for x in (*call, *(packed or ())) if isinstance(x, Tensor))):
+        check_strided(q=call.q, k_cache=call.k_cache, v_cache=call.v_cache)
+        return run_traced(call, packed, choices)
+    if packed is not None:
+        call = call._replace(offsets=SequenceOffsets(*packed))
+    check_cache(call)
+    return attend(call._replace(options=options_for(choices, call.q.shape[-1])))
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
@@ -147,11 +145,6 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
             )
 
 
-def _all_slots(k_cache: Tensor, block_table: Tensor | None) -> int:
-    slots = k_cache.shape[1] if k_cache.ndim == 4 else 0
-    return slots * block_table.shape[1] if isinstance(block_table, Tensor) and block_table.ndim == 2 else slots
-
-
 def refuse_unsupported(rotary_cos: Any, rotary_sin: Any, alibi_slopes: Any, num_splits: Any) -> None:
     """Arguments of FlashAttention that cannot be honoured."""
     if rotary_cos is not None or rotary_sin is not None:
@@ -163,3 +156,38 @@ def refuse_unsupported(rotary_cos: Any, rotary_sin: Any, alibi_slopes: Any, num_
         raise ValueError("ALiBi is not supported: alibi_slopes must be None")
     if not is_whole(num_splits) or num_splits not in (0, 1):
         raise ValueError(f"num_splits must be 0 or 1, because sums of splits would have other bits; got {num_splits!r}")
+
+
+def attention_of_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    block_table: Tensor,
+    packed: tuple[Tensor, Tensor, int, int],
+    choices: Choices,
+) -> tuple[Tensor, Tensor]:
+    """flash_attn_varlen_func with a block table: output and LSE. packed: SequenceOffsets' fields; of those of the keys only the lengths
+    count."""
+    _refuse_choices(choices)
+    refuse_gradients(q=q, k=k, v=v, sinks=sinks)
+    if not torch.compiler.is_compiling():
+        SequenceOffsets(*packed)  # checks its fields
+    ends = packed[1]
+    call = CacheCall(q, k, v, sinks=sinks, cache_seqlens=ends[1:] - ends[:-1], block_table=block_table)
+    return _run(call, packed, choices)
+
+
+def _refuse_choices(choices: Choices) -> None:
+    """What only a backward needs, and masks that pages do not take."""
+    if choices.mask is not None and not (isinstance(choices.mask, Mask) and choices.mask.sides):
+        raise ValueError(f"keys in pages take a full or causal mask or a window; got mask={choices.mask!r}")
+    if not isinstance(choices.schedule, str) or choices.schedule != "auto":
+        raise ValueError(
+            f"keys in pages have no backward, so there is nothing to schedule: schedule must be 'auto'; got {choices.schedule!r}"
+        )
+    if not is_zero(choices.dropout_p) or choices.alibi:
+        asked = "alibi_slopes" if choices.alibi else f"dropout_p={choices.dropout_p!r}"
+        raise ValueError(f"keys in pages take no dropout and no ALiBi: dropout_p must be 0 and alibi_slopes None; got {asked}")
+    if choices.accumulation != "ordered":
+        raise ValueError(f"keys in pages have no backward: accumulation must be 'ordered'; got {choices.accumulation!r}")

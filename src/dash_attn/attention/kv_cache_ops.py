@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import SymFloat, SymInt, Tensor
+from torch import Tensor
 
 from ..backends import cache_backend_for, resolve
-from ..call.kv_cache import CachePlaces, CacheTensors, check_cache
-from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, Choices, choose_mask, options_for
-from ..call.tensor_checks import check_sinks
+from ..call.call import Saved
+from ..call.kv_cache import CacheCall, check_cache
+from ..call.options import AttentionOptions, Choices, choose_mask
+from ..masks.encoding import decode_mask, encode_mask
 from .call_log import LOG_CALLS, log_cache_call
-from .mask_arguments import decode_mask, encode_mask
+from .torch_ops import check_version, empty_results, has_symbols, offsets_of
 
 PLACES = (
     "Tensor? cache_seqlens, SymInt cache_length, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table,"
@@ -55,34 +55,25 @@ class CacheArguments(NamedTuple):
     version: int
 
 
-def run_eagerly(tensors: CacheTensors, places: CachePlaces, offsets: SequenceOffsets | None, choices: Choices) -> tuple[Tensor, Tensor]:
-    """Checked, then run."""
-    _check(tensors, places, offsets)
-    return _attend(tensors, places, options_for(choices, tensors.q.shape[-1]), offsets)
-
-
-def _attend(
-    tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, offsets: SequenceOffsets | None
-) -> tuple[Tensor, Tensor]:
+def attend(call: CacheCall) -> Saved:
+    """Of a call that was checked."""
     if LOG_CALLS:
-        log_cache_call(tensors, places, options, offsets is not None)
-    return cache_backend_for(options.backend, tensors.q.device).attention_with_cache(tensors, places, options, offsets)
+        log_cache_call(call)
+    return cache_backend_for(call.options.backend, call.q.device).attention_with_cache(call)
 
 
-def run_traced(
-    tensors: CacheTensors, places: CachePlaces, offsets: tuple[Tensor, Tensor, int, int] | None, choices: Choices
-) -> tuple[Tensor, Tensor]:
+def run_traced(call: CacheCall, offsets: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
     """The operator. offsets: SequenceOffsets' fields."""
     name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
-    lengths, positions = places.cache_seqlens, places.first_position
+    lengths, positions = call.cache_seqlens, call.first_position
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = offsets or (None, None, 0, 0)
     arguments = CacheArguments(
-        sinks=tensors.sinks,
+        sinks=call.sinks,
         cache_seqlens=lengths if isinstance(lengths, Tensor) else None,
         cache_length=0 if isinstance(lengths, Tensor) else lengths,
-        cache_batch_idx=places.cache_batch_idx,
-        cache_leftpad=places.cache_leftpad,
-        block_table=places.block_table,
+        cache_batch_idx=call.cache_batch_idx,
+        cache_leftpad=call.cache_leftpad,
+        block_table=call.block_table,
         first_positions=positions if isinstance(positions, Tensor) else None,
         first_position=0 if isinstance(positions, Tensor) else positions,
         cu_seqlens_q=cu_seqlens_q,
@@ -96,86 +87,55 @@ def run_traced(
         backend=choices.backend,
         version=VERSION,
     )
-    caches = tensors.q, tensors.k_cache, tensors.v_cache
-    if tensors.k is None and tensors.v is None:
-        out, lse = torch.ops.dash_attn.attention_of_cache(*caches, *arguments)
+    if call.k is None and call.v is None:
+        out, lse = torch.ops.dash_attn.attention_of_cache(*call[:3], *arguments)
     else:
-        out, lse = torch.ops.dash_attn.append_and_attend(*caches, tensors.k, tensors.v, *arguments)
+        out, lse = torch.ops.dash_attn.append_and_attend(*call[:3], call.k, call.v, *arguments)
     return out, lse
 
 
-@torch.library.custom_op("dash_attn::attention_of_cache", mutates_args=(), schema=ATTEND)
-def attention_of_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _run(CacheTensors(q, k_cache, v_cache), CacheArguments(*rest))
+def _define(name: str, tensors: int, schema: str, mutates: tuple[str, ...]) -> None:
+    """An operator of so many tensors, and CacheArguments."""
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        out, lse = attend(_read(given[:tensors], CacheArguments(*given[tensors:])))
+        return out, lse
+
+    def shapes(*given: Any) -> tuple[Tensor, Tensor]:
+        call = _read(given[:tensors], CacheArguments(*given[tensors:]))
+        return empty_results(call.q, call.v_cache.shape[-1])
+
+    torch.library.custom_op(f"dash_attn::{name}", run, mutates_args=mutates, schema=schema).register_fake(shapes)
 
 
-@torch.library.custom_op("dash_attn::append_and_attend", mutates_args=("k_cache", "v_cache"), schema=APPEND)
-def append_and_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _run(CacheTensors(q, k_cache, v_cache, k, v), CacheArguments(*rest))
-
-
-@attention_of_cache.register_fake
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _shapes(CacheTensors(q, k_cache, v_cache), CacheArguments(*rest))
-
-
-@append_and_attend.register_fake
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _shapes(CacheTensors(q, k_cache, v_cache, k, v), CacheArguments(*rest))
-
-
-def _run(tensors: CacheTensors, arguments: CacheArguments) -> tuple[Tensor, Tensor]:
-    tensors, places, offsets, options = _read(tensors, arguments)
-    assert options is not None, "a program that runs has no symbols"
-    return _attend(tensors, places, options, offsets)
-
-
-def _shapes(tensors: CacheTensors, arguments: CacheArguments) -> tuple[Tensor, Tensor]:
-    _read(tensors, arguments)
-    q = tensors.q
-    *batch, length, heads, _ = q.shape
-    lse = q.new_empty((*batch, heads, length), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return q.new_empty((*batch, length, heads, tensors.v_cache.shape[-1])), lse
-
-
-def _read(
-    tensors: CacheTensors, arguments: CacheArguments
-) -> tuple[CacheTensors, CachePlaces, SequenceOffsets | None, AttentionOptions | None]:
+def _read(tensors: tuple[Tensor, ...], arguments: CacheArguments) -> CacheCall:
     """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
-    if arguments.version != VERSION:
-        raise RuntimeError(
-            f"this program was traced with version {arguments.version} of dash_attn's cache operators, and here they have version"
-            f" {VERSION}: compile or export it again"
-        )
-    tensors = CacheTensors(tensors.q, tensors.k_cache, tensors.v_cache, tensors.k, tensors.v, arguments.sinks)
-    places = CachePlaces(
-        arguments.cache_length if arguments.cache_seqlens is None else arguments.cache_seqlens,
-        0 if tensors.k is None else tensors.k.shape[1],
-        arguments.cache_batch_idx,
-        arguments.cache_leftpad,
-        arguments.block_table,
-        arguments.first_position if arguments.first_positions is None else arguments.first_positions,
+    check_version(arguments.version, VERSION, "cache operators")
+    q, k_cache, v_cache, *new = tensors
+    k, v = new or (None, None)
+    call = CacheCall(
+        q,
+        k_cache,
+        v_cache,
+        k=k,
+        v=v,
+        sinks=arguments.sinks,
+        cache_seqlens=arguments.cache_length if arguments.cache_seqlens is None else arguments.cache_seqlens,
+        cache_batch_idx=arguments.cache_batch_idx,
+        cache_leftpad=arguments.cache_leftpad,
+        block_table=arguments.block_table,
+        first_position=arguments.first_position if arguments.first_positions is None else arguments.first_positions,
+        offsets=offsets_of(arguments),
     )
-    offsets = _offsets(arguments)
-    _check(tensors, places, offsets)
-    scale = tensors.q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
-    if any(isinstance(number, (SymInt, SymFloat)) for number in (*arguments.mask_sizes, scale, arguments.softcap)):
-        return tensors, places, offsets, None
+    check_cache(call)
+    scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
+    if has_symbols(*arguments.mask_sizes, scale, arguments.softcap):
+        return call
     mask = decode_mask(arguments.mask, tuple(arguments.mask_sizes))
     options = AttentionOptions(mask, scale, arguments.softcap, backend=arguments.backend)
-    resolve(options.backend, tensors.q.device)
-    return tensors, places, offsets, options
+    resolve(options.backend, q.device)
+    return call._replace(options=options)
 
 
-def _offsets(arguments: CacheArguments) -> SequenceOffsets | None:
-    if arguments.cu_seqlens_q is None or arguments.cu_seqlens_k is None:
-        return None
-    longest = (0 if isinstance(length, SymInt) else length for length in (arguments.max_seqlen_q, arguments.max_seqlen_k))
-    return SequenceOffsets(arguments.cu_seqlens_q, arguments.cu_seqlens_k, *longest)
-
-
-def _check(tensors: CacheTensors, places: CachePlaces, offsets: SequenceOffsets | None) -> None:
-    check_cache(tensors, places, offsets)
-    check_sinks(tensors.sinks, tensors.q)
-    if offsets is not None:
-        offsets.check_device(tensors.q.device)
+_define("attention_of_cache", 3, ATTEND, ())
+_define("append_and_attend", 5, APPEND, ("k_cache", "v_cache"))

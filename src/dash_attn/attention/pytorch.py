@@ -7,8 +7,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..call.options import AttentionOptions
-
 PLAIN = (Tensor, torch.nn.Parameter)
 UNORDERED = (
     "accumulation='unordered' adds gradients in order of arrival, so they are not reproducible, but torch.use_deterministic_algorithms"
@@ -44,9 +42,9 @@ def refuse_transforms() -> None:
         raise NotImplementedError("dash_attn attention does not run under torch.jit.trace; use torch.compile or torch.export")
 
 
-def alert_if_unordered(options: AttentionOptions) -> None:
+def alert_if_unordered() -> None:
     """As PyTorch's own operations: raise, or warn with warn_only=True, where sums in order of arrival meet the setting."""
-    if options.ordered or not torch.are_deterministic_algorithms_enabled():
+    if not torch.are_deterministic_algorithms_enabled():
         return
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(UNORDERED)

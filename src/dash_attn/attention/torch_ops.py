@@ -18,14 +18,13 @@ from torch import SymFloat, SymInt, Tensor
 from ..backends import resolve
 from ..call.boolean_masks import check_mask_tensor, take_mask
 from ..call.call import Call, Grads, Modifiers, Saved, with_elements
-from ..call.given_schedule import text_of
 from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule
+from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule, text_of
 from ..call.tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
 from ..masks import check_mask
+from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
-from .mask_arguments import BY_TENSOR, decode_mask, encode_mask
 
 TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
 MORE_TENSORS = TENSORS.count("Tensor?")
@@ -36,6 +35,7 @@ CHOICES = (
 # Part of every traced program, so that one from a cache or a file whose operators meant something else is refused, not run.
 # 2: the LSE has a gradient. 3: dropout and ALiBi. 4: mask tensors.
 VERSION = 4
+BY_TENSOR = "tensor"  # in place of a mask's name: a boolean matrix is a tensor argument of its own
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
 BACKWARD = (
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
@@ -149,9 +149,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Argu
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     _read(q, k, v, sinks, Arguments(*rest))
-    *batch, length, heads, _ = q.shape
-    lse = q.new_empty((*batch, heads, length), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return q.new_empty((*batch, length, heads, v.shape[-1])), lse
+    return empty_results(q, v.shape[-1])
 
 
 def _shapes_backward(
@@ -165,21 +163,16 @@ def _read(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
 ) -> tuple[SequenceOffsets | None, AttentionOptions | None]:
     """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
-    if arguments.version != VERSION:
-        raise RuntimeError(
-            f"this program was traced with version {arguments.version} of dash_attn's operators, and here they have version {VERSION}:"
-            " compile or export it again"
-        )
+    check_version(arguments.version, VERSION, "operators")
     check_tensors(q, k, v, ndim=4 if arguments.cu_seqlens_q is None else 3)
     check_sinks(sinks, q)
     _check_matrix(q, k, arguments)
-    offsets = _offsets(arguments)
+    offsets = offsets_of(arguments)
     if offsets is not None:
         offsets.check_device(q.device)
     scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
     _check_modifiers(q, arguments)
-    numbers = (*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset, arguments.dropout_p)
-    if any(isinstance(number, (SymInt, SymFloat)) for number in numbers):
+    if has_symbols(*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset, arguments.dropout_p):
         return offsets, None
     options = _options(
         "full" if arguments.mask == BY_TENSOR else arguments.mask,  # what a tensor keeps is not known before the program runs
@@ -220,7 +213,27 @@ def _check_modifiers(q: Tensor, arguments: Arguments) -> None:
         raise ValueError(f"dropout needs a seed for each sequence; got dropout_p={arguments.dropout_p} and no dropout_seed")
 
 
-def _offsets(arguments: Arguments) -> SequenceOffsets | None:
+def check_version(found: int, here: int, what: str) -> None:
+    if found != here:
+        raise RuntimeError(
+            f"this program was traced with version {found} of dash_attn's {what}, and here they have version {here}:"
+            " compile or export it again"
+        )
+
+
+def has_symbols(*numbers: Any) -> bool:
+    return any(isinstance(number, (SymInt, SymFloat)) for number in numbers)
+
+
+def empty_results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Output and LSE."""
+    *batch, length, heads, _ = q.shape
+    lse = q.new_empty((*batch, heads, length), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return q.new_empty((*batch, length, heads, value_dim)), lse
+
+
+def offsets_of(arguments: Any) -> SequenceOffsets | None:
+    """Of Arguments or CacheArguments."""
     if arguments.cu_seqlens_q is None or arguments.cu_seqlens_k is None:
         return None
     longest = (0 if isinstance(length, SymInt) else length for length in (arguments.max_seqlen_q, arguments.max_seqlen_k))

@@ -23,7 +23,7 @@ from ..masks import Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
-from .pages import attention_of_pages
+from .kv_cache import attention_of_pages
 from .pytorch import is_traced, refuse_transforms
 from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
 from .torch_ops import traced_attention

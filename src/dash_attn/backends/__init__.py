@@ -15,9 +15,7 @@ from torch import Tensor
 
 from ..call.call import Call, Gradients, Grads, Saved
 from ..call.explain import CacheExplanation, Explanation
-from ..call.kv_cache import CachePlaces, CacheTensors
-from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions
+from ..call.kv_cache import CacheCall
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import Sharding
 from ..scheduling.ranks.units import Unit
@@ -99,12 +97,10 @@ class Ranks(Protocol):
 class Cache(Protocol):
     """The module `kv_cache` of a backend that can attend to a cache of keys and values."""
 
-    def attention_with_cache(
-        self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, offsets: SequenceOffsets | None
-    ) -> tuple[Tensor, Tensor]:
-        """Appends the new keys and values in place, then output and LSE, laid out like those of `Backend.forward`."""
+    def attention_with_cache(self, call: CacheCall) -> Saved:
+        """Appends the new keys and values in place, then as `Backend.forward`."""
 
-    def explain_cache(self, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+    def explain_cache(self, call: CacheCall) -> CacheExplanation:
         """What `attention_with_cache` of these tensors, which may be on the meta device, would do."""
 
 
@@ -145,14 +141,8 @@ def backend_for(name: str, device: torch.device) -> Backend:
 @cache
 def import_ranks(name: str) -> Ranks:
     """The module of a backend for ranks that share a sequence."""
-    module = f"{__name__}.{name}.ranks"
-    if find_spec(module) is None:
-        served = [other for other in DEVICE_OF if find_spec(f"{__name__}.{other}.ranks") is not None]
-        raise NotImplementedError(
-            f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot share a sequence between ranks in this version of dash-attn;"
-            f" {' and '.join(map(repr, served))} can. With ulysses equal to the number of ranks nothing is shared but heads"
-        )
-    return cast(Ranks, import_module(module))
+    _check_part(name, "ranks", "share a sequence between ranks", "With ulysses equal to the number of ranks nothing is shared but heads")
+    return cast(Ranks, import_module(f"{__name__}.{name}.ranks"))
 
 
 @lru_cache(maxsize=64)
@@ -164,13 +154,19 @@ def cache_backend_for(name: str, device: torch.device) -> Cache:
 @cache
 def import_cache(name: str) -> Cache:
     """The module of a backend for calls with a cache."""
-    if not has_cache(name):
-        served = [other for other in DEVICE_OF if has_cache(other)]
-        raise NotImplementedError(
-            f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot attend to a cache of keys and values in this version of dash-attn;"
-            f" {' and '.join(map(repr, served))} can. Without a cache, flash_attn_func takes all keys and values in every call"
-        )
+    instead = "Without a cache, flash_attn_func takes all keys and values in every call"
+    _check_part(name, "kv_cache", "attend to a cache of keys and values", instead)
     return cast(Cache, import_module(f"{__name__}.{name}.kv_cache"))
+
+
+def _check_part(name: str, part: str, what: str, instead: str) -> None:
+    """Raise where a backend has no module for something."""
+    served = [other for other in DEVICE_OF if find_spec(f"{__name__}.{other}.{part}") is not None]
+    if name not in served:
+        raise NotImplementedError(
+            f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot {what} in this version of dash-attn;"
+            f" {' and '.join(map(repr, served))} can. {instead}"
+        )
 
 
 def has_cache(name: str) -> bool:

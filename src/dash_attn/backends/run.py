@@ -20,8 +20,7 @@ from ..call.parts import (
 )
 from ..masks import Documents, PatternPerHead
 from . import Backend, backend_for
-from .recently_used import Kept
-from .uploading import refuse_capture_of, upload
+from .kept import Kept, refuse_capture_of, upload
 
 MOST_OFFSETS = 64
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from ..masks import Window
 from ..scheduling.order import ALL_GUARANTEES
-from .kv_cache import DECODE_EQUALS_TRAINING, CachePlaces, CacheTensors
-from .options import AttentionOptions
+from .kv_cache import DECODE_EQUALS_TRAINING, CacheCall
 
 HASH_DIGITS = 12  # of a sha256, enough to tell two apart
 CACHE_GUARANTEES = (*ALL_GUARANTEES, DECODE_EQUALS_TRAINING)
@@ -113,21 +112,20 @@ class CacheExplanation:
         return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
 
 
-def call_in_words(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> str:
-    q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
-    where = "rows" if places.block_table is None else f"pages of {k_cache.shape[1]}"
+def call_in_words(call: CacheCall) -> str:
+    q, k_cache, v_cache, options = call[:4]
+    where = "rows" if call.block_table is None else f"pages of {k_cache.shape[1]}"
     shapes = f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}"
     cap = f", softcap {options.softcap:g}" if options.softcap else ""
     return f"{shapes}, {where}, {str(q.dtype).removeprefix('torch.')}, {options.mask}{cap}"
 
 
-def bytes_at_most(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> int:
+def bytes_at_most(call: CacheCall) -> int:
     """Of every slot that a sequence may use, or of what its window can reach."""
-    cache, queries, mask = tensors.k_cache, tensors.q.shape[1], options.mask
-    keys = places.capacity(cache)
-    if isinstance(places.cache_seqlens, int):
-        keys = min(keys, places.cache_seqlens + places.new)
+    cache, queries, mask, keys = call.k_cache, call.q.shape[1], call.options.mask, call.capacity
+    if isinstance(call.cache_seqlens, int):
+        keys = min(keys, call.cache_seqlens + call.new)
     if isinstance(mask, Window) and mask.left >= 0:
         keys = min(keys, mask.left + queries + max(mask.right, 0))
-    widths = cache.shape[3] + tensors.v_cache.shape[3]
-    return len(tensors.q) * keys * cache.shape[2] * widths * cache.element_size()
+    widths = cache.shape[3] + call.v_cache.shape[3]
+    return len(call.q) * keys * cache.shape[2] * widths * cache.element_size()

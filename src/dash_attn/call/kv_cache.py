@@ -2,85 +2,104 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import SymInt, Tensor
 
-from ..masks import is_whole
+from ..masks import Full, is_whole
 from .offsets import SequenceOffsets
-from .tensor_checks import LAYOUTS, check_dtype, check_strided, shape_problem
+from .options import AttentionOptions
+from .tensor_checks import LAYOUTS, check_dtype, check_sinks, check_strided, shape_problem
 
 DECODE_EQUALS_TRAINING = "decode-equals-training"  # a guarantee: a token has the bits of the whole forward, whatever the cache
 PAGE_UNIT = 16  # rows: pages have a multiple of it
 
 
-@dataclass(frozen=True, eq=False)
-class CachePlaces:
-    """Where the keys of each sequence lie, in FlashAttention's words. Tensors are on the device of the cache and not read here.
+# In place of options that are not known yet: while a program is traced, its numbers may be symbols.
+UNREAD = AttentionOptions(Full(), 1.0)
 
-    Sequence i has slots cache_leftpad[i] to cache_seqlens[i], and `new` more behind them that a call fills. Without a block
+
+class CacheCall(NamedTuple):
+    """A call of attention to a cache, in FlashAttention's words. Lengths and pages are on the device of the cache and not read here.
+
+    New keys and values come both or not at all; `k` and `v` are (batch, new, KV heads, head dim).
+    Sequence i has slots cache_leftpad[i] to cache_seqlens[i], and `new` more behind them that the call fills. Without a block
     table the slots are those of row cache_batch_idx[i] of the cache; with one, of the pages block_table[i], end to end.
     Its first key has position first_position[i]: 0, unless the cache dropped keys before it.
+    With `offsets` queries are packed.
     """
-
-    cache_seqlens: Tensor | int
-    new: int = 0
-    cache_batch_idx: Tensor | None = None
-    cache_leftpad: Tensor | None = None
-    block_table: Tensor | None = None
-    first_position: Tensor | int = 0
-
-    def capacity(self, cache: Tensor) -> int:
-        """Slots of a sequence."""
-        rows: int = cache.shape[1]
-        return rows if self.block_table is None else self.block_table.shape[1] * rows
-
-
-@dataclass(frozen=True, eq=False)
-class CacheTensors:
-    """Tensors of a call. New keys and values come both or not at all; `k` and `v` are (batch, new, KV heads, head dim)."""
 
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    options: AttentionOptions = UNREAD
     k: Tensor | None = None
     v: Tensor | None = None
     sinks: Tensor | None = None
+    cache_seqlens: Tensor | int = 0
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    first_position: Tensor | int = 0
+    offsets: SequenceOffsets | None = None
 
     @property
-    def appends(self) -> bool:
-        return self.k is not None
+    def new(self) -> int:
+        """Keys of each sequence that are appended."""
+        return 0 if self.k is None else self.k.shape[1]
+
+    @property
+    def sequences(self) -> int:
+        return len(self.q) if self.offsets is None else len(self.offsets.cu_seqlens_q) - 1
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a sequence."""
+        rows: int = self.k_cache.shape[1]
+        return rows if self.block_table is None else self.block_table.shape[1] * rows
 
 
-def check_cache(tensors: CacheTensors, places: CachePlaces, offsets: SequenceOffsets | None) -> None:
+def check_cache(call: CacheCall) -> None:
     """Shapes, dtypes and devices."""
-    batch = _check_tensors(tensors, offsets)
-    cache, device = tensors.k_cache, tensors.q.device
-    if tensors.appends:
-        _check_new(tensors, batch)
+    _check_tensors(call)
+    batch, device = call.sequences, call.q.device
+    if call.k is not None:
+        _check_new(call, batch)
     for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "first_position"):
-        values = getattr(places, name)
+        values = getattr(call, name)
         if isinstance(values, Tensor):
             _check_numbers(name, values, (batch,), device)
     for name in ("cache_seqlens", "first_position"):
-        _check_one_number(name, getattr(places, name))
-    if places.block_table is None:
-        if places.cache_batch_idx is None and cache.shape[0] < batch:
+        _check_one_number(name, getattr(call, name))
+    _check_places(call, batch)
+    check_sinks(call.sinks, call.q)
+    if call.offsets is not None:
+        call.offsets.check_device(device)
+
+
+def _check_places(call: CacheCall, batch: int) -> None:
+    cache, table = call.k_cache, call.block_table
+    if table is None:
+        if call.cache_batch_idx is None and cache.shape[0] < batch:
             raise ValueError(f"the cache must have a row for each of the {batch} sequences of q; got {cache.shape[0]} rows")
         return
-    if not isinstance(places.first_position, (int, SymInt)) or places.first_position != 0:
+    if not isinstance(call.first_position, (int, SymInt)) or call.first_position != 0:
         raise ValueError(
             "pages keep the positions of their keys: first_position must be 0 with block_table; entries of dropped keys may be -1"
         )
-    if places.cache_batch_idx is not None:
+    if call.cache_batch_idx is not None:
         raise ValueError("block_table says where the keys of each sequence are: cache_batch_idx must be None with it")
-    _check_pages(places.block_table, cache, batch, device)
+    if not isinstance(table, Tensor):
+        raise TypeError(f"block_table must be a tensor; got {type(table).__name__}")
+    _check_numbers("block_table", table, (batch, table.shape[1] if table.ndim == 2 else 0), call.q.device)
+    if cache.shape[1] == 0 or cache.shape[1] % PAGE_UNIT:
+        raise ValueError(f"pages must have a multiple of {PAGE_UNIT} rows; got k_cache {tuple(cache.shape)}, pages of {cache.shape[1]}")
 
 
-def _check_tensors(tensors: CacheTensors, offsets: SequenceOffsets | None) -> int:
-    """Queries and caches. Returns the number of sequences."""
-    q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
+def _check_tensors(call: CacheCall) -> None:
+    """Queries and caches."""
+    q, k_cache, v_cache = call[:3]
     check_strided(q=q, k_cache=k_cache, v_cache=v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.ndim != 4:
@@ -96,28 +115,27 @@ def _check_tensors(tensors: CacheTensors, offsets: SequenceOffsets | None) -> in
         raise ValueError(f"k_cache and v_cache may differ in the head dim only; got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
     if 0 in k_cache.shape[:2]:
         raise ValueError(f"the cache has no slots; got k_cache {tuple(k_cache.shape)}")
-    ndim = 4 if offsets is None else 3
+    ndim = 4 if call.offsets is None else 3
     if q.ndim != ndim:
         raise ValueError(f"q must be {ndim}-d {LAYOUTS[ndim]}; got shape {tuple(q.shape)}")
     check_dtype(q.dtype)
     problem = shape_problem(q.shape[-3:], k_cache.shape[1:], v_cache.shape[1:])
     if problem is not None:
         raise ValueError(f"{problem}; got q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}")
-    return len(q) if offsets is None else len(offsets.cu_seqlens_q) - 1
 
 
-def _check_new(tensors: CacheTensors, batch: int) -> None:
-    if tensors.k is None or tensors.v is None:
+def _check_new(call: CacheCall, batch: int) -> None:
+    if call.k is None or call.v is None:
         raise ValueError("k and v must be given together; got one of them")
-    check_strided(k=tensors.k, v=tensors.v)
-    heads = tensors.k_cache.shape[2]
-    for name, new, cache in (("k", tensors.k, tensors.k_cache), ("v", tensors.v, tensors.v_cache)):
-        length = tensors.k.shape[1] if tensors.k.ndim == 4 else 0
+    check_strided(k=call.k, v=call.v)
+    heads = call.k_cache.shape[2]
+    for name, new, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
+        length = call.k.shape[1] if call.k.ndim == 4 else 0
         expected = (batch, length, heads, cache.shape[3])
         if tuple(new.shape) != expected:
             raise ValueError(
                 f"{name} must be (batch, new tokens, KV heads, head dim) like q and {name}_cache, here ({batch}, new tokens, {heads},"
-                f" {cache.shape[3]}), with as many new tokens in v as in k; got k {tuple(tensors.k.shape)}, v {tuple(tensors.v.shape)}"
+                f" {cache.shape[3]}), with as many new tokens in v as in k; got k {tuple(call.k.shape)}, v {tuple(call.v.shape)}"
             )
         if new.dtype != cache.dtype or new.device != cache.device:
             raise ValueError(f"{name} must be like {name}_cache ({cache.dtype} on {cache.device}); got {new.dtype} on {new.device}")
@@ -139,13 +157,3 @@ def _check_one_number(name: str, number: int | Tensor) -> None:
         return
     if not is_whole(number) or not 0 <= number < 2**31:
         raise ValueError(f"{name} must be a whole number >= 0 and below 2^31, or an int32 tensor with one per sequence; got {number!r}")
-
-
-def _check_pages(table: Tensor, cache: Tensor, batch: int, device: torch.device) -> None:
-    if not isinstance(table, Tensor):
-        raise TypeError(f"block_table must be a tensor; got {type(table).__name__}")
-    columns = table.shape[1] if table.ndim == 2 else 0
-    _check_numbers("block_table", table, (batch, columns), device)
-    size = cache.shape[1]
-    if size == 0 or size % PAGE_UNIT:
-        raise ValueError(f"pages must have a multiple of {PAGE_UNIT} rows; got k_cache {tuple(cache.shape)}, pages of {size}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..masks import IntervalMask, Mask
-from .kv_cache import CachePlaces
+from .kv_cache import CacheCall
 
 MOST_KEYS = 2**30  # positions are 32-bit numbers on a GPU
 
@@ -53,21 +53,20 @@ class SequenceSlots:
         return list(range(start // self.page_size, -(-end // self.page_size))) if start < end else []
 
 
-def slots_of_sequences(places: CachePlaces, cache: Tensor, batch: int) -> list[SequenceSlots]:
+def slots_of_sequences(call: CacheCall) -> list[SequenceSlots]:
     """Raises where a sequence has no room."""
-    numbers = places.cache_seqlens
-    lengths = numbers.tolist() if isinstance(numbers, Tensor) else [numbers] * batch
-    padding = [0] * batch if places.cache_leftpad is None else places.cache_leftpad.tolist()
-    rows = list(range(batch)) if places.cache_batch_idx is None else places.cache_batch_idx.tolist()
-    positions = places.first_position.tolist() if isinstance(places.first_position, Tensor) else [places.first_position] * batch
-    tables = [None] * batch if places.block_table is None else [tuple(row) for row in places.block_table.tolist()]
-    capacity, found = places.capacity(cache), []
+    cache, new, batch = call.k_cache, call.new, call.sequences
+    lengths, positions = (x.tolist() if isinstance(x, Tensor) else [x] * batch for x in (call.cache_seqlens, call.first_position))
+    padding = [0] * batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
+    rows = list(range(batch)) if call.cache_batch_idx is None else call.cache_batch_idx.tolist()
+    tables = [None] * batch if call.block_table is None else [tuple(row) for row in call.block_table.tolist()]
+    capacity, found = call.capacity, []
     for i, (length, first, row, pages, position) in enumerate(zip(lengths, padding, rows, tables, positions, strict=True)):
         if not 0 <= length <= capacity:
             raise ValueError(f"cache_seqlens must be between 0 and the {capacity} slots of a sequence; got {length} for sequence {i}")
-        if length + places.new > capacity:
+        if length + new > capacity:
             raise ValueError(
-                f"the cache is full: sequence {i} has {length} of {capacity} slots in use and {places.new} new keys;"
+                f"the cache is full: sequence {i} has {length} of {capacity} slots in use and {new} new keys;"
                 f" there is room for {capacity - length}"
             )
         if not 0 <= first <= length:
@@ -76,7 +75,7 @@ def slots_of_sequences(places: CachePlaces, cache: Tensor, batch: int) -> list[S
             raise ValueError(f"cache_batch_idx must be a row of the cache, 0 to {cache.shape[0] - 1}; got {row} for sequence {i}")
         if not 0 <= position <= MOST_KEYS:
             raise ValueError(f"first_position must be between 0 and {MOST_KEYS}; got {position} for sequence {i}")
-        found.append(SequenceSlots(i, first, length, length + places.new, row, pages, cache.shape[1], position))
+        found.append(SequenceSlots(i, first, length, length + new, row, pages, cache.shape[1], position))
     return found
 
 

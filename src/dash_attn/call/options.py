@@ -12,7 +12,6 @@ from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
 from ..scheduling.generators import GENERATORS
 from ..scheduling.schedule import Schedule
 from .dropout import LEVELS, threshold_of
-from .given_schedule import in_words, is_given, read_given, text_of
 from .tensor_checks import check_flags
 
 SCHEDULES = ("auto", *GENERATORS)
@@ -76,7 +75,7 @@ class AttentionOptions:
     @cached_property
     def gives_schedule(self) -> bool:
         """Whether the schedule is the caller's own, not one that we name."""
-        return is_given(self.schedule)
+        return self.schedule not in SCHEDULES
 
 
 class Choices(NamedTuple):
@@ -169,8 +168,36 @@ def _kept(mask: Mask | None, causal: bool, left: int, right: int, *others: Any) 
 
 
 def _check_schedule(schedule: Any) -> None:
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return
     if isinstance(schedule, str) and is_given(schedule):
         read_given(schedule)
-    elif not isinstance(schedule, str) or schedule not in SCHEDULES:
+    else:
         allowed = ", ".join(SCHEDULES)
         raise ValueError(f"unknown schedule {schedule!r}; choose from {allowed}, or give a Schedule or its JSON text")
+
+
+# A schedule that a caller gives instead of a name. Options hold its JSON text: a value, which hashes once, and which a traced program can
+# hold.
+
+
+def text_of(schedule: str | Schedule) -> str:
+    """A name or a JSON text as it is; of a Schedule its JSON text, which the schedule keeps."""
+    return schedule.to_json() if isinstance(schedule, Schedule) else schedule
+
+
+def is_given(schedule: str) -> bool:
+    """Whether this is the JSON text of a schedule, not a name."""
+    return schedule.lstrip().startswith("{")
+
+
+@lru_cache(maxsize=64)
+def read_given(text: str) -> Schedule:
+    """Raises ValueError for whatever is wrong with it."""
+    return Schedule.from_json(text)
+
+
+def in_words(schedule: str | Schedule) -> str:
+    """For a line of text: a JSON text is long."""
+    given = schedule if isinstance(schedule, Schedule) else read_given(schedule) if is_given(schedule) else None
+    return str(schedule) if given is None else f"{given.name} (given)"

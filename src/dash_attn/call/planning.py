@@ -14,17 +14,18 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..masks import PatternPerHead
+from ..scheduling.generators import generate
 from ..scheduling.order import WORKER_INVARIANT
 from ..scheduling.plan import ORDER_DIGITS, Plan, lower
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.in_legs import in_legs
 from ..scheduling.ranks.units import SharedSchedule, Unit
-from ..scheduling.schedule import Schedule
+from ..scheduling.schedule import Schedule, fit
 from ..scheduling.validate import StuckOnWorkers
 from ..simulation.simulate import Machine, simulate
 from .call import Call
 from .explain import Explanation
-from .given_schedule import is_given, schedule_for
+from .options import is_given, read_given
 from .parts import runs_packed, runs_whole
 
 DEFAULT_WORKERS = 132  # the SMs of an H100 or H200; the order of `auto` never depends on it
@@ -36,6 +37,11 @@ def problem_of(call: Call, tile_q: int, tile_kv: int) -> Problem:
     """The problem of dense tensors."""
     options, (batch, q_len, q_heads, _), (_, kv_len, kv_heads, _) = call.options, call.q.shape, call.k.shape
     return Problem(options.mask, q_len, kv_len, tile_q, tile_kv, kv_heads, q_heads // kv_heads, batch, options.head_offset)
+
+
+def schedule_for(problem: Problem, schedule: str, workers: int) -> Schedule:
+    """By name, or the one given. Raises ScheduleError where it does not serve the problem."""
+    return fit(read_given(schedule), problem, workers) if is_given(schedule) else generate(schedule, problem, workers)
 
 
 @lru_cache(maxsize=64)

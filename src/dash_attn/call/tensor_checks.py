@@ -69,44 +69,43 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """One logit per query head."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
     heads = q.shape[-2]
+    _check_beside("sinks", sinks, q)
     if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
         raise ValueError(
             f"sinks must be {heads} floating-point numbers, one per query head; got {sinks.dtype} of shape {tuple(sinks.shape)}"
         )
-    if sinks.device != q.device:
-        raise ValueError(f"sinks must be on the device of q, k and v ({q.device}); got {sinks.device}")
 
 
 def check_seeds(seeds: Tensor | None, q: Tensor, sequences: int) -> None:
     """One whole number per sequence."""
     if seeds is None:
         return
-    if not isinstance(seeds, Tensor):
-        raise TypeError(f"dropout_seed must be a tensor or None; got {type(seeds).__name__}")
+    _check_beside("dropout_seed", seeds, q)
     if seeds.dtype != torch.int64 or tuple(seeds.shape) != (sequences,):
         raise ValueError(
             f"dropout_seed must be {sequences} numbers of torch.int64, one per sequence; got {seeds.dtype} of shape {tuple(seeds.shape)}"
         )
-    if seeds.device != q.device:
-        raise ValueError(f"dropout_seed must be on the device of q, k and v ({q.device}); got {seeds.device}")
 
 
 def check_slopes(slopes: Tensor | None, q: Tensor, sequences: int) -> None:
     """One number per query head, or per sequence and query head."""
     if slopes is None:
         return
-    if not isinstance(slopes, Tensor):
-        raise TypeError(f"alibi_slopes must be a tensor or None; got {type(slopes).__name__}")
     heads = q.shape[-2]
+    _check_beside("alibi_slopes", slopes, q)
     if tuple(slopes.shape) not in ((heads,), (sequences, heads)) or not slopes.dtype.is_floating_point:
         raise ValueError(
             f"alibi_slopes must be floating-point numbers of shape ({heads},), one per query head, or ({sequences}, {heads});"
             f" got {slopes.dtype} of shape {tuple(slopes.shape)}"
         )
-    if slopes.device != q.device:
-        raise ValueError(f"alibi_slopes must be on the device of q, k and v ({q.device}); got {slopes.device}")
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes get no gradient, as in FlashAttention: pass alibi_slopes.detach(); got slopes that require one")
+
+
+def _check_beside(name: str, given: Tensor, q: Tensor) -> None:
+    """A tensor that comes with q, k and v."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a tensor or None; got {type(given).__name__}")
+    if given.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, k and v ({q.device}); got {given.device}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call.call import Call
+from ...call.call import Call, Saved
 from ...call.explain import CACHE_GUARANTEES, CacheExplanation, bytes_at_most, call_in_words
-from ...call.kv_cache import CachePlaces, CacheTensors
+from ...call.kv_cache import CacheCall
 from ...call.kv_cache_values import SequenceSlots, check_owners, check_pages, first_attended, slots_of_sequences
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
@@ -19,41 +19,38 @@ from .passes import forward
 from .tiles import TILE_KV, TILE_Q, arithmetic
 
 
-def attention_with_cache(
-    tensors: CacheTensors, places: CachePlaces, options: AttentionOptions, offsets: SequenceOffsets | None
-) -> tuple[Tensor, Tensor]:
+def attention_with_cache(call: CacheCall) -> Saved:
     """Appends what is new, then output and LSE. Everything is checked before anything is written."""
-    q, cache = tensors.q, tensors.k_cache
-    queries = _queries(q, offsets)
-    sequences = slots_of_sequences(places, cache, len(queries))
+    q, cache, v_cache, options = call[:4]
+    queries, sequences = _queries(q, call.offsets), slots_of_sequences(call)
     lowest = [first_attended(options.mask, q_len, s) for s, (_, q_len) in zip(sequences, queries, strict=True)]
     for sequence, low in zip(sequences, lowest, strict=True):
         check_pages(sequence, sequence.slot_of(low), sequence.end, len(cache))
         check_pages(sequence, sequence.length, sequence.end, len(cache))
     check_owners(sequences)
-    _append(tensors, sequences)
-    tokens = q if offsets is not None else q.flatten(0, 1)
-    out = q.new_empty(*tokens.shape[:2], tensors.v_cache.shape[3])
+    _append(call, sequences)
+    tokens = q if call.offsets is not None else q.flatten(0, 1)
+    out = q.new_empty(*tokens.shape[:2], v_cache.shape[3])
     lse = q.new_empty(q.shape[-2], len(tokens), dtype=arithmetic(q.dtype))
     for sequence, (start, q_len), low in zip(sequences, queries, lowest, strict=True):
         rows = slice(start, start + q_len)
-        keys, values = (_gather(x, sequence, low) for x in (cache, tensors.v_cache))
-        out[rows], lse[:, rows] = _attend(tokens[rows], keys, values, options, tensors.sinks)
-    if offsets is not None:
-        return out, lse
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+        keys, values = (_gather(x, sequence, low) for x in (cache, v_cache))
+        out[rows], lse[:, rows] = _attend(tokens[rows], keys, values, options, call.sinks)
+    if call.offsets is not None:
+        return Saved(out, lse)
+    return Saved(out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous())
 
 
-def explain_cache(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
+def explain_cache(call: CacheCall) -> CacheExplanation:
     return CacheExplanation(
-        call=call_in_words(tensors, places, options),
+        call=call_in_words(call),
         backend="cpu",
         guarantees=CACHE_GUARANTEES,
         kv_rows=TILE_KV,
-        units=len(tensors.q) * tensors.q.shape[2],
+        units=len(call.q) * call.q.shape[2],
         served_by="one after another",
-        new_keys=places.new,
-        read_bytes=bytes_at_most(tensors, places, options),
+        new_keys=call.new,
+        read_bytes=bytes_at_most(call),
     )
 
 
@@ -65,14 +62,14 @@ def _queries(q: Tensor, offsets: SequenceOffsets | None) -> list[tuple[int, int]
     return [(rows.start, rows.stop - rows.start) for rows, _ in offsets.sequences(len(q), keys)]
 
 
-def _append(tensors: CacheTensors, sequences: list[SequenceSlots]) -> None:
-    if tensors.k is None or tensors.v is None:
+def _append(call: CacheCall, sequences: list[SequenceSlots]) -> None:
+    if call.k is None or call.v is None:
         return
     with torch.no_grad():
         for sequence in sequences:
             at = sequence.at(sequence.length, sequence.end)
-            tensors.k_cache[at] = tensors.k[sequence.number]
-            tensors.v_cache[at] = tensors.v[sequence.number]
+            call.k_cache[at] = call.k[sequence.number]
+            call.v_cache[at] = call.v[sequence.number]
 
 
 def _gather(cache: Tensor, sequence: SequenceSlots, low: int) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...call.call import Call, Grads, Saved
-from ...call.given_schedule import schedule_for
 from ...call.parts import runs_packed
-from ...call.planning import problem_of
+from ...call.planning import problem_of, schedule_for
 from ...errors import RecordError
 from ...execution.interleaving import TaskTime, interleaving
 from ...scheduling.schedule import Schedule

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, replace
 from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from ...call.call import Call, Saved
 from ...call.planning import DEFAULT_WORKERS
+from ...masks import IntervalMask, Mask, Window
 from ...scheduling.generators.shift import LARGEST_BLOCK
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.share import FILLINGS
 from . import tiles
+from .calls.forward import forward as forward_of_batch
 from .calls.rank_backward import RankBackward, tile_size
-from .calls.rank_forward import forward as forward_of_rows
 from .driver.compile import OPTIONS, sources
 from .driver.launch import usual_origin
+from .support import check_shared_mask, refuse_modifiers
 
 __all__ = ["RankBackward", "backward_tiles", "forward", "heads_together", "machine_code", "tile_size"]
 
@@ -53,5 +60,52 @@ def _sources_hash() -> str:
 
 
 def forward(call: Call, problem: Problem, sharding: Sharding, rank: int) -> Saved:
-    """Of the rank's queries. k and v are those of the whole sequence. Options that come with modifiers are refused."""
-    return forward_of_rows(call, sharding, rank)
+    """Of the rank's queries, chunk by chunk, each a call of its own with the bits of the whole. k and v are those of the whole sequence.
+    Options that come with modifiers are refused."""
+    (q, k, v), options = call.tensors, call.options
+    check_shared_mask(options.mask)
+    refuse_modifiers(options, "ranks that share a sequence")
+    outs, begin = [], 0
+    for chunk in sharding.chunks_of(rank):
+        rows = sharding.rows_of_chunk(chunk)
+        mask, keys = mask_of_rows(options.mask, rows, sharding.rows)
+        own = replace(options, mask=mask, schedule="auto")  # a forward needs no schedule
+        outs.append(forward_of_batch(Call(q[:, begin : begin + len(rows)], k[:, :keys], v[:, :keys], own, sinks=call.sinks)))
+        begin += len(rows)
+    if len(outs) == 1:
+        return outs[0]
+    return Saved(torch.cat([out for out, _ in outs], dim=1), torch.cat([lse for _, lse in outs], dim=2))
+
+
+@dataclass(frozen=True)
+class RowsOfMask(IntervalMask):
+    """Queries from `start` on of a sequence of `length` rows, on all its keys."""
+
+    mask: IntervalMask
+    start: int
+    length: int
+
+    def row_bounds(self, rows: NDArray[np.int64], q_len: int, kv_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self.mask.row_bounds(rows + self.start, self.length, self.length)
+
+    def __str__(self) -> str:
+        return f"{self.mask} from row {self.start} of {self.length} on"
+
+
+def mask_of_rows(mask: Mask, rows: range, length: int) -> tuple[Mask, int]:
+    """The mask of some queries of a sequence, and how many keys it is for.
+
+    The last query of a band is aligned with the last key of a call. A key that no row attends changes no bit, so the keys may end
+    anywhere behind the last one that does.
+    """
+    if mask.is_full:
+        return mask, length
+    if mask.is_causal:
+        return mask, rows.stop
+    if mask.sides is None:
+        assert isinstance(mask, IntervalMask)
+        return RowsOfMask(mask, rows.start, length), length
+    left, right = mask.sides
+    keys = length if right < 0 else min(length, rows.stop + right)
+    ahead = keys - rows.stop
+    return Window(-1 if left < 0 else left + ahead, -1 if right < 0 else right - ahead), keys

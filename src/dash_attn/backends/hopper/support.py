@@ -7,11 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...call.given_schedule import in_words
-from ...call.options import AttentionOptions
+from ...call.options import AttentionOptions, in_words
 from ...call.planning import DEFAULT_WORKERS
 from ...errors import Unsupported
-from ...masks import Causal, Full, Mask, PatternPerHead, TilePattern, Window
+from ...masks import IntervalMask, Mask, PatternPerHead, TilePattern
 from ..gpus import is_hopper
 from .driver.launch import ANY_DEVICE
 from .tiles import KERNEL_DIMS
@@ -93,6 +92,15 @@ def _check_packed(options: AttentionOptions) -> None:
         )
 
 
+def check_shared_mask(mask: Mask) -> None:
+    """Raise where the kernels cannot mask some rows of a sequence."""
+    if not isinstance(mask, IntervalMask):
+        raise NotImplementedError(
+            f"backend 'hopper' shares sequences between ranks with masks that keep one interval of keys per query; got {mask}, which"
+            " one rank, and backend 'cpu' on any number of them, can do"
+        )
+
+
 def check_kinds(kinds: int) -> None:
     """The kernels' tables have room for two."""
     if kinds > MOST_KINDS:
@@ -112,4 +120,4 @@ def check_gang(gang: int, workers: int) -> None:
 
 def is_plain_band(mask: Mask) -> bool:
     """Full, causal, or a window that does not look ahead without limit."""
-    return isinstance(mask, (Full, Causal)) or (isinstance(mask, Window) and (mask.right >= 0 or mask.left < 0))
+    return mask.sides is not None and (mask.sides[1] >= 0 or mask.sides[0] < 0)

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...call.call import Call
 from ...call.explain import Explanation
-from ...call.parts import end_to_end, of_a_document, offsets_of_documents, runs_packed
+from ...call.parts import runs_packed
 from ...call.planning import DEFAULT_WORKERS, describe_call, hash_of
 from ...masks import Causal, Documents, Mask, PatternPerHead, TileMap, TilePattern, Window
 from ...scheduling.order import ALL_GUARANTEES
+from ..run import as_packed
 from .launch import Launch
 from .mask_tables import TABLES
 from .setup import Passes, RowValues, forward_launch, gradient_launches, statistics_launch
@@ -85,11 +86,7 @@ def _table_bytes(launch: Launch) -> int:
 
 def _as_run(call: Call) -> Call:
     """Documents in a row run as packed sequences."""
-    if call.offsets is not None or not runs_packed(call.options):
-        return call
-    assert isinstance(call.options.mask, Documents)
-    offsets = offsets_of_documents(call.options.mask.lengths, len(call.q), torch.device("meta"))
-    return end_to_end(call, of_a_document(call.options), offsets)
+    return as_packed(call) if call.offsets is None and runs_packed(call.options) else call
 
 
 def _launches(passes: Passes) -> dict[str, Launch]:

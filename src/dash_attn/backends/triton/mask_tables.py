@@ -1,25 +1,49 @@
-"""What a kernel needs to know of a mask: a band by two distances, other masks by lists of tiles and by rows, blocks or bits of elements."""
+"""What a kernel needs to know of a mask: a band by two distances, other masks by lists of tiles and by rows, blocks or bits of elements.
+
+Of boolean matrices: lists of tiles for each, blocks of 64 x 64, and 64 elements per word of the partial ones.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
-from ..uploading import upload
-from .boolean_tables import Boolean, kept_with, matrices_of
-from .kept_tables import kept_on
-from .support import is_band
+from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern
+from ...masks.bit_matrix import words_and_places
+from ..kept import Kept, upload
 from .tiles import Tile
 
 BAND, ROWS, BLOCKS, BITS = 0, 1, 2, 3  # as in kernels/visits.py
 FAR_AWAY = 2**29  # farther than any two tokens are apart
 TABLES = ("rows", "bounds", "visits", "blocks", "places", "matrices")
+MOST_TABLES = 128  # that are kept on GPUs
+Boolean = TilePattern | PatternPerHead
+Tables = TypeVar("Tables")
+_kept: Kept[Any] = Kept(MOST_TABLES)
+_of_masks: WeakKeyDictionary[BooleanMask, dict[Any, Any]] = WeakKeyDictionary()  # tables live as long as their mask
+
+
+def kept_on(device: torch.device, key: Any, make: Callable[[], Tables]) -> Tables:
+    """What was made before for this key, if it is on a GPU. Tables of a captured graph stay for good."""
+    if device.type != "cuda":
+        return make()
+    found: Tables = _kept.find((device, key), make)
+    return found
+
+
+def kept_with(elements: BooleanMask, key: Any, make: Callable[[], Tables]) -> Tables:
+    """What was made of a mask before, for this key."""
+    found: dict[Any, Tables] = _of_masks.setdefault(elements, {})
+    if key not in found:
+        found[key] = make()
+    return found[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +85,8 @@ class Masked:
 
     def tables(self, tile: Tile, by_keys: bool) -> MaskTables:
         """by_keys: of a pass whose programs own KV tiles. Packed sequences have bands only, which need no lengths."""
-        if is_band(self.mask):
-            assert isinstance(self.mask, (Full, Causal, Window))
-            return MaskTables(BAND, *distances(self.mask))
+        if self.mask.sides is not None:
+            return MaskTables(BAND, *distances(self.mask.sides))
         found = self._found(tile, by_keys)
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             for memory in found.memory:  # is not used again before this stream is through with it
@@ -77,11 +100,10 @@ class Masked:
         return kept_with(self.elements, shape, lambda: _make(self.mask, *shape, self.elements))
 
 
-def distances(mask: Full | Causal | Window) -> tuple[int, int]:
+def distances(sides: tuple[int, int]) -> tuple[int, int]:
     """How far a query sees to the left and to the right of its own position."""
-    left = mask.left if isinstance(mask, Window) else -1
-    right = mask.right if isinstance(mask, Window) else 0 if isinstance(mask, Causal) else -1
-    return tuple(FAR_AWAY if side < 0 else min(int(side), FAR_AWAY) for side in (left, right))  # type: ignore[return-value]
+    left, right = (FAR_AWAY if side < 0 else min(int(side), FAR_AWAY) for side in sides)
+    return left, right
 
 
 def _make(
@@ -126,3 +148,58 @@ def visit_lists(tile_map: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray
     listed = order[np.arange(tile_map.shape[1]) < counts[:, None]]
     bounds = np.stack([begins, full_begins, ends, ends], axis=1)
     return bounds.astype(np.int32), (listed if listed.size else np.zeros(1)).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """Of a call. Words of all matrices stand behind each other; `places` count in blocks of 64 words."""
+
+    patterns: tuple[TilePattern | TileMap, ...]  # one per matrix
+    words: Tensor
+    places: Tensor  # (matrices, blocks)
+    numbers: Tensor  # (sequences or 1, query heads or 1): which matrix each has
+
+    def arguments(self) -> dict[str, Any]:
+        sequences, heads = self.numbers.shape
+        return {
+            **{"blocks": self.words, "places": self.places, "matrices": self.numbers},
+            "block_columns": self.patterns[0].blocks.shape[1],
+            "matrix_batch": heads if sequences > 1 else 0,
+            "matrix_head": 1 if heads > 1 else 0,
+            "matrix_blocks": self.places.shape[1],
+        }
+
+
+def matrices_of(mask: Boolean, elements: BooleanMask | None, device: torch.device) -> Matrices:
+    """Without elements: of a mask that has no partial blocks, or that is only explained."""
+    if elements is None:
+        return kept_on(device, mask, lambda: _of_pattern(mask, device))
+    return kept_with(elements, device, lambda: _of_elements(elements, device))
+
+
+def _of_elements(elements: BooleanMask, device: torch.device) -> Matrices:
+    patterns = tuple(TilePattern.of(matrix.blocks) for matrix in elements.matrices)
+    tables = [(matrix.words, matrix.places) for matrix in elements.matrices]
+    return _uploaded(patterns, tables, elements.numbers, device)
+
+
+def _of_pattern(mask: Boolean, device: torch.device) -> Matrices:
+    patterns = mask.patterns if isinstance(mask, PatternPerHead) else (mask,)
+    numbers = np.array(mask.numbers if isinstance(mask, PatternPerHead) else [[0]])
+    return _uploaded(patterns, [words_and_places(blocks_of(pattern)) for pattern in patterns], numbers, device)
+
+
+def blocks_of(pattern: TilePattern | TileMap) -> NDArray[np.uint8]:
+    return pattern.blocks if isinstance(pattern, TilePattern) else np.where(pattern.blocks, FULL, EMPTY).astype(np.uint8)
+
+
+def _uploaded(
+    patterns: tuple[TilePattern | TileMap, ...],
+    tables: Sequence[tuple[NDArray[Any], NDArray[Any]]],
+    numbers: NDArray[Any],
+    device: torch.device,
+) -> Matrices:
+    words = np.concatenate([words for words, _ in tables]).view(np.int64)
+    begins = np.cumsum([0, *(len(words) for words, _ in tables[:-1])])
+    places = np.stack([(begin + places).ravel() for begin, (_, places) in zip(begins, tables, strict=True)])
+    return Matrices(patterns, *(upload(table, device) for table in (words, places.astype(np.int32), numbers.astype(np.int32))))

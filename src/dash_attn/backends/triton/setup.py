@@ -11,7 +11,7 @@ from torch import Tensor
 from ...call.call import Call
 from .launch import Launch
 from .mask_tables import TABLES, Masked, MaskTables
-from .support import architecture_of, check_call, is_band
+from .support import architecture_of, check_call
 from .tiles import Tile, Tiles, tiles_for
 
 LOG2_E = 1.4426950408889634
@@ -163,7 +163,7 @@ def gradient_launches(passes: Passes, dout: Tensor, rows: RowValues, gradients: 
     tiles, grouped = passes.tiles, passes.heads[0] > passes.heads[1]
     keys = passes.launch("key_gradients", tiles.key_gradients, {**shared, "dk": dk, "dv": dv}, by_keys=True, GROUPED=grouped)
     queries = passes.launch("query_gradients", tiles.query_gradients, {**shared, "dq": dq})
-    return (together(keys, queries),) if tiles.together and is_band(passes.options.mask) else (keys, queries)
+    return (together(keys, queries),) if tiles.together and passes.options.mask.sides is not None else (keys, queries)
 
 
 def together(keys: Launch, queries: Launch) -> Launch:

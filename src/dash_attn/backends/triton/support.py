@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import torch
 
 from ...call.call import Call
-from ...call.given_schedule import in_words
+from ...call.options import in_words
 from ...errors import Unsupported
-from ...masks import Causal, Full, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern, Window
+from ...masks import IntervalMask, PatternPerHead, TileMap, TilePattern
 from ..gpus import OLDEST
 
 LARGEST_DIM = 256
@@ -81,7 +81,7 @@ def check_call(call: Call) -> None:
         )
     if options.alibi:
         raise Unsupported("backend 'triton' has no ALiBi yet: alibi_slopes must be None. Backends 'cpu' and 'hopper' have it")
-    if call.offsets is not None and not is_band(options.mask):
+    if call.offsets is not None and options.mask.sides is None:
         raise Unsupported(
             f"packed sequences on backend 'triton' take a full or causal mask, or a window; got {options.mask}."
             " A sequence at a time, by flash_attn_func, takes any mask."
@@ -96,11 +96,6 @@ def check_elements(call: Call) -> None:
     patterns = mask.patterns if isinstance(mask, PatternPerHead) else (mask,)
     if any(isinstance(pattern, TilePattern) for pattern in patterns) and call.elements is None:
         raise Unsupported(f"backend 'triton' needs the elements of a boolean mask: give flash_attn_func the mask itself; got {mask}")
-
-
-def is_band(mask: Mask) -> bool:
-    """Kept by the distance of query and key alone."""
-    return isinstance(mask, (Full, Causal, Window))
 
 
 def check_programs(count: int) -> None:

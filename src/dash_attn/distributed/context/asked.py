@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...call.call import Modifiers, given_modifiers
-from ...call.given_schedule import in_words
-from ...call.options import AttentionOptions, Choices, options_for
+from ...call.options import AttentionOptions, Choices, in_words, options_for
 from ...call.planning import hash_of
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask

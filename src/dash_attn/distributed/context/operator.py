@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.mask_arguments import decode_mask, encode_mask
-from ...call.given_schedule import text_of
-from ...call.options import Choices, choose_mask
+from ...call.options import Choices, choose_mask, text_of
+from ...masks.encoding import decode_mask, encode_mask
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...backends import Ranks, import_ranks, resolve
-from ...call.given_schedule import schedule_for
 from ...call.options import AttentionOptions
-from ...call.planning import DEFAULT_WORKERS, hash_of, plan_for
+from ...call.planning import DEFAULT_WORKERS, hash_of, plan_for, schedule_for
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.documents import SharedDocument, deal_documents, in_turn

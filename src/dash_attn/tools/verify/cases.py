@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...attention.functions import flash_attn_func
-from ...call.given_schedule import in_words, is_given, read_given
-from ...call.options import SCHEDULES
+from ...call.options import SCHEDULES, in_words, is_given, read_given
 from ...masks import Mask, parse_mask
 from ...scheduling.problem import whole_number
 from ...scheduling.schedule import Schedule

@@ -8,8 +8,7 @@ from typing import Any
 from ....call import planning
 from ....call.call import Call
 from ....call.explain import CACHE_GUARANTEES, CacheExplanation, Explanation, bytes_at_most, call_in_words
-from ....call.kv_cache import CachePlaces, CacheTensors
-from ....call.options import AttentionOptions
+from ....call.kv_cache import CacheCall
 from ....call.parts import each_planned_alone, runs_whole
 from ....masks import PatternPerHead
 from ....scheduling.order import reported
@@ -20,17 +19,17 @@ from ..driver.cubin_files import Kernel
 from ..driver.launch import device_index
 from ..support import DTYPES
 from ..tiles import decode_tiles
-from .backward_setup import BackwardSetup, DenseBackwardSetup, backward_setup
+from .backward_setup import BackwardSetup, backward_setup
 from .decode import APPEND, Work, check_cache_call
-from .few_workers import LegSetup
-from .forward_setup import ForwardSetup, forward_setup
-from .kernel_names import KernelName
+from .forward import ForwardSetup, forward_setup
+from .kernel_names import BackwardKernels, KernelName
+from .rank_backward import BackwardInLegs
 
 
 def backward_plan(call: Call) -> Plan:
     """The plan that a backward of dense tensors walks."""
     setup = backward_setup(call)
-    assert isinstance(setup, DenseBackwardSetup)
+    assert setup.plan is not None
     return setup.plan
 
 
@@ -50,22 +49,23 @@ def explain(call: Call, predict_time: bool = True) -> Explanation:
     if not runs_whole(call):
         return _explain_packed(call)
     ahead, behind = forward_setup(call), backward_setup(call)
-    assert isinstance(behind, DenseBackwardSetup)
+    assert behind.plan is not None
     if behind.legs is not None:
-        return _explain_legs(call, ahead, behind)
+        return _explain_legs(call, ahead, behind, behind.plan)
     plan, machine = behind.plan, H200.get(behind.layout.dim)
     time = planning.predict(plan, call, machine, "an H200") if predict_time else {"prediction_note": "not asked for"}
     described = planning.explanation_of([plan], "hopper", call, **_fields(call, ahead, behind), **time)
     return replace(described, guarantees=reported(described.guarantees, 1)) if behind.any_workers else described
 
 
-def _explain_legs(call: Call, ahead: ForwardSetup, behind: DenseBackwardSetup) -> Explanation:
+def _explain_legs(call: Call, ahead: ForwardSetup, behind: BackwardSetup, plan: Plan) -> Explanation:
     """Too few SMs for whole chains. No chain has to be resident together with others."""
-    in_legs = LegSetup(behind)
-    note = f"{behind.plan.workers} SMs are too few for {behind.gang} chains at once; they walk in legs, whose time is not modelled"
+    in_legs = BackwardInLegs(behind, call.q.device)
+    note = f"{plan.workers} SMs are too few for {behind.gang} chains at once; they walk in legs, whose time is not modelled"
     fields = {**_fields(call, ahead, behind, in_legs), "prediction_note": note}
-    described = planning.explanation_of([behind.plan], "hopper", call, **fields)
-    return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=in_legs.tables_bytes)
+    described = planning.explanation_of([plan], "hopper", call, **fields)
+    tables = sum(table.nbytes for table in in_legs.tables.tables.values())
+    return replace(described, gang=1, guarantees=reported(described.guarantees, 1), plan_bytes=tables)
 
 
 def _explain_heads(call: Call) -> Explanation:
@@ -109,9 +109,9 @@ def _explain_packed(call: Call) -> Explanation:
     return replace(described, plan_bytes=0, gang=gang, guarantees=reported(described.guarantees, gang))
 
 
-def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: LegSetup | None = None) -> dict[str, Any]:
+def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: BackwardInLegs | None = None) -> dict[str, Any]:
     """What this backend adds to an explanation."""
-    names = {"forward": ahead.kernel(), **(_kernels(behind) if in_legs is None else _kernels_of_legs(in_legs))}
+    names = {"forward": ahead.kernel(), **_by_name(behind.kernels() if in_legs is None else in_legs.kernels())}
     loaded = {} if call.q.is_meta else _load(names, behind.layout.device)
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
@@ -122,20 +122,16 @@ def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: Leg
     }
 
 
-def _kernels(behind: BackwardSetup) -> dict[str, KernelName]:
-    kernels = behind.kernels()
-    first = {} if kernels.modifier_notes is None else {"modifiers": kernels.modifier_notes}
-    return {**first, "preprocess": kernels.preprocess, "backward": kernels.attention, "postprocess": kernels.postprocess}
-
-
-def _kernels_of_legs(in_legs: LegSetup) -> dict[str, KernelName]:
-    kernels = in_legs.kernels()
-    return {
+def _by_name(kernels: BackwardKernels) -> dict[str, KernelName]:
+    """In the order of their launches."""
+    found = {
+        "modifiers": kernels.modifier_notes,
         "preprocess": kernels.preprocess,
         "backward": kernels.attention,
         "ending": kernels.ending,
         "postprocess": kernels.postprocess,
     }
+    return {name: kernel for name, kernel in found.items() if kernel is not None}
 
 
 def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:
@@ -143,23 +139,19 @@ def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:
     return {name: kernel.load(device).kernel for name, kernel in kernels.items()}
 
 
-def explain_cache(tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> CacheExplanation:
-    check_cache_call(tensors, places, options)
-    work = Work.of(tensors, *tensors.q.shape[:2])
+def explain_cache(call: CacheCall) -> CacheExplanation:
+    check_cache_call(call)
+    work = Work.of(call)
+    names = {"decode": work.kernel(DTYPES[call.q.dtype], bool(call.options.softcap)), **({"append": APPEND} if call.new else {})}
+    loaded = {} if call.q.is_meta else _load(names, device_index(call.q.device))
     return CacheExplanation(
-        call=call_in_words(tensors, places, options),
+        call=call_in_words(call),
         backend="hopper",
         guarantees=CACHE_GUARANTEES,
         kv_rows=decode_tiles(work.dim).kv_rows,
         units=work.units,
         served_by=f"each by a cluster of {work.ctas_of_unit} CTAs" if work.columns else "each by one CTA",
-        new_keys=places.new,
-        read_bytes=bytes_at_most(tensors, places, options),
-        kernels={} if tensors.q.is_meta else _hashes(work, tensors, places, options),
+        new_keys=call.new,
+        read_bytes=bytes_at_most(call),
+        kernels={name: kernel.sha256 for name, kernel in loaded.items()},
     )
-
-
-def _hashes(work: Work, tensors: CacheTensors, places: CachePlaces, options: AttentionOptions) -> dict[str, str]:
-    """Of the machine code; what is not compiled yet is compiled."""
-    names = {"decode": work.kernel(DTYPES[tensors.q.dtype], bool(options.softcap)), **({"append": APPEND} if places.new else {})}
-    return {name: kernel.sha256 for name, kernel in _load(names, device_index(tensors.q.device)).items()}

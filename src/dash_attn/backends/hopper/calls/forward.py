@@ -1,4 +1,4 @@
-"""Launches the forward on the current stream."""
+"""The forward: what it is made of, which shapes and options decide, so that no GPU is needed to tell; and its launch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import torch
 from torch import Tensor
 
 from ....call.call import Call, Saved
-from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
+from ....scheduling.problem import Problem
 from ..driver.launch import check, cuda_driver, current_stream, on_device
 from ..driver.parameters import ForwardParams
 from ..driver.stream_counters import prepare_counters, shared_counter
 from ..driver.tensor_map import TensorMap
 from ..driver.trouble import raise_if_troubled
 from ..driver.workspace import Workspace
-from ..support import sm_count
-from .forward_setup import CONSUMER_ROWS, DenseForwardSetup, PackedForwardSetup
-from .layout import CallCache, DenseLayout, PackedLayout, cut, empty_contiguous, kernel_scales
-from .mask_bits import MaskBits, mask_bits
+from ..support import is_modified, sm_count
+from ..tiles import CONSUMER_CHOICES, forward_dims, forward_tiles
+from .kernel_names import PACKED, KernelName, Variant, forward_kernel
+from .layout import CallCache, Layout, cut, empty_contiguous, kernel_scales
+from .mask_bits import MaskBits
 from .modified import ForwardModifiers
 from .packed import PackedTiler
-from .tables import mask_on_device, visits_on_device
+from .tables import kind_of, mask_on_device, masks_by_bits, visits_on_device
 
+CONSUMER_ROWS = 64  # queries of a consumer warpgroup
+LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
 CACHED_BYTES = 8 * 2**20  # K and V that stay in the L2 cache beside Q and the output
 LAST_ROUNDS = 4  # Q tiles of the last heads per SM: enough to end together, the shortest last
 
@@ -35,18 +38,48 @@ def forward(call: Call) -> Saved:
     return prepared.run(tensors, call)
 
 
+class ForwardSetup:
+    """Tiles and kernel. `problem`: of sequences of one length."""
+
+    def __init__(self, layout: Layout, options: AttentionOptions) -> None:
+        self.layout, self.options = layout, options
+        self.problem = None if layout.packed else forward_problem(layout, options)
+        if self.problem is None:
+            self.consumers, self.mask_kind = 3 if layout.dim == 64 and layout.longest[0] >= LONG else 2, PACKED
+        else:
+            self.consumers, self.mask_kind = self.problem.tile_q // CONSUMER_ROWS, kind_of(self.problem)
+        self.q_rows, self.kv_rows = CONSUMER_ROWS * self.consumers, forward_tiles(layout.dim, self.consumers).kv_rows
+
+    def kernel(self) -> KernelName:
+        options, layout = self.options, self.layout
+        dim, v_dim = (layout.dim, layout.dim) if is_modified(options) else forward_dims(layout.q_dim, layout.v_dim)
+        return forward_kernel(Variant.of(layout.dtype, dim, options, self.mask_kind), self.consumers, v_dim)
+
+
+def forward_problem(layout: Layout, options: AttentionOptions) -> Problem:
+    """The tiling that visits least, by a fixed rule: like everything that decides bits, a function of one sequence alone."""
+    problems = {
+        layout.problem(options, CONSUMER_ROWS * consumers, forward_tiles(layout.dim, consumers).kv_rows): consumers * time
+        for consumers, time in CONSUMER_CHOICES[layout.dim].items()
+    }
+    return min(problems, key=lambda problem: problems[problem] * int(problem.kept.sum()))
+
+
+def forward_setup(call: Call) -> ForwardSetup:
+    """Of a forward of these tensors, which are looked at for shape, dtype and device only."""
+    return ForwardSetup(Layout.of(call), call.options)
+
+
 class ForwardCall:
-    """Everything about a call that does not change with the addresses of its tensors: what dense and packed calls share."""
+    """Everything about a call that does not change with the addresses of its tensors."""
 
-    holds_tables: bool
-    some_attend_nothing = False  # rows that no CTA writes
-    bits: MaskBits | None = None  # of a boolean mask
-
-    def __init__(self, setup: DenseForwardSetup | PackedForwardSetup, tensors: tuple[Tensor, ...], workspace: Workspace) -> None:
+    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
         q, k, v = tensors
-        layout, options = setup.layout, setup.options
-        self.setup, self.layout, self.device, self.workspace = setup, layout, q.device, workspace
+        self.setup, self.layout, self.device = ForwardSetup(layout, options), layout, q.device
+        self.holds_tables = not layout.packed
         self.mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
+        self.tiler = PackedTiler(layout, self.mask, self.setup.q_rows, self.setup.kv_rows) if layout.packed else None
+        self.workspace = Workspace(next_ticket=8, **({} if self.tiler is None else self.tiler.sizes(layout)))
         self.params = ForwardParams(
             batch=layout.batch,
             q_heads=layout.q_heads,
@@ -59,23 +92,47 @@ class ForwardCall:
         self.out_like_q = self.out_shape == tuple(q.shape)
         self.lse_shape = layout.lse_shape
         out = q.new_empty(self.out_shape)
-        boxes = ((q, CONSUMER_ROWS), (k, setup.kv_rows), (v, setup.kv_rows), (out, CONSUMER_ROWS))
+        boxes = ((q, CONSUMER_ROWS), (k, self.setup.kv_rows), (v, self.setup.kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
-        self.modifiers = ForwardModifiers.of(layout, options)
-        self._kernel = setup.kernel().load(layout.device)
+        self.modifiers = ForwardModifiers(layout, options) if is_modified(options) else None
+        self.some_attend_nothing = False  # rows that no CTA writes
+        self.bits: MaskBits | None = None  # of a boolean mask
+        kernel = self.setup.kernel().load(layout.device)
         self.lock = threading.Lock()
-
-    def _prepare_launch(self, tickets: int) -> int:
-        """With a CTA for each ticket, if there are as many SMs. Returns the number of CTAs."""
-        grid = max(1, min(sm_count(self.layout.device), tickets))
+        tickets = self._give_visits(k, v) if self.tiler is None else self._leave_room(self.tiler, k, v)
+        grid = max(1, min(sm_count(layout.device), tickets))  # a CTA for each ticket, if there are as many SMs
+        # Each CTA takes one ticket too many, by which it knows that there are no more. That of packed sequences is not known here.
+        self.params.last_ticket = tickets + grid - 1 if self.tiler is None else 2**32 - 1
         parameters = [self.params] if self.modifiers is None else [self.params, self.modifiers.params]
-        self.launch = self._kernel.prepare(grid, [*(m.address for m in self.maps), *map(addressof, parameters)])
-        return grid
+        self.launch = kernel.prepare(grid, [*(m.address for m in self.maps), *map(addressof, parameters)])
+        if self.tiler is None:
+            prepare_counters(layout.device)
+
+    def _give_visits(self, k: Tensor, v: Tensor) -> int:
+        """Sequences of one length: which tiles a Q tile visits stands in a table on the device. Returns the number of tickets."""
+        problem = self.setup.problem
+        assert problem is not None
+        self.visits = visits_on_device(problem, self.device)
+        places = self.params.places = self.visits.places  # Q tiles of a head that visit anything
+        self.params.visits = self.visits.params
+        if masks_by_bits(problem):
+            self.bits = MaskBits(problem, True, self.device)
+        self.some_attend_nothing = places < problem.q_tiles
+        # Where all Q tiles take the same time, taking one head after the other also ends together.
+        side_by_side = (1, 1) if problem.kept.all() else self._heads_side_by_side(k, v, places)
+        self.params.heads_side_by_side, self.params.last_heads = side_by_side
+        return self.layout.batch * self.layout.q_heads * places
+
+    def _leave_room(self, tiler: PackedTiler, k: Tensor, v: Tensor) -> int:
+        """Packed sequences: two kernels first lay out their tiles on the device. Tiles without visits are also written. Returns the most
+        tickets there can be."""
+        self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, tiler.room)
+        return self.layout.q_heads * tiler.room
 
     def _heads_side_by_side(self, k: Tensor, v: Tensor, places: int) -> tuple[int, int]:
         """Of all heads, and of the last ones."""
         layout = self.layout
-        bytes_per_head = layout.longest_keys * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
+        bytes_per_head = (layout.longest[1] or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
         heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
 
@@ -100,76 +157,23 @@ class ForwardCall:
                 params.next_ticket = at["next_ticket"]
                 held = None if self.bits is None else self.bits.give(params.mask, call.elements)
                 lasting = [] if self.modifiers is None else self.modifiers.point_to(call.modifiers)
-                self._plan_on_device(call.offsets, at, stream)
+                if self.tiler is not None:
+                    assert call.offsets is not None
+                    self.tiler.launch(call.offsets, at, stream)
+                    params.sequences, params.tiles = at["sequences"], at["tiles"]
                 self.launch.on(stream)
         del memory, held, lasting  # stream order keeps it alive long enough
         return Saved(cut(out, self.layout.v_dim), lse)
 
     def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
-        """Memory to keep until the launches are done, and the address of every part of it."""
-        raise NotImplementedError
-
-    def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
-        """Before the pass: launch what plans on the device."""
-
-
-class DenseForward(ForwardCall):
-    """Sequences of one length: which tiles a Q tile visits stands in a table on the device."""
-
-    holds_tables = True
-
-    def __init__(self, layout: DenseLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        setup = DenseForwardSetup(layout, options)
-        super().__init__(setup, tensors, Workspace(next_ticket=8))
-        self.visits = visits_on_device(setup.problem, self.device)
-        places = self.params.places = self.visits.places  # Q tiles of a head that visit anything
-        self.params.visits = self.visits.params
-        self.bits = mask_bits(setup.problem, True, self.device)
-        self.some_attend_nothing = places < setup.problem.q_tiles
-        # Where all Q tiles take the same time, taking one head after the other also ends together.
-        even = bool(setup.problem.kept.all())
-        side_by_side = (1, 1) if even else self._heads_side_by_side(tensors[1], tensors[2], places)
-        self.params.heads_side_by_side, self.params.last_heads = side_by_side
-        tickets = layout.batch * layout.q_heads * places
-        # Each CTA takes one ticket too many, by which it knows that there are no more.
-        self.params.last_ticket = tickets + self._prepare_launch(tickets) - 1
-        prepare_counters(layout.device)
-
-    def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
-        counter = shared_counter(self.layout.device, int(stream))
+        """Memory to keep until the launches are done, and the address of every part of it. A tiler resets its tickets itself."""
+        counter = shared_counter(self.layout.device, int(stream)) if self.tiler is None else None
         if counter is not None:
             return None, {"next_ticket": counter}
         memory, at = self.workspace.allocate(self.device)
-        check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
+        if self.tiler is None:
+            check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
         return memory, at
 
 
-class PackedForward(ForwardCall):
-    """Packed sequences: two kernels first lay out their tiles on the device. Tiles without visits are also written."""
-
-    holds_tables = False
-
-    def __init__(self, layout: PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        setup = PackedForwardSetup(layout, options)
-        mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, tensors[0].device)
-        self.tiler = PackedTiler(layout, mask, setup.q_rows, setup.kv_rows)
-        super().__init__(setup, tensors, Workspace(next_ticket=8, **self.tiler.sizes(layout)))
-        places = self.tiler.room
-        self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(tensors[1], tensors[2], places)
-        self.params.last_ticket = 2**32 - 1  # their number is not known here
-        self._prepare_launch(layout.q_heads * places)
-
-    def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
-        return self.workspace.allocate(self.device)  # the tiler resets them
-
-    def _plan_on_device(self, offsets: SequenceOffsets | None, at: dict[str, int], stream: Any) -> None:
-        assert offsets is not None
-        self.tiler.launch(offsets, at, stream)
-        self.params.sequences, self.params.tiles = at["sequences"], at["tiles"]
-
-
-def prepare(layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> DenseForward | PackedForward:
-    return PackedForward(layout, tensors, options) if isinstance(layout, PackedLayout) else DenseForward(layout, tensors, options)
-
-
-_calls = CallCache(prepare)
+_calls = CallCache(ForwardCall)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..driver.launch import LoadedKernel, flag, load_kernel
+from ....call.options import AttentionOptions
+from ..driver.launch import LoadedKernel, load_kernel
 from ..tiles import (
     CLUSTER_THREADS,
     DECODE_THREADS,
@@ -20,6 +21,11 @@ from ..tiles import (
 MODIFIER_NOTE_BYTES = 16  # on dropout and ALiBi, of a tile
 MODIFIER_BYTES = 2 * MODIFIER_NOTE_BYTES  # in shared memory
 PACKED = "Packed"  # the mask kind of packed sequences: a band, sequence by sequence
+
+
+def flag(value: bool) -> str:
+    """As a template argument."""
+    return "true" if value else "false"
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,10 @@ class Variant:
     mask_kind: str
     dropout: bool = False
     alibi: bool = False
+
+    @classmethod
+    def of(cls, dtype: str, dim: int, options: AttentionOptions, mask_kind: str) -> Variant:
+        return cls(dtype, dim, bool(options.softcap), mask_kind, bool(options.dropout_p), options.alibi)
 
     @property
     def modified(self) -> bool:
@@ -84,6 +94,7 @@ class BackwardKernels:
     postprocess: KernelName
     sink_gradient: KernelName
     modifier_notes: KernelName | None = None  # first, where there is dropout or ALiBi
+    ending: KernelName | None = None  # between legs, where a rank walks them
 
 
 def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool = False) -> BackwardKernels:
@@ -108,26 +119,13 @@ def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool =
     )
 
 
-@dataclass(frozen=True)
-class LegKernels:
-    """Of a device that shares sequences with others."""
-
-    preprocess: KernelName
-    attention: KernelName
-    ending: KernelName
-    postprocess: KernelName
-    sink_gradient: KernelName
-
-
-def leg_kernels(variant: Variant, v_dim: int) -> LegKernels:
-    """v_dim: that the kernel has for values. Only what walks legs and ends trips is not of the plain backward."""
+def leg_kernels(variant: Variant, v_dim: int) -> BackwardKernels:
+    """Of a rank that shares sequences with others. Only what walks legs and ends trips is not of the plain backward."""
     plain = backward_kernels(variant, v_dim, ordered=True)
     flags = f"{flag(variant.softcap)}, MaskKind::{variant.mask_kind}"
     attention = f"attention_backward_of_legs<{variant.dtype}, {variant.dim}, {v_dim}, {flags}>"
-    return LegKernels(
-        plain.preprocess,
-        KernelName("backward/attention.cuh", attention, THREADS, plain.attention.shared_bytes),
-        KernelName("backward/ending.cuh", f"end_trips<{variant.dim}, {v_dim}>"),
-        plain.postprocess,
-        plain.sink_gradient,
+    return replace(
+        plain,
+        attention=KernelName("backward/attention.cuh", attention, THREADS, plain.attention.shared_bytes),
+        ending=KernelName("backward/ending.cuh", f"end_trips<{variant.dim}, {v_dim}>"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 from ....call.call import Call, Gradients
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
-from ...recently_used import Kept
-from ...uploading import refuse_capture
+from ....scheduling.problem import Problem
+from ...kept import Kept, refuse_capture
 from ..driver.launch import device_index, on_device
 from ..driver.parameters import Strides
 from ..driver.tensor_map import tma_ready
@@ -26,7 +26,8 @@ MOST_CALLS = 256  # prepared calls kept; the least recently used goes first
 
 @dataclass(frozen=True)
 class Layout:
-    """What kernels and workspaces are chosen by, as far as dense and packed calls have it in common."""
+    """What kernels and workspaces are chosen by. Packed sequences count as a batch of one; every one may end with a partial tile, wherever
+    it ends."""
 
     device: int
     dtype: str
@@ -37,26 +38,30 @@ class Layout:
     kv_len: int
     q_heads: int
     kv_heads: int
+    batch: int
+    count: int  # sequences
+    longest: tuple[int, int]  # sequence there may be, in queries and in keys
+    packed: bool
 
     @staticmethod
-    def of(call: Call) -> DenseLayout | PackedLayout:
+    def of(call: Call) -> Layout:
         (q, k, v), offsets = call.tensors, call.offsets
         check_call(q, v, call.options, offsets is not None)
-        shared: dict[str, Any] = {
-            "device": device_index(q.device),
-            "dtype": DTYPES[q.dtype],
-            "dim": kernel_dim(q.shape[-1], v.shape[-1]),
-            "q_dim": q.shape[-1],
-            "v_dim": v.shape[-1],
-            "q_len": q.shape[-3],
-            "kv_len": k.shape[-3],
-            "q_heads": q.shape[-2],
-            "kv_heads": k.shape[-2],
-        }
-        if offsets is None:
-            return DenseLayout(batch=q.shape[0], **shared)
-        q_longest, k_longest = _longest(q, k, offsets)
-        return PackedLayout(count=len(offsets.cu_seqlens_q) - 1, q_longest=q_longest, k_longest=k_longest, **shared)
+        return Layout(
+            device=device_index(q.device),
+            dtype=DTYPES[q.dtype],
+            dim=kernel_dim(q.shape[-1], v.shape[-1]),
+            q_dim=q.shape[-1],
+            v_dim=v.shape[-1],
+            q_len=q.shape[-3],
+            kv_len=k.shape[-3],
+            q_heads=q.shape[-2],
+            kv_heads=k.shape[-2],
+            batch=q.shape[0] if offsets is None else 1,
+            count=q.shape[0] if offsets is None else len(offsets.cu_seqlens_q) - 1,
+            longest=(q.shape[1], k.shape[1]) if offsets is None else _longest(q, k, offsets),
+            packed=offsets is not None,
+        )
 
     @property
     def backward_dims(self) -> tuple[int, int]:
@@ -67,61 +72,28 @@ class Layout:
     def group(self) -> int:
         return self.q_heads // self.kv_heads
 
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (self.q_heads, self.q_len) if self.packed else (self.batch, self.q_heads, self.q_len)
+
+    def tiles_of_queries(self, rows: int) -> int:
+        """Q tiles of a head; of packed sequences, room for those of all."""
+        return self._tiles(self.q_len, rows)
+
+    def tiles_of_keys(self, rows: int) -> int:
+        return self._tiles(self.kv_len, rows)
+
+    def _tiles(self, length: int, rows: int) -> int:
+        return length // rows + self.count if self.packed else -(-length // rows)
+
+    def problem(self, options: AttentionOptions, tile_q: int, tile_kv: int) -> Problem:
+        """Of sequences of one length."""
+        shape = self.kv_heads, self.group, self.batch
+        return Problem(options.mask, self.q_len, self.kv_len, tile_q, tile_kv, *shape, head_offset=options.head_offset)
+
     def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor, dsinks: Tensor | None) -> Gradients:
         """The gradients with the caller's head dims."""
         return Gradients(cut(dq, self.q_dim), cut(dk, self.q_dim), cut(dv, self.v_dim), dsinks)
-
-
-@dataclass(frozen=True)
-class DenseLayout(Layout):
-    """A batch of sequences of one length."""
-
-    batch: int
-
-    @property
-    def count(self) -> int:
-        """Sequences."""
-        return self.batch
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        return self.batch, self.q_heads, self.q_len
-
-    @property
-    def longest_keys(self) -> int:
-        return self.kv_len
-
-    def tiles_of_queries(self, rows: int) -> int:
-        """Q tiles of a head."""
-        return -(-self.q_len // rows)
-
-    def tiles_of_keys(self, rows: int) -> int:
-        return -(-self.kv_len // rows)
-
-
-@dataclass(frozen=True)
-class PackedLayout(Layout):
-    """Sequences laid end to end. They count as a batch of one; every one may end with a partial tile, wherever it ends."""
-
-    count: int  # sequences
-    q_longest: int
-    k_longest: int
-    batch: ClassVar[int] = 1
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        return self.q_heads, self.q_len
-
-    @property
-    def longest_keys(self) -> int:
-        return self.k_longest or 1
-
-    def tiles_of_queries(self, rows: int) -> int:
-        """Room for the Q tiles of a head, of all sequences."""
-        return self.q_len // rows + self.count
-
-    def tiles_of_keys(self, rows: int) -> int:
-        return self.kv_len // rows + self.count
 
 
 def empty_contiguous(like: Tensor) -> Tensor:
@@ -163,7 +135,7 @@ Made = TypeVar("Made", bound=Prepared)
 class CallCache(Generic[Made]):
     """Calls by shapes, strides, dtype, device and options. A call that was made before costs one look-up."""
 
-    def __init__(self, prepare: Callable[[DenseLayout | PackedLayout, tuple[Tensor, ...], AttentionOptions], Made]) -> None:
+    def __init__(self, prepare: Callable[[Layout, tuple[Tensor, ...], AttentionOptions], Made]) -> None:
         self._prepare = prepare
         self._kept: Kept[Made] = Kept(MOST_CALLS)
 
@@ -180,9 +152,7 @@ class CallCache(Generic[Made]):
         prepared = self._kept.get(key)
         return (self._make(key, layout, tensors, call.options) if prepared is None else prepared), tensors
 
-    def _make(
-        self, key: tuple[Any, ...], layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions
-    ) -> Made:
+    def _make(self, key: tuple[Any, ...], layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Made:
         refuse_capture()
         with on_device(layout.device):
             prepared = self._prepare(layout, tensors, options)

@@ -2,6 +2,8 @@
 
 A rank has the rows of its chunks end to end, and the kernels know these rows alone: Q tiles and KV sums are counted from the rank's
 first one. A band that masks rows of a chunk begins as many rows further on as the chunk's rows were moved.
+
+Tables are uploaded once for a shared schedule, then used by every backward of it.
 """
 
 from __future__ import annotations
@@ -13,19 +15,22 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ....masks import Causal, Full, Window
 from ....scheduling.order import Ints, frozen_ints
 from ....scheduling.plan import RUN_FIELDS, Plan
 from ....scheduling.problem import Problem
 from ....scheduling.ranks.sharding import Sharding
 from ....scheduling.ranks.units import Head, SharedSchedule, Unit
+from ...kept import Kept
 from ..driver.parameters import ChainRecord, EndingRecord
-from ..tiles import BackwardTiles
-from .rank_masks import check_mask
-from .tables import band_of
+from ..support import check_shared_mask
+from ..tiles import BackwardTiles, backward_tiles
+from .backward_setup import Sizes
+from .tables import DeviceTables, MaskOnDevice, band_of
 
+MOST_TABLES = 64  # of shared schedules and ranks that are kept on devices
 Q_FIRST, Q_STRIDE, LENGTH, TURN_MUL, TURN_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
 CHAIN_FIELDS, ENDING_FIELDS = ([field[0] for field in structure._fields_] for structure in (ChainRecord, EndingRecord))
 
@@ -73,42 +78,9 @@ class RankRows:
         return frozen_ints(np.flatnonzero(np.isin(chunks, list(self.moved))))
 
 
-@dataclass(frozen=True)
-class RankSizes:
-    """How many tiles, states and sums a rank has room for."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    rows: int  # of queries
-    keys: int
-    q_tiles: int  # of a query head
-    kv_tiles: int  # of a KV head
-    sums: int  # per KV tile
-    pieces: int  # of a sum or state, each with a semaphore
-    states: int  # behind all legs of the rank
-
-    @property
-    def dq_tiles(self) -> int:
-        return self.batch * self.q_heads * self.q_tiles
-
-    @property
-    def all_sums(self) -> int:
-        return self.batch * self.kv_heads * self.kv_tiles * self.sums
-
-    @property
-    def first_sum(self) -> int:
-        """Semaphores of dQ tiles come first, then those of states, leg by leg, then those of sums."""
-        return self.dq_tiles + self.states * self.pieces
-
-    @property
-    def semaphores(self) -> int:
-        return self.first_sum + self.all_sums * self.pieces
-
-
-def rank_sizes(plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTiles) -> RankSizes:
+def rank_sizes(plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTiles) -> Sizes:
     problem, rows = plan.problem, RankRows(shared.sharding, rank)
-    return RankSizes(
+    return Sizes(
         batch=problem.batch,
         q_heads=problem.heads * problem.group,
         kv_heads=problem.heads,
@@ -120,19 +92,6 @@ def rank_sizes(plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTil
         pieces=tiles.sum_pieces,
         states=sum(shared.state_tiles(unit) for unit in shared.by_rank[rank] if unit.leg is not None),
     )
-
-
-def workspace_sizes(sizes: RankSizes, tiles: BackwardTiles, dims: tuple[int, int]) -> dict[str, int]:
-    """Bytes that live through all units of a rank. dims: those of the kernels, of q and k and of v."""
-    rows = sizes.dq_tiles * tiles.q_rows
-    return {
-        "lse": 4 * rows,
-        "delta": 4 * rows,
-        "dq": 4 * rows * tiles.columns,
-        "sums": 4 * sizes.all_sums * tiles.kv_rows * sum(dims),
-        "semaphores": 4 * sizes.semaphores,
-        "next_ticket": 8,
-    }
 
 
 class LegRuns:
@@ -180,7 +139,7 @@ class LegTables:
     """The tables of a rank. `records` of a unit, and `endings` of the last ones, follow each other in the order of its chains."""
 
     def __init__(self, plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTiles) -> None:
-        check_mask(plan.problem.mask)
+        check_shared_mask(plan.problem.mask)
         self.plan, self.shared, self.rows = plan, shared, RankRows(shared.sharding, rank)
         self.sizes = rank_sizes(plan, shared, rank, tiles)
         self.units = shared.by_rank[rank]
@@ -267,9 +226,9 @@ class LegTables:
     def _band_top(self, chunk: int) -> int:
         """For the first key: the mask's own, as many rows further on as the chunk's rows were moved. Other masks have none."""
         problem = self.plan.problem
-        if not isinstance(problem.mask, (Full, Causal, Window)):
+        if problem.mask.sides is None:
             return 0
-        return problem.kv_len - problem.q_len + band_of(problem.mask)[0] + self.rows.moved[chunk]
+        return problem.kv_len - problem.q_len + band_of(problem.mask.sides)[0] + self.rows.moved[chunk]
 
     def _leg(self, unit: Unit) -> tuple[Ints, Ints]:
         """First run and steps of the chains of a leg."""
@@ -308,3 +267,42 @@ class LegTables:
 
 def _by_head(place_and_head: tuple[int, Head]) -> Head:
     return place_and_head[1]
+
+
+class LegsOnDevice:
+    """The tables of a rank's legs on its device."""
+
+    def __init__(self, plan: Plan, shared: SharedSchedule, rank: int, dims: tuple[int, int], where: torch.device) -> None:
+        self.host, self.where = LegTables(plan, shared, rank, backward_tiles(*dims)), where
+        self.tables = DeviceTables(self.host.tables, where)
+        problem, rows = plan.problem, shared.sharding.rows_of(rank).astype(np.int64)
+        self.mask = MaskOnDevice(problem.mask, problem.q_len, problem.kv_len, where, rows)  # of rows that lie end to end
+        self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
+
+    def records(self, unit: Unit) -> int:
+        return self.tables["records"] + ChainRecord.bytes() * self.host.chains[unit.number].first
+
+    def endings(self, unit: Unit) -> int:
+        return self.tables["endings"] + EndingRecord.bytes() * self.host.ends[unit.number].first
+
+    def of_some_heads(self, unit: Unit, heads: tuple[Head, ...]) -> DeviceTables:
+        """Records of a unit whose heads do not run at once, made when they are first asked for."""
+        key = unit.number, heads
+        if key not in self._some:
+            records = self.host.records_of(unit, heads)
+            self._some[key] = DeviceTables({"records": records, "counters": np.array([0, len(records)])}, self.where)
+        return self._some[key]
+
+
+_kept: Kept[LegsOnDevice] = Kept(MOST_TABLES)
+
+
+def legs_on_device(plan: Plan, shared: SharedSchedule, rank: int, dims: tuple[int, int], where: torch.device) -> LegsOnDevice:
+    """Uploaded once for a shared schedule, which must be the same object."""
+    key = shared, rank, dims, where
+    found = _kept.get(key)
+    if found is None:
+        found = LegsOnDevice(plan, shared, rank, dims, where)
+        for old in _kept.put(key, found):
+            torch.cuda.synchronize(old.where)  # launches on any stream may still read them; here they go
+    return found

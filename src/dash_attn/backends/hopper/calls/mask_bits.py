@@ -22,12 +22,11 @@ from ....errors import Unsupported
 from ....masks import BooleanMask, TileMap
 from ....masks.bit_matrix import BitMatrix
 from ....scheduling.problem import Problem
-from ...uploading import lasting, refuse_capture, refuse_capture_of, upload
-from ..driver.launch import current_stream, device_index, flag, on_device
+from ...kept import lasting, refuse_capture, refuse_capture_of, upload
+from ..driver.launch import current_stream, device_index, on_device
 from ..driver.parameters import MaskBitsParams, MaskParams
 from ..tiles import helper_blocks
-from .kernel_names import KernelName
-from .tables import masks_by_bits
+from .kernel_names import KernelName, flag
 
 MOST_NUMBERS = 2**30  # a note has the number of a tile and one bit more
 
@@ -161,11 +160,6 @@ def _pack(matrix: BitMatrix, bits: Tensor, tiles: MaskBits, index: int) -> None:
 def _sent(array: NDArray[Any], device: torch.device) -> Tensor:
     """Nobody waits: pinned memory is kept until it was read."""
     return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(device, non_blocking=True)
-
-
-def mask_bits(problem: Problem, forward: bool, device: torch.device) -> MaskBits | None:
-    """None where the kernel masks otherwise."""
-    return MaskBits(problem, forward, device) if masks_by_bits(problem) else None
 
 
 def _as_matrix(problem: Problem) -> BooleanMask:

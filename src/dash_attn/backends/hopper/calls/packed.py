@@ -9,28 +9,27 @@ from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....masks import Mask
 from ....scheduling.generators.shift import largest_block
-from ..driver.launch import flag
 from ..driver.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceStarts
 from ..driver.trouble import register_call, report_address
 from ..support import sm_count
 from ..tiles import BackwardTiles, backward_tiles, helper_blocks
-from .kernel_names import KernelName
-from .layout import PackedLayout
+from .kernel_names import KernelName, flag
+from .layout import Layout
 from .tables import MaskOnDevice
 
 
 class SequenceLayout:
     """The first of two kernels of either pass: cu_seqlens become sequences, and where each begins in the tables."""
 
-    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
+    def __init__(self, layout: Layout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
         name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
         kernel = KernelName("planning/chains.cuh", name).load(layout.device)
         self.params = PackedParams(
             count=layout.count,
             q_tokens=layout.q_len,
             k_tokens=layout.kv_len,
-            q_longest=layout.q_longest,
-            k_longest=layout.k_longest,
+            q_longest=layout.longest[0],
+            k_longest=layout.longest[1],
             heads=layout.kv_heads,
             head_tiles=head_tiles,
             workers=sm_count(layout.device),
@@ -47,12 +46,12 @@ class SequenceLayout:
         self._launch.on(stream)
 
 
-def sequence_sizes(layout: PackedLayout) -> dict[str, int]:
+def sequence_sizes(layout: Layout) -> dict[str, int]:
     """Bytes of what SequenceLayout writes."""
     return {"sequences": Sequence.bytes() * layout.count, "starts": SequenceStarts.bytes() * layout.count}
 
 
-def packed_sizes(layout: PackedLayout, head_tiles: int, chains: int) -> dict[str, int]:
+def packed_sizes(layout: Layout, head_tiles: int, chains: int) -> dict[str, int]:
     """Bytes of the backward's tables: linear in tokens and sequences."""
     return {
         **sequence_sizes(layout),
@@ -63,24 +62,24 @@ def packed_sizes(layout: PackedLayout, head_tiles: int, chains: int) -> dict[str
     }
 
 
-def largest_gang(layout: PackedLayout, tiles: BackwardTiles, mask: Mask) -> int:
+def largest_gang(layout: Layout, tiles: BackwardTiles, mask: Mask) -> int:
     """Most chains that may wait for each other: in_ring of planning/chains.cuh, for the longest sequence.
 
     A causal sequence of which every tile is kept has so few Q tiles that its blocks are single chains.
     """
     if mask.is_causal:
         return 1
-    q_tiles, kv_tiles = -(-(layout.q_longest or 1) // tiles.q_rows), -(-layout.longest_keys // tiles.kv_rows)
+    q_tiles, kv_tiles = (-(-(longest or 1) // rows) for longest, rows in zip(layout.longest, (tiles.q_rows, tiles.kv_rows), strict=True))
     return min(largest_block(q_tiles), kv_tiles)
 
 
 class PackedPlanner:
     """Sequences, dQ tiles, chains and tickets of the backward."""
 
-    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, head_tiles: int, split: GroupSplit, options: AttentionOptions) -> None:
+    def __init__(self, layout: Layout, mask: MaskOnDevice, split: GroupSplit, options: AttentionOptions) -> None:
         tiles = backward_tiles(*layout.backward_dims)
         rows = f"{tiles.q_rows}, {tiles.kv_rows}"
-        chains = layout.tiles_of_keys(tiles.kv_rows)
+        head_tiles, chains = layout.tiles_of_queries(tiles.q_rows), layout.tiles_of_keys(tiles.kv_rows)
         self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
         params = self._sequences.params
         params.head_offset, params.chain_rows, params.split = options.head_offset % 2, chains, split
@@ -98,7 +97,7 @@ class PackedPlanner:
 class PackedTiler:
     """Sequences and Q tiles of the forward."""
 
-    def __init__(self, layout: PackedLayout, mask: MaskOnDevice, q_rows: int, kv_rows: int) -> None:
+    def __init__(self, layout: Layout, mask: MaskOnDevice, q_rows: int, kv_rows: int) -> None:
         rows = f"{q_rows}, {kv_rows}"
         self.room = layout.tiles_of_queries(q_rows)
         self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
@@ -106,7 +105,7 @@ class PackedTiler:
         self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
         self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
 
-    def sizes(self, layout: PackedLayout) -> dict[str, int]:
+    def sizes(self, layout: Layout) -> dict[str, int]:
         return {**sequence_sizes(layout), "tiles": PackedTile.bytes() * self.room}
 
     def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:

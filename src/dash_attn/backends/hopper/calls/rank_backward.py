@@ -1,42 +1,36 @@
 """The backward of one of several ranks that share a sequence: preprocess, its units one launch after the other, postprocess.
 
 Semaphores, dQ and the sums of dK and dV live through all units. Between units the states of chains are in memory.
+
+A GPU, or a slice of one, with too few SMs for the gangs of an order runs as a rank that is alone. Same bits; many launches instead of one.
 """
 
 from __future__ import annotations
 
 from ctypes import addressof
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....call.call import Modifiers
+from ....call.call import Call, Gradients, Modifiers, sum_in_order
 from ....call.options import AttentionOptions
+from ....call.planning import walk_in_legs
 from ....scheduling.plan import Plan
-from ....scheduling.ranks.units import SharedSchedule, Unit
+from ....scheduling.ranks.units import SharedSchedule, Unit, most_states
 from ..driver.launch import Launch, current_stream, device_index, on_device
-from ..driver.parameters import (
-    BackwardParams,
-    EndingParams,
-    LegParams,
-    Pair,
-    PostprocessParams,
-    PreprocessParams,
-    SinkGradientParams,
-    SumPlaces,
-    TilePlaces,
-)
+from ..driver.parameters import EndingParams, LegParams, Pair, SinkGradientParams, TilePlaces
 from ..driver.tensor_map import TensorMap, tma_ready
-from ..driver.trouble import MOST_POLLS, raise_if_troubled, register_call, report_address
+from ..driver.trouble import raise_if_troubled
 from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, refuse_modifiers, sm_count
 from ..tiles import backward_dims, backward_tiles, helper_blocks, threads_per_row
-from .kernel_names import LegKernels, Variant, leg_kernels
-from .layout import cut, kernel_scales, masked_score, row_strides
-from .leg_tables import workspace_sizes
-from .legs_on_device import legs_on_device
+from .backward_setup import BackwardSetup, Parameters, workspace_sizes
+from .kernel_names import BackwardKernels, Variant, leg_kernels
+from .layout import cut, row_strides
+from .leg_tables import LegTables, legs_on_device
 from .tables import mask_kind
 
 MOST_WAITING = 2**28  # bytes of states whose endings wait for a moment at which nothing overlaps
@@ -107,10 +101,8 @@ class RankBackward:
             self.dout, self.q, self.out = (tma_ready(x.detach()) for x in (dout, q, out))
             self.maps = [TensorMap(x, self.tiles.q_rows) for x in (self.q, self.dout)]
             self.counters = self.legs.tables.copy_of("counters")
-            self.memory, self.at = self._workspace().allocate(self.device)
-            self._fill_parameters()
-            self._prepare_launches()
-            self._preprocess(*of_rows)
+            self.memory, self.at = Workspace(**workspace_sizes(self.sizes, self.tiles, self.kernel_dims)).allocate(self.device)
+            self._prepare(*of_rows)
 
     def _check(self, q: Tensor, dout: Tensor) -> None:
         """Raise where the plan is not for these tensors, or the kernels cannot walk it."""
@@ -129,86 +121,26 @@ class RankBackward:
         if tuple(q.shape[:3]) != expected:
             raise ValueError(f"rank {self.number} has (batch, rows, query heads) {expected}; got q of {tuple(q.shape[:3])}")
 
-    def _workspace(self) -> Workspace:
-        return Workspace(**workspace_sizes(self.sizes, self.tiles, self.kernel_dims))
-
-    def _fill_parameters(self) -> None:
-        sizes, options, tables, at = self.sizes, self.options, self.legs.tables, self.at
-        mask = self.legs.mask
-        group = self.plan.problem.group
-        places = TilePlaces(batch=sizes.batch, q_heads=sizes.q_heads, group=group, q_len=sizes.rows, head_tiles=sizes.q_tiles)
-        self.before = PreprocessParams(
-            out=self.out.data_ptr(),
-            grad_out=self.dout.data_ptr(),
-            out_strides=row_strides(self.out),
-            grad_strides=row_strides(self.dout),
-            lse_log2=at["lse"],
-            delta=at["delta"],
-            semaphores=at["semaphores"],
-            semaphore_count=sizes.semaphores,
-            next_ticket=at["next_ticket"],  # of no chains: units have counters of their own
-            v_dim=self.dout.shape[-1],
-            kv_rows=self.tiles.kv_rows,
-            tiles=places,
-            mask=mask.params,
-        )
-        self.main = BackwardParams(
-            lse=at["lse"],
-            delta=at["delta"],
-            dq=at["dq"],
-            semaphores=at["semaphores"],
-            report=report_address(),
-            most_polls=MOST_POLLS,
-            call=register_call(sizes.q_heads, sizes.q_tiles),
-            head_tiles=sizes.q_tiles,
-            scale=options.scale,
-            masked_score=masked_score(options),
-            mask=mask.params,
-            runs=tables["runs"],
-            entries=tables["entries"],
-            **kernel_scales(options),
-        )
-        self.leg = LegParams()
-        self.end = EndingParams(sums=at["sums"], semaphores=at["semaphores"] + 4 * sizes.first_sum)
-        self.after = PostprocessParams(
-            dq_accumulator=at["dq"],
-            q_turns=tables["q_turns"],
-            semaphores=at["semaphores"],
-            dim=self.q.shape[-1],
-            scale=options.scale,
-            report=report_address(),
-            most_polls=MOST_POLLS,
-            call=self.main.call,
-            tiles=places,
-            sums=SumPlaces(
-                sums=at["sums"],
-                dk_dim=self.q.shape[-1],
-                dv_dim=self.dout.shape[-1],
-                kv_heads=sizes.kv_heads,
-                kv_len=sizes.keys,
-                head_chains=sizes.kv_tiles,
-                count=sizes.sums,
-                first_sum=sizes.first_sum,
-                parts=Pair(*self.plan.parts_of_sums),
-            ),
-        )
-
-    def _prepare_launches(self) -> None:
-        dim, v_dim = self.kernel_dims
-        options = self.options
-        variant = Variant(DTYPES[self.q.dtype], dim, bool(options.softcap), mask_kind(options.mask))
-        self.kernels: LegKernels = leg_kernels(variant, v_dim)
+    def _prepare(self, lse: Tensor, dlse: Tensor | None) -> None:
+        """Parameters and kernels. The first one runs."""
+        options, sizes, tables, mask = self.options, self.sizes, self.legs.tables, self.legs.mask.params
+        self.params = Parameters(sizes, self.tiles, options, mask)
+        self.params.take_shapes(self.q, self.out, self.dout)
+        lse, dlse = lse.detach().contiguous(), None if dlse is None else dlse.detach().contiguous()
+        self.params.point_to(self.at, self.out, self.dout, lse, dlse)
+        self.main, self.leg, after = self.params.main, LegParams(), self.params.after
+        self.main.runs, self.main.entries, after.q_turns = tables["runs"], tables["entries"], tables["q_turns"]
+        self.end = EndingParams(sums=self.at["sums"], semaphores=self.at["semaphores"] + 4 * sizes.first_sum)
+        after.sums.sums, after.sums.parts = self.at["sums"], Pair(*self.plan.parts_of_sums)
+        variant = Variant.of(DTYPES[self.q.dtype], self.kernel_dims[0], options, mask_kind(options.mask))
+        self.kernels = leg_kernels(variant, self.kernel_dims[1])
         self._attention = self.kernels.attention.load(self.index)
+        assert self.kernels.ending is not None
         self._end_trips = self.kernels.ending.load(self.index)
         self._endings: dict[int, Launch] = {}  # by the number of blocks
-
-    def _preprocess(self, lse: Tensor, dlse: Tensor | None) -> None:
-        lse = lse.detach().contiguous()
-        dlse = None if dlse is None else dlse.detach().contiguous()
-        self.before.lse, self.before.grad_lse = lse.data_ptr(), None if dlse is None else dlse.data_ptr()
-        threads = self.sizes.dq_tiles * self.tiles.q_rows * threads_per_row(self.kernel_dims[1])
+        threads = sizes.dq_tiles * self.tiles.q_rows * threads_per_row(self.kernel_dims[1])
         kernel = self.kernels.preprocess.load(self.index)
-        kernel.prepare(helper_blocks(threads), [addressof(self.before)]).on(current_stream(self.index))
+        kernel.prepare(helper_blocks(threads), [addressof(self.params.before)]).on(current_stream(self.index))
 
     # ---- keys
 
@@ -349,12 +281,11 @@ class RankBackward:
             dims = self.q.shape[-1], self.dout.shape[-1]
             dq = self.q.new_empty(self.q.shape)
             dk, dv = (self.q.new_empty(sizes.batch, sizes.keys, sizes.kv_heads, dim) for dim in dims)
-            after = self.after
+            after = self.params.after
             after.dq, after.strides, after.sums.dk, after.sums.dv = dq.data_ptr(), row_strides(dq), dk.data_ptr(), dv.data_ptr()
-            blocks = sizes.dq_tiles + 2 * sizes.batch * sizes.kv_heads * sizes.kv_tiles * (self.tiles.kv_rows // 64)
             self._end_all(current_stream(self.index))
             kernel = self.kernels.postprocess.load(self.index)
-            kernel.prepare(blocks, [addressof(after)]).on(current_stream(self.index))
+            kernel.prepare(sizes.postprocess_blocks(self.tiles), [addressof(after)]).on(current_stream(self.index))
         return cut(dq, self.dims[0]), cut(dk, self.dims[0]), cut(dv, self.dims[1])
 
     # ---- sinks
@@ -383,3 +314,39 @@ class RankBackward:
                 params.gradient = parts[sequence].data_ptr()
                 launch.on(current_stream(self.index))
         return parts
+
+
+class BackwardInLegs:
+    """Sequences of one length, whose chains rest in memory between the legs of their walks. What it is made of, shapes and options decide,
+    so no GPU is needed to tell."""
+
+    holds_tables = True
+
+    def __init__(self, setup: BackwardSetup, device: torch.device) -> None:
+        assert setup.plan is not None
+        assert setup.legs is not None
+        self.setup, self.plan, self.legs, self.device = setup, setup.plan, setup.legs, device
+
+    @cached_property
+    def tables(self) -> LegTables:
+        return LegTables(self.plan, self.legs, 0, self.setup.tiles)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """With the states that rest in memory, or are worked on, at once."""
+        dims, tiles = self.setup.layout.backward_dims, self.setup.tiles
+        lasting = Workspace(**workspace_sizes(self.tables.sizes, tiles, dims)).bytes
+        return lasting + 4 * most_states(self.legs)[0] * tile_size(*dims)
+
+    def kernels(self) -> BackwardKernels:
+        return leg_kernels(self.setup.variant, self.setup.layout.backward_dims[1])
+
+    def run(self, tensors: tuple[Tensor, ...], call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
+        (q, k, v, dout, out), sinks = tensors, call.sinks
+        backward = RankBackward(self.plan, self.legs, 0, self.setup.options, (dout, q, out), (lse, dlse))
+        backward.take_keys(k, v, 0)
+        walk_in_legs(backward, self.legs)
+        dsinks = None
+        if sinks is not None:
+            dsinks = sum_in_order(backward.sink_gradients(backward.rows_of_sinks, sinks)).to(sinks.dtype)
+        return self.setup.layout.without_padding(*backward.finish(), dsinks)

@@ -13,18 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....call.call import Call, Grads, Saved
-from ....call.given_schedule import schedule_for
 from ....call.options import AttentionOptions
 from ....call.parts import runs_packed
+from ....call.planning import schedule_for
 from ....errors import RecordError
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
+from ....scheduling.validate import TooFewWorkers
 from ....viewing.recorded import Clocks, Cycles, noted_by_drains, times_from
 from ....viewing.task_times import TaskTable, TaskTimes, task_table
 from ..support import refuse_modifiers
-from .backward import DenseBackward
-from .backward_setup import dense_setup
-from .layout import CallCache, DenseLayout, PackedLayout
+from .backward import BackwardCall
+from .backward_setup import setup_of
+from .layout import CallCache, Layout
 
 DRAINS = {True: 2, False: 1}  # dQ tiles that may be staged, up to head dim 128 and beyond (backward/config.cuh)
 MOST_ENTRIES = 2**26  # of 16 bytes: a gigabyte
@@ -32,15 +33,18 @@ UNWRITTEN = -1
 WARM_UP = 5  # runs: while a GPU wakes up, the clocks of its SMs drift apart
 
 
-class RecordingCall(DenseBackward):
+class RecordingCall(BackwardCall):
     """A backward call with the recording kernel and the memory it writes to."""
 
     records = True
 
-    def __init__(self, layout: DenseLayout | PackedLayout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
-        assert isinstance(layout, DenseLayout)  # record_backward takes no packed sequences, which are planned on the device
-        super().__init__(dense_setup(layout, options), tensors)
-        problem = self.plan.problem
+    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
+        setup = setup_of(layout, options)
+        assert setup.plan is not None  # record_backward takes no packed sequences, which are planned on the device
+        if setup.legs is not None:
+            raise TooFewWorkers(setup.plan.schedule_name, setup.gang, setup.plan.workers, " Only a plain backward runs there.")
+        super().__init__(setup, tensors)
+        self.plan, problem = setup.plan, setup.plan.problem
         check_size(problem)
         self.record = torch.full((entries(problem), 4), UNWRITTEN, dtype=torch.int32, device=self.device)  # struct StepRecord
         self.clocks = torch.zeros((2, self.workers, 2), dtype=torch.int64, device=self.device)  # struct ClockRecord

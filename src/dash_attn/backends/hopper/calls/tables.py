@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....masks import Causal, Full, IntervalMask, Mask, TileMap, TilePattern, Window
+from ....masks import IntervalMask, Mask, TileMap, TilePattern
 from ....masks.tile_pattern import BLOCK
 from ....scheduling.plan import Plan, visit_tables
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement
-from ...uploading import upload
+from ...kept import upload
 from ..driver.parameters import MaskParams, Pair, PlanTables, VisitTables
 
 FAR_AWAY = 2**29  # farther than any two tokens are apart
@@ -106,14 +106,11 @@ class VisitsOnDevice:
 
 def mask_kind(mask: Mask) -> str:
     """How a kernel masks the elements of partial tiles: by a band, by row bounds, by blocks or by bits of their own."""
-    if isinstance(mask, (Full, Causal, Window)):
+    if mask.sides is not None:
         return "Band"
-    if isinstance(mask, IntervalMask):
-        return "Rows"
-    if isinstance(mask, TileMap):
-        return "Blocks"
-    if isinstance(mask, TilePattern):
-        return "Bits"
+    for kind, name in ((IntervalMask, "Rows"), (TileMap, "Blocks"), (TilePattern, "Bits")):
+        if isinstance(mask, kind):
+            return name
     raise NotImplementedError(f"the Hopper backend has no element mask for {type(mask).__name__}")
 
 
@@ -130,42 +127,32 @@ def kind_of(problem: Problem) -> str:
 
 
 class MaskOnDevice:
-    """What a kernel needs to mask the elements of partial tiles. Bits come with a call (mask_bits.py)."""
+    """What a kernel needs to mask the elements of partial tiles. Bits come with a call (mask_bits.py). rows: of which there are queries, if
+    not of all."""
 
-    def __init__(self, mask: Mask, q_len: int, kv_len: int, device: torch.device) -> None:
+    def __init__(self, mask: Mask, q_len: int, kv_len: int, device: torch.device, rows: NDArray[np.int64] | None = None) -> None:
         self.kind = mask_kind(mask)
-        self.params = MaskParams(q_len=q_len, kv_len=kv_len)
-        if isinstance(mask, (Full, Causal, Window)):
-            self.params.band_right, self.params.band_width = band_of(mask)
+        self.params = MaskParams(q_len=q_len if rows is None else len(rows), kv_len=kv_len)
+        if mask.sides is not None:
+            self.params.band_right, self.params.band_width = band_of(mask.sides)
         elif isinstance(mask, TileMap):
             self._blocks = upload(mask.blocks.astype(np.uint8), device)
             self.params.blocks = self._blocks.data_ptr()
             self.params.block_q, self.params.block_kv = mask.block_q, mask.block_kv
             self.params.block_columns = mask.blocks.shape[1]
         elif isinstance(mask, IntervalMask):
-            bounds = np.stack(mask.clipped_bounds(np.arange(q_len), q_len, kv_len), axis=1)
+            bounds = np.stack(mask.clipped_bounds(np.arange(q_len) if rows is None else rows, q_len, kv_len), axis=1)
             self._memory = DeviceTables({"rows": bounds}, device)
             self.params.rows = self._memory["rows"]
 
 
-def band_of(mask: Full | Causal | Window) -> tuple[int, int]:
+def band_of(sides: tuple[int, int]) -> tuple[int, int]:
     """(band_right, band_width) of common/mask.cuh: the same for sequences of all lengths."""
-    left = mask.left if isinstance(mask, Window) else -1
-    right = mask.right if isinstance(mask, Window) else 0 if isinstance(mask, Causal) else -1
+    left, right = sides
     ahead = FAR_AWAY if right < 0 else min(right, FAR_AWAY)
     return ahead, 2 * FAR_AWAY - 1 if left < 0 else min(left, FAR_AWAY) + ahead
 
 
-@lru_cache(maxsize=64)
-def plan_on_device(plan: Plan, device: torch.device) -> PlanOnDevice:
-    return PlanOnDevice(plan, device)
-
-
-@lru_cache(maxsize=64)
-def visits_on_device(problem: Problem, device: torch.device) -> VisitsOnDevice:
-    return VisitsOnDevice(problem, device)
-
-
-@lru_cache(maxsize=64)
-def mask_on_device(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> MaskOnDevice:
-    return MaskOnDevice(mask, q_len, kv_len, device)
+plan_on_device = lru_cache(maxsize=64)(PlanOnDevice)
+visits_on_device = lru_cache(maxsize=64)(VisitsOnDevice)
+mask_on_device = lru_cache(maxsize=64)(MaskOnDevice)

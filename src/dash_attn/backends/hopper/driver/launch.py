@@ -116,11 +116,6 @@ def usual_origin() -> str:
     return origin(compiler_version(), shipped=False)
 
 
-def flag(value: bool) -> str:
-    """As a template argument."""
-    return "true" if value else "false"
-
-
 def device_index(device: torch.device) -> int:
     if device.type == "meta":
         return ANY_DEVICE

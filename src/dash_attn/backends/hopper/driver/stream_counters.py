@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...uploading import upload
+from ...kept import upload
 
 PER_THREAD_STREAM = 2  # the driver's name for a stream that every thread has of its own: not one stream
 MOST_STREAMS = 1024  # of a device; more have no counter of their own

@@ -1,17 +1,56 @@
-"""Memory of a GPU that outlives a call: what is uploaded once and then shared by every call that needs it."""
+"""What outlives a call: values that calls come back to, by key, and memory of a GPU that is uploaded once and then shared by calls."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
+
+
+class Kept(Generic[Value]):
+    """The values used last. One that is used while a graph is captured stays for good: the graph holds addresses of its memory."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self.values: OrderedDict[Any, Value] = OrderedDict()  # least recently used first
+        self.in_graphs: list[Value] = []
+
+    def get(self, key: Any) -> Value | None:
+        with self._lock:
+            value = self.values.get(key)
+            if value is not None:
+                self.values.move_to_end(key)
+                if torch.cuda.is_current_stream_capturing():
+                    self.in_graphs.append(value)
+        return value
+
+    def find(self, key: Any, make: Callable[[], Value]) -> Value:
+        """The value of a key; it is made where there is none."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
+        return value
+
+    def put(self, key: Any, value: Value) -> list[Value]:
+        """Those that had to go."""
+        with self._lock:
+            gone = [self.values.popitem(last=False)[1] for _ in range(len(self.values) - self._most + 1)]
+            self.values[key] = value
+        return gone
+
+    def clear(self) -> None:
+        self.values.clear()
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -41,7 +80,7 @@ def refuse_capture_of(mask: object) -> None:
         )
 
 
-def lasting(make: Callable[[], Made], device: torch.device) -> Made:
+def lasting(make: Callable[[], Value], device: torch.device) -> Value:
     """What `make` allocates on the current stream, but never from the pool of a CUDA graph.
 
     While torch.compile warms up a graph, PyTorch takes all memory that its thread asks for from the graph's pool, and what is left there
@@ -51,7 +90,7 @@ def lasting(make: Callable[[], Made], device: torch.device) -> Made:
         return make()
     stream = torch.cuda.current_stream(device)
 
-    def on_same_stream() -> Made:
+    def on_same_stream() -> Value:
         with torch.cuda.stream(stream):
             return make()
 
