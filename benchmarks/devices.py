@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func
-from dash_attn.backends.hopper import devices, tiles
+from dash_attn.backends.hopper import ranks, tiles
 from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
 from dash_attn.backends.hopper.calls.tables import mask_kind
 from dash_attn.backends.hopper.support import DTYPES
@@ -44,7 +44,7 @@ ROUNDS = 7
 def case_of(tokens: int, count: int, heads: tuple[int, int] = (4, 4), together: int = 0, sharding: str = "zigzag", **rest: Any) -> Case:
     """heads: query and KV heads. together: heads of a unit; 0: as many as the backend says."""
     case = Case(**{"mask": Causal(), "dims": (128, 128), **rest}, sharding=Sharding.named(sharding, tokens, count), heads=heads)
-    return replace(case, together=together or devices.heads_together(case.problem, case.sharding))
+    return replace(case, together=together or ranks.heads_together(case.problem, case.sharding))
 
 
 def in_words(case: Case) -> str:
@@ -194,11 +194,11 @@ def part_of_device(case: Case, device: int, whole: tuple[Tensor, ...]) -> Callab
     mine = case.rows_of(device).cuda()
     own, its_lse = tuple(x[:, mine].contiguous() for x in (dout, q, out)), lse[:, :, mine].contiguous()
     plan, shared, options = case.plan, case.shared, case.options
-    sizes = {shared.state_tiles(unit) * devices.tile_size(*case.dims) for unit in shared.by_rank[device]}
+    sizes = {shared.state_tiles(unit) * ranks.tile_size(*case.dims) for unit in shared.by_rank[device]}
     states = {size: torch.randn(size, device="cuda") for size in sizes}  # what is in them does not change the time
 
     def run(overlap: bool) -> tuple[Tensor, ...]:
-        backward = devices.RankBackward(plan, shared, device, options, own, (its_lse, None), overlap)
+        backward = ranks.RankBackward(plan, shared, device, options, own, (its_lse, None), overlap)
         backward.take_keys(k, v, 0)
         for unit in shared.by_rank[device]:
             backward.run(unit, states[backward.state_size(unit)])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import dash_attn
-from dash_attn import distributed
+from dash_attn import distributed, scheduling
 from dash_attn.integrations import huggingface, megatron
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from page_parts import cells, code, row
@@ -31,7 +31,7 @@ def namespace() -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(dash_attn, name) for name in dash_attn.__all__}
     names |= {"torch": torch, "huggingface": huggingface, "scaled_dot_product_attention": scaled_dot_product_attention}
     names |= {"SimpleNamespace": SimpleNamespace, "DashCoreAttention": megatron.DashCoreAttention, "megatron": megatron}
-    names |= {name: getattr(distributed, name) for name in distributed.__all__}
+    names |= {name: getattr(room, name) for room in (distributed, scheduling) for name in room.__all__}
     exec(PAGE.read_text(encoding="utf-8").split("```")[1].removeprefix("python"), names)
     return names
 

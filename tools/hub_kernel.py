@@ -30,8 +30,8 @@ OUR_NAMES = re.compile(r"\bops\.dash_attn\b|dash_attn::|[\"']dash_attn\.[\w.]+[\
 
 # What a kernel has, by the module that it comes from.
 NAMES = {
-    "attention.functions": ("explain",),
-    "attention.packed_tensors": ("flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"),
+    "attention.explain": ("explain",),
+    "attention.side_by_side": ("flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"),
     "integrations.hub": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
     "integrations.huggingface": ("disable", "enable"),
     "masks": ("BooleanMask", "Causal", "Documents", "Full", "Mask", "Prefix", "TileMap", "Window"),
@@ -95,8 +95,8 @@ def _absolute_imports(node: ast.AST) -> list[str]:
 
 
 def _files() -> Iterator[tuple[str, bytes]]:
-    for room in ROOMS:
-        for file in sorted((PACKAGE / room).rglob("*")):
+    for room in ("errors.py", *ROOMS):
+        for file in sorted((PACKAGE / room).rglob("*")) or [PACKAGE / room]:
             path = file.relative_to(PACKAGE).as_posix()
             if file.suffix in KINDS and path not in LEFT_OUT:
                 yield path, file.read_bytes()

@@ -20,13 +20,9 @@ import torch
 import dash_attn
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window, flash_attn_func
 from dash_attn.backends import DEVICE_OF, import_cache
-from dash_attn.backends.hopper.calls.layout import Layout
 from dash_attn.backends.hopper.support import sm_count
 from dash_attn.backends.triton import support as triton_support
-from dash_attn.backends.triton.setup import Call
 from dash_attn.backends.triton.tiles import listed
-from dash_attn.call.offsets import SequenceOffsets
-from dash_attn.call.options import AttentionOptions
 from dash_attn.call.tensor_checks import DTYPES
 from dash_attn.scheduling import GENERATORS
 from page_parts import code, numbers_in_words, section, table
@@ -146,7 +142,7 @@ def refusal(backend: str, question: Question, run: bool = True) -> None:
     q, k, v = question.tensors(backend)
     options = {name: value(q.device) if callable(value) else value for name, value in question.options.items()}
     if backend != "cpu" or not run:
-        dash_attn.explain(q, k, v, backend=backend, predict_time=False, **options)
+        dash_attn.explain(flash_attn_func, q, k, v, backend=backend, predict_time=False, **options)
         return
     result = flash_attn_func(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), **options)
     (result[0] if isinstance(result, tuple) else result).sum().backward()
@@ -154,14 +150,14 @@ def refusal(backend: str, question: Question, run: bool = True) -> None:
 
 @asked
 def refusal_of_packed(backend: str, question: Question) -> None:
-    """Of a packed batch of one sequence. For the GPU, the check that its kernels make before anything else is asked."""
+    """Of a packed batch of one sequence."""
     q, k, v = (tensor[0] for tensor in question.tensors(backend))
-    ends = torch.tensor([0, LENGTH], dtype=torch.int32, device=q.device)
+    ends = torch.tensor([0, LENGTH], dtype=torch.int32)
     if backend == "cpu":
         dash_attn.flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
     else:
-        options, offsets = AttentionOptions(scale=1.0, **question.options), SequenceOffsets(ends, ends, LENGTH, LENGTH)
-        Layout.of((q, k, v), options, offsets) if backend == "hopper" else Call.of(q, k, v, options, offsets)
+        varlen = dash_attn.flash_attn_varlen_func
+        dash_attn.explain(varlen, q, k, v, ends, ends, LENGTH, LENGTH, backend=backend, predict_time=False, **question.options)
 
 
 @asked

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dash_attn import GENERATORS, Schedule, generate, lower
 from dash_attn.cli.main import main
 from dash_attn.ledgers import read_run
+from dash_attn.scheduling import GENERATORS, Schedule, generate, lower
 from dash_attn.tools.machine import device_facts, process_environment, version_facts
 
 FILES = Path(__file__).parents[1] / "old_files"

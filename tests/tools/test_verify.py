@@ -24,7 +24,7 @@ from dash_attn.backends.cpu import tiles as cpu_tiles
 from dash_attn.call.options import BACKENDS
 from dash_attn.call.planning import AnyWorkers, plan_for
 from dash_attn.cli import devices
-from dash_attn.cli.devices import choose_device, choose_served
+from dash_attn.cli.device import choose_device, choose_served
 from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
 from dash_attn.tools.machine import device_facts

@@ -7,17 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import SymInt, Tensor
 
-from ..masks import Full, is_whole
+from ..masks import is_whole
 from .offsets import SequenceOffsets
 from .options import AttentionOptions
 from .tensor_checks import LAYOUTS, check_dtype, check_sinks, check_strided, shape_problem
 
 DECODE_EQUALS_TRAINING = "decode-equals-training"  # a guarantee: a token has the bits of the whole forward, whatever the cache
 PAGE_UNIT = 16  # rows: pages have a multiple of it
-
-
-# In place of options that are not known yet: while a program is traced, its numbers may be symbols.
-UNREAD = AttentionOptions(Full(), 1.0)
 
 
 class CacheCall(NamedTuple):
@@ -33,7 +29,7 @@ class CacheCall(NamedTuple):
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
-    options: AttentionOptions = UNREAD
+    options: AttentionOptions = None  # type: ignore[assignment]  # until they are read, which a traced program leaves to its operator
     k: Tensor | None = None
     v: Tensor | None = None
     sinks: Tensor | None = None

@@ -13,7 +13,7 @@ from ..scheduling.ranks.sharding import SHARDINGS
 from ..simulation.cluster import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES
 from ..simulation.machines import SHIPPED, load_machine
 from ..simulation.simulate import Machine
-from .devices import add_device
+from .device import add_device
 
 DEFAULT_TILES = 8
 DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128

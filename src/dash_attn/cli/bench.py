@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..tools.bench.shape import PASSES, Shape
 from ..tools.bench.suites import HOST_SUITE, SUITES, choose
-from .devices import GPU_BACKENDS, gpu_trouble
+from .device import GPU_BACKENDS, gpu_trouble
 from .files import check_folder
 from .table import Report, print_report
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..simulation.machines import Calibrated
-from .devices import add_device, choose
+from .device import add_device, choose
 from .files import check_different, check_file, check_picture
 from .progress import LONG_WORK, progress_bar
 

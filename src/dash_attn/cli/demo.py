@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..scheduling.problem import Problem
 from ..simulation.simulate import Machine
 from .arguments import read_schedules
-from .devices import choose_device
+from .device import choose_device
 from .files import check_folder, check_picture
 from .plan import report_of, simulate_all
 from .table import print_report

@@ -14,7 +14,7 @@ from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.recorded import MICROSECONDS
 from ..viewing.task_times import TaskTimes, times_of
 from .arguments import COSTS, read_machine, read_problem
-from .devices import choose
+from .device import choose
 
 if TYPE_CHECKING:
     from ..tools.calibrate.measured import Device

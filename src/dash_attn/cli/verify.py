@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
-from .devices import BACKENDS, choose_served
+from .device import BACKENDS, choose_served
 from .files import check_different, check_file
 from .progress import LONG_WORK, progress_bar
 
