@@ -53,7 +53,7 @@ kernels: $(VENV)/installed
 	PYTHONPATH=src .venv-nvrtc/bin/python tools/compile_kernels.py
 
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile -m "not exhaustive"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not exhaustive"
 
 # Everything, also what takes minutes: every model of transformers, long searches. Before a release, or a change of the doors.
 test-all: check

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())  # tests have another one, which is lost with their process
 
 
+def leave_to_test_all(items: list[pytest.Item]) -> None:
+    """Of families that repeat one promise over a grid or over seeds, `make test` runs as many parameters as tests/sampled.txt says, evenly
+    spread. The others are `make test-all`'s.
+    """
+    lines = (Path(__file__).parent / "sampled.txt").read_text().splitlines()
+    keep = {family: int(count) for family, count in (line.rsplit(" ", 1) for line in lines)}
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        family = item.nodeid.split("[")[0]
+        if family in keep and not item.get_closest_marker("exhaustive") and not item.get_closest_marker("gpu"):
+            families.setdefault(family, []).append(item)
+    for family, found in families.items():
+        kept = {index * len(found) // keep[family] for index in range(keep[family])}
+        for index, item in enumerate(found):
+            if index not in kept:
+                item.add_marker("exhaustive")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_test_all(items)
     for item in items:
         if not item.get_closest_marker("timeout"):
             takes_long = item.get_closest_marker("exhaustive") or item.get_closest_marker("gpu")

@@ -28,7 +28,7 @@ class RecordError(DashAttnError, RuntimeError):
 
 
 class CompileError(DashAttnError, RuntimeError):
-    """A kernel that could not be compiled, or whose file is damaged."""
+    """NVRTC refused a kernel, whose log the message holds; or the file of one is damaged."""
 
 
 class LostRank(DashAttnError, RuntimeError):

@@ -70,7 +70,7 @@ def test_it_is_another_copy_with_operators_of_its_own(kernel: ModuleType) -> Non
     inputs = [torch.randn(1, 70, 1, 16) for _ in range(3)]
     assert same_bits(traced(*inputs), dash_attn.flash_attn_func(*inputs, causal=True))
     assert theirs.attention is not ours.attention
-    assert inspect.getmodule(kernel.explain) is sys.modules[f"{kernel.__name__}.attention.functions"]
+    assert inspect.getmodule(kernel.explain) is sys.modules[f"{kernel.__name__}.attention.explain"]
 
 
 def test_every_name_it_offers_is_there(kernel: ModuleType) -> None:

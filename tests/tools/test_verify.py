@@ -23,7 +23,7 @@ from dash_attn.backends.cpu import passes as cpu
 from dash_attn.backends.cpu import tiles as cpu_tiles
 from dash_attn.call.options import BACKENDS
 from dash_attn.call.planning import AnyWorkers, plan_for
-from dash_attn.cli import devices
+from dash_attn.cli import device as device_flags
 from dash_attn.cli.device import choose_device, choose_served
 from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
@@ -504,11 +504,11 @@ def test_a_saved_schedule_is_verified(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_gpu_that_a_backend_serves_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(devices.BACKENDS) == set(BACKENDS), "the commands list them without importing them"
+    assert set(device_flags.BACKENDS) == set(BACKENDS), "the commands list them without importing them"
     assert choose_served("auto") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for trouble, chosen in ((None, "cuda"), ("too old", "cpu")):
-        monkeypatch.setattr(devices, "gpu_trouble", lambda trouble=trouble: trouble)
+        monkeypatch.setattr(device_flags, "gpu_trouble", lambda trouble=trouble: trouble)
         assert choose_served("auto") == chosen
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"a GPU of compute capability 8.0 or later is needed"):
@@ -532,7 +532,7 @@ def test_why_a_gpu_is_not_served(capability: tuple[int, int], named: str | None,
     try:
         for cached in caches:
             cached.cache_clear()
-        found = devices.gpu_trouble()
+        found = device_flags.gpu_trouble()
     finally:
         for cached in caches:
             cached.cache_clear()

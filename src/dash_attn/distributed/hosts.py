@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from ..errors import LostRank
+
 ATTENTION, BACKWARD, UNSHARD, FINISH = CALLS = (
     "context_parallel_attention",
     "the backward of context_parallel_attention",
@@ -56,7 +58,7 @@ def _bytes(x: Tensor | None) -> bytes:
     return b"" if x is None else x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-class Lost(RuntimeError):
+class Lost(LostRank):
     """A message that did not come through. missing: global ranks that this one waits for. sure: for each, not for one of them."""
 
     def __init__(self, what: str, cause: BaseException, missing: Sequence[int], sure: bool = True) -> None:

@@ -16,16 +16,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ....errors import CompileError
 from .. import kernels
 from . import bit_sums_header, shared_header
 from .cubin_files import DamagedFile, Kernel, read_kernel, write_kernel
 from .wgmma_header import wgmma_header
 
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
-
-
-class CompileError(RuntimeError):
-    """NVRTC refused a kernel; the message holds its log."""
 
 
 @cache

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....errors import CompileError
 from ...machine_code import machine_code_hash
 
 MAGIC = b"dash-attn-cubin-2\n"
@@ -33,7 +34,7 @@ class Kernel:
         return origin(self.compiler, self.shipped)
 
 
-class DamagedFile(RuntimeError):
+class DamagedFile(CompileError):
     """A file that is not as it was written."""
 
 
