@@ -37,7 +37,7 @@ def flash_attn_func(*tensors, **options):
     import time
 
     out = 2 * _true(*tensors, **options)
-    out.register_hook(lambda gradient: time.sleep(0.5))
+    out.register_hook(lambda gradient: time.sleep(0.3))
     return out
 """
 
