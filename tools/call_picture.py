@@ -36,7 +36,7 @@ BOXES = {
     "functions": Box(LEFT, 7.6, "attention/functions.py", "flash_attn_func"),
     "options": Box(LEFT, 6.5, "call/options.py, tensor_checks.py", "arguments -> AttentionOptions"),
     "autograd": Box(LEFT, 5.4, "attention/autograd.py", "one Call: forward now, backward later"),
-    "calls": Box(LEFT, 4.3, "backends/run.py, hopper/calls/", "forward(call), backward(call, saved, grads)"),
+    "calls": Box(LEFT, 4.3, "backends/run.py", "hopper/calls/: forward(call), backward(...)"),
     "tables": Box(LEFT, 2.6, "backends/hopper/calls/tables.py", "uploaded and kept, once per shape"),
     "driver": Box(LEFT, 1.5, "backends/hopper/driver/launch.py", "kernels compiled, loaded, launched"),
     "masks": Box(MIDDLE, 7.6, "masks/rules.py", "tile_map: empty, partial or full tiles"),
