@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from types import FunctionType
 from typing import Any
 
 from ..backends import import_backend, import_cache, resolve_to_explain
@@ -25,7 +26,7 @@ _explainers: dict[Any, Explainer] = {}
 
 def explain(function: Callable[..., Any], *args: Any, predict_time: bool = True, **kwargs: Any) -> Any:
     """What function(*args, **kwargs) would do, without running it: an Explanation, a CacheExplanation of flash_attn_with_kvcache, or a
-    ContextExplanation of what ranks do together. What the call refuses whatever the values also raises here.
+    SharedExplanation of what ranks do together. What the call refuses whatever the values also raises here.
 
     Tensors are looked at for shape, dtype and device only, but for the lengths of packed sequences, which decide their orders. Sinks do not
     change the answer. Tensors on the meta device ask what a backend that is not here would do: backend="hopper" then needs no GPU, and
@@ -33,12 +34,14 @@ def explain(function: Callable[..., Any], *args: Any, predict_time: bool = True,
     predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """
     check_flags(predict_time=predict_time)
-    if function not in _explainers:
+    explainer = _explainers.get(function) if isinstance(function, FunctionType) else None
+    if explainer is None:
         names = ", ".join(known.__name__ for known in _explainers)
-        raise ValueError(f"explain takes a function of dash_attn and its arguments: {names}; got {function!r}")
+        got = repr(function) if callable(function) else type(function).__name__  # a tensor, say, would print all its numbers
+        raise ValueError(f"explain takes a function of dash_attn and its arguments: {names}; got {got}")
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    return _explainers[function](bound.arguments, predict_time)
+    return explainer(bound.arguments, predict_time)
 
 
 def explains(function: Any) -> Callable[[Explainer], Explainer]:
