@@ -169,14 +169,15 @@ def limits_of(rows: list[dict[str, Any]], targets: dict[str, dict[str, float]]) 
     return limits
 
 
-def table_with(architecture: str, chosen: list[Job], width: str = "16 bits") -> str:
+def table_with(architecture: str, chosen: list[Job]) -> str:
     """The text of tiles.json with the chosen tiles in it."""
     table = json.loads(json.dumps(read_table()))
     for job in chosen:
-        table["tiles"][architecture][width][str(job.dim)] |= job.entry
+        table["16 bits"][architecture][str(job.dim)] |= job.entry
     return table_text(table)
 
 
 def table_text(table: dict[str, Any]) -> str:
-    """As tiles.json is written: a tile per line."""
-    return re.sub(r"\[\s+([\d,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", json.dumps(table, indent=1)) + "\n"
+    """As tiles.json is written: a head dim per line."""
+    text = json.dumps(table, indent=1)
+    return re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"(?<=[\[{]) | (?=[\]}])", "", " ".join(found[0].split())), text) + "\n"

@@ -255,14 +255,14 @@ def words(entry: list[int] | bool) -> str:
 
 def test_tiles_are_those_of_the_golden_file() -> None:
     """Rows and warps decide bits. Regenerate with DASH_ATTN_UPDATE_GOLDEN=1, and say so in CHANGELOG.md under **Bits**."""
-    table = read_table()["tiles"]
+    table = read_table()
     lines = [
-        f"{architecture}, {width}, head dim {dim}, {name}: {words(table[architecture][width][dim][name])}"
-        for architecture in sorted(table)
-        for width in sorted(table[architecture])
-        for dim in sorted(table[architecture][width], key=int)
+        f"{architecture}, {width}, head dim {dim}, {name}: {words(rows[dim][name])}"
+        for architecture in sorted(table["16 bits"])
+        for width, rows in (("16 bits", table["16 bits"][architecture]), ("32 bits", table["32 bits"]))
+        for dim in sorted(rows, key=int)
         for name in (*PASSES, "together")
-        if name in table[architecture][width][dim]
+        if name in rows[dim]
     ]
     relatives = [f"{name} as {other}" for name, other in sorted(read_table()["same_as"].items())]
     others = [f"others as {read_table()['others']}", f"other AMD GPUs as {read_table()['other_amd']}"]
@@ -274,8 +274,8 @@ def test_tiles_are_those_of_the_golden_file() -> None:
 
 def test_the_table_is_complete() -> None:
     table = read_table()
-    assert set(table["same_as"].values()) | {table["others"]} <= set(table["tiles"])
-    for architecture in (*table["tiles"], *table["same_as"], "7.7"):
+    assert set(table["same_as"].values()) | {table["others"]} <= set(table["16 bits"])
+    for architecture in (*table["16 bits"], *table["same_as"], "7.7"):
         for dtype in support.DTYPES:
             for dim in DIMS:
                 tiles = tiles_for(architecture, dtype, dim, 8)
@@ -394,4 +394,4 @@ def test_one_launch_has_one_number_of_warps_and_stages() -> None:
 
 def test_the_table_is_sorted_as_people_read_it() -> None:
     text = json.loads((Path(dash_attn.__file__).parent / "backends" / "triton" / "tiles.json").read_text(encoding="utf-8"))
-    assert list(text) == ["same_as", "others", "other_amd", "tiles"]
+    assert list(text) == ["same_as", "others", "other_amd", "32 bits", "16 bits"]

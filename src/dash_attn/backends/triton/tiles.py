@@ -61,12 +61,13 @@ def listed(architecture: str) -> str:
     """The entry of the table that an architecture takes: its own, that of a relative, or the one for all others."""
     table = read_table()
     others = table["other_amd" if architecture.startswith("gfx") else "others"]
-    return architecture if architecture in table["tiles"] else str(table["same_as"].get(architecture, others))
+    return architecture if architecture in table["16 bits"] else str(table["same_as"].get(architecture, others))
 
 
 @cache
 def tiles_for(architecture: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tiles:
     entry = listed(architecture)
     dim = next(dim for dim in DIMS if dim >= max(head_dim, value_dim))
-    rows = read_table()["tiles"][entry][f"{8 * dtype.itemsize} bits"][str(dim)]
+    table = read_table()
+    rows = (table["32 bits"] if dtype.itemsize == 4 else table["16 bits"][entry])[str(dim)]
     return Tiles(entry, **{name: Tile(*rows[name]) for name in PASSES}, together=rows.get("together", False))
