@@ -185,7 +185,7 @@ def train(model: Callable[[Tensor], Tensor], parameters: list[Tensor], lengths: 
     return seen
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_compiled_transformer_trains_with_the_bits_of_eager(sinks: bool) -> None:
     """One graph for any length, no graph break (fullgraph), forward and backward."""
     lengths = (70, 150, 33, 200, 129)
@@ -196,6 +196,7 @@ def test_a_compiled_transformer_trains_with_the_bits_of_eager(sinks: bool) -> No
     assert operators(counter) == [2, 2]  # a graph for the first length, then one for any length
 
 
+@pytest.mark.exhaustive
 def test_dynamic_from_the_start_needs_one_graph() -> None:
     counter, model = CompileCounterWithBackend("aot_eager"), two_layers()
     traced = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)

@@ -250,6 +250,7 @@ def test_padded_rows_walk_as_each_sequence_would_alone(device: ctypes.CDLL, seed
             assert len(found) == 0
 
 
+@pytest.mark.exhaustive
 def test_packed_sequences_of_very_many_chains(device: ctypes.CDLL) -> None:
     """More than are shuffled: every chain has one ticket all the same."""
     batch = Batch(Window(300, 0), (64, 64), [64, 64, 64], [70_000 * 64, 70_000 * 64, 64], heads=4, group=4, head_offset=0, workers=132)

@@ -97,7 +97,7 @@ def test_what_is_compiled_here_is_what_a_call_runs(name: str) -> None:
 
 
 def test_every_architecture_of_the_table_has_a_limit() -> None:
-    assert set(read_table()["tiles"]) == set(SHARED_MEMORY)
+    assert set(read_table()["16 bits"]) == set(SHARED_MEMORY)
 
 
 @pytest.mark.exhaustive

@@ -123,16 +123,22 @@ def choices(name: str) -> set[tuple[str, int, str]]:
     return {(kernel, place, value) for place, value in enumerate(values)}
 
 
+def multiplies(name: str) -> bool:
+    return name.startswith("attention_")
+
+
 def is_one_of_few(name: str) -> bool:
     return "_modified<" in name or "_of_legs<" in name
 
 
 def always() -> list[str]:
-    """What `make test` compiles: as few as have every choice of every kernel, those without softcap first. `make test-all` and
-    `make kernels` compile all. Float16 differs from bfloat16 in conversions alone, dropout and ALiBi stand beside any other choice.
+    """What `make test` compiles: as few as have every choice of every kernel that multiplies tiles, those without softcap first, and one
+    of each other kernel. `make test-all` and `make kernels` compile all. Float16 differs from bfloat16 in conversions alone, dropout and
+    ALiBi stand beside any other choice.
     """
-    names = sorted((name for _, name in VARIANTS if not is_one_of_few(name)), key=lambda name: ", true, Mask" in name)
-    missing, kept = set().union(*map(choices, names)), list[str]()
+    names = sorted((name for _, name in VARIANTS if multiplies(name) and not is_one_of_few(name)), key=lambda name: ", true, Mask" in name)
+    missing = set().union(*map(choices, names))
+    kept = list({name.split("<")[0]: name for _, name in VARIANTS if not multiplies(name)}.values())
     while missing:
         kept.append(max(names, key=lambda name: (len(choices(name) & missing), "<f16" not in name)))
         missing -= choices(kept[-1])

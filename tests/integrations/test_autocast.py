@@ -95,6 +95,7 @@ def test_torch_compile_traces_it(backend: str) -> None:
         assert dtypes_of(inside, *inputs) == (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)
 
 
+@pytest.mark.exhaustive
 def test_torch_compile_in_a_fresh_process() -> None:
     """PyTorch looks through torch.nn.functional once per process: what stands there must look like a function."""
     code = """

@@ -244,7 +244,8 @@ def test_three_positions_per_token_that_go_back_are_refused(rows: int) -> None:
         assert moved(model, position_ids=PACKED.expand(rows, 2, -1), use_cache=False) == 0
 
 
-@pytest.mark.parametrize("model_type", ["biogpt", pytest.param("ministral3", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", ["biogpt", "ministral3"])
 def test_compiled_models_keep_documents_apart_or_say_that_they_break(model_type: str) -> None:
     model = build("causal", model_type, "dash_attn").eval()
     torch._dynamo.reset()

@@ -229,6 +229,7 @@ def test_our_mask_can_be_cut_to_itself_and_copied() -> None:
     assert "causal, 30 queries, 40 keys" in repr(mask)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_model_compiles_in_parts_and_says_so() -> None:
     model = llama().eval()

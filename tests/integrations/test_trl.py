@@ -93,7 +93,7 @@ def tune(folder: Path, rows: str, attention: str = "dash_attn", seed: int = 1) -
     return weights(net)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(rows, marks=pytest.mark.exhaustive if rows == "cut into rows" else ()) for rows in ROWS])
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=() if rows == "packed" else pytest.mark.exhaustive) for rows in ROWS])
 def test_supervised_fine_tuning(rows: str, tmp_path: Path) -> None:
     first, second = (tune(tmp_path, rows) for _ in range(2))
     assert same_weights(first, second)

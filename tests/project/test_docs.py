@@ -133,7 +133,14 @@ def test_after_gives_what_before_gave(before: str, after: str, monkeypatch: pyte
 def recipes() -> list[Any]:
     """Blocks that stand alone: all that are titled, but neither before nor after."""
     found = re.findall(r'^```python title="([^"]+)"\n(.*?)^```', MIGRATION, re.S | re.M)
-    slow = {"TRL", "Megatron-Core", "torchtitan"}  # seconds of imports, for calls that tests/integrations has too
+    slow = {
+        "TRL",
+        "Megatron-Core",
+        "torchtitan",
+        "Hugging Face transformers",
+        "padding",
+        "torch.compile",
+    }  # of which tests/ has the calls, too
     alone = [(title, code) for title, code in found if title not in ("before", "after")]
     return [pytest.param(code, id=title, marks=pytest.mark.exhaustive if title in slow else ()) for title, code in alone]
 

@@ -50,6 +50,7 @@ def spoiled_tree(folder: Path) -> Path:
     return folder / "src"
 
 
+@pytest.mark.exhaustive
 def test_trees_are_told_apart(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The other one sleeps: this tree is faster, and has other bits, but not with packed sequences."""
     other, out = spoiled_tree(tmp_path), tmp_path / "found.json"
