@@ -158,8 +158,8 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_the_check_sees_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert {"numpy", "dash_attn.scheduling.schedule", "dash_attn.scheduling.generators._walks"} <= imports_of(
-        MODULES["dash_attn.scheduling.generators.spt"]
+    assert {"numpy", "dash_attn.scheduling.schedule", "dash_attn.scheduling.order"} <= imports_of(
+        MODULES["dash_attn.scheduling.generators.one_kind"]
     )
     assert "dash_attn.scheduling.schedule" not in imports_of(MODULES["dash_attn.scheduling.engine"])  # for the type checker only
     bad = PACKAGE / "scheduling" / "bad.py"

@@ -19,9 +19,8 @@ from ...call.planning import DEFAULT_WORKERS, hash_of, plan_for, schedule_for
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.documents import SharedDocument, deal_documents, in_turn
-from ...scheduling.ranks.in_legs import in_legs
 from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.share import share
+from ...scheduling.ranks.share import in_legs, share
 from ...scheduling.ranks.units import SharedSchedule, Unit
 
 MOST_GATHERS = 4  # in which keys and values of all KV heads come

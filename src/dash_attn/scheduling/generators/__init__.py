@@ -10,11 +10,9 @@ from ..schedule import GENERATED_BY, Schedule
 from ..validate import TooFewWorkers
 from .alternating import alternating
 from .arrival import arrival
-from .ascending import ascending
 from .auto import auto
-from .descending import descending
+from .one_kind import ascending, descending, spt
 from .shift import shift, shift_blocks
-from .spt import spt
 from .symmetric_shift import symmetric_shift
 from .weave import weave
 

@@ -1,6 +1,6 @@
 """Several ranks that share a sequence, in model time: when each of their units runs, what they send, and their peers.
 
-machines.py says what a cluster is, timeline.py runs a shared schedule on it by one of two models of a unit (models.py), peers.py has
+machines.py says what a cluster is, timeline.py runs a shared schedule on it by one of two models of a unit, peers.py has
 ring attention and Ulysses. All of it is planning: nothing here was measured on several GPUs.
 """
 
