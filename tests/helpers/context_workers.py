@@ -13,7 +13,7 @@ from torch import Tensor
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Given
-from dash_attn.distributed.context.gathering import Keys
+from dash_attn.distributed.context.mail import Keys
 from dash_attn.distributed.context.of_rank import Gradients, OfRows, Rows
 from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.distributed.context.shared_call import SharedCall, own_documents

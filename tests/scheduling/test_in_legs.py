@@ -14,8 +14,7 @@ from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import in_legs, share
-from dash_attn.scheduling.ranks.trips import Circle, trips_of
-from dash_attn.scheduling.ranks.units import SharedSchedule
+from dash_attn.scheduling.ranks.units import Circle, SharedSchedule, trips_of
 from dash_attn.scheduling.validate import StuckOnWorkers, TooFewWorkers
 
 ENOUGH = 1000

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ...scheduling.ranks.sharding import Sharding
 from ..hosts import UNSHARD, Facts, agree
 from ..peers import Group, Peers
-from .gathering import gather_rows
+from .mail import gather_rows
 from .rows import rows_of, sharding_for, sharding_of_rank
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from ...call.call import Modifiers
 from ...scheduling.ranks.units import Unit
 from .asked import Given
-from .gathering import whole_keys
-from .mail import Mailbox
+from .mail import Mailbox, whole_keys
 from .moves import Movement, apart, moves_of, side_by_side
 from .passes import RowBackward, forward_of_rank, sum_of_sinks
 from .rows import by_head, by_row, rows_of

@@ -17,8 +17,7 @@ from ...backends import RankBackward
 from ...call.call import Call, sum_in_order
 from ...scheduling.ranks.units import Unit
 from .asked import Given
-from .gathering import Keys
-from .mail import Mailbox, RankMail
+from .mail import Keys, Mailbox, RankMail
 from .shared_call import OwnDocument, SharedCall, own_documents
 
 KeysOf = Callable[[OwnDocument], Keys]

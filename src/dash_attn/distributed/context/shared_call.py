@@ -18,8 +18,7 @@ from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, hash_of, plan_for, schedule_for
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
-from ...scheduling.ranks.documents import SharedDocument, deal_documents, in_turn
-from ...scheduling.ranks.sharding import Sharding
+from ...scheduling.ranks.sharding import Sharding, SharedDocument, deal_documents, in_turn
 from ...scheduling.ranks.share import in_legs, share
 from ...scheduling.ranks.units import SharedSchedule, Unit
 

@@ -19,6 +19,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHARDS_GRADIENTS = "FullyShardedDataParallel"  # by name: importing it takes long
 Parameters = dict[str, nn.Parameter]
 Layout = tuple[tuple[str, str], ...]  # name, and all else that counts
+BUCKET_BYTES = 25 * 2**20
+Presence = tuple[bool, ...]  # by rank: has it a partial sum of the parameter?
 
 
 def trainable(model: nn.Module) -> Parameters:
@@ -96,10 +98,6 @@ def _check_own_reduction(model: nn.Module) -> None:
                 "DistributedDataParallel reduces gradients itself: put the forward pass, backward, add and finish of all steps inside "
                 "`with model.no_sync():`"
             )
-
-
-BUCKET_BYTES = 25 * 2**20
-Presence = tuple[bool, ...]  # by rank: has it a partial sum of the parameter?
 
 
 @dataclass(frozen=True)

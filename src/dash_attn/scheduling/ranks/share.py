@@ -22,8 +22,7 @@ from ..problem import Problem, whole_number
 from ..schedule import Schedule
 from ..validate import ANY_WORKERS
 from .sharding import Sharding
-from .trips import Circle, Trips, trips_of, trips_without_circle
-from .units import Head, SharedSchedule, Unit
+from .units import Circle, Head, SharedSchedule, Trips, Unit, trips_of, trips_without_circle
 
 FILLINGS = 4  # chains of a unit per worker (docs/simulator.md)
 ROUND = 2  # bundles per rank that take turns, where there is one kind of head
