@@ -100,13 +100,10 @@ class SharedCall:
 
 
 @dataclass(frozen=True, eq=False)
-class Document:
-    """One of a row. Rank i of its sharding is rank `ranks[i]` of the row."""
+class Document(SharedDocument):
+    """One of a row, planned."""
 
     row: SharedCall
-    rows: range  # of the row
-    sharding: Sharding
-    ranks: tuple[int, ...]
     number: int  # in the row
     turn: int  # in the order in which ranks take documents
     first_tag: int  # of its messages
@@ -177,7 +174,7 @@ def _planned(call: SharedCall) -> tuple[Document, ...]:
     found, tag = [], 0
     for turn, number in enumerate(in_turn(places)):
         place = places[number]
-        found.append(Document(call, place.rows, place.sharding, place.ranks, number, turn, tag))
+        found.append(Document(place.rows, place.sharding, place.ranks, call, number, turn, tag))
         tag += len(found[-1].shared.units)
     return tuple(sorted(found, key=lambda document: document.number))
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ...scheduling.engine import Chain, Progress, Reduces
 from ...scheduling.order import members
 from ...scheduling.ranks.units import SharedSchedule, Unit, highest
+from ..machines import Cluster
 from ..simulate import simulate
-from .machines import Cluster
 
 EXECUTIONS = ("launch", "overlap")
 MODELS = ("tiles", "chunks")
