@@ -72,12 +72,12 @@ class Placement:
 
     def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
         """(sequence, head) of all heads of each kind: the first part of every group, then the second one, and so on, if all are equal."""
-        sequences, kinds = np.arange(problem.batch), len(self.starts)
+        sequences, kinds, equal = np.arange(problem.batch), len(self.starts), problem.group % problem.parts == 0
         instances = []
         for heads in self.heads_of_kinds(problem):
             by_sequence = np.stack([np.repeat(sequences, len(heads)), np.tile(heads, problem.batch)], axis=1)
             place = by_sequence[:, 1] % problem.parts // kinds  # among the parts of this kind in its group
-            instances.append(by_sequence[np.argsort(place, kind="stable")] if problem.has_equal_parts else by_sequence)
+            instances.append(by_sequence[np.argsort(place, kind="stable")] if equal else by_sequence)
         return instances
 
     def _side_by_side(self, instances: list[NDArray[np.int64]]) -> list[tuple[int, NDArray[np.int64]]]:
@@ -116,7 +116,8 @@ def _in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, .
     busy = -(-FILLED[0] * workers // (FILLED[1] * _chains_under_way(problem, lag)))
     enough = max(enough, min(busy, CACHED * problem.tile_kv // problem.q_tiles))
     if 2 * heads <= busy and lag >= LATE:
-        segments = _cut(segments, -(-problem.q_tiles * problem.most_members // HAND_OVER))
+        piece = -(-problem.q_tiles * problem.most_members // HAND_OVER)
+        segments = tuple(min(piece, size - first) for size in segments for first in range(0, size, piece))
     return -(-heads // max(1, heads // enough)), segments
 
 
@@ -139,11 +140,6 @@ def _chains_under_way(problem: Problem, lag: int) -> int:
     """
     lengths = int(problem.chain_lengths[0] + problem.chain_lengths[-1])
     return max(1, min(problem.kv_tiles, SIXTEENTHS * lengths * problem.most_members // max(1, lag)))
-
-
-def _cut(segments: tuple[int, ...], piece: int) -> tuple[int, ...]:
-    """Segments of at most `piece` chains."""
-    return tuple(min(piece, segment - first) for segment in segments for first in range(0, segment, piece))
 
 
 GENERATED_BY: dict[str, Callable[[Problem, int], Schedule]] = {}  # by name; generators/ fills it, which this file cannot import

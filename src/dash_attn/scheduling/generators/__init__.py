@@ -63,8 +63,8 @@ def generate(name: str, problem: Problem, workers: int) -> Schedule:
     if name == "auto":
         try:
             return auto(problem, workers)
-        except TooFewWorkers as error:
-            raise error.asked_for_as(f"auto (here {error.name})") from None
+        except TooFewWorkers as error:  # in one line: details are for those who write a schedule
+            raise TooFewWorkers(f"auto (here {error.name})", error.needed, error.workers) from None
     if name not in GENERATORS:
         raise ValueError(f"unknown schedule {name!r}; choose from {', '.join(SCHEDULES)}")
     return GENERATORS[name](problem, workers)
