@@ -139,6 +139,11 @@ class Problem:
         return self.group_parts or parts_of(self.group, self.q_len)
 
     @property
+    def has_equal_parts(self) -> bool:
+        """Whether all parts of a group have as many query heads."""
+        return self.group % self.parts == 0
+
+    @property
     def all_parts(self) -> int:
         """Of all KV heads of a sequence. Part p of KV head h is number h * parts + p."""
         return self.heads * self.parts

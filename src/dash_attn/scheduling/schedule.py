@@ -72,12 +72,12 @@ class Placement:
 
     def _instances(self, problem: Problem) -> list[NDArray[np.int64]]:
         """(sequence, head) of all heads of each kind: the first part of every group, then the second one, and so on, if all are equal."""
-        sequences, kinds, equal = np.arange(problem.batch), len(self.starts), problem.group % problem.parts == 0
+        sequences, kinds = np.arange(problem.batch), len(self.starts)
         instances = []
         for heads in self.heads_of_kinds(problem):
             by_sequence = np.stack([np.repeat(sequences, len(heads)), np.tile(heads, problem.batch)], axis=1)
             place = by_sequence[:, 1] % problem.parts // kinds  # among the parts of this kind in its group
-            instances.append(by_sequence[np.argsort(place, kind="stable")] if equal else by_sequence)
+            instances.append(by_sequence[np.argsort(place, kind="stable")] if problem.has_equal_parts else by_sequence)
         return instances
 
     def _side_by_side(self, instances: list[NDArray[np.int64]]) -> list[tuple[int, NDArray[np.int64]]]:
