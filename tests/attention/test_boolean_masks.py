@@ -22,8 +22,7 @@ from dash_attn.call.options import AttentionOptions
 from dash_attn.call.planning import problem_of
 from dash_attn.execution.interleaving import interleaving
 from dash_attn.masks import TilePattern
-from dash_attn.masks.bit_matrix import BitMatrix
-from dash_attn.masks.boolean_mask import bits_on_device
+from dash_attn.masks.boolean_mask import BitMatrix, bits_on_device
 from dash_attn.nn import SelfAttention
 from dash_attn.scheduling import Schedule, generate
 from dense import Results, assert_same_bits, largest_error, random_inputs, run_dense, run_ours, same_bits

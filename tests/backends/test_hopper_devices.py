@@ -25,9 +25,8 @@ from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling import Problem
 from dash_attn.scheduling.plan import Plan
-from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.share import heads_that_fill
+from dash_attn.scheduling.ranks.share import heads_that_fill, in_legs
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
 from played_devices import Case, Played, in_random_order, play_devices

@@ -13,10 +13,10 @@ from torch import Tensor
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Given
-from dash_attn.distributed.context.gathering import Keys
+from dash_attn.distributed.context.mail import Keys
 from dash_attn.distributed.context.of_rank import Gradients, OfRows, Rows
-from dash_attn.distributed.context.passes import BackwardPass
-from dash_attn.distributed.context.shared_call import SharedCall, own_documents
+from dash_attn.distributed.context.passes import BackwardPass, RowBackward
+from dash_attn.distributed.context.shared_call import OwnDocument, SharedCall
 from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.ranks.units import Unit
 from document_cases import ROWS, wide_rows
@@ -95,8 +95,8 @@ def _sums_by_all_reduce() -> Iterator[None]:
 class _Partials(BackwardPass):
     """The control: each rank sums what its own queries give, with the same products in the same order, and no state travels."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, mail=None, **more)  # type: ignore[arg-type]
+    def __init__(self, row: RowBackward, own: OwnDocument) -> None:
+        super().__init__(row, own, mail=None)  # type: ignore[arg-type]
         self.sums: dict[Any, Tensor] = {}
 
     def sum_of(self, unit: Unit) -> Tensor:
@@ -110,14 +110,14 @@ class _Partials(BackwardPass):
 
 def _share_by_all_reduce(call: SharedCall, peers: Peers, rows: Rows, of_rows: OfRows, given: Given) -> Gradients:
     dout, q, k, v, out = rows
-    (own,) = own_documents(call, peers.rank)
-    keys = Keys(own.document, k, v, peers)
-    work = _Partials(own, (dout, q, out), of_rows, keys, given=given)
+    row = RowBackward(call, peers.rank, (dout, q, out), of_rows, lambda own: Keys(own.document, k, v, peers), given)
+    (own,) = row.own
+    work = _Partials(row, own)
     for unit in work.units:
         if unit.leg is not None:
             work.step(unit)
-    keys.start(len(own.document.gathers) - 1)
-    keys.finish()
+    work.keys.start(len(own.document.gathers) - 1)
+    work.keys.finish()
     for unit in own.document.shared.units:
         if unit.leg is None:
             state = work.sum_of(unit)

@@ -72,7 +72,7 @@ def test_names_use_words_as_the_glossary_does() -> None:
     [
         ("scheduling/order.py", "rank_within", "its turn"),
         ("scheduling/order.py", "RankOrder", "its turn"),
-        ("masks/bit_matrix.py", "PackedMatrix", "end to end"),
+        ("masks/boolean_mask.py", "PackedMatrix", "end to end"),
         ("masks/packed.py", "packed", "end to end"),
         ("execution/rules.py", "Ledger", "record of a run"),
         ("simulation/devices.py", "devices", "is a rank"),

@@ -158,15 +158,15 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_the_check_sees_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert {"numpy", "dash_attn.scheduling.schedule", "dash_attn.scheduling.generators._walks"} <= imports_of(
-        MODULES["dash_attn.scheduling.generators.spt"]
+    assert {"numpy", "dash_attn.scheduling.schedule", "dash_attn.scheduling.order"} <= imports_of(
+        MODULES["dash_attn.scheduling.generators.one_kind"]
     )
     assert "dash_attn.scheduling.schedule" not in imports_of(MODULES["dash_attn.scheduling.engine"])  # for the type checker only
     bad = PACKAGE / "scheduling" / "bad.py"
-    text = "import torch\nfrom ..simulation import bounds\n"
+    text = "import torch\nfrom ..simulation import simulate\n"
     monkeypatch.setattr(Path, "read_text", lambda path, **_: text if path == bad else "")
     monkeypatch.setitem(MODULES, "dash_attn.scheduling.bad", bad)
     assert broken_rules("dash_attn.scheduling.bad") == [
-        "dash_attn.scheduling.bad imports dash_attn.simulation.bounds, but scheduling may import masks only",
+        "dash_attn.scheduling.bad imports dash_attn.simulation.simulate, but scheduling may import masks only",
         "dash_attn.scheduling.bad imports torch, but scheduling needs numpy alone",
     ]

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from dash_attn import TileMap
 from dash_attn.masks import EMPTY, FULL, PARTIAL, BooleanMask, TilePattern
-from dash_attn.masks.bit_matrix import BitMatrix
+from dash_attn.masks.boolean_mask import BitMatrix, PatternPerHead
 from dash_attn.masks.encoding import mask_to_json
-from dash_attn.masks.tile_pattern import PatternPerHead
 from dash_attn.scheduling import Problem, generate, lower
 from dash_attn.scheduling.json_fields import as_mask
 

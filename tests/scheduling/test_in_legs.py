@@ -12,11 +12,9 @@ from dash_attn import Causal, Full, Mask, Prefix, ScheduleError, Window
 from dash_attn.call.planning import plan_on_any
 from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import HeadOrder, Order, turn_within
-from dash_attn.scheduling.ranks.in_legs import in_legs
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.share import share
-from dash_attn.scheduling.ranks.trips import Circle, trips_of
-from dash_attn.scheduling.ranks.units import SharedSchedule
+from dash_attn.scheduling.ranks.share import in_legs, share
+from dash_attn.scheduling.ranks.units import Circle, SharedSchedule, trips_of
 from dash_attn.scheduling.validate import StuckOnWorkers, TooFewWorkers
 
 ENOUGH = 1000

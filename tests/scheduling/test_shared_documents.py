@@ -10,10 +10,8 @@ import pytest
 
 from dash_attn import Causal, Full, Mask, Window
 from dash_attn.scheduling import Problem, generate
-from dash_attn.scheduling.ranks.documents import SharedDocument, deal_documents, in_turn
-from dash_attn.scheduling.ranks.in_legs import in_legs
-from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.share import share
+from dash_attn.scheduling.ranks.sharding import Sharding, SharedDocument, deal_documents, in_turn
+from dash_attn.scheduling.ranks.share import in_legs, share
 from dash_attn.scheduling.ranks.units import SharedSchedule, Unit
 from document_cases import own_sharding, random_lengths
 from unit_walks import run

@@ -8,7 +8,7 @@ import pytest
 
 from dash_attn.scheduling import GENERATORS, Problem, generate, lower
 from dash_attn.simulation import Machine, simulate
-from dash_attn.simulation.bounds import lower_bounds
+from dash_attn.simulation.simulate import lower_bounds
 
 PLAN_TARGET, PLAN_FACTOR = 0.2, 5
 SIMULATE_TARGET, SIMULATE_FACTOR = 10.0, 3

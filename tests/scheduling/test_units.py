@@ -13,8 +13,7 @@ from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, Order
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
-from dash_attn.scheduling.ranks.trips import Circle, trips_of
-from dash_attn.scheduling.ranks.units import SharedSchedule
+from dash_attn.scheduling.ranks.units import Circle, SharedSchedule, trips_of
 from shared_problems import random_sharding
 from strategies import acyclic_order
 from unit_walks import OutOfTurn, any_order, run

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dash_attn import ScheduleError
 from dash_attn.scheduling import GENERATORS, Problem, generate
 from dash_attn.scheduling.engine import Costs, run_in_model_time
-from dash_attn.simulation.bounds import lower_bounds
+from dash_attn.simulation.simulate import lower_bounds
 from reference import dealt
 from strategies import costs, examples, problems
 

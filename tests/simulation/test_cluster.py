@@ -27,7 +27,7 @@ from dash_attn.simulation.cluster import (
     Widths,
     simulate_ranks,
 )
-from dash_attn.simulation.cluster.models import TileModel
+from dash_attn.simulation.cluster.timeline import TileModel
 from dash_attn.simulation.machines import H200
 
 SIMULATOR_PAGE = Path(__file__).parents[2] / "docs/simulator.md"

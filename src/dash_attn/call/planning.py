@@ -18,7 +18,7 @@ from ..scheduling.generators import generate
 from ..scheduling.order import WORKER_INVARIANT
 from ..scheduling.plan import ORDER_DIGITS, Plan, lower
 from ..scheduling.problem import Problem
-from ..scheduling.ranks.in_legs import in_legs
+from ..scheduling.ranks.share import in_legs
 from ..scheduling.ranks.units import SharedSchedule, Unit
 from ..scheduling.schedule import Schedule, fit
 from ..scheduling.validate import StuckOnWorkers

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..scheduling.ranks.sharding import Sharding
 from .context.attention import context_parallel_attention
 from .context.explain import SharedExplanation
-from .context.layout import positions, shard, unshard
-from .heads import head_offset
+from .context.layout import head_offset, positions, shard, unshard
 from .micro_batches.accumulator import TreeAccumulator
 from .micro_batches.sampler import MicroBatchSampler
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .block_mask import from_block_mask as from_block_mask
 from .boolean_mask import BooleanMask as BooleanMask
+from .boolean_mask import PatternPerHead as PatternPerHead
+from .boolean_mask import TilePattern as TilePattern
 from .encoding import MASK_FORMS as MASK_FORMS
 from .encoding import parse_mask as parse_mask
 from .rules import EMPTY as EMPTY
@@ -19,5 +21,3 @@ from .rules import TileMap as TileMap
 from .rules import Window as Window
 from .rules import check_mask as check_mask
 from .rules import is_whole as is_whole
-from .tile_pattern import PatternPerHead as PatternPerHead
-from .tile_pattern import TilePattern as TilePattern

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .bit_matrix import BitMatrix
-from .boolean_mask import BooleanMask
+from .boolean_mask import BitMatrix, BooleanMask
 
 
 def from_block_mask(block_mask: Any) -> BooleanMask:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .boolean_mask import BooleanMask
+from .boolean_mask import BooleanMask, TilePattern
 from .rules import EMPTY, FULL, Causal, Documents, Full, Mask, Prefix, TileMap, Window, check_mask
-from .tile_pattern import TilePattern
 
 
 class Form(NamedTuple):

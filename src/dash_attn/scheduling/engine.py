@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder, Sum
+from .order import Sum
 from .problem import Task
 
 if TYPE_CHECKING:
@@ -222,16 +222,11 @@ def _blocked(schedule: Schedule, chains: list[Chain], waiting: dict[tuple[int, i
             q_tile, member, awaited = 0, 0, "the part before, to add dK and dV behind it"
         else:
             member, q_tile = divmod(key - chain.base, problem.q_tiles)
-            owner = _owner(schedule.order_of(part), q_tile, turn - 1)
+            order = schedule.order_of(part)
+            owners = order.chain[(order.q_tile == q_tile) & (order.turn == turn - 1)].tolist()  # one, or none has this turn
             awaited = f"turn {turn - 1} of its Q tile, which no task has"
-            if owner is not None:
-                late = "" if [sequence, part, owner] in started else ", whose chain has not started"
-                awaited = f"{problem.task(sequence, part, owner, q_tile, member)}{late}"
+            if owners:
+                late = "" if [sequence, part, owners[0]] in started else ", whose chain has not started"
+                awaited = f"{problem.task(sequence, part, owners[0], q_tile, member)}{late}"
         report.append((chain.worker, problem.task(sequence, part, kv_tile, q_tile, member), turn, awaited))
     return report
-
-
-def _owner(order: HeadOrder, q_tile: int, turn: int) -> int | None:
-    """The chain that has this turn of a Q tile."""
-    found = np.flatnonzero((order.q_tile == q_tile) & (order.turn == turn))
-    return int(order.chain[found[0]]) if len(found) else None

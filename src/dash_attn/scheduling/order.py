@@ -197,11 +197,6 @@ class Order:
     def kind_of(self, problem: Problem, part: int) -> int:
         return problem.kind_of(part, len(self.kinds))
 
-    @property
-    def slack(self) -> int | None:
-        known = [kind.slack for kind in self.kinds if kind.slack is not None]
-        return min(known) if known else None
-
     def same_bits(self, other: Order) -> bool:
         """Whether both orders sum everything in the same sequence."""
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(self.kinds, other.kinds, strict=False) for field in DECIDE_BITS]

@@ -43,9 +43,8 @@ class Placement:
     heads_in_round: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("workers", "lanes"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
-        object.__setattr__(self, "heads_in_round", whole_number("heads_in_round", self.heads_in_round, least=0))
+        for name, least in (("workers", 1), ("lanes", 1), ("heads_in_round", 0)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         object.__setattr__(self, "starts", tuple(frozen_ints(start) for start in self.starts))
         object.__setattr__(self, "segments", tuple(frozen_ints(self.segments).tolist()))
 
@@ -117,7 +116,8 @@ def _in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, .
     busy = -(-FILLED[0] * workers // (FILLED[1] * _chains_under_way(problem, lag)))
     enough = max(enough, min(busy, CACHED * problem.tile_kv // problem.q_tiles))
     if 2 * heads <= busy and lag >= LATE:
-        segments = _cut(segments, -(-problem.q_tiles * problem.most_members // HAND_OVER))
+        piece = -(-problem.q_tiles * problem.most_members // HAND_OVER)
+        segments = tuple(min(piece, size - first) for size in segments for first in range(0, size, piece))
     return -(-heads // max(1, heads // enough)), segments
 
 
@@ -140,11 +140,6 @@ def _chains_under_way(problem: Problem, lag: int) -> int:
     """
     lengths = int(problem.chain_lengths[0] + problem.chain_lengths[-1])
     return max(1, min(problem.kv_tiles, SIXTEENTHS * lengths * problem.most_members // max(1, lag)))
-
-
-def _cut(segments: tuple[int, ...], piece: int) -> tuple[int, ...]:
-    """Segments of at most `piece` chains."""
-    return tuple(min(piece, segment - first) for segment in segments for first in range(0, segment, piece))
 
 
 GENERATED_BY: dict[str, Callable[[Problem, int], Schedule]] = {}  # by name; generators/ fills it, which this file cannot import
@@ -202,7 +197,8 @@ class Schedule:
 
     @property
     def slack(self) -> int | None:
-        return self.order.slack
+        """Of the kind of head that has least."""
+        return min((kind.slack for kind in self.order.kinds if kind.slack is not None), default=None)
 
     @cached_property
     def gang(self) -> int:
@@ -232,13 +228,7 @@ class Schedule:
     @cached_property
     def _json(self) -> str:
         """Kept: a call that is given a schedule looks itself up by this text."""
-        placement = {
-            "workers": self.workers,
-            "lanes": self.placement.lanes,
-            "starts": [s.tolist() for s in self.placement.starts],
-            "segments": list(self.placement.segments),
-            "heads_in_round": self.placement.heads_in_round,
-        }
+        placement = vars(self.placement) | {"starts": [start.tolist() for start in self.placement.starts]}
         value = {"problem": self.problem.to_json(), "order": self.order.to_json(), "placement": placement}
         return json.dumps(value, indent=1)
 
@@ -250,11 +240,8 @@ class Schedule:
         that every run has the same bits.
         """
         value = read_fields(load_json(text, "a schedule"), "the JSON of a schedule", ("problem", "order", "placement"))
-        problem, order, placement = (
-            Problem.from_json(value["problem"]),
-            Order.from_json(value["order"]),
-            _read_placement(value["placement"]),
-        )
+        problem, order = Problem.from_json(value["problem"]), Order.from_json(value["order"])
+        placement = _read_placement(value["placement"])
         _check_size(problem, order)
         return cls(problem, replace(order, guarantees=proven_guarantees(problem, order, placement.workers)), placement)
 

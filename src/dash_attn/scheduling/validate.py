@@ -35,10 +35,6 @@ class TooFewWorkers(StuckOnWorkers):
             " its bits are different, so use it on every machine of a run" + (f"\n{details}" if details else "")
         )
 
-    def asked_for_as(self, name: str) -> TooFewWorkers:
-        """The same for somebody who named no schedule, in one line: details are for those who write one."""
-        return TooFewWorkers(name, self.needed, self.workers)
-
 
 def validate(schedule: Schedule) -> None:
     """Raise ScheduleError unless coverage, turns, contiguity and freedom from deadlock all hold."""

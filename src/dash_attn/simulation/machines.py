@@ -2,17 +2,20 @@
 
 Those of an H200 come with the package: fitted to 45 measured schedules per head dim; benchmarks/results/h200-prediction.json
 has the errors. `dash-attn calibrate` writes those of another machine to a file.
+
+A cluster is ranks on such machines, what lies between them, and how wide what they send is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..scheduling.json_fields import as_number, as_object, as_text, as_whole, as_wholes, read_fields, read_json_file, shortened
-from ..scheduling.problem import whole_number
+from ..scheduling.problem import Problem, whole_number
 from .simulate import Machine
 
 FORMAT = 1
@@ -23,6 +26,8 @@ H200 = {
     128: Machine(compute=1.93, reduce=0.58, overlap=2, latency=2.9, startup=3.85),
     64: Machine(compute=2.15, reduce=0.65, overlap=2, latency=2.58, startup=3.23),
 }
+STATE_BYTES = 4  # float32, as in registers
+BYTES_PER_US = 1000.0  # of one GB/s
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,8 @@ class Calibrated:
             raise ValueError(f"{got}; expected format {FORMAT} in {UNIT}")
         names = ("machine", "name", "backend", "unit", "workers", "head_dims")
         read = read_fields(found, "the constants of a machine", names, ("measured",))  # `measured`: what they were fitted to
-        if not isinstance(read["head_dims"], dict):
-            raise ValueError(f"head_dims must be an object; got {shortened(read['head_dims'])}")
-        dims = {_head_dim(word): _constants(entry, f"head_dims.{word}") for word, entry in read["head_dims"].items()}
+        entries = as_object(read["head_dims"], "head_dims")
+        dims = {_head_dim(word): _constants(entry, f"head_dims.{word}") for word, entry in entries.items()}
         constants, tiles = ({dim: found[i] for dim, found in dims.items()} for i in range(2))
         who = as_text(read["name"], "name"), as_text(read["backend"], "backend"), as_whole(read["workers"], "workers", least=1)
         return cls(*who, constants, tiles)  # type: ignore[arg-type]
@@ -99,3 +103,50 @@ def load_machine(word: str) -> Calibrated:
         return Calibrated.from_json(value)
     except ValueError as error:
         raise ValueError(f"{path} is no machine file: {error}") from error
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of a row of a head, and the bytes of each of them in queries, keys, values and outputs."""
+
+    dim_qk: int = 128
+    dim_v: int = 128
+    element: int = 2  # bfloat16 or float16
+
+    def __post_init__(self) -> None:
+        for name in ("dim_qk", "dim_v", "element"):
+            whole_number(name, getattr(self, name))
+
+    def keys(self, rows: int) -> int:
+        """Bytes of K and V of one head."""
+        return rows * (self.dim_qk + self.dim_v) * self.element
+
+    def states(self, problem: Problem, tiles: int) -> int:
+        """Bytes of the states of so many KV tiles. The last tile of a sequence travels whole, as it is in registers."""
+        return tiles * problem.tile_kv * (self.dim_qk + self.dim_v) * STATE_BYTES
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal ranks. How many there are is the sharding's to say. Constants of `machine` are microseconds.
+
+    hop_latency_us: from the end of a unit until its states are on the next rank, beside the transfer itself.
+    bandwidth_GBs: what a rank can send, in 10^9 bytes per second. What it sends goes one after the other.
+    """
+
+    machine: Machine = H200[128]
+    workers: int = 132  # SMs of a rank
+    hop_latency_us: float = 10.0
+    bandwidth_GBs: float = 400.0
+    widths: Widths = field(default_factory=Widths)
+
+    def __post_init__(self) -> None:
+        whole_number("workers", self.workers)
+        if not (self.hop_latency_us >= 0 and math.isfinite(self.hop_latency_us)):
+            raise ValueError(f"hop_latency_us must be a finite number >= 0; got {self.hop_latency_us!r}")
+        if not self.bandwidth_GBs > 0:
+            raise ValueError(f"bandwidth_GBs must be a number > 0; got {self.bandwidth_GBs!r}")
+
+    def transfer_us(self, size: int) -> float:
+        """How long so many bytes keep a link busy."""
+        return size / (self.bandwidth_GBs * BYTES_PER_US)

@@ -23,7 +23,7 @@ from dash_attn.distributed.context.moves import Movement, moves_of
 from dash_attn.distributed.context.rows import documents_in, sharding_for
 from dash_attn.distributed.context.shared_call import Document, SharedCall
 from dash_attn.distributed.peers import Peers
-from dash_attn.scheduling.ranks import documents as dealing
+from dash_attn.scheduling.ranks import sharding as dealing
 from dash_attn.scheduling.ranks.sharding import CutTile
 from dash_attn.scheduling.ranks.units import Unit
 from document_cases import FEW, RowCase, each_alone, random_row, row

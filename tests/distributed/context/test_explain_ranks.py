@@ -20,8 +20,8 @@ from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
-from dash_attn.distributed.context.gathering import Keys
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
+from dash_attn.distributed.context.mail import Keys
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.context.passes import BackwardPass
 from dash_attn.distributed.context.shared_call import SharedCall

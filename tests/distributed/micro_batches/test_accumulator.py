@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dash_attn.distributed import TreeAccumulator
 from dash_attn.distributed.micro_batches import buckets
-from dash_attn.distributed.micro_batches.agreement import MUST_AGREE, Report
+from dash_attn.distributed.micro_batches.accumulator import MUST_AGREE, Report
 from tree_models import OddModel, backward, bits, gradients, mean_by_definition, mlp
 
 COUNTS = [*range(1, 18), 64]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern
-from ...masks.bit_matrix import words_and_places
+from ...masks.boolean_mask import words_and_places
 from ..kept import Kept, upload
 from .tiles import Tile
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from ...call.call import Modifiers
 from ...scheduling.ranks.units import Unit
 from .asked import Given
-from .gathering import whole_keys
-from .mail import Mailbox
+from .mail import Mailbox, whole_keys
 from .moves import Movement, apart, moves_of, side_by_side
-from .passes import RowBackward, forward_of_rank, sum_of_sinks
+from .passes import BackwardPass, RowBackward, forward_of_rank, sum_of_sinks
 from .rows import by_head, by_row, rows_of
 from .shared_call import SharedCall
 
@@ -80,7 +79,7 @@ def _forward(call: SharedCall, rank: int, rows: Sequence[Tensor], keys: Sequence
 def _run(call: SharedCall, ranks: Sequence[RowBackward], mailbox: Mailbox, units: Iterable[Unit] | None) -> None:
     for document in call.in_turn:
         own = [next(one for one in ranks[rank].own if one.document.number == document.number) for rank in document.ranks]
-        works = [ranks[rank].start(one, mailbox) for rank, one in zip(document.ranks, own, strict=True)]
+        works = [BackwardPass(ranks[rank], one, mailbox) for rank, one in zip(document.ranks, own, strict=True)]
         for unit in document.shared.units if units is None else units:
             works[unit.rank].step(unit)
         for rank, one, work in zip(document.ranks, own, works, strict=True):

@@ -77,8 +77,7 @@ class Moves:
     def _worked_on(self) -> list[Places]:
         if self.call.is_one:
             return self._own
-        shared = [[(one.document, one.rank) for one in own_documents(self.call, rank)] for rank in self.ranks]
-        return [_joined([document.rows.start + document.sharding.rows_of(rank) for document, rank in some]) for some in shared]
+        return [_joined([document.rows_of(rank) for document in self.documents]) for rank in self.ranks]
 
     @cached_property
     def to_workers(self) -> Movement:

@@ -17,8 +17,7 @@ from ...call.parts import backward_end_to_end, document_ends, end_to_end, in_row
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
 from .asked import Asked, Given, Part
-from .gathering import Keys, whole_keys
-from .mail import RankMail
+from .mail import Keys, RankMail, whole_keys
 from .moves import move, moves_of
 from .passes import KeysOf, RowBackward, forward_of_rank, sum_of_sinks
 from .shared_call import Lengths, SharedCall

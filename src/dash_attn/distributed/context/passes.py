@@ -17,8 +17,7 @@ from ...backends import RankBackward
 from ...call.call import Call, sum_in_order
 from ...scheduling.ranks.units import Unit
 from .asked import Given
-from .gathering import Keys
-from .mail import Mailbox, RankMail
+from .mail import Keys, Mailbox, RankMail
 from .shared_call import OwnDocument, SharedCall, own_documents
 
 KeysOf = Callable[[OwnDocument], Keys]
@@ -49,20 +48,12 @@ def _forward(own: OwnDocument, q: Tensor, keys: Keys, given: Given, into: tuple[
 class BackwardPass:
     """The backward of a rank's share of a document: a `step` for each of its units, then `finish`."""
 
-    def __init__(
-        self,
-        own: OwnDocument,
-        rows: tuple[Tensor, ...],
-        of_rows: tuple[Tensor, Tensor | None],
-        keys: Keys,
-        mail: Mail,
-        given: Given,
-    ) -> None:
-        """rows: dout, q and out of the rank; of_rows: its LSE and, where it was used, the gradient of that."""
-        document, call = own.document, own.document.row
-        self.document, self.shared, self.keys, self.mail = document, document.shared, keys, mail
-        more = {} if given.modifiers is None else {"modifiers": given.modifiers}
-        arguments = document.plan, document.shared, own.rank, call.options, rows, of_rows
+    def __init__(self, row: RowBackward, own: OwnDocument, mail: Mail) -> None:
+        document, call, modifiers = own.document, own.document.row, row.given.modifiers
+        self.document, self.shared, self.keys, self.mail = document, document.shared, row.keys_of(own), mail
+        more = {} if modifiers is None else {"modifiers": modifiers}
+        rows, of_rows = [x[:, own.rows] for x in row.rows], [None if x is None else x[:, :, own.rows] for x in row.of_rows]
+        arguments = document.plan, document.shared, own.rank, call.options, tuple(rows), tuple(of_rows)
         self.backward: RankBackward = call.backend.RankBackward(*arguments, **more)
         self.units = self.shared.by_rank[own.rank]
         self._states: dict[int, Tensor] = {}  # of units whose next leg is here, too
@@ -108,7 +99,7 @@ class BackwardPass:
 
 
 class RowBackward:
-    """The backward of a rank: `start` and `end` each of its documents, in turn; between, a `step` for each unit."""
+    """The backward of a rank: each of its documents in turn, a BackwardPass and the `end` of it."""
 
     def __init__(
         self,
@@ -125,11 +116,6 @@ class RowBackward:
         self._found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by document: dQ, dK and dV
         self._kept: dict[int, RankBackward] = {}  # by document: the gradient of sinks needs them behind their units
 
-    def start(self, own: OwnDocument, mail: Mail) -> BackwardPass:
-        lse, dlse = (None if x is None else x[:, :, own.rows] for x in self.of_rows)
-        assert lse is not None
-        return BackwardPass(own, tuple(x[:, own.rows] for x in self.rows), (lse, dlse), self.keys_of(own), mail, self.given)
-
     def end(self, own: OwnDocument, work: BackwardPass) -> None:
         self._found[own.document.number] = work.finish()
         if self.given.sinks is not None:
@@ -137,7 +123,7 @@ class RowBackward:
 
     def run(self, mail: Mail) -> None:
         for own in sorted(self.own, key=lambda own: own.document.turn):
-            work = self.start(own, mail)
+            work = BackwardPass(self, own, mail)
             for unit in work.units:
                 work.step(unit)
             self.end(own, work)

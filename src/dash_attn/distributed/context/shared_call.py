@@ -18,10 +18,8 @@ from ...call.options import AttentionOptions
 from ...call.planning import DEFAULT_WORKERS, hash_of, plan_for, schedule_for
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
-from ...scheduling.ranks.documents import SharedDocument, deal_documents, in_turn
-from ...scheduling.ranks.in_legs import in_legs
-from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.ranks.share import share
+from ...scheduling.ranks.sharding import Sharding, SharedDocument, deal_documents, in_turn
+from ...scheduling.ranks.share import in_legs, share
 from ...scheduling.ranks.units import SharedSchedule, Unit
 
 MOST_GATHERS = 4  # in which keys and values of all KV heads come
@@ -102,13 +100,10 @@ class SharedCall:
 
 
 @dataclass(frozen=True, eq=False)
-class Document:
-    """One of a row. Rank i of its sharding is rank `ranks[i]` of the row."""
+class Document(SharedDocument):
+    """One of a row, planned."""
 
     row: SharedCall
-    rows: range  # of the row
-    sharding: Sharding
-    ranks: tuple[int, ...]
     number: int  # in the row
     turn: int  # in the order in which ranks take documents
     first_tag: int  # of its messages
@@ -179,7 +174,7 @@ def _planned(call: SharedCall) -> tuple[Document, ...]:
     found, tag = [], 0
     for turn, number in enumerate(in_turn(places)):
         place = places[number]
-        found.append(Document(call, place.rows, place.sharding, place.ranks, number, turn, tag))
+        found.append(Document(place.rows, place.sharding, place.ranks, call, number, turn, tag))
         tag += len(found[-1].shared.units)
     return tuple(sorted(found, key=lambda document: document.number))
 

@@ -1,4 +1,7 @@
-"""Sums over ranks, a bucket of parameters at a time. Additions are element by element, so buckets and shares never change bits."""
+"""Gradients that can be added in a fixed order, and their sums over ranks, a bucket of parameters at a time.
+
+Additions are element by element, so buckets and shares never change bits.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,94 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..peers import Peers
-from .gradients import Parameters, add, gradient_dtype, sum_dtype
 from .tree import tree_sum
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SHARDS_GRADIENTS = "FullyShardedDataParallel"  # by name: importing it takes long
+Parameters = dict[str, nn.Parameter]
+Layout = tuple[tuple[str, str], ...]  # name, and all else that counts
 BUCKET_BYTES = 25 * 2**20
 Presence = tuple[bool, ...]  # by rank: has it a partial sum of the parameter?
+
+
+def trainable(model: nn.Module) -> Parameters:
+    """By name, each once, in the model's order."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+    _check_own_reduction(model)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None]
+    if frozen:
+        raise ValueError(f"parameter {frozen[0]!r} is frozen but has a gradient: set its .grad to None, or let it require a gradient")
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError("the model has no parameter that requires a gradient")
+    for name, parameter in found.items():
+        _check(name, parameter)
+    return found
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """That of .grad; PyTorch 2.10 and later let it differ from the parameter's."""
+    chosen: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return chosen
+
+
+def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Sums are at least float32. So each gradient is added exactly as it is, and the mean is rounded once."""
+    return torch.promote_types(gradient_dtype(parameter), torch.float32)
+
+
+def layout_of(parameters: Parameters) -> Layout:
+    """What must not change within a step, and not differ between ranks."""
+    numbers = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in parameters.values()))}  # ranks number alike
+    return tuple((name, f"{tuple(p.shape)} {gradient_dtype(p)} {p.device.type} {numbers[p.device]}") for name, p in parameters.items())
+
+
+def take(parameter: nn.Parameter) -> Tensor | None:
+    """A copy of the gradient in the dtype of sums; the parameter has none afterwards."""
+    if parameter.grad is None:
+        return None
+    taken = parameter.grad.detach().to(sum_dtype(parameter), copy=True, memory_format=torch.contiguous_format)
+    parameter.grad = None
+    return taken
+
+
+def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """left + right, in the memory of left. What is not there adds nothing, not even a zero: -0.0 + 0.0 would be 0.0."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right)
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    dtype, gradient = gradient_dtype(parameter), parameter.grad
+    if dtype not in DTYPES:
+        raise ValueError(f"the gradient of {name!r} must have one of {', '.join(map(str, DTYPES))}; got {dtype}")
+    if gradient is None:
+        return
+    if type(gradient) not in (Tensor, nn.Parameter):
+        raise TypeError(f"the gradient of {name!r} must be a plain tensor with all elements; got {type(gradient).__name__}")
+    if gradient.is_meta:
+        raise ValueError(f"the gradient of {name!r} must have values; got one on the meta device")
+    if gradient.layout is not torch.strided:
+        raise ValueError(f"the gradient of {name!r} must be dense; got layout {gradient.layout}: build its layer with sparse=False")
+    if gradient.dtype is not dtype:
+        raise ValueError(f"the gradient of {name!r} must have dtype {dtype}, so that .grad can hold the mean; got {gradient.dtype}")
+
+
+def _check_own_reduction(model: nn.Module) -> None:
+    """A wrapper that reduces gradients during backward would add them in its own order, before we see them."""
+    for module in model.modules():
+        if type(module).__name__ == SHARDS_GRADIENTS:
+            raise ValueError(f"{SHARDS_GRADIENTS} reduces and shards gradients itself; use the bare model or DistributedDataParallel")
+        if isinstance(module, DistributedDataParallel) and (module.require_backward_grad_sync or module.require_forward_param_sync):
+            raise RuntimeError(
+                "DistributedDataParallel reduces gradients itself: put the forward pass, backward, add and finish of all steps inside "
+                "`with model.no_sync():`"
+            )
 
 
 @dataclass(frozen=True)

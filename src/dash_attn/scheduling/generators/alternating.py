@@ -18,7 +18,7 @@ import numpy as np
 from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import HAND_OVER, Schedule
-from ._walks import downward, upward
+from .one_kind import downward, upward
 
 ONE_CLASS = 8  # KV tiles up to which there are no classes (H200, head dim 64) ...
 ONE_CAUSAL_CLASS = 48  # ... on causal masks (H200, head dims 64 and 256) ...

@@ -20,19 +20,14 @@ def symmetric_shift(problem: Problem, workers: int) -> Schedule:
     first_q = _first_q_tiles(problem)
     n, q_tiles = problem.kv_tiles, problem.q_tiles
     half = n // 2
-    walks: list[NDArray[np.int64]] = [np.arange(0)] * n
+    walks = [np.arange(q_tiles - 1, first - 1, -1) for first in first_q]  # down: those of the second half, and the middle one
     first_step = np.zeros(n, dtype=np.int64)
     shared = first_q[half - 1] if half else 0  # the rectangle: Q tiles every chain of the first half visits
     for i in range(half):
-        mirror = n - 1 - i
         offset = first_q[i] - first_q[0]
         rectangle = shared + (np.arange(q_tiles - shared) + offset) % max(1, q_tiles - shared)
         walks[i] = np.concatenate([rectangle, np.arange(first_q[i], shared)])
-        walks[mirror] = np.arange(q_tiles - 1, first_q[mirror] - 1, -1)
-        first_step[mirror] = len(walks[i])
-    if n % 2:
-        walks[half] = np.arange(q_tiles - 1, first_q[half] - 1, -1)
-        first_step[half] = 0
+        first_step[n - 1 - i] = len(walks[i])
     chain = np.repeat(np.arange(n), [len(w) for w in walks])
     q_tile = np.concatenate(walks)
     position = np.arange(len(chain)) - np.searchsorted(chain, chain, side="left")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
 from ..problem import Problem
 from ..schedule import HAND_OVER, Schedule
-from .spt import shortest_first
+from .one_kind import shortest_first
 
 BLOCK, BLOCKS = 32, 4  # most chains of a block, least blocks of a head: more balances better, fewer wait less (docs/log.md)
 DISTANCES = (HAND_OVER, 1)  # steps between chains on a Q tile: enough for a hand-over, or what the mask has room for

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.sharding import Sharding
-from .machines import STATE_BYTES, Cluster
+from ..machines import STATE_BYTES, Cluster
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....errors import Unsupported
 from ....masks import BooleanMask, TileMap
-from ....masks.bit_matrix import BitMatrix
+from ....masks.boolean_mask import BitMatrix
 from ....scheduling.problem import Problem
 from ...kept import lasting, refuse_capture, refuse_capture_of, upload
 from ..driver.launch import current_stream, device_index, on_device

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....masks import IntervalMask, Mask, TileMap, TilePattern
-from ....masks.tile_pattern import BLOCK
+from ....masks.boolean_mask import BLOCK
 from ....scheduling.plan import Plan, visit_tables
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement

@@ -29,7 +29,7 @@ class MaskParams(Structure):
 
 class MaskBitsParams(Structure):
     in_c = """
-    // A boolean matrix (masks/bit_matrix.py), and the partial tiles of which bits are wanted.
+    // A boolean matrix (masks/boolean_mask.py), and the partial tiles of which bits are wanted.
     const u64* words;  // [block][64] rows
     const int* places;  // [block of queries][block of keys] which of them it is
     const int2* tiles;  // [count] Q tile, KV tile

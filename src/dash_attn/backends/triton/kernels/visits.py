@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 BAND, ROWS, BLOCKS, BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-BIT_BLOCK = tl.constexpr(64)  # rows and columns of a block of a boolean matrix: masks/tile_pattern.py
+BIT_BLOCK = tl.constexpr(64)  # rows and columns of a block of a boolean matrix: masks/boolean_mask.py
 
 
 @triton.jit
