@@ -16,7 +16,6 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -114,8 +113,7 @@ def _check_mark(path: Path, data: bytes) -> None:
     raise LedgerError(f"{path} is not a ledger: it begins with {data!r}, a ledger with {MARK!r}")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What one recorded tensor is: where in a step it was, its dtype and shape. The sum over its bits is in the record of the step.
 
     `module` is the name in the model, "" the model itself; `call` counts its calls within the step.
@@ -156,19 +154,15 @@ class Entry:
     def kept_bytes(self) -> int:
         return self.kept * self.itemsize
 
-    def to_json(self) -> list[Any]:
-        fields = (self.phase, self.module, self.tensor, self.dtype, list(self.shape), self.kept, self.role, self.call, self.caller)
-        return [*fields, list(self.takers)]
-
     @staticmethod
     def from_json(fields: list[Any]) -> Entry:
-        phase, module, tensor, dtype, shape, kept, role, call, caller, takers = fields
-        return _made(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
+        """From the list that JSON makes of it."""
+        return _made(*(tuple(field) if isinstance(field, list) else field for field in fields))
 
 
 @lru_cache(maxsize=2**16)  # steps record the same tensors, and the host's time is the run's
 def _described(entry: Entry, name: str, dtype: torch.dtype, shape: torch.Size, kept: int) -> Entry:
-    return replace(entry, tensor=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), kept=kept)
+    return entry._replace(tensor=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), kept=kept)
 
 
 _made = lru_cache(maxsize=2**18)(Entry)  # layouts of one run, and of two, have most entries in common

@@ -67,10 +67,9 @@ def read(path: Path) -> dict[str, Any]:
             raise ValueError("there are no rows")
         for row in rows:
             _check_row(row)
-    except (KeyError, TypeError):
-        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them") from None
-    except ValueError as error:
-        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        why = f": {error}" if isinstance(error, ValueError) else ""
+        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them{why}") from None
     return {"gpu": gpu, "rows": rows}
 
 
@@ -84,12 +83,8 @@ def _check_row(row: Row) -> None:
             raise ValueError(f"{key} must be a time > 0; got {row[key]}")
 
 
-def draw_prediction(prediction: dict[str, Any], path: Path) -> None:
-    """One dot per schedule and shape."""
-    write(path, lambda: prediction_figure(prediction))
-
-
 def prediction_figure(prediction: dict[str, Any]) -> Any:
+    """One dot per schedule and shape."""
     from matplotlib.figure import Figure
 
     rows = prediction["rows"]
@@ -98,7 +93,10 @@ def prediction_figure(prediction: dict[str, Any]) -> Any:
     figure.subplots_adjust(0.085, 0.09, 0.985, 0.855)
     _scales(axes, [row[key] / 1000 for row in rows for key in ("measured_us", "predicted_us")])
     for name in in_known_order({row["schedule"] for row in rows}):
-        _scatter(axes, name, [row for row in rows if row["schedule"] == name])
+        colour, marker = SCHEDULE_LOOKS.get(name, OTHER_LOOK)
+        points = [row for row in rows if row["schedule"] == name]
+        predicted, measured = ([row[key] / 1000 for row in points] for key in ("predicted_us", "measured_us"))
+        axes.scatter(predicted, measured, s=75, color=colour, marker=marker, edgecolor="white", linewidth=0.6, zorder=4, label=name)
     for row in outliers(rows):
         _label(axes, row)
     axes.set_xlabel("predicted by the simulator (ms)")
@@ -136,12 +134,6 @@ def _scales(axes: Any, times: list[float]) -> None:
     axes.plot(ends, ends, color=INK, linewidth=1.2, zorder=2)
 
 
-def _scatter(axes: Any, name: str, rows: list[Row]) -> None:
-    colour, marker = SCHEDULE_LOOKS.get(name, OTHER_LOOK)
-    predicted, measured = ([row[key] / 1000 for row in rows] for key in ("predicted_us", "measured_us"))
-    axes.scatter(predicted, measured, s=75, color=colour, marker=marker, edgecolor="white", linewidth=0.6, zorder=4, label=name)
-
-
 def _label(axes: Any, row: Row) -> None:
     """Outside the band: left of a point above it, right of one below."""
     text = f"{row['mask']} {thousands(row['seqlen'])}, d{row['head_dim']}: {100 * row['error']:+.0f} %"
@@ -150,10 +142,6 @@ def _label(axes: Any, row: Row) -> None:
     where = {"xytext": (-9 if above else 9, 0), "textcoords": "offset points", "ha": "right" if above else "left", "va": "center"}
     point = (row["predicted_us"] / 1000, row["measured_us"] / 1000)
     axes.annotate(text.replace("-", "\N{MINUS SIGN}"), point, size=12, color=INK, bbox=paper, zorder=3, **where)
-
-
-def draw_errors(prediction: dict[str, Any], path: Path) -> None:
-    write(path, lambda: errors_figure(prediction))
 
 
 def errors_figure(prediction: dict[str, Any]) -> Any:
@@ -200,8 +188,5 @@ def _row(axes: Any, row: int, name: str, errors: list[float]) -> None:
 def _errors_title(prediction: dict[str, Any]) -> str:
     gpu = prediction["gpu"].removeprefix("NVIDIA ")
     sizes = [abs(row["error"]) for row in prediction["rows"]]
-    return f"The simulator on {gpu}: off by {100 * median(sizes):.1f} % in the median of {len(sizes)} runs, {100 * _rms(sizes):.1f} % rms"
-
-
-def _rms(values: list[float]) -> float:
-    return math.sqrt(sum(v * v for v in values) / len(values))
+    rms = math.sqrt(sum(size * size for size in sizes) / len(sizes))
+    return f"The simulator on {gpu}: off by {100 * median(sizes):.1f} % in the median of {len(sizes)} runs, {100 * rms:.1f} % rms"

@@ -17,9 +17,9 @@ from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
 from ..machine import device_facts, version_facts
 from .cases import INPUT_GENERATOR, SEED, Case, Results, hashes, sha256
-from .fresh import fresh_results
 from .guarantees import CaseTest, Status, comparisons, worst
-from .ranks import check_ranks
+from .surroundings import fresh_results
+from .ways import check_ranks
 
 FORMAT = 1
 COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
