@@ -155,7 +155,8 @@ class ModuleHooks:
         self._takers.clear()
 
     def _begins(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        phase = "recompute" if _in_backward() else "forward"
+        in_backward = torch._C._current_graph_task_id() != -1
+        phase = "recompute" if in_backward else "forward"
         entry = Entry(phase, name, "", call=self._calls[phase, name], caller=self.current_module())
         self._calls[phase, name] += 1
         arguments = {**{str(place): argument for place, argument in enumerate(args)}, **kwargs}
@@ -206,10 +207,6 @@ def _seen(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 def _own(tensors: dict[str, Any]) -> list[Leaf]:
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class AttentionCalls:

@@ -160,7 +160,8 @@ def compare_runs(
     if not any(of_rank.tensors for of_rank in found.values()):
         raise LedgerError(f"nothing was recorded in both runs: A has {span(shown.a.steps)} and B has {span(shown.b.steps)}")
     firsts = [of_rank.first for of_rank in found.values() if of_rank.first is not None]
-    first = min(firsts, key=_time_of, default=None)
+    # Ranks run side by side: a fault in the forward of one reaches the others with its gradients.
+    first = min(firsts, key=lambda one: (one.step, not one.before_it, PHASES.index(one.pair.entry.phase)), default=None)
     if first is not None:
         shown = next(pair for pair in runs.pairs if pair.rank == first.rank)
     lacking = list(lacks(runs, bool(found[runs.pairs[0].rank].steps), {rank: of_rank.alone for rank, of_rank in found.items()}))
@@ -181,11 +182,6 @@ def compare_runs(
         attention=attention_changes(shown.a, shown.b),
         notes=[*notes_on(runs), *_notes_of_difference(runs, first, firsts), *notes_of_ranks],
     )
-
-
-def _time_of(first: FirstDifference) -> tuple[int, bool, int]:
-    """Ranks run side by side: a fault in the forward of one reaches the others with its gradients."""
-    return first.step, not first.before_it, PHASES.index(first.pair.entry.phase)
 
 
 def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:

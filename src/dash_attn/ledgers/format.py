@@ -90,15 +90,11 @@ def _record_at(path: Path, file: BinaryIO, place: int) -> Record | None:
         payload = file.read(length)
         if kind in KINDS and of_payload == zlib.crc32(payload):
             return Record(place, kind, payload)
-    if _solid_end(file, place) < end:  # a machine that crashed had given the file its size, and not yet its bytes
+    file.seek(place)
+    solid = place + len(file.read().rstrip(b"\0"))  # behind it are zeros alone
+    if solid < end:  # a machine that crashed had given the file its size, and not yet its bytes
         return None
     raise LedgerError(f"{path} is damaged: the record at byte {place:,} of {size:,} does not match its checksum")
-
-
-def _solid_end(file: BinaryIO, place: int) -> int:
-    """Behind it are zeros alone."""
-    file.seek(place)
-    return place + len(file.read().rstrip(b"\0"))
 
 
 def _check_mark(path: Path, data: bytes) -> None:
@@ -212,7 +208,8 @@ class LedgerFile:
 
     def _prepare(self, append: bool) -> None:
         """Get ready for the next record. What a crash left behind the last one is removed."""
-        if self._is_empty():
+        # Empty is also where a machine crashed before anything was on its disk, and left zeros.
+        if not any(os.pread(self._file, len(MARK), 0)) and not any(os.pread(self._file, os.fstat(self._file).st_size, 0)):
             os.ftruncate(self._file, 0)
             self._write(MARK)
         elif append:
@@ -221,10 +218,6 @@ class LedgerFile:
         else:
             why = "choose another folder, or continue that run with resume_from=<its next step>"
             raise LedgerError(f"{self.path} has a run already: {why}")
-
-    def _is_empty(self) -> bool:
-        """Also where a machine crashed before anything was on its disk, and left zeros."""
-        return not any(os.pread(self._file, len(MARK), 0)) and not any(os.pread(self._file, os.fstat(self._file).st_size, 0))
 
     def _write(self, data: bytes) -> None:
         try:

@@ -128,9 +128,8 @@ def summary(results: Results, path: Path) -> dict[str, Any]:
 
 
 def _ordered_over_unordered(rows: list[Row]) -> list[float]:
-    times = {
-        (row["candidate"], json.dumps(row["shape"])): row["median_ms"] for row in rows if row["pass"] == "backward" and "median_ms" in row
-    }
+    timed = [row for row in rows if row["pass"] == "backward" and "median_ms" in row]
+    times = {(row["candidate"], json.dumps(row["shape"])): row["median_ms"] for row in timed}
     shapes = [shape for name, shape in times if name == OURS and (UNORDERED, shape) in times]
     return [times[UNORDERED, shape] / times[OURS, shape] for shape in shapes]
 

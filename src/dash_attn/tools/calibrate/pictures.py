@@ -102,19 +102,15 @@ def prediction_figure(prediction: dict[str, Any]) -> Any:
     axes.set_xlabel("predicted by the simulator (ms)")
     axes.set_ylabel("measured (ms)")
     axes.legend(loc="lower right", framealpha=1, edgecolor="white", handletextpad=0.3)
-    figure.text(0.012, 0.985, _prediction_title(prediction), size=17, weight="bold", va="top")
+    gpu = prediction["gpu"].removeprefix("NVIDIA ")
+    title = f"The fitted simulator gives {len(rows) - len(outliers(rows))} of {len(rows)} kernel times on {gpu} within 10 %"
+    figure.text(0.012, 0.985, title, size=17, weight="bold", va="top")
     figure.text(0.012, 0.942, PREDICTION_NOTE, va="top", linespacing=1.3)
     return figure
 
 
 def outliers(rows: list[Row]) -> list[Row]:
     return [row for row in rows if abs(row["error"]) > CLOSE]
-
-
-def _prediction_title(prediction: dict[str, Any]) -> str:
-    rows = prediction["rows"]
-    gpu = prediction["gpu"].removeprefix("NVIDIA ")
-    return f"The fitted simulator gives {len(rows) - len(outliers(rows))} of {len(rows)} kernel times on {gpu} within 10 %"
 
 
 def _scales(axes: Any, times: list[float]) -> None:
@@ -147,7 +143,9 @@ def _label(axes: Any, row: Row) -> None:
 def errors_figure(prediction: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
-    errors = by_schedule(prediction["rows"])
+    rows = prediction["rows"]
+    names = in_known_order({row["schedule"] for row in rows})
+    errors = {name: [100 * row["error"] for row in rows if row["schedule"] == name] for name in names}  # in per cent
     height = TOP + ROW * len(errors) + BOTTOM
     figure = Figure(figsize=(WIDTH, height))
     axes = figure.subplots()
@@ -165,12 +163,6 @@ def errors_figure(prediction: dict[str, Any]) -> Any:
     figure.text(0.012, 1 - 0.12 / height, _errors_title(prediction), size=16, weight="bold", va="top")
     figure.text(0.012, 1 - 0.5 / height, ERRORS_NOTE, size=11, va="top")
     return figure
-
-
-def by_schedule(rows: list[Row]) -> dict[str, list[float]]:
-    """Errors in per cent."""
-    names = in_known_order({row["schedule"] for row in rows})
-    return {name: [100 * row["error"] for row in rows if row["schedule"] == name] for name in names}
 
 
 def _row(axes: Any, row: int, name: str, errors: list[float]) -> None:
