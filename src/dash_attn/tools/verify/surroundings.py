@@ -103,13 +103,8 @@ def fresh_results(cases: Sequence[Case], device: str, backend: str = "auto") -> 
 
 def _one_process(folder: Path, device: str, backend: str, cases: int) -> list[Results]:
     command = [sys.executable, "-m", __name__, str(folder), device, backend]
-    environment = {
-        **os.environ,
-        "PYTHONHASHSEED": "random",
-        "DASH_ATTN_CACHE": str(folder / "cache"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-    }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    caches = {"DASH_ATTN_CACHE": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "random", **caches})
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ValueError(f"the fresh process failed with exit code {done.returncode}: {last}")
