@@ -14,6 +14,7 @@ from typing import Any
 
 from dash_attn import Causal, Full, Mask, ScheduleError
 from dash_attn.backends.hopper.tiles import backward_tiles
+from dash_attn.call.call import Call, Grads
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.generators import GENERATORS
@@ -36,7 +37,7 @@ def measure(path: Path) -> None:
         q, k, v, dout = (torch.randn(shape, device="cuda").bfloat16() for _ in range(4))
         for name in GENERATORS:
             try:
-                measured = kernel_time((q, k, v, dout), AttentionOptions(mask, dim**-0.5, 0.0, name))
+                measured = kernel_time(Call(q, k, v, AttentionOptions(mask, dim**-0.5, 0.0, name)), Grads(dout))
             except ScheduleError:
                 continue
             rows.append({"head_dim": dim, "mask": str(mask), "seqlen": seqlen, "schedule": name, "measured_us": round(measured, 1)})

@@ -22,8 +22,7 @@ from dash_attn.cli import bench
 from dash_attn.cli.files import check_different, check_folder, check_picture
 from dash_attn.tools.bench.candidates import Candidate, ours, who_runs
 from dash_attn.tools.bench.report import Results, save
-from dash_attn.tools.bench.shape import PASSES
-from dash_attn.tools.bench.suites import HOST_SUITE, Suite
+from dash_attn.tools.bench.shape import HOST_SUITE, PASSES, Suite
 
 from . import power, result_files
 from .cache_peers import decode_candidates

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dash_attn.tools.bench.shape import Shape
-from dash_attn.tools.bench.suites import MASKS, TOKENS, Numbers, Shapes, Suite
-from dash_attn.tools.bench.suites import SUITES as SHORT
-from dash_attn.tools.bench.suites import choose as chosen
+from dash_attn.tools.bench.shape import MASKS, TOKENS, Numbers, Shape, Shapes, Suite
+from dash_attn.tools.bench.shape import SUITES as SHORT
+from dash_attn.tools.bench.shape import choose as chosen
 
 from . import matrices  # noqa: F401 (whose masks shapes name)
 

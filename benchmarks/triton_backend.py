@@ -20,9 +20,8 @@ from dash_attn.backends.triton import tiles
 from dash_attn.backends.triton.support import architecture_of, triton_version
 from dash_attn.cli.bench import numbers, words
 from dash_attn.tools.bench.candidates import OURS, ours
-from dash_attn.tools.bench.measure import measure
+from dash_attn.tools.bench.measure import cuda_times, measure
 from dash_attn.tools.bench.report import Row, save
-from dash_attn.tools.bench.timing import cuda_times
 from dash_attn.tools.machine import gpu_environment
 
 from .peers import flex, pytorch_peers

@@ -15,7 +15,7 @@ from dash_attn import Causal, Full, Mask, ScheduleError, Window
 from dash_attn.backends.hopper.calls.tables import band_of, placement_fields
 from dash_attn.backends.hopper.driver.compile import sources
 from dash_attn.backends.hopper.driver.parameters import GroupSplit, PlanTables
-from dash_attn.integrations._padding import Padding
+from dash_attn.integrations._layer_mask import Padding
 from dash_attn.scheduling import Placement, Problem, generate, lower
 from dash_attn.scheduling.order import Sum
 from dash_attn.scheduling.problem import parts_of

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from dash_attn import Mask
 from dash_attn.integrations import huggingface
-from dash_attn.integrations._layer_mask import LayerMask
-from dash_attn.integrations._padding import Padding
+from dash_attn.integrations._layer_mask import LayerMask, Padding
 
 
 class SelfAttention(nn.Module):

@@ -30,7 +30,7 @@ from dash_attn.backends.triton.tiles import Tile, Tiles
 from dash_attn.call.call import Call, Grads, Modifiers
 from dash_attn.call.offsets import NO_OFFSETS, SequenceOffsets
 from dash_attn.call.options import AttentionOptions
-from dash_attn.integrations._padding import Padding
+from dash_attn.integrations._layer_mask import Padding
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 TILES = Tiles("a test", Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))  # small, so that few rows are many tiles

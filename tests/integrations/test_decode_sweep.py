@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402
 
 from dash_attn.integrations import huggingface  # noqa: E402
-from dash_attn.integrations._padding import places_in_cache  # noqa: E402
+from dash_attn.integrations._layer_mask import places_in_cache  # noqa: E402
 from decode_sweep import SOURCES, WAYS, decoded, decoding, unusual  # noqa: E402
 from model_sweep import RECORD  # noqa: E402
 from sweep_models import build, counted_calls, quiet  # noqa: E402

@@ -15,8 +15,7 @@ transformers = pytest.importorskip("transformers")
 from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
 from dash_attn.integrations import _caches, huggingface  # noqa: E402
-from dash_attn.integrations._layer_mask import LayerMask  # noqa: E402
-from dash_attn.integrations._padding import places_in_cache  # noqa: E402
+from dash_attn.integrations._layer_mask import LayerMask, places_in_cache  # noqa: E402
 from dense import same_bits  # noqa: E402
 from model_sizes import SMALL  # noqa: E402
 from recorded_attention import Recorder  # noqa: E402

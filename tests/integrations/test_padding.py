@@ -16,7 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function  # noqa: E402
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func, flash_attn_varlen_func  # noqa: E402
 from dash_attn.call.offsets import NO_OFFSETS  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
-from dash_attn.integrations._padding import Padding, attends_itself  # noqa: E402
+from dash_attn.integrations._layer_mask import Padding, attends_itself  # noqa: E402
 from dense import largest_error  # noqa: E402
 from model_sizes import SMALL  # noqa: E402
 from padded_rows import AnyAttention, SelfAttention, attend, padding_mask  # noqa: E402

@@ -57,7 +57,7 @@ STEPS, TENSORS = 5000, 2000
 def large_ledger(folder: Path, seed: int) -> Path:
     """Of tensors that no other seed has."""
     folder.mkdir()
-    entries = [Entry("gradient", f"layers.{place}", "weight", "float32", (4, 4)).to_json() for place in range(TENSORS)]
+    entries = [Entry("gradient", f"layers.{place}", "weight", "float32", (4, 4)) for place in range(TENSORS)]
     sums = np.random.default_rng(seed).integers(2**63, size=(STEPS, TENSORS), dtype=np.uint64)
     head = {"first_step": 0, "rank": 0, "world_size": 1, "environment": {}}
     with (folder / FILE).open("wb") as file:

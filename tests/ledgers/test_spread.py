@@ -8,8 +8,8 @@ import pytest
 
 import dash_attn
 from dash_attn.errors import LedgerError
+from dash_attn.ledgers.comparing import DIRECTIONS, Spread, spread
 from dash_attn.ledgers.reading import read_run
-from dash_attn.ledgers.spread import DIRECTIONS, Spread, spread
 from flipped_runs import Model, train
 
 

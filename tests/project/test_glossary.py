@@ -15,6 +15,7 @@ from rooms import PACKAGE
 RANKS = (
     *("scheduling/ranks/", "simulation/cluster/", "distributed/", "ledgers/", "integrations/", "cli/"),
     *("viewing/explore/paths.py", "viewing/words.py", "backends/__init__.py", "backends/hopper/calls/leg_tables.py", "errors.py"),
+    "tools/verify/ways.py",
 )
 PACKED_SEQUENCES = (
     *("backends/hopper/calls/", "backends/hopper/driver/parameters.py", "backends/hopper/driver/launch.py"),

@@ -16,12 +16,9 @@ from benchmarks.suites import SUITES, choose
 from dash_attn.masks import Causal
 from dash_attn.tools.bench.candidates import Candidate, Runner, Tensors, make_tensors, ours
 from dash_attn.tools.bench.checks import dense
-from dash_attn.tools.bench.host import CALLS, host_time, measure_host
-from dash_attn.tools.bench.measure import measure
-from dash_attn.tools.bench.pytorch_peers import deterministic_algorithms
+from dash_attn.tools.bench.measure import CALLS, WARM_UP, host_time, interleaved, measure, measure_host
 from dash_attn.tools.bench.shape import Shape
-from dash_attn.tools.bench.timing import WARM_UP, interleaved
-from dash_attn.tools.machine import short_name
+from dash_attn.tools.machine import deterministic_algorithms, short_name
 
 CPU = torch.device("cpu")
 

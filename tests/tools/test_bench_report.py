@@ -17,8 +17,8 @@ from benchmarks.suite import main
 from dash_attn.cli import bench
 from dash_attn.cli.main import main as command
 from dash_attn.tools.bench.report import save, summary
-from dash_attn.tools.bench.suites import SUITES as SHORT
-from dash_attn.tools.bench.suites import Suite
+from dash_attn.tools.bench.shape import SUITES as SHORT
+from dash_attn.tools.bench.shape import Suite
 
 HOST = {"status": "ok", "median_us": 123.4, "p20_us": 100.0, "p80_us": 150.0}
 
@@ -118,9 +118,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
     monkeypatch.setattr(bench, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr("dash_attn.tools.machine.gpu_environment", lambda backend: {"gpu": "NVIDIA N100"})
-    monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
+    monkeypatch.setattr("dash_attn.tools.bench.measure.cuda_times", fake_times)
     monkeypatch.setitem(SHORT, "quick", Suite((128,), (32,), ("causal",), ((2, 2),)))
-    monkeypatch.setattr("dash_attn.tools.bench.suites.TOKENS", 128)
+    monkeypatch.setattr("dash_attn.tools.bench.shape.TOKENS", 128)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -140,7 +140,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_the_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("dash_attn.tools.bench.host.measure_host", lambda device, wait: [{"candidate": "dash-attn", **HOST}])
+    monkeypatch.setattr("dash_attn.tools.bench.measure.measure_host", lambda device, wait: [{"candidate": "dash-attn", **HOST}])
     assert command(["bench", "--suite", "host", "--output", str(tmp_path)]) == 0
     assert read(tmp_path / "n100-host.json")["host"][0]["median_us"] == 123.4
     assert "123.4" in capsys.readouterr().out

@@ -309,7 +309,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "require_gpu", lambda backend: None)
     monkeypatch.setattr(bench, "current_device", lambda: CPU)
     monkeypatch.setattr("dash_attn.tools.machine.gpu_environment", lambda backend: {"gpu": "NVIDIA N100"})
-    monkeypatch.setattr("dash_attn.tools.bench.timing.cuda_times", fake_times)
+    monkeypatch.setattr("dash_attn.tools.bench.measure.cuda_times", fake_times)
     monkeypatch.setitem(SUITES, "ranks", Cases((Shape("causal", 130, 1, 2, 1, 32), Shape("full", 130, 1, 1, 1, 32, q_seqlen=60))))
 
 

@@ -116,17 +116,17 @@ def test_without_waits_a_hand_over_counts_as_a_reduce() -> None:
 def simulated_device(truth: Machine, **changes: Any) -> Device:
     """A device that runs exactly like the simulator."""
 
-    def timeline(tensors: Any, options: Any) -> Any:
-        q = tensors[0]
+    def timeline(call: Any) -> Any:
+        q, options = call.q, call.options
         problem = Problem(options.mask, q.shape[1], q.shape[1], 64, 128, q.shape[2], batch=q.shape[0])
         return simulate(generate(options.schedule, problem, WORKERS), truth)
 
     settings: dict[str, Any] = {
-        "time": lambda tensors, options: timeline(tensors, options).makespan,
+        "time": lambda call, grads: timeline(call).makespan,
         "free": ("compute", "latency", "startup"),
         **changes,
     }
-    record = lambda tensors, options: times_of(timeline(tensors, options))  # noqa: E731
+    record = lambda call, grads: times_of(timeline(call))  # noqa: E731
     return Device("simulated", "cpu", WORKERS, {64: (64, 128)}, torch.float32, "cpu", record, **settings)
 
 

@@ -28,11 +28,11 @@ from dash_attn.cli.device import choose_device, choose_served
 from dash_attn.cli.main import main
 from dash_attn.execution.run import run_plan
 from dash_attn.tools.machine import device_facts
-from dash_attn.tools.verify import guarantees, other_work
+from dash_attn.tools.verify import guarantees, surroundings
 from dash_attn.tools.verify.cases import NAMES, Case, Results, attend, default_cases, difference, make_inputs, sha256
 from dash_attn.tools.verify.certificate import differences, read, refuse_failed, status_of, table, verify
-from dash_attn.tools.verify.fresh import PROCESSES
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons, worst
+from dash_attn.tools.verify.surroundings import PROCESSES
 from dense import dense, largest_error
 from strategies import examples
 
@@ -136,8 +136,8 @@ def test_memory_that_nobody_wrote_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_work_beside_it_is_real_and_must_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
-    monkeypatch.setattr(other_work, "_cpu_work", lambda: lambda: rounds.append(1))
-    with other_work.other_work("cpu"):
+    monkeypatch.setattr(surroundings, "_cpu_work", lambda: lambda: rounds.append(1))
+    with surroundings.other_work("cpu"):
         assert rounds, "it has begun before the block does"
     after = len(rounds)
     time.sleep(0.05)
@@ -146,13 +146,13 @@ def test_work_beside_it_is_real_and_must_not_fail(monkeypatch: pytest.MonkeyPatc
     def fails() -> None:
         raise ArithmeticError("out of numbers")
 
-    monkeypatch.setattr(other_work, "_cpu_work", lambda: fails)
-    with pytest.raises(RuntimeError, match="nothing ran beside it: out of numbers"), other_work.other_work("cpu"):
+    monkeypatch.setattr(surroundings, "_cpu_work", lambda: fails)
+    with pytest.raises(RuntimeError, match="nothing ran beside it: out of numbers"), surroundings.other_work("cpu"):
         pass
 
 
 def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack, busy = cpu_tiles.from_tiles, other_work.other_work
+    unpack, busy = cpu_tiles.from_tiles, surroundings.other_work
     loaded = False
 
     @contextmanager

@@ -15,8 +15,8 @@ from dash_attn.call.kv_cache_values import SequenceSlots
 from dash_attn.cli.main import main
 from dash_attn.tools.verify import guarantees
 from dash_attn.tools.verify.cases import Case, Results, default_cases
-from dash_attn.tools.verify.decoding import PAGE_SIZES, can_decode
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons
+from dash_attn.tools.verify.ways import PAGE_SIZES, can_decode
 
 CLAIM, CONTROL = "decode-equals-training", "control: halves of the keys, recombined, differ"
 SMALL_CASE = Case(300, 2, 1, 16, 2)

@@ -19,7 +19,7 @@ from dash_attn.tools.verify import guarantees
 from dash_attn.tools.verify.cases import Case, Results, attend, cases_to_share, difference, make_extras, make_inputs
 from dash_attn.tools.verify.certificate import verify
 from dash_attn.tools.verify.guarantees import CaseTest, Outcome, comparisons
-from dash_attn.tools.verify.ranks import check_ranks, name_of, on_ranks
+from dash_attn.tools.verify.ways import check_ranks, name_of, on_ranks
 
 SMALL_CASE = Case(512, 2, 1, 16, 1)
 SMALL = ["--device", "cpu", "--no-fresh", "--runs", "2", "--seqlen", "512", "--heads", "2", "--kv-heads", "1"]

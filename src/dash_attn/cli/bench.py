@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tools.bench.shape import PASSES, Shape
-from ..tools.bench.suites import HOST_SUITE, SUITES, choose
+from ..tools.bench.shape import HOST_SUITE, PASSES, SUITES, Shape, choose
 from .device import GPU_BACKENDS, gpu_trouble
 from .files import check_folder
 from .table import Report, print_report
@@ -102,10 +101,8 @@ def measure_suite(results: Results, path: Path, shapes: Sequence[Shape], kernels
     import torch
 
     from ..tools.bench.candidates import who_runs
-    from ..tools.bench.host import SHAPE, measure_host
-    from ..tools.bench.measure import measure
+    from ..tools.bench.measure import SHAPE, cuda_times, measure, measure_host
     from ..tools.bench.report import save
-    from ..tools.bench.timing import cuda_times
 
     if results["suite"] == HOST_SUITE:
         results |= {"host_shape": str(SHAPE), "host": measure_host(current_device(), torch.cuda.synchronize)}

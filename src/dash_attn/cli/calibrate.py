@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,21 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..tools.calibrate.pictures import draw_errors, draw_prediction, read
+    from ..tools.calibrate.pictures import errors_figure, prediction_figure, read, write
 
     check_picture("--plot", arguments.plot)
     check_picture("--plot-schedules", arguments.plot_schedules)
     check_different(arguments, "plot", "plot_schedules", *(("output",) if arguments.source is None else ("source",)))
-    pictures = {
-        path: make for path, make in ((arguments.plot, draw_prediction), (arguments.plot_schedules, draw_errors)) if path is not None
-    }
+    asked = ((arguments.plot, prediction_figure), (arguments.plot_schedules, errors_figure))
+    pictures = {path: figure for path, figure in asked if path is not None}
     if arguments.source is None:
         _measure(arguments)
     elif not pictures:
         raise ValueError("--from goes with --plot or --plot-schedules: there is nothing else to do")
     if pictures:
         prediction = read(arguments.source or arguments.output)
-        for path, make in pictures.items():
-            make(prediction, path)
+        for path, figure in pictures.items():
+            write(path, partial(figure, prediction))
             print(f"picture: {path}", file=sys.stderr)
     return 0
 

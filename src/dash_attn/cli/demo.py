@@ -84,7 +84,7 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
 def _panel(output: Path, title: str, name: str, found: Comparison) -> Agreement:
     import numpy as np
 
-    from ..ledgers.spread import spread
+    from ..ledgers.comparing import spread
     from ..viewing.agreement import Agreement
 
     seen = spread(output / f"{name}-a", output / f"{name}-b")

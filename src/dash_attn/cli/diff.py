@@ -137,7 +137,7 @@ def _plural(word: str, of: Sequence[int]) -> str:
 
 def rows_of(first: FirstDifference) -> list[tuple[str, str]]:
     from ..ledgers.aligning import BITS
-    from ..ledgers.culprit import name_of
+    from ..ledgers.remarks import name_of
 
     entry, element, judged = first.pair.entry, first.pair.element, first.culprit
     agreed = {True: "yes", False: "no", None: "not recorded"}[judged.inputs_agreed]

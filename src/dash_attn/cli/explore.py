@@ -203,8 +203,7 @@ def _one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:
     """What a page shows of two runs: where they part, step by step and module by module. Raises LedgerError, a ValueError."""
-    from ..ledgers.comparing import compare_runs
-    from ..ledgers.spread import DIRECTIONS, spread
+    from ..ledgers.comparing import DIRECTIONS, compare_runs, spread
     from .diff import as_json, rows_of, verdict
 
     found = compare_runs(a, b)

@@ -61,9 +61,8 @@ def measure_all(
 ) -> tuple[list[Pair], Machine, list[tuple[str, str]]]:
     """Every schedule that serves the problem, the constants it was simulated with, and (name, reason) of the others."""
     from ..tools.calibrate.fit import estimate
-    from ..tools.calibrate.measured import make_tensors, options_of
+    from ..tools.calibrate.measured import make_call
 
-    tensors = make_tensors(problem, arguments.head_dim, device)
     runs, refused = [], []
     for name in names:
         try:
@@ -71,7 +70,7 @@ def measure_all(
         except ScheduleError as error:
             refused.append((name, str(error)))
             continue
-        runs.append((name, schedule, device.record(tensors, options_of(problem, arguments.head_dim, name))))
+        runs.append((name, schedule, device.record(*make_call(problem, arguments.head_dim, device, name))))
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
     # As given or calibrated; else read off these very runs.
     machine = read_machine(arguments) if given or not runs else estimate([(schedule, spans) for _, schedule, spans in runs])

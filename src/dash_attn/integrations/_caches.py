@@ -46,9 +46,8 @@ def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tens
         )
     # Padded rows get there with one query, or with none that is padding: places_in_cache refuses others.
     few = q.shape[1] < given.keys and q.shape[1] <= (FEW_QUERIES if given.padding is None else 1)
-    readable = (
-        isinstance(given.mask, (Full, Causal, Window)) and q.shape[-1] % 8 == 0
-    )  # the GPU's kernel reads rows of 16 bytes where they lie
+    # The GPU's kernel reads rows of 16 bytes where they lie.
+    readable = isinstance(given.mask, (Full, Causal, Window)) and q.shape[-1] % 8 == 0
     return dropped or (not trains and few and readable)
 
 

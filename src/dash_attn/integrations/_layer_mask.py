@@ -1,15 +1,158 @@
-"""What `mask_for` gives to every layer of a model: never None and never a tensor, so that no other code can use it as a mask."""
+"""What `mask_for` gives to every layer of a model: never None and never a tensor, so that no other code can use it as a mask.
+
+Rows of a batch that are padded, left or right, become packed sequences: in place, and without the host reading the mask.
+A 2-d attention_mask keeps one stretch of each row. The stretches are sequences. What lies between two stretches is two sequences
+more: queries without keys, whose output is 0, and keys without queries, whose gradients are 0. So all tokens of the batch lie end
+to end, and the kernels of packed sequences need to know nothing of padding.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..call.offsets import SequenceOffsets
-from ..masks import Mask
-from ._padding import Padding
+from ..call.offsets import FROM_A_MASK, NO_OFFSETS, SequenceOffsets
+from ..masks import Causal, Full, Mask, Window
+
+# What the forward of a layer may take without a second source of states. With one, the mask may be that of other tokens than the queries.
+OF_ITSELF = {
+    *("self", "hidden_states", "attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_position"),
+    *("output_attentions", "use_cache", "kwargs"),
+}
+
+
+def kept_columns(attention_mask: Tensor, batch: int, kv_len: int, kv_offset: int) -> Tensor:
+    """Which keys are not padding, (batch, keys)."""
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < kv_offset + kv_len:
+        raise ValueError(
+            f"dash_attn needs a 2-d attention_mask with a row for each of the {batch} sequences and a column for each of the"
+            f" {kv_offset + kv_len} tokens up to the last key; got shape {shape}"
+        )
+    return attention_mask[:, kv_offset : kv_offset + kv_len].to(torch.bool)
+
+
+def is_known_whole(kept: Tensor, mask: Mask) -> bool:
+    """Whether nothing is padded, where that is known here. Raises for holes, where they are."""
+    served = isinstance(mask, (Full, Causal, Window))
+    if torch.compiler.is_compiling() or (served and kept.device.type != "cpu"):
+        return False
+    if bool(kept.all()):
+        return True
+    if not served:
+        raise NotImplementedError(f"dash_attn supports padding with causal, bidirectional and sliding-window masks; this one is {mask}")
+    first, end, _ = _stretches(kept)
+    for row, (low, high, count) in enumerate(zip(first.tolist(), end.tolist(), kept.sum(1).tolist(), strict=True)):
+        if high - low != count:
+            raise ValueError(f"{FROM_A_MASK}; row {row} keeps {count} tokens between columns {low} and {high - 1}")
+    return False
+
+
+class Padding:
+    """Which tokens are padding. The device knows, so what follows from it is computed there, once per forward.
+
+    kept: (batch, keys).
+    """
+
+    def __init__(self, kept: Tensor, q_len: int, mask: Mask) -> None:
+        self.kept = kept
+        self._rows = self._keys = None
+        if _looks_back(mask) or q_len == kept.shape[1]:
+            self._rows = _offsets(kept, q_len, itself=True)
+        if isinstance(mask, Full):
+            self._keys = _offsets(kept, q_len, itself=False)
+        self._surely_itself = _looks_back(mask)
+
+    def offsets(self, layer: type) -> SequenceOffsets:
+        """Causal layers attend themselves. Other ones may attend the padded tokens of another model part: then all queries count."""
+        if self._rows is not None and (self._surely_itself or attends_itself(layer)):
+            return self._rows
+        if self._keys is None:
+            raise NotImplementedError(
+                f"dash_attn supports padding under a window that looks ahead where a layer attends its own tokens only; {layer.__name__}"
+                " may attend others"
+            )
+        return self._keys
+
+
+def places_in_cache(attention_mask: Tensor, q_len: int, first: int, end: int) -> dict[str, Tensor]:
+    """Under a mask that looks back, for a cache that has the tokens from column `first` to `end`, the queries last: the slot of each
+    row's first key, and the position of that key, as flash_attn_with_kvcache takes them. A row whose one query is padding has no keys.
+    Where holes or queries are padding that would matter, a slot is -1, and is refused."""
+    kept = attention_mask[:, :end].to(torch.bool)
+    left, _, known = _stretches(kept)
+    if q_len == 1:
+        left = torch.where(kept[:, -1], left, end)
+    else:
+        known = known & kept[:, -q_len:].all()
+    slots = torch.where(known, (left - first).clamp(min=0), -1)
+    return {"cache_leftpad": slots.to(torch.int32), "first_position": (first - left).clamp(min=0).to(torch.int32)}
+
+
+def places_of_all_keys(kept: Tensor) -> dict[str, Tensor]:
+    """Under a full mask: the slot of each row's first key, and the end of its keys. The query may be none of their tokens, as in cross
+    attention, so that no column says anything about it."""
+    first, end, known = _stretches(kept)
+    return {"cache_leftpad": torch.where(known, first, -1).to(torch.int32), "cache_seqlens": end.to(torch.int32)}
+
+
+def refuse_beside(padding: Padding, offsets: SequenceOffsets) -> SequenceOffsets:
+    """Offsets that the caller gave. They say nothing of padding, so there must not be any."""
+    return _valid_if(padding.kept.all(), offsets)
+
+
+def _looks_back(mask: Mask) -> bool:
+    return isinstance(mask, Causal) or (isinstance(mask, Window) and mask.right == 0)
+
+
+@cache
+def attends_itself(layer: type) -> bool:
+    """Whether a layer's keys are surely those of its queries, going by what its forward takes."""
+    return set(signature(layer.forward).parameters) <= OF_ITSELF  # type: ignore[attr-defined]
+
+
+attends_itself._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/pytorch.py
+
+
+def _offsets(kept: Tensor, q_len: int, itself: bool) -> SequenceOffsets:
+    """Per row: the queries before, the keys before, the sequence. At last, those behind.
+
+    itself: rows attend themselves, and the queries are the last `q_len` of the keys' tokens. If not, the queries are other tokens, none
+    of them padded.
+    """
+    first, end, known = _stretches(kept)
+    earlier, (batch, kv_len) = kept.shape[1] - q_len, kept.shape
+    rows = torch.arange(batch, device=kept.device)
+    q_first, q_end = ((x - earlier).clamp(0, q_len) + rows * q_len for x in (first, end)) if itself else (rows * q_len, (rows + 1) * q_len)
+    k_first, k_end = first + rows * kv_len, end + rows * kv_len
+    k_before = functional.pad(k_end, (1, 0))  # ends of the rows before
+    q_all, k_all = (torch.full_like(k_before[:1], batch * length) for length in (q_len, kv_len))
+    cu_q = [torch.zeros_like(q_all), torch.stack([q_first, q_first, q_end], 1).flatten(), q_all, q_all]
+    cu_k = [torch.zeros_like(k_all), torch.stack([k_before[:-1], k_first, k_end], 1).flatten(), k_before[-1:], k_all]
+    longest = 2 * q_len, 2 * kv_len  # what is between two sequences belongs to two rows
+    return _valid_if(known, SequenceOffsets(torch.cat(cu_q).to(torch.int32), torch.cat(cu_k).to(torch.int32), *longest))
+
+
+def _stretches(kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First and end of what each row keeps, both at the row's end where that is nothing; and whether no row has holes."""
+    length = kept.shape[1]
+    columns = torch.arange(length, device=kept.device)
+    first = torch.where(kept, columns, length).amin(1)
+    end = torch.maximum(first, torch.where(kept, columns + 1, 0).amax(1))
+    return first, end, (end - first == kept.sum(1)).all()
+
+
+def _valid_if(known: Tensor, offsets: SequenceOffsets) -> SequenceOffsets:
+    """The offsets, if the device finds this true."""
+    cu_q, cu_k = (torch.where(known, ends, NO_OFFSETS) for ends in (offsets.cu_seqlens_q, offsets.cu_seqlens_k))
+    return SequenceOffsets(cu_q, cu_k, offsets.max_seqlen_q, offsets.max_seqlen_k)
+
 
 NAME = "dash_attn"  # our attn_implementation
 ANOTHER_IMPLEMENTATION = 'use attn_implementation="eager" or "sdpa" for this model'
@@ -34,7 +177,7 @@ class LayerMask:
     documents_are_known: bool = False  # False where nothing has said yet whether rows hold documents, so that position_ids may
     noted: dict[str, Any] = field(default_factory=dict)  # what the model was given that tells documents (`_documents.py`)
     padding: Padding | None = None  # of rows that may be padded
-    places: dict[str, Tensor] | None = None  # of such rows in a cache (`_padding.py`); None if keys are from slot 0 and first_position on
+    places: dict[str, Tensor] | None = None  # of such rows in a cache; None if keys are from slot 0 and first_position on
     model: str = "this model"  # the name of the configuration it was made for, for messages
     ndim: ClassVar[int] = 4  # transformers asks whether it has made this mask already: of four dimensions it has
 

@@ -40,12 +40,11 @@ def check(model: nn.Module) -> None:
     """
     from transformers import PreTrainedModel
 
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        if part.config._attn_implementation == NAME:
             _check_one(part)
             part.dash_attn_watches = True
-        if isinstance(part, PreTrainedModel):  # its configuration may be changed by hand
-            _observe_forward(type(part))
+        _observe_forward(type(part))  # its configuration may be changed by hand
 
 
 def note_call() -> None:

@@ -64,7 +64,11 @@ def rows_of_torch(context_parallel: Any, **tensors: Any) -> tuple[tuple[Tensor, 
     are. Raises where they are not such a call's."""
     for name, x in tensors.items():
         _check(name, x, tensors["query"], context_parallel)
-    if not _dispatcher_is_on():
+    from torch.distributed.tensor import DTensor
+
+    # Without its handler PyTorch takes a DTensor for what it says it is: rows that were dealt one rank after the other.
+    handlers = _of_torch(_of_torch(DTensor, "_op_dispatcher"), "_custom_op_handlers")
+    if torch.ops.aten._scaled_dot_product_flash_attention.default not in handlers:
         raise ValueError('context_parallel="torch" takes DTensors inside PyTorch\'s context_parallel only; here it is not active')
     query, key, value = (x.to_local() for x in tensors.values())
     return (query, key, value), {"context_parallel": tensors["query"].device_mesh, "sharding": dealt_by_torch()}
@@ -88,14 +92,6 @@ def _check(name: str, x: Any, query: Any, context_parallel: Any) -> None:
         raise ValueError(f"{placed}: PyTorch's context_parallel shards dimension {SEQUENCE}, the sequence, on a mesh of one dimension")
     if x.device_mesh != query.device_mesh:
         raise ValueError(f"query, key and value must be on one mesh; that of {name} is {x.device_mesh}, that of query {query.device_mesh}")
-
-
-def _dispatcher_is_on() -> bool:
-    """Without it PyTorch takes a DTensor for what it says it is: rows that were dealt one rank after the other."""
-    from torch.distributed.tensor import DTensor
-
-    handlers = _of_torch(_of_torch(DTensor, "_op_dispatcher"), "_custom_op_handlers")
-    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 
 
 def _of_torch(owner: Any, name: str) -> Any:

@@ -22,10 +22,9 @@ from ..masks import Causal, Full, Mask, Window
 from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
 from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
 from ._door import Change, Door
-from ._layer_mask import NAME, LayerMask
+from ._layer_mask import NAME, LayerMask, Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._mask_functions import MaskFunction, is_bidirectional, is_causal, is_plain_window, mask_of_pattern, read_causal, read_chunks
 from ._model_check import check, checks_of_models, note_call, watched_model
-from ._padding import Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._torch_context_parallel import has_placement, refuse_inside
 
 __all__ = ["NAME", "attention", "check", "disable", "enable", "mask_for"]
@@ -47,8 +46,6 @@ WITHOUT_EFFECT = {
 ONLY_FALSE = ("output_attentions",)  # the weights are never there to give
 KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "key", "qkv_proj", "query_key_value")  # of which the keys' heads are the rows, in order
 _positions = PositionReader()
-
-
 DOOR = Door("huggingface")
 
 

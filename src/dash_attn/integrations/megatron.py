@@ -93,7 +93,8 @@ class DashCoreAttention(nn.Module):
         options: dict[str, Any] = {
             "mask": _mask_of(kind, self.window, lengths, offsets),
             "softmax_scale": self.softmax_scale,
-            "sinks": self._sinks(query),
+            # A logit of 0 adds the one.
+            "sinks": query.new_zeros(self.heads[0]) if self.config.softmax_type == "off-by-one" else self.softmax_offset,
             "head_offset": self.head_offset,
         }
         if offsets is not None:
@@ -112,11 +113,6 @@ class DashCoreAttention(nn.Module):
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
-
-    def _sinks(self, query: Tensor) -> Tensor | None:
-        if self.config.softmax_type == "off-by-one":
-            return query.new_zeros(self.heads[0])  # a logit of 0 adds the one
-        return self.softmax_offset
 
     def _learnable_sinks(self) -> nn.Parameter:
         from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
@@ -234,8 +230,7 @@ def _refuse_tensors(attention_mask: Tensor | None, attention_bias: Tensor | None
 def _mask_of(kind: str, window: tuple[int, int] | None, lengths: tuple[int, int], offsets: SequenceOffsets | None) -> Mask:
     """The mask that an AttnMaskType and a window mean, for lengths of queries and keys."""
     if kind not in CAUSAL + FULL:
-        allowed = ", ".join(CAUSAL + FULL)
-        raise ValueError(f"{WHO} takes the mask types {allowed}; got {kind}")
+        raise ValueError(f"{WHO} takes the mask types {', '.join(CAUSAL + FULL)}; got {kind}")
     if kind in WITH_OFFSETS_ONLY and offsets is None:
         raise ValueError(
             f"{WHO} takes attn_mask_type={kind} with packed sequences only (packed_seq_params with qkv_format='thd'); got none"
@@ -270,12 +265,6 @@ def _offsets_of(packed: Any, tokens: tuple[int, int]) -> SequenceOffsets | None:
     """Where packed sequences begin and end. Raises for anything in PackedSeqParams that cannot be honoured."""
     if packed is None:
         return None
-    _check_fields(packed)
-    longest = [count if given is None else given for given, count in zip((packed.max_seqlen_q, packed.max_seqlen_kv), tokens, strict=True)]
-    return SequenceOffsets(packed.cu_seqlens_q, packed.cu_seqlens_kv, *longest)
-
-
-def _check_fields(packed: Any) -> None:
     if packed.qkv_format != "thd":
         raise ValueError(f"{WHO} takes packed_seq_params with qkv_format='thd'; got {packed.qkv_format!r}")
     given = {field.name: getattr(packed, field.name) for field in fields(packed)}
@@ -289,3 +278,5 @@ def _check_fields(packed: Any) -> None:
                 f"{WHO} takes packed sequences that lie end to end: {name} must be None or the tensor {ONE_TENSOR[name]};"
                 " got another tensor"
             )
+    longest = [count if given is None else given for given, count in zip((packed.max_seqlen_q, packed.max_seqlen_kv), tokens, strict=True)]
+    return SequenceOffsets(packed.cu_seqlens_q, packed.cu_seqlens_kv, *longest)

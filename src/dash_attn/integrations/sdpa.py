@@ -26,8 +26,6 @@ from ._torch_context_parallel import HERE, check_block, has_placement, placed_li
 
 OF_GROUPS = ("context_parallel", "sharding", "ulysses")
 OPTIONS = ("schedule", "accumulation", "backend", "head_offset", *OF_GROUPS)
-
-
 DOOR = Door("sdpa")
 
 
@@ -84,7 +82,10 @@ def scaled_dot_product_attention(
         rows, of_ranks = rows_of_torch(options.get("context_parallel"), query=query, key=key, value=value)
         options |= of_ranks
         return placed_like(query, scaled_dot_product_attention(*rows, None, dropout_p, is_causal, scale, enable_gqa, **options))
-    _check_layout(query=query, key=key, value=value)
+    check_strided(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be 4-d (batch, heads, length, head dim); got shape {tuple(tensor.shape)}")
     q, k, v = under_autocast(query, key, value)
     _check_tensors(q, k, v, enable_gqa)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -177,13 +178,6 @@ def _refuse(dropout_p: Any, scale: Any, **flags: Any) -> None:
     # While a program is traced the scale may be a symbol; then the operator looks at it.
     if scale is not None and not torch.compiler.is_compiling() and (not is_finite(scale) or scale == 0):
         raise ValueError(f"scale must be None or a finite number other than 0; got {scale!r}")
-
-
-def _check_layout(**tensors: Tensor) -> None:
-    check_strided(**tensors)
-    for name, tensor in tensors.items():
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must be 4-d (batch, heads, length, head dim); got shape {tuple(tensor.shape)}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

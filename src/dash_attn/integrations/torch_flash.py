@@ -13,7 +13,7 @@ has kept, the backward.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.attention
@@ -157,11 +157,9 @@ def flash_backward(
 
 def flash_forward_into(out: Tensor, *arguments: Any, **rest: Any) -> Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace: stores the output, returns LSE."""
-    result: Tensor
-    lse: Tensor
-    result, lse, *_ = flash_forward(*arguments, **rest)
+    result, lse = flash_forward(*arguments, **rest)[:2]
     out.copy_(result)
-    return lse
+    return cast(Tensor, lse)
 
 
 def refuse_quantized(*_: Any, **__: Any) -> NoReturn:

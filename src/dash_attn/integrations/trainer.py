@@ -13,7 +13,6 @@ from ..ledgers.recorder import Ledger, ledger
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-
 BEGINS_FIRST = "a trainer calls on_train_begin before any step"
 
 

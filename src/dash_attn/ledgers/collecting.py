@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -52,6 +52,7 @@ class HostCopies:
 
     @property
     def on_host(self) -> bool:
+        """Whether everything was on the host from the beginning, so that `wait` waits for nothing."""
         return all(event is None for _, event in self._copies.values())
 
     def wait(self) -> list[bytes]:
@@ -85,19 +86,15 @@ class UnderWay:
     order: tuple[int, ...]  # places of the entries, as they are wanted
     owners: tuple[int, ...]  # of the sums
     keepers: tuple[int, ...]  # entries whose first elements were kept
-    sums: HostCopies
-    kept: HostCopies
-
-    @property
-    def on_host(self) -> bool:
-        """Whether everything was on the host from the beginning, so that `wait` waits for nothing."""
-        return self.sums.on_host and self.kept.on_host
+    copies: HostCopies  # of the sums, then of first elements
 
     def wait(self) -> bytes:
         """The sum of each entry, then first elements where they were kept: as a record has them."""
+        found = self.copies.wait()
+        of_sums = len(found) - len(self.keepers)
         totals = np.zeros(max((*self.order, *self.owners), default=-1) + 1, dtype=np.uint64)
-        np.add.at(totals, np.array(self.owners, dtype=np.intp), np.frombuffer(b"".join(self.sums.wait()), dtype=np.uint64))
-        kept = dict(zip(self.keepers, self.kept.wait(), strict=True))
+        np.add.at(totals, np.array(self.owners, dtype=np.intp), np.frombuffer(b"".join(found[:of_sums]), dtype=np.uint64))
+        kept = dict(zip(self.keepers, found[of_sums:], strict=True))
         return totals[list(self.order)].astype(np.dtype("<u8")).tobytes() + b"".join(kept.get(place, b"") for place in self.order)
 
 
@@ -126,8 +123,7 @@ class Collector:
     def collect(self, order: Sequence[int]) -> UnderWay:
         """Start to copy everything to the host. `order`: places of the entries, as they are wanted."""
         owners = tuple(owner for part in self._sums for owner in part.owners)
-        sums, kept = HostCopies([part.sums for part in self._sums]), HostCopies(list(self._kept.values()))
-        return UnderWay(tuple(order), owners, tuple(self._kept), sums, kept)
+        return UnderWay(tuple(order), owners, tuple(self._kept), HostCopies([*(part.sums for part in self._sums), *self._kept.values()]))
 
 
 def _first_octets(tensor: Tensor, count: int) -> Tensor:
@@ -159,14 +155,15 @@ class ModuleHooks:
         self._takers.clear()
 
     def _begins(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        phase = "recompute" if _in_backward() else "forward"
+        in_backward = torch._C._current_graph_task_id() != -1
+        phase = "recompute" if in_backward else "forward"
         entry = Entry(phase, name, "", call=self._calls[phase, name], caller=self.current_module())
         self._calls[phase, name] += 1
         arguments = {**{str(place): argument for place, argument in enumerate(args)}, **kwargs}
         inputs = [leaf for path, argument in arguments.items() for leaf in tensors_in(argument, path)]
         self._add(entry, input=inputs, parameter=_own(module._parameters), buffer=_own(module._buffers))
         for path, tensor in inputs:
-            self._watch(replace(entry, phase="backward", role="input", tensor=path), tensor, taker=name)
+            self._watch(entry._replace(phase="backward", role="input", tensor=path), tensor, taker=name)
         self._running.append(entry)
 
     def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -174,11 +171,11 @@ class ModuleHooks:
         outputs = list(tensors_in(result))
         self._add(entry, output=outputs)
         for path, tensor in outputs:
-            self._watch(replace(entry, phase="backward", role="output", tensor=path), tensor)
+            self._watch(entry._replace(phase="backward", role="output", tensor=path), tensor)
 
     def _add(self, entry: Entry, **leaves: list[Leaf]) -> None:
         """Leaves by their role; all at once, so that they share a launch."""
-        self._collector.add((replace(entry, role=role, tensor=path), tensor) for role, found in leaves.items() for path, tensor in found)
+        self._collector.add((entry._replace(role=role, tensor=path), tensor) for role, found in leaves.items() for path, tensor in found)
 
     def _watch(self, entry: Entry, tensor: Tensor, taker: str | None = None) -> None:
         """Record the gradient of a tensor when it arrives: once, under the first name the tensor had."""
@@ -189,7 +186,7 @@ class ModuleHooks:
         if known is None or known() is not tensor:
             takers = []
             self._takers[key] = weakref.ref(tensor), takers
-            tensor.register_hook(lambda gradient: self._collector.add([(replace(entry, takers=tuple(takers)), gradient)]))
+            tensor.register_hook(lambda gradient: self._collector.add([(entry._replace(takers=tuple(takers)), gradient)]))
         if taker is not None:
             takers.append(taker)
 
@@ -210,10 +207,6 @@ def _seen(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 def _own(tensors: dict[str, Any]) -> list[Leaf]:
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class AttentionCalls:

@@ -16,7 +16,6 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -91,15 +90,11 @@ def _record_at(path: Path, file: BinaryIO, place: int) -> Record | None:
         payload = file.read(length)
         if kind in KINDS and of_payload == zlib.crc32(payload):
             return Record(place, kind, payload)
-    if _solid_end(file, place) < end:  # a machine that crashed had given the file its size, and not yet its bytes
+    file.seek(place)
+    solid = place + len(file.read().rstrip(b"\0"))  # behind it are zeros alone
+    if solid < end:  # a machine that crashed had given the file its size, and not yet its bytes
         return None
     raise LedgerError(f"{path} is damaged: the record at byte {place:,} of {size:,} does not match its checksum")
-
-
-def _solid_end(file: BinaryIO, place: int) -> int:
-    """Behind it are zeros alone."""
-    file.seek(place)
-    return place + len(file.read().rstrip(b"\0"))
 
 
 def _check_mark(path: Path, data: bytes) -> None:
@@ -114,8 +109,7 @@ def _check_mark(path: Path, data: bytes) -> None:
     raise LedgerError(f"{path} is not a ledger: it begins with {data!r}, a ledger with {MARK!r}")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What one recorded tensor is: where in a step it was, its dtype and shape. The sum over its bits is in the record of the step.
 
     `module` is the name in the model, "" the model itself; `call` counts its calls within the step.
@@ -156,19 +150,15 @@ class Entry:
     def kept_bytes(self) -> int:
         return self.kept * self.itemsize
 
-    def to_json(self) -> list[Any]:
-        fields = (self.phase, self.module, self.tensor, self.dtype, list(self.shape), self.kept, self.role, self.call, self.caller)
-        return [*fields, list(self.takers)]
-
     @staticmethod
     def from_json(fields: list[Any]) -> Entry:
-        phase, module, tensor, dtype, shape, kept, role, call, caller, takers = fields
-        return _made(phase, module, tensor, dtype, tuple(shape), kept, role, call, caller, tuple(takers))
+        """From the list that JSON makes of it."""
+        return _made(*(tuple(field) if isinstance(field, list) else field for field in fields))
 
 
 @lru_cache(maxsize=2**16)  # steps record the same tensors, and the host's time is the run's
 def _described(entry: Entry, name: str, dtype: torch.dtype, shape: torch.Size, kept: int) -> Entry:
-    return replace(entry, tensor=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), kept=kept)
+    return entry._replace(tensor=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), kept=kept)
 
 
 _made = lru_cache(maxsize=2**18)(Entry)  # layouts of one run, and of two, have most entries in common
@@ -218,7 +208,8 @@ class LedgerFile:
 
     def _prepare(self, append: bool) -> None:
         """Get ready for the next record. What a crash left behind the last one is removed."""
-        if self._is_empty():
+        # Empty is also where a machine crashed before anything was on its disk, and left zeros.
+        if not any(os.pread(self._file, len(MARK), 0)) and not any(os.pread(self._file, os.fstat(self._file).st_size, 0)):
             os.ftruncate(self._file, 0)
             self._write(MARK)
         elif append:
@@ -227,10 +218,6 @@ class LedgerFile:
         else:
             why = "choose another folder, or continue that run with resume_from=<its next step>"
             raise LedgerError(f"{self.path} has a run already: {why}")
-
-    def _is_empty(self) -> bool:
-        """Also where a machine crashed before anything was on its disk, and left zeros."""
-        return not any(os.pread(self._file, len(MARK), 0)) and not any(os.pread(self._file, os.fstat(self._file).st_size, 0))
 
     def _write(self, data: bytes) -> None:
         try:

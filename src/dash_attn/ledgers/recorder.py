@@ -180,7 +180,7 @@ class Ledger:
         self._write_before()
         found = collector.collect(order)
         self._unwritten = before, head, found
-        if found.on_host:
+        if found.copies.on_host:
             self._write_before()
 
     def _write_before(self) -> None:
@@ -197,7 +197,7 @@ class Ledger:
         key = (entries, calls)
         if key not in self._layouts:
             self._layouts[key] = len(self._layouts)
-            before.append((LAYOUT, as_json({"entries": [entry.to_json() for entry in entries], "attention": calls})))
+            before.append((LAYOUT, as_json({"entries": entries, "attention": calls})))
         return self._layouts[key], before
 
 

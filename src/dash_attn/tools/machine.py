@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import import_module
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import __version__
 from ..backends import resolve
@@ -145,6 +147,26 @@ def _versions() -> dict[str, str | None]:
 
 def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@contextmanager
+def deterministic_algorithms(warn_only: bool = False, fill: bool = False) -> Iterator[None]:
+    """PyTorch's switch, on in this block. `fill`: new memory is filled, which PyTorch does only while the switch is on."""
+    settings: Any = import_module("torch.utils.deterministic")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = fill
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """As integers: -0.0 differs from 0.0, and NaN equals itself."""
+    return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -47,10 +48,6 @@ class Runner:
         return (self.forward().detach(),) if direction == "forward" else self.folded(self.backward())
 
 
-def serves_all(shape: Shape) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Candidate:
     """`deterministic` is what it claims; the claim is checked. A pass that is not in `passes` is already another candidate's."""
@@ -60,7 +57,7 @@ class Candidate:
     deterministic: bool = False
     passes: tuple[str, ...] = PASSES
     identify: Callable[[Shape, Tensors], dict[str, Any]] | None = None  # what decides our bits
-    refuses: Callable[[Shape], str | None] = serves_all  # why it cannot compute a shape at all, whatever the machine
+    refuses: Callable[[Shape], str | None] = lambda shape: None  # why it cannot compute a shape at all, whatever the machine
     promised: Callable[[Shape, Tensors], Tensor] | None = None  # the output whose bits it promises, computed elsewhere
 
 
@@ -139,7 +136,7 @@ def ours(schedules: bool, backend: str = "auto") -> list[Candidate]:
 
 
 def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", backend: str = "auto") -> Candidate:
-    chosen = {"schedule": schedule, "accumulation": accumulation, "backend": backend}
+    chosen: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "backend": backend}
 
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         rest: dict[str, Any] = {**chosen, **({"softcap": shape.softcap} if shape.softcap else {})}
@@ -155,11 +152,8 @@ def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", back
 
         return runner(packed(of_tokens, shape, tensors.q.device) if shape.lengths else of_rows, tensors)
 
-    def identify(shape: Shape, tensors: Tensors) -> dict[str, Any]:
-        return identity(shape, tensors, **chosen)
-
     passes = PASSES if name == OURS else ("backward",)
-    return Candidate(name, prepare, accumulation == "ordered", passes, identify)
+    return Candidate(name, prepare, accumulation == "ordered", passes, partial(identity, **chosen))
 
 
 def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, backend: str = "auto") -> dict[str, Any]:

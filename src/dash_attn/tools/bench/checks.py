@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...masks import IntervalMask, Mask
+from ..machine import bits_of
 from .candidates import Runner, Tensors
 from .shape import Shape
 
@@ -26,7 +27,7 @@ class Reference:
     """
 
     def __init__(self, shape: Shape, tensors: Tensors) -> None:
-        self.group = shape.group
+        self.group, self.tensors = shape.group, tensors
         q, k, v, dout = (x[-1:, :, -heads:] for x, heads in zip(tensors[:4], (self.group, 1, 1, self.group), strict=True))
         part = Tensors(q, k, v, dout, None if tensors.sinks is None else tensors.sinks[-self.group :])
         self.exact = dense(Tensors(*(None if x is None else x.float() for x in part)), shape.attended, shape.softcap)  # type: ignore[arg-type]
@@ -108,20 +109,16 @@ def repeats_differ(runner: Runner, direction: str, first: tuple[Tensor, ...]) ->
     """Whether running again changes a bit, in words."""
     for _ in range(REPEATS):
         for (name, a), b in zip(_named(direction, runner.results(direction)), first, strict=True):
-            if not torch.equal(_bits(a), _bits(b)):
+            if not torch.equal(bits_of(a), bits_of(b)):
                 return f"{name} changes from run to run"
     return None
 
 
 def not_as_promised(results: tuple[Tensor, ...], promised: Tensor) -> str | None:
     """Whether an output has other bits than promised, in words."""
-    differs = _bits(results[0]) != _bits(promised)
+    differs = bits_of(results[0]) != bits_of(promised)
     return f"{int(differs.sum())} of {differs.numel()} elements have other bits than the training forward" if differs.any() else None
 
 
 def _named(direction: str, results: tuple[Tensor, ...]) -> Iterator[tuple[str, Tensor]]:
     return zip(NAMES[direction], results, strict=False)  # without sinks there is no gradient of them
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..machine import deterministic_algorithms
 from .candidates import CUDNN, Candidate, Runner, Tensors, runner
 from .shape import Shape
 
@@ -67,24 +65,9 @@ def deterministic(prepare: Prepare) -> Prepare:
         made = prepare(shape, tensors)
 
         def backward() -> tuple[Tensor, ...]:
-            with deterministic_algorithms():
+            with deterministic_algorithms():  # without filling new memory, which would cost the kernel time that is not its own
                 return made.backward()
 
         return Runner(made.forward, backward, made.leaves, made.folded)
 
     return prepare_both
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's switch, without its filling of new memory, which would cost the kernel time that is not its own."""
-    settings: Any = import_module("torch.utils.deterministic")
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = filling

@@ -52,23 +52,14 @@ def table(rows: list[Row]) -> tuple[list[str], Cells]:
     shapes: list[Shape] = unique(shape_of(row) for row in rows)
     found = {(row["candidate"], shape_of(row)): row for row in rows}
     names = unique(row["candidate"] for row in rows)
+    joules = {place: f"{row['energy_j']:.3g}" for place, row in found.items() if "energy_j" in row}  # what was not measured is not zero
+    weighed = [shape for shape in shapes if any(shape == of for _, of in joules)]
     cells = [[name, *(cell(found.get((name, shape))) for shape in shapes)] for name in names]
-    weighed = [shape for shape in shapes if any("energy_j" in row for row in rows if shape_of(row) == shape)]
     for line, name in zip(cells, names, strict=True):
-        line += [energy_cell(found.get((name, shape))) for shape in weighed]
-    labels = _labels(shapes)
+        line += [joules.get((name, shape), "-") for shape in weighed]
+    lengths = [shape.length for shape in shapes]  # with the batch where one length occurs with several
+    labels = {shape: shape.length if lengths.count(shape.length) == 1 else f"{shape.batch} x {shape.length}" for shape in shapes}
     return ["", *labels.values(), *(f"J at {labels[shape]}" for shape in weighed)], cells
-
-
-def _labels(shapes: list[Shape]) -> dict[Shape, str]:
-    """Lengths, and the batch where one length occurs with several."""
-    lengths = [shape.length for shape in shapes]
-    return {shape: shape.length if lengths.count(shape.length) == 1 else f"{shape.batch} x {shape.length}" for shape in shapes}
-
-
-def energy_cell(row: Row | None) -> str:
-    """Joules of a step. What was not measured is not zero."""
-    return f"{row['energy_j']:.3g}" if row is not None and "energy_j" in row else "-"
 
 
 def cell(row: Row | None) -> str:
@@ -77,14 +68,10 @@ def cell(row: Row | None) -> str:
         return "-"
     if "median_ms" not in row:
         return str(row["status"])
-    ratio = row["ratio_to_cudnn"] or row.get("ratio_to_fastest_peer")
-    return _speed(row) + (f" ({ratio:.2f}{_baseline(row)})" if ratio is not None else "")
-
-
-def _speed(row: Row) -> str:
-    """Attention to a cache is bound by what it reads."""
-    shape = shape_of(row)
-    return f"{shape.cache_bytes / row['median_ms'] / 1e9:.2f}" if shape.cache else f"{row['tflops']:.0f}"
+    shape, ratio = shape_of(row), row["ratio_to_cudnn"] or row.get("ratio_to_fastest_peer")
+    # Attention to a cache is bound by what it reads.
+    speed = f"{shape.cache_bytes / row['median_ms'] / 1e9:.2f}" if shape.cache else f"{row['tflops']:.0f}"
+    return speed + (f" ({ratio:.2f}{_baseline(row)})" if ratio is not None else "")
 
 
 def _baseline(row: Row) -> str:
@@ -141,9 +128,8 @@ def summary(results: Results, path: Path) -> dict[str, Any]:
 
 
 def _ordered_over_unordered(rows: list[Row]) -> list[float]:
-    times = {
-        (row["candidate"], json.dumps(row["shape"])): row["median_ms"] for row in rows if row["pass"] == "backward" and "median_ms" in row
-    }
+    timed = [row for row in rows if row["pass"] == "backward" and "median_ms" in row]
+    times = {(row["candidate"], json.dumps(row["shape"])): row["median_ms"] for row in timed}
     shapes = [shape for name, shape in times if name == OURS and (UNORDERED, shape) in times]
     return [times[UNORDERED, shape] / times[OURS, shape] for shape in shapes]
 

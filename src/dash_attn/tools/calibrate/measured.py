@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...call.call import Call, Grads
 from ...call.options import AttentionOptions
@@ -20,7 +19,6 @@ from ...scheduling.problem import Problem, whole_number
 from ...viewing.task_times import TaskTimes
 from .fit import Fit, Observation, Run, estimate, fit
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 Progress = Callable[[int, int], None]
 CPU_RUNS = 9
 CPU_HEAD_DIMS = (64, 128)
@@ -36,8 +34,8 @@ class Device(NamedTuple):
     tiles: dict[int, tuple[int, int]]  # by head dim
     dtype: torch.dtype
     device: str
-    record: Callable[[Tensors, AttentionOptions], TaskTimes]  # when every task ran
-    time: Callable[[Tensors, AttentionOptions], float] | None = None  # microseconds of the kernel alone; None: as recorded
+    record: Callable[[Call, Grads], TaskTimes]  # when every task ran
+    time: Callable[[Call, Grads], float] | None = None  # microseconds of the kernel alone; None: as recorded
     free: tuple[str, ...] = ()  # constants that are fitted to the times; the others are read off the records
 
 
@@ -47,14 +45,12 @@ def cpu_device(workers: int | None = None) -> Device:
 
     count = max(2, os.cpu_count() or 2) if workers is None else whole_number("workers", workers)
 
-    def record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
+    def record(call: Call, grads: Grads) -> TaskTimes:
         from ...backends.cpu import forward
         from ...backends.cpu.recorder import record_backward
 
-        q, k, v, dout = tensors
-        call = Call(q, k, v, options)
         saved = forward(call)
-        runs = (record_backward(call, saved, Grads(dout), count) for _ in range(CPU_RUNS))
+        runs = (record_backward(call, saved, grads, count) for _ in range(CPU_RUNS))
         return min(runs, key=lambda spans: spans.makespan)  # whatever else runs here only adds time
 
     tiles = dict.fromkeys(CPU_HEAD_DIMS, (TILE_Q, TILE_KV))
@@ -78,31 +74,27 @@ def hopper_device() -> Device:
     return Device(name, "hopper", workers, tiles, torch.bfloat16, "cuda", _record, kernel_time, free)
 
 
-def _record(tensors: Tensors, options: AttentionOptions) -> TaskTimes:
+def _record(call: Call, grads: Grads) -> TaskTimes:
     from ...backends.hopper import forward
     from ...backends.hopper.calls.recorder import record_backward
 
-    q, k, v, dout = tensors
-    call = Call(q, k, v, options)
-    return record_backward(call, forward(call), Grads(dout))
+    return record_backward(call, forward(call), grads)
 
 
-def kernel_time(tensors: Tensors, options: AttentionOptions) -> float:
+def kernel_time(call: Call, grads: Grads) -> float:
     """Device microseconds of the attention kernel alone, mean of a few runs. (Some of it may be spent waiting for the end of the
     preprocess, which it overlaps unless it is launched cooperatively.)"""
     from torch.profiler import ProfilerActivity, profile
 
     from ...backends.hopper import backward, forward
 
-    q, k, v, dout = tensors
-    call = Call(q, k, v, options)
     saved = forward(call)
     for _ in range(GPU_WARM_UP):
-        backward(call, saved, Grads(dout))
+        backward(call, saved, grads)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(GPU_RUNS):
-            backward(call, saved, Grads(dout))
+            backward(call, saved, grads)
         torch.cuda.synchronize()
     (event,) = (e for e in profiled.key_averages() if "attention_backward" in e.key)
     return float(event.device_time_total / event.count)
@@ -139,10 +131,10 @@ def calibrate(device: Device, head_dim: int, sweep: Sweep, progress: Progress | 
         if progress is not None:
             progress(number, len(chosen))
         schedule = generate(name, problem, device.workers)
-        tensors, options = make_tensors(problem, head_dim, device), options_of(problem, head_dim, name)
+        call, grads = make_call(problem, head_dim, device, name)
         if device.time is None or name == RECORDED:
-            runs.append((schedule, device.record(tensors, options)))
-        measured = runs[-1][1].makespan if device.time is None else device.time(tensors, options)
+            runs.append((schedule, device.record(call, grads)))
+        measured = runs[-1][1].makespan if device.time is None else device.time(call, grads)
         observations.append(Observation(schedule, measured))
     found = fit(observations, estimate(runs), device.free)
     return found, list(_rows(head_dim, observations, found))
@@ -155,15 +147,11 @@ def _rows(head_dim: int, observations: Sequence[Observation], found: Fit) -> Ite
         yield {**row, "measured_us": round(measured, 1), "predicted_us": round(measured * (1 + error), 1), "error": round(error, 4)}
 
 
-def make_tensors(problem: Problem, head_dim: int, device: Device) -> Tensors:
-    """q, k, v and dO with standard normal entries."""
+def make_call(problem: Problem, head_dim: int, device: Device, schedule: str) -> tuple[Call, Grads]:
+    """A call and its gradient, with standard normal entries."""
     source = torch.Generator(device.device).manual_seed(0)
     q_heads = problem.heads * problem.group
     sizes = ((problem.q_len, q_heads), (problem.kv_len, problem.heads), (problem.kv_len, problem.heads), (problem.q_len, q_heads))
     rows = (torch.randn(problem.batch, *size, head_dim, generator=source, device=device.device) for size in sizes)
     q, k, v, dout = (x.to(device.dtype) for x in rows)
-    return q, k, v, dout
-
-
-def options_of(problem: Problem, head_dim: int, schedule: str) -> AttentionOptions:
-    return AttentionOptions(problem.mask, head_dim**-0.5, 0.0, schedule)
+    return Call(q, k, v, AttentionOptions(problem.mask, head_dim**-0.5, 0.0, schedule)), Grads(dout)

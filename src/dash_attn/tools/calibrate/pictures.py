@@ -67,10 +67,9 @@ def read(path: Path) -> dict[str, Any]:
             raise ValueError("there are no rows")
         for row in rows:
             _check_row(row)
-    except (KeyError, TypeError):
-        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them") from None
-    except ValueError as error:
-        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        why = f": {error}" if isinstance(error, ValueError) else ""
+        raise ValueError(f"{path} holds no predictions, as `dash-attn calibrate` or benchmarks/predict.py writes them{why}") from None
     return {"gpu": gpu, "rows": rows}
 
 
@@ -84,12 +83,8 @@ def _check_row(row: Row) -> None:
             raise ValueError(f"{key} must be a time > 0; got {row[key]}")
 
 
-def draw_prediction(prediction: dict[str, Any], path: Path) -> None:
-    """One dot per schedule and shape."""
-    write(path, lambda: prediction_figure(prediction))
-
-
 def prediction_figure(prediction: dict[str, Any]) -> Any:
+    """One dot per schedule and shape."""
     from matplotlib.figure import Figure
 
     rows = prediction["rows"]
@@ -98,25 +93,24 @@ def prediction_figure(prediction: dict[str, Any]) -> Any:
     figure.subplots_adjust(0.085, 0.09, 0.985, 0.855)
     _scales(axes, [row[key] / 1000 for row in rows for key in ("measured_us", "predicted_us")])
     for name in in_known_order({row["schedule"] for row in rows}):
-        _scatter(axes, name, [row for row in rows if row["schedule"] == name])
+        colour, marker = SCHEDULE_LOOKS.get(name, OTHER_LOOK)
+        points = [row for row in rows if row["schedule"] == name]
+        predicted, measured = ([row[key] / 1000 for row in points] for key in ("predicted_us", "measured_us"))
+        axes.scatter(predicted, measured, s=75, color=colour, marker=marker, edgecolor="white", linewidth=0.6, zorder=4, label=name)
     for row in outliers(rows):
         _label(axes, row)
     axes.set_xlabel("predicted by the simulator (ms)")
     axes.set_ylabel("measured (ms)")
     axes.legend(loc="lower right", framealpha=1, edgecolor="white", handletextpad=0.3)
-    figure.text(0.012, 0.985, _prediction_title(prediction), size=17, weight="bold", va="top")
+    gpu = prediction["gpu"].removeprefix("NVIDIA ")
+    title = f"The fitted simulator gives {len(rows) - len(outliers(rows))} of {len(rows)} kernel times on {gpu} within 10 %"
+    figure.text(0.012, 0.985, title, size=17, weight="bold", va="top")
     figure.text(0.012, 0.942, PREDICTION_NOTE, va="top", linespacing=1.3)
     return figure
 
 
 def outliers(rows: list[Row]) -> list[Row]:
     return [row for row in rows if abs(row["error"]) > CLOSE]
-
-
-def _prediction_title(prediction: dict[str, Any]) -> str:
-    rows = prediction["rows"]
-    gpu = prediction["gpu"].removeprefix("NVIDIA ")
-    return f"The fitted simulator gives {len(rows) - len(outliers(rows))} of {len(rows)} kernel times on {gpu} within 10 %"
 
 
 def _scales(axes: Any, times: list[float]) -> None:
@@ -136,12 +130,6 @@ def _scales(axes: Any, times: list[float]) -> None:
     axes.plot(ends, ends, color=INK, linewidth=1.2, zorder=2)
 
 
-def _scatter(axes: Any, name: str, rows: list[Row]) -> None:
-    colour, marker = SCHEDULE_LOOKS.get(name, OTHER_LOOK)
-    predicted, measured = ([row[key] / 1000 for row in rows] for key in ("predicted_us", "measured_us"))
-    axes.scatter(predicted, measured, s=75, color=colour, marker=marker, edgecolor="white", linewidth=0.6, zorder=4, label=name)
-
-
 def _label(axes: Any, row: Row) -> None:
     """Outside the band: left of a point above it, right of one below."""
     text = f"{row['mask']} {thousands(row['seqlen'])}, d{row['head_dim']}: {100 * row['error']:+.0f} %"
@@ -152,14 +140,12 @@ def _label(axes: Any, row: Row) -> None:
     axes.annotate(text.replace("-", "\N{MINUS SIGN}"), point, size=12, color=INK, bbox=paper, zorder=3, **where)
 
 
-def draw_errors(prediction: dict[str, Any], path: Path) -> None:
-    write(path, lambda: errors_figure(prediction))
-
-
 def errors_figure(prediction: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
-    errors = by_schedule(prediction["rows"])
+    rows = prediction["rows"]
+    names = in_known_order({row["schedule"] for row in rows})
+    errors = {name: [100 * row["error"] for row in rows if row["schedule"] == name] for name in names}  # in per cent
     height = TOP + ROW * len(errors) + BOTTOM
     figure = Figure(figsize=(WIDTH, height))
     axes = figure.subplots()
@@ -179,12 +165,6 @@ def errors_figure(prediction: dict[str, Any]) -> Any:
     return figure
 
 
-def by_schedule(rows: list[Row]) -> dict[str, list[float]]:
-    """Errors in per cent."""
-    names = in_known_order({row["schedule"] for row in rows})
-    return {name: [100 * row["error"] for row in rows if row["schedule"] == name] for name in names}
-
-
 def _row(axes: Any, row: int, name: str, errors: list[float]) -> None:
     """Dots in lines above each other, so that equal errors stay visible."""
     colour, marker = SCHEDULE_LOOKS.get(name, OTHER_LOOK)
@@ -200,8 +180,5 @@ def _row(axes: Any, row: int, name: str, errors: list[float]) -> None:
 def _errors_title(prediction: dict[str, Any]) -> str:
     gpu = prediction["gpu"].removeprefix("NVIDIA ")
     sizes = [abs(row["error"]) for row in prediction["rows"]]
-    return f"The simulator on {gpu}: off by {100 * median(sizes):.1f} % in the median of {len(sizes)} runs, {100 * _rms(sizes):.1f} % rms"
-
-
-def _rms(values: list[float]) -> float:
-    return math.sqrt(sum(v * v for v in values) / len(values))
+    rms = math.sqrt(sum(size * size for size in sizes) / len(sizes))
+    return f"The simulator on {gpu}: off by {100 * median(sizes):.1f} % in the median of {len(sizes)} runs, {100 * rms:.1f} % rms"

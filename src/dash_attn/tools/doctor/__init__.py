@@ -29,7 +29,7 @@ def doctor(show: bool = False) -> list[Finding]:
 
 def examine(process: Snapshot) -> list[Finding]:
     """What is wrong, errors first."""
-    found = [finding for check in CHECKS if (finding := check.finding(process)) is not None]
+    found = [finding for id, check in CHECKS.items() if (finding := check.finding(id, process)) is not None]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 

@@ -46,7 +46,6 @@ class Check:
     """`look` says whether something is wrong with a process, or what; `found` says so, with what was seen in its braces."""
 
     scope: Scope
-    id: str
     severity: Severity
     look: Callable[[Snapshot], bool | str | Sequence[str] | None]
     found: str
@@ -54,12 +53,12 @@ class Check:
     fix: str
     reference: str
 
-    def finding(self, process: Snapshot) -> Finding | None:
+    def finding(self, id: str, process: Snapshot) -> Finding | None:
         seen = self.look(process)
         if not seen:
             return None
         told = self.found.format("" if seen is True else seen if isinstance(seen, str) else ", ".join(seen))
-        return Finding(self.id, self.severity, self.scope, told, self.why, self.fix, self.reference)
+        return Finding(id, self.severity, self.scope, told, self.why, self.fix, self.reference)
 
 
 def _value(process: Snapshot, variable: str) -> str:
@@ -121,9 +120,8 @@ def backend_in_words(process: Snapshot) -> str:
 
 
 _flag, _environment = partial(Check, "flag"), partial(Check, "environment")
-CHECKS: tuple[Check, ...] = (
-    _flag(
-        "deterministic-algorithms",
+CHECKS: dict[str, Check] = {  # by id
+    "deterministic-algorithms": _flag(
         "error",
         lambda p: not p.deterministic,
         "torch.use_deterministic_algorithms is off",
@@ -131,8 +129,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.use_deterministic_algorithms(True)",
         DETERMINISTIC,
     ),
-    _flag(
-        "warn-only",
+    "warn-only": _flag(
         "warning",
         lambda p: p.deterministic and p.warn_only,
         "torch.use_deterministic_algorithms(True, warn_only=True)",
@@ -140,8 +137,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.use_deterministic_algorithms(True), without warn_only",
         DETERMINISTIC,
     ),
-    _flag(
-        "cudnn-benchmark",
+    "cudnn-benchmark": _flag(
         "error",
         lambda p: p.cuda and p.cudnn_benchmark,
         "torch.backends.cudnn.benchmark is True",
@@ -149,8 +145,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.backends.cudnn.benchmark = False",
         RANDOMNESS,
     ),
-    _flag(
-        "cudnn-deterministic",
+    "cudnn-deterministic": _flag(
         "warning",
         # PyTorch takes either switch for cuDNN, so one is enough.
         lambda p: p.cuda and not p.cudnn_deterministic and not p.deterministic,
@@ -159,8 +154,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.use_deterministic_algorithms(True) or torch.backends.cudnn.deterministic = True",
         RANDOMNESS,
     ),
-    _flag(
-        "max-autotune",
+    "max-autotune": _flag(
         "error",
         lambda p: p.max_autotune,
         "torch._inductor.config.max_autotune is True",
@@ -168,8 +162,7 @@ CHECKS: tuple[Check, ...] = (
         "Leave torch._inductor.config.max_autotune False, and use no mode='max-autotune'",
         "PyTorch documentation, torch.compile",
     ),
-    _flag(
-        "sdpa-backends",
+    "sdpa-backends": _flag(
         "warning",
         # In strict deterministic mode PyTorch itself leaves out cuDNN and orders the memory-efficient backward.
         lambda p: p.cuda and (not p.deterministic or p.warn_only) and p.sdpa,
@@ -178,8 +171,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.use_deterministic_algorithms(True), or torch.backends.cuda.enable_cudnn_sdp(False) and enable_mem_efficient_sdp(False)",
         "PyTorch documentation, torch.nn.functional.scaled_dot_product_attention",
     ),
-    _flag(
-        "other-attention",
+    "other-attention": _flag(
         "warning",
         # Transformer Engine has a switch, and with it a check of its own.
         lambda p: [name for name in ("flash_attn", "flash_attn_interface", "xformers") if name in p.modules],
@@ -188,8 +180,7 @@ CHECKS: tuple[Check, ...] = (
         "Call dash_attn.flash_attn_func instead, or pass deterministic=True where the library has it",
         "DASH, arXiv 2601.21824, section 1; FlashAttention README (deterministic)",
     ),
-    _flag(
-        "tf32",
+    "tf32": _flag(
         "info",
         lambda p: p.cuda and p.environment.get("NVIDIA_TF32_OVERRIDE") != "0" and p.tf32,
         "TF32 is allowed in {}",
@@ -197,8 +188,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.backends.cuda.matmul.allow_tf32 = False; torch.backends.cudnn.allow_tf32 = False",
         CUDA_NOTES,
     ),
-    _flag(
-        "reduced-precision-sums",
+    "reduced-precision-sums": _flag(
         "info",
         lambda p: p.cuda and p.reduced_precision,
         "reduced-precision sums are allowed for {}",
@@ -206,8 +196,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, and the same for fp16",
         CUDA_NOTES,
     ),
-    _flag(
-        "uninitialized-memory",
+    "uninitialized-memory": _flag(
         "info",
         lambda p: p.deterministic and not p.fill_uninitialized,
         "torch.utils.deterministic.fill_uninitialized_memory is False",
@@ -215,8 +204,7 @@ CHECKS: tuple[Check, ...] = (
         "torch.utils.deterministic.fill_uninitialized_memory = True (costs a fill for every new tensor)",
         "PyTorch documentation, torch.utils.deterministic",
     ),
-    _environment(
-        "cublas-workspace",
+    "cublas-workspace": _environment(
         "error",
         _cublas_workspace,
         "CUBLAS_WORKSPACE_CONFIG{}",
@@ -224,8 +212,7 @@ CHECKS: tuple[Check, ...] = (
         f"export {CUBLAS}={CUBLAS_ALLOWED[0]} (or {CUBLAS_ALLOWED[1]}) before the process starts",
         "NVIDIA cuBLAS documentation, Results Reproducibility",
     ),
-    _environment(
-        "late-environment",
+    "late-environment": _environment(
         "warning",
         lambda p: (p.cuda_initialized or p.world_size > 1) and _changed_since_start(p),  # else nobody has read them yet
         "changed since the process started, and CUDA or torch.distributed is already initialised: {}",
@@ -233,8 +220,7 @@ CHECKS: tuple[Check, ...] = (
         "Set them in the shell or the launcher, so that the process starts with them",
         "PyTorch documentation, notes/cuda; NVIDIA NCCL documentation, Environment Variables",
     ),
-    _environment(
-        "late-hash-seed",
+    "late-hash-seed": _environment(
         "warning",
         _late_hash_seed,
         "PYTHONHASHSEED is {}",
@@ -242,8 +228,7 @@ CHECKS: tuple[Check, ...] = (
         f"export {HASH_SEED}=0 before the process starts",
         "Python documentation, Command line and environment",
     ),
-    _environment(
-        "nccl-algorithm",
+    "nccl-algorithm": _environment(
         "warning",
         _nccl,
         "{}",
@@ -252,8 +237,7 @@ CHECKS: tuple[Check, ...] = (
         "export NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_NVLS_ENABLE=0 on every rank (slower than NCCL's own choice)",
         "NVIDIA NCCL documentation, Environment Variables",
     ),
-    _environment(
-        "transformer-engine",
+    "transformer-engine": _environment(
         "error",
         lambda p: "transformer_engine" in p.modules and p.environment.get(NVTE) != "0" and _value(p, NVTE),
         "transformer_engine is imported and NVTE_ALLOW_NONDETERMINISTIC_ALGO is {}",
@@ -261,8 +245,7 @@ CHECKS: tuple[Check, ...] = (
         f"export {NVTE}=0 before the process starts",
         "NVIDIA Transformer Engine documentation, Environment variables",
     ),
-    _environment(
-        "max-autotune-variable",
+    "max-autotune-variable": _environment(
         "error",
         lambda p: p.environment.get(MAX_AUTOTUNE, "0") != "0" and p.environment[MAX_AUTOTUNE],
         "TORCHINDUCTOR_MAX_AUTOTUNE={}",
@@ -270,8 +253,7 @@ CHECKS: tuple[Check, ...] = (
         f"unset {MAX_AUTOTUNE}",
         "PyTorch documentation, torch.compile",
     ),
-    _environment(
-        "torch-version",
+    "torch-version": _environment(
         "error",
         _old_torch,
         "PyTorch {}",
@@ -279,8 +261,7 @@ CHECKS: tuple[Check, ...] = (
         f"pip install 'torch>={LEAST_TORCH[0]}.{LEAST_TORCH[1]}'",
         "README.md; PyTorch release notes",
     ),
-    _environment(
-        "cuda-bindings",
+    "cuda-bindings": _environment(
         "warning",
         lambda p: p.cuda and not p.cuda_bindings and (p.gpu is None or p.gpu.is_hopper),
         "CUDA is there, cuda-bindings is not",
@@ -288,8 +269,7 @@ CHECKS: tuple[Check, ...] = (
         "pip install 'dash-attn[gpu]'",
         "README.md",
     ),
-    _environment(
-        "kernel-origin",
+    "kernel-origin": _environment(
         "info",
         lambda p: p.cuda and p.kernels,
         "{}",
@@ -297,8 +277,7 @@ CHECKS: tuple[Check, ...] = (
         "Install the same wheel everywhere (python -m build), and compare the kernels' hashes (dash_attn.explain)",
         "docs/hopper.md",
     ),
-    _environment(
-        "gpu-model",
+    "gpu-model": _environment(
         "info",
         lambda p: p.triton and _other_gpu(p),
         "{}",
@@ -306,8 +285,7 @@ CHECKS: tuple[Check, ...] = (
         "Nothing, if all GPUs of a run get the same backend; backend='triton' chooses it on a Hopper GPU, too",
         "docs/triton.md",
     ),
-    _environment(
-        "gpu-too-old",
+    "gpu-too-old": _environment(
         "error",
         lambda p: p.gpu is not None and p.gpu.capability < OLDEST and _in_words(p.gpu),
         "{}",
@@ -315,8 +293,7 @@ CHECKS: tuple[Check, ...] = (
         "Use an A100, an RTX 30 or a later GPU, or CPU tensors",
         "docs/triton.md",
     ),
-    _environment(
-        "triton-missing",
+    "triton-missing": _environment(
         "warning",
         lambda p: not p.triton and _other_gpu(p),
         "{}, and Triton is not installed",
@@ -324,8 +301,7 @@ CHECKS: tuple[Check, ...] = (
         "pip install 'triton>=3.4' (PyTorch's CUDA builds for Linux bring it)",
         "docs/triton.md",
     ),
-    _environment(
-        "hash-seed",
+    "hash-seed": _environment(
         "info",
         lambda p: p.environment.get(HASH_SEED, "") in ("", "random") and _value(p, HASH_SEED),
         "PYTHONHASHSEED is {}",
@@ -333,4 +309,4 @@ CHECKS: tuple[Check, ...] = (
         f"export {HASH_SEED}=0 before the process starts",
         "Python documentation, Command line and environment",
     ),
-)
+}

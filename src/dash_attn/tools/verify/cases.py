@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from ...call.options import SCHEDULES, in_words, is_given, read_given
 from ...masks import Mask, parse_mask
 from ...scheduling.problem import whole_number
 from ...scheduling.schedule import Schedule
+from ..machine import bits_of, deterministic_algorithms
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -182,30 +182,20 @@ def results_of(*tensors: Tensor) -> Results:
     return Results(*(x.detach().cpu() for x in tensors))
 
 
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """PyTorch fills new memory only while deterministic algorithms are on."""
-    settings: Any = import_module("torch.utils.deterministic")
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)  # warn_only: else the unordered control would raise
-    settings.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = filled
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+def poisoned_memory() -> AbstractContextManager[None]:
+    """Every new tensor is filled with NaN. warn_only: else the unordered control would raise."""
+    return deterministic_algorithms(warn_only=True, fill=True)
 
 
 def difference(actual: Results, expected: Results) -> str | None:
-    """The first element whose bits differ, with both values; None if there is none. -0.0 differs from 0.0, NaN equals itself."""
+    """The first element whose bits differ, with both values; None if there is none."""
     if actual.named.keys() != expected.named.keys():
         return f"results are {', '.join(actual.named)} against {', '.join(expected.named)}"
     for name, a in actual.named.items():
         b = expected.named[name]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return f"{name} is {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
-        differs = _integers(a) != _integers(b)
+        differs = bits_of(a) != bits_of(b)
         if differs.any():
             place = tuple(differs.nonzero()[0].tolist())
             values = f"{a[place].item()!r} against {b[place].item()!r}"
@@ -219,10 +209,6 @@ def not_a_number(results: Results) -> str | None:
         if x.isnan().any():
             return f"{name}{x.isnan().nonzero()[0].tolist()} is NaN"
     return None
-
-
-def _integers(x: Tensor) -> Tensor:
-    return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:

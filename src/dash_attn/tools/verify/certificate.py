@@ -17,9 +17,9 @@ from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
 from ..machine import device_facts, version_facts
 from .cases import INPUT_GENERATOR, SEED, Case, Results, hashes, sha256
-from .fresh import fresh_results
 from .guarantees import CaseTest, Status, comparisons, worst
-from .ranks import check_ranks
+from .surroundings import fresh_results
+from .ways import check_ranks
 
 FORMAT = 1
 COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
@@ -138,15 +138,12 @@ def table(certificate: Certificate) -> str:
     lines.append(" " * width + "".join(f"  {f'case {i}':12}" for i in range(1, len(entries) + 1)).rstrip())
     for name in names:
         lines.append((name.ljust(width) + "".join(f"  {statuses.get(name, '-'):12}" for statuses in found)).rstrip())
-    lines += ["", *(_describe(i, entry) for i, entry in enumerate(entries, start=1))]
+    lines.append("")
+    for i, entry in enumerate(entries, start=1):
+        explained, dq = entry["explain"], entry["sha256"]["dq"]
+        lines.append(f"case {i}: {Case(**entry['case'])}; {explained['schedule']}, order {explained['order_hash'][:12]}, dQ {dq[:12]}")
     bad = troubles(certificate)
     return "\n".join([*lines, *([""] if bad else []), *bad, "", f"result: {certificate['status']}"])
-
-
-def _describe(number: int, entry: dict[str, Any]) -> str:
-    explained = entry["explain"]
-    order, dq = explained["order_hash"][:12], entry["sha256"]["dq"][:12]
-    return f"case {number}: {Case(**entry['case'])}; {explained['schedule']}, order {order}, dQ {dq}"
 
 
 def refuse_failed(certificate: Certificate, path: Path) -> None:

@@ -20,9 +20,8 @@ from ...scheduling.order import WORKER_INVARIANT, promises
 from ...scheduling.ranks.sharding import SHARDINGS
 from ...scheduling.validate import TooFewWorkers
 from .cases import Case, Extras, Inputs, Results, attend, difference, make_extras, make_inputs, not_a_number
-from .decoding import DETAIL, PAGE_SIZES, can_decode, recombined_halves, through_caches
-from .other_work import other_work
-from .ranks import added_up, name_of, on_ranks
+from .surroundings import other_work
+from .ways import DETAIL, PAGE_SIZES, added_up, can_decode, name_of, on_ranks, recombined_halves, through_caches
 
 Status = Literal["pass", "fail", "inconclusive"]
 WORKERS = (1, 2, 7, 16, 33)
@@ -145,12 +144,11 @@ class CaseTest:
 
     def _with_and_without_extras(self, run: Callable[[Results, Extras | None], Iterator[tuple[str, Results]]]) -> Compared:
         """As it is, and with sinks and a gradient of the LSE. `run` gets what is expected."""
-        for what, result in run(self.reference, None):
-            yield what, result, self.reference
         extras = make_extras(self.case, self.device)
         with_extras = attend(self.inputs, self.mask, self.case.schedule, extras=extras)
-        for what, result in run(with_extras, extras):
-            yield f"{what}, with sinks", result, with_extras
+        for how, expected, given in (("", self.reference, None), (", with sinks", with_extras, extras)):
+            for what, result in run(expected, given):
+                yield f"{what}{how}", result, expected
 
     def _control_of_decoding(self) -> Outcome:
         """A split of the keys must be seen to differ."""
