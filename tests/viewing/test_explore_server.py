@@ -224,12 +224,12 @@ def test_options_of_a_command_line_come_back() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
-    explore.add_command(parser.add_subparsers())
-    words = ["explore", "--seqlen", "4096", "--heads", "8", "--schedule", "ascending", "auto", "--machine", "h200"]
+    explore.add_arguments(parser)
+    words = ["--seqlen", "4096", "--heads", "8", "--schedule", "ascending", "auto", "--machine", "h200"]
     options = explore.options_of(parser.parse_args(words))
     assert options == {"schedule": "ascending,auto", "machine": "h200", "seqlen": "4096", "heads": "8"}
-    assert explore.options_of(parser.parse_args(["explore"])) == explore.START
-    assert explore.options_of(parser.parse_args(["explore", "--measured", "--seqlen", "64"])) == {"seqlen": "64", "measured": True}
+    assert explore.options_of(parser.parse_args([])) == explore.START
+    assert explore.options_of(parser.parse_args(["--measured", "--seqlen", "64"])) == {"seqlen": "64", "measured": True}
 
 
 def test_a_page_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..ledgers.comparing import Comparison
     from ..viewing.agreement import Agreement
 
+HELP = "see reproducible training at work, without a GPU, in under a minute"
+TEXT = "Trains a small transformer twice with and twice without ordered gradients, then compares schedules."
 STEPS = 6
 UNORDERED = 2  # the layer that diff has to find
 COMPARED = ("ascending", "alternating")
@@ -28,13 +30,10 @@ PICTURE, PICTURE_OF_RUNS = "gantt-causal.png", "runs-part.png"
 SHOWN = re.compile(r"blocks\.\d+\.(attention|mlp)|head")  # modules in the picture of runs
 
 
-def add_command(commands: Any) -> None:
-    text = "Trains a small transformer twice with and twice without ordered gradients, then compares schedules."
-    parser = commands.add_parser("demo", help="see reproducible training at work, without a GPU, in under a minute", description=text)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where pictures go (default: demo-output)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training steps (default: {STEPS})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default: auto)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

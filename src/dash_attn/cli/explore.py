@@ -24,6 +24,11 @@ from .cluster import plan_ranks
 from .files import check_file
 from .plan import plan
 
+HELP = "look at schedules, or at where two runs part, on a local page"
+TEXT = (
+    "Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`."
+    " With --ledgers it shows where two training runs part."
+)
 EXAMPLES = """examples:
   dash-attn explore
   dash-attn explore --seqlen 4096 --heads 8 --schedule ascending,auto --machine h200
@@ -43,22 +48,13 @@ START = {
 Options = Mapping[str, Any]  # names of arguments, without dashes in front, to text; True for a flag
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "explore",
-        help="look at schedules, or at where two runs part, on a local page",
-        description="Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`."
-        " With --ledgers it shows where two training runs part.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, SCHEDULES_HELP)
     ledgers_help = "show where two runs part, by their ledgers, in place of schedules"
     parser.add_argument("--ledgers", nargs=2, metavar=("A", "B"), help=ledgers_help)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="where to listen on 127.0.0.1 (default: any free port)")
     parser.add_argument("--open", action="store_true", help="also open the page in a browser")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page in place of serving it")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..tools.calibrate.measured import Device
     from .measured import Pair
 
+HELP = "compare schedules of an attention backward pass in model time"
+TEXT = "Simulates schedules of one attention backward pass and compares them with the lower bound."
 EXAMPLES = """examples:
   dash-attn plan --mask causal --q-tiles 8 --kv-tiles 8 --heads 4 --workers 8 --compute 3 --reduce 1
   dash-attn plan --seqlen 16384 --heads 16 --overlap 2 --latency 2 --schedule descending,alternating --gantt chart.png
@@ -38,20 +40,12 @@ COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", 
 Named = tuple[str, Timeline]  # the name that was asked for, and its run
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="compare schedules of an attention backward pass in model time",
-        description="Simulates schedules of one attention backward pass and compares them with the lower bound.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, "one or more names, separated by spaces or commas; auto; or all (default; with --ranks: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers (or ranks) over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
