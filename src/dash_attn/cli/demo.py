@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..scheduling.problem import Problem
 from ..simulation.simulate import Machine
@@ -125,7 +125,7 @@ def _show_schedules(output: Path) -> None:
     print_report(report_of(planned))
     print("\nMakespan is when the last worker ends; no schedule can beat the lower bound. Stalled is worker time lost to waiting.")
     print("Slack is how many steps pass between two chains on a tile; the chains of a gang must be on the GPU together.")
-    chosen = [dict(planned.runs)[name] for name in COMPARED]
+    chosen = [run.timeline for name in COMPARED for run in planned.runs if run.name == name]
     slow, fast = (timeline.makespan for timeline in chosen)
     print(f"All of these are deterministic. {COMPARED[1]}, which dash-attn picks here, takes {fast / slow:.0%} of {COMPARED[0]}'s time.")
     from ..viewing.gantt import gantt

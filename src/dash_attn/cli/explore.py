@@ -186,13 +186,16 @@ def _one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     planned = plan(arguments, _schedules(arguments), _check_tiles)
     if not planned.runs:
         raise ScheduleError("\n".join(why for _, why in planned.refused))
-    runs = [simulated(timeline, name) for name, timeline in planned.runs]
+    runs = []
+    for name, timeline, measured in planned.runs:
+        model = simulated(timeline, name)
+        if measured is None:
+            runs.append(model)
+        else:
+            runs.append({**model, "name": f"{model['name']}, simulated", "unit": measured.time_label})
+            runs.append(recorded(timeline.schedule, measured))
     title, device = planned.title, planned.device
     if device is not None:
-        models, runs = runs, []
-        for model, pair in zip(models, planned.pairs, strict=True):
-            runs.append({**model, "name": f"{model['name']}, simulated", "unit": pair.measured.time_label})
-            runs.append(recorded(pair.timeline.schedule, pair.measured))
         title = [title[0], f"{title[1]} (constants read off these runs, unless given)", f"measured on {device.name} ({device.backend})"]
     return {"title": title, "refused": planned.refused, "runs": runs}
 
