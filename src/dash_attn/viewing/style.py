@@ -30,6 +30,8 @@ STYLE: Any = {
 }
 SMALL_STYLE: Any = {**STYLE, "font.size": 10, "hatch.linewidth": 0.8}
 FIGURE_WIDTH = 12.0  # inches
+LANE = 0.84  # of the distance between workers, or ranks
+GLYPH = 0.64  # width of a digit, in font sizes
 DPI = 150
 FORMATS = (".png", ".svg")
 
