@@ -19,8 +19,7 @@ import pytest
 
 from dash_attn.cli import explore
 from dash_attn.cli.main import main
-from dash_attn.viewing.explore.page import served_page
-from dash_attn.viewing.explore.server import MOST_BYTES, PageServer
+from dash_attn.viewing.explore.server import MOST_BYTES, PageServer, served_page
 from started import started
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -11,7 +11,7 @@ from typing import Any
 from ..simulation.machines import Calibrated
 from .device import add_device, choose
 from .files import check_different, check_file, check_picture
-from .progress import LONG_WORK, progress_bar
+from .table import LONG_WORK, progress_bar
 
 HELP = "fit the simulator's constants to this machine"
 TEXT = """Runs a few schedules of the attention backward, records when their tasks ran, and fits the constants of the simulator to

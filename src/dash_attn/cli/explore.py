@@ -16,9 +16,8 @@ from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import SHARDINGS
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
-from ..viewing.explore.page import saved_page, served_page
 from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, simulated
-from ..viewing.explore.server import Answering, PageServer
+from ..viewing.explore.server import Answering, PageServer, saved_page, served_page
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
 from .files import check_file

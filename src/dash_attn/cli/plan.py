@@ -17,15 +17,13 @@ from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
 from ..scheduling.schedule import Schedule
 from ..simulation.simulate import Machine, Timeline, simulate
-from ..viewing.recorded import MICROSECONDS
-from ..viewing.task_times import Recorded, TaskTimes, times_of
+from ..viewing.task_times import MICROSECONDS, Recorded, TaskTimes, times_of
 from ..viewing.words import counted, describe_machine, describe_problem, figures_of, label_of
 from .arguments import COSTS, ONLY_WITH_RANKS, add_question, either, flag_of, read_machine, read_problem, read_schedules, refuse
 from .cluster import plan_ranks
 from .device import choose
 from .files import check_different, check_file, check_picture
-from .progress import progress_bar
-from .table import Refusals, Report, print_report
+from .table import Refusals, Report, print_report, progress_bar
 
 if TYPE_CHECKING:
     from ..tools.calibrate.measured import Device

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..masks import MASK_FORMS
 from .device import BACKENDS, choose_served
 from .files import check_different, check_file
-from .progress import LONG_WORK, progress_bar
+from .table import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
     from ..tools.verify.cases import Case

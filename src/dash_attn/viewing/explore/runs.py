@@ -21,8 +21,7 @@ from ...simulation.cluster import RankTimeline
 from ...simulation.critical_path import Node, critical_path, turn_predecessors
 from ...simulation.simulate import Timeline
 from ..gantt_ranks import lanes_of
-from ..recorded import MICROSECONDS
-from ..task_times import TaskTimes, chains_before, task_table, times_of
+from ..task_times import MICROSECONDS, TaskTimes, chains_before, task_table, times_of
 from ..words import figures_of, figures_of_ranks, label_of, percent
 
 MOST_TASKS = 2_000_000  # of a run: about 30 MB, and a second until it is drawn
