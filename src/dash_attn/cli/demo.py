@@ -54,7 +54,8 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
 
     device = choose_device(wanted)
     print("1. THE SAME TRAINING RUN, TWICE\n")
-    size = f"A transformer of {training.LAYERS} layers and {training.weight_count():,} weights"
+    weights = sum(weight.numel() for weight in training.Transformer(None).parameters())
+    size = f"A transformer of {training.LAYERS} layers and {weights:,} weights"
     print(f"{size} learns from {training.LENGTH}-token sequences: same seed, same data, same code.")
     print("The two runs differ only in which attention tile happens to finish first.")
     if device == "cuda":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
+from ..viewing.words import complaint
 from . import bench, calibrate, demo, diff, doctor, explore, plan, verify
 
 BAD_INPUT = 2
@@ -32,12 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except MemoryError:
-        return _complain("this problem does not fit in memory; use fewer or larger tiles")
-    except OverflowError:
-        return _complain("a number is too large for an exact simulation; choose a larger unit of time")
-    except (ValueError, OSError, NotImplementedError) as error:  # the last: what a backend cannot do in this version
-        return _complain(str(error))
+    except (MemoryError, OverflowError, ValueError, OSError, NotImplementedError) as error:  # the last: what a backend cannot do yet
+        return _complain(complaint(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in ("matplotlib", "rich", "PIL"):

@@ -18,6 +18,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+from ..words import complaint
+
 FOLDER = Path(__file__).parent / "page"
 # In the order in which they use each other.
 SCRIPTS = ("data", "colours", "canvas", "bars", "tasks", "units", "drawing", "overlay", "chart", "panels", "form", "ledgers", "main")
@@ -188,12 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with self.server.one_at_a_time:
                 return make()
-        except MemoryError:
-            raise Refused(HTTPStatus.BAD_REQUEST, "this problem does not fit in memory; use fewer or larger tiles") from None
-        except OverflowError:
-            raise Refused(HTTPStatus.BAD_REQUEST, "a number is too large for an exact simulation; choose a larger unit of time") from None
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+        except (MemoryError, OverflowError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, complaint(error)) from None
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
