@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dash_attn.cli.explore import START, answer
-from dash_attn.viewing.explore.page import saved_page
+from dash_attn.viewing.explore.server import saved_page
 
 
 def page() -> str:

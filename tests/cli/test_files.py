@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import dash_attn
 from benchmarks import result_files, suite
 from benchmarks.report import print_report
-from dash_attn.cli import bench, calibrate, demo, measured, plan
+from dash_attn.cli import bench, calibrate, demo, plan
 from dash_attn.cli.main import main
 from dash_attn.simulation.machines import SHIPPED, Calibrated, load_machine
 from dash_attn.tools.bench.report import summary
@@ -51,7 +51,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     for module, name in (
         (plan, "simulate_all"),
-        (measured, "choose"),
+        (plan, "choose"),
         (bench, "require_gpu"),
         (calibrate, "choose"),
         (demo, "_show_training"),

@@ -14,7 +14,7 @@ from rooms import PACKAGE
 # Where a word may stand in a name, by the path in the package. Files that have the word in their own name are such places, too.
 RANKS = (
     *("scheduling/ranks/", "simulation/cluster/", "distributed/", "ledgers/", "integrations/", "cli/"),
-    *("viewing/explore/paths.py", "viewing/words.py", "backends/__init__.py", "backends/hopper/calls/leg_tables.py", "errors.py"),
+    *("viewing/explore/runs.py", "viewing/words.py", "backends/__init__.py", "backends/hopper/calls/leg_tables.py", "errors.py"),
     "tools/verify/ways.py",
 )
 PACKED_SEQUENCES = (

@@ -23,8 +23,7 @@ from dash_attn.scheduling import GENERATORS, Problem, generate
 from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.simulation.critical_path import turn_predecessors
 from dash_attn.simulation.machines import SHIPPED
-from dash_attn.viewing.explore.page import saved_page, served_page
-from dash_attn.viewing.explore.server import PageServer
+from dash_attn.viewing.explore.server import PageServer, saved_page, served_page
 from dash_attn.viewing.task_times import times_of
 
 LARGE = {"seqlen": "16384", "heads": "16", "schedule": "ascending,auto", "machine": "h200"}

@@ -20,11 +20,9 @@ from dash_attn.scheduling.ranks.share import share
 from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
-from dash_attn.viewing.explore.page import as_text, saved_page, served_page
-from dash_attn.viewing.explore.paths import path_of_ranks, path_of_record
-from dash_attn.viewing.explore.runs import EXACT, encoded, shared_run
-from dash_attn.viewing.recorded import Noted, times_from
-from dash_attn.viewing.task_times import task_table, times_of
+from dash_attn.viewing.explore.runs import EXACT, encoded, path_of_ranks, path_of_record, shared_run
+from dash_attn.viewing.explore.server import as_text, saved_page, served_page
+from dash_attn.viewing.task_times import Noted, task_table, times_from, times_of
 
 KINDS = {"B": "u1", "H": "<u2", "i": "<i4", "d": "<f8"}
 PLAIN = Machine(compute=3, reduce=1)

@@ -16,9 +16,8 @@ from chromium import Chromium, needs_chromium
 from dash_attn.cli.explore import ledgers_answer
 from dash_attn.cli.main import main
 from dash_attn.ledgers.comparing import spread
-from dash_attn.viewing.explore.page import saved_page
 from dash_attn.viewing.explore.runs import encoded
-from dash_attn.viewing.explore.server import PageServer
+from dash_attn.viewing.explore.server import PageServer, saved_page
 from flipped_runs import FLIPPED, train
 
 CELLS = """

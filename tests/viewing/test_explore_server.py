@@ -19,8 +19,7 @@ import pytest
 
 from dash_attn.cli import explore
 from dash_attn.cli.main import main
-from dash_attn.viewing.explore.page import served_page
-from dash_attn.viewing.explore.server import MOST_BYTES, PageServer
+from dash_attn.viewing.explore.server import MOST_BYTES, PageServer, served_page
 from started import started
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -224,12 +223,12 @@ def test_options_of_a_command_line_come_back() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
-    explore.add_command(parser.add_subparsers())
-    words = ["explore", "--seqlen", "4096", "--heads", "8", "--schedule", "ascending", "auto", "--machine", "h200"]
+    explore.add_arguments(parser)
+    words = ["--seqlen", "4096", "--heads", "8", "--schedule", "ascending", "auto", "--machine", "h200"]
     options = explore.options_of(parser.parse_args(words))
     assert options == {"schedule": "ascending,auto", "machine": "h200", "seqlen": "4096", "heads": "8"}
-    assert explore.options_of(parser.parse_args(["explore"])) == explore.START
-    assert explore.options_of(parser.parse_args(["explore", "--measured", "--seqlen", "64"])) == {"seqlen": "64", "measured": True}
+    assert explore.options_of(parser.parse_args([])) == explore.START
+    assert explore.options_of(parser.parse_args(["--measured", "--seqlen", "64"])) == {"seqlen": "64", "measured": True}
 
 
 def test_a_page_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from dash_attn.viewing import gantt as plot
-from dash_attn.viewing.gantt import gantt
-from dash_attn.viewing.gantt_tasks import raster
+from dash_attn.viewing.gantt import gantt, raster
 from dash_attn.viewing.style import DPI, IDLE, STALL, q_tile_colours
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -20,8 +20,17 @@ from dash_attn.execution.interleaving import Interleaving, TaskTime, interleavin
 from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.problem import Task
 from dash_attn.simulation import Machine, simulate
-from dash_attn.viewing.recorded import Clocks, Cycles, Noted, noted_by_drains, times_from, to_microseconds
-from dash_attn.viewing.task_times import TaskTimes, task_table, times_of
+from dash_attn.viewing.task_times import (
+    Clocks,
+    Cycles,
+    Noted,
+    TaskTimes,
+    noted_by_drains,
+    task_table,
+    times_from,
+    times_of,
+    to_microseconds,
+)
 from dense import random_inputs, same_bits
 
 record = import_module("dash_attn.backends.hopper.calls.recorder")

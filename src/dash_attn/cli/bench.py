@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..tools.bench.report import Table
 
 REPEATS = 30
+HELP = "time forward and backward beside PyTorch's own on this GPU"
+TEXT = "Times our kernels and PyTorch's, interleaved in one process. A kernel that fails its check gets no figure."
 EXAMPLES = """examples:
   dash-attn bench
   dash-attn bench --seqlens 4096 --masks causal --schedules
@@ -29,17 +31,9 @@ EXAMPLES = """examples:
 Results = dict[str, Any]
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench",
-        help="time forward and backward beside PyTorch's own on this GPU",
-        description="Times our kernels and PyTorch's, interleaved in one process. A kernel that fails its check gets no figure.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", choices=(*SUITES, HOST_SUITE), default="quick", help="which shapes (default: quick)")
     add_options(parser, Path("."))
-    parser.set_defaults(run=run)
 
 
 def add_options(parser: argparse.ArgumentParser, output: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from ..simulation.machines import Calibrated
 from .device import add_device, choose
 from .files import check_different, check_file, check_picture
-from .progress import LONG_WORK, progress_bar
+from .table import LONG_WORK, progress_bar
 
+HELP = "fit the simulator's constants to this machine"
 TEXT = """Runs a few schedules of the attention backward, records when their tasks ran, and fits the constants of the simulator to
 the times: compute, reduce, hand-over latency and start of a chain. On a GPU they are those of the kernel; on the CPU those
 of the executor in threads, which share the processors with everything else and repeat far less exactly."""
@@ -24,10 +25,7 @@ EXAMPLES = """examples:
 """
 
 
-def add_command(commands: Any) -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    help_text = "fit the simulator's constants to this machine"
-    parser = commands.add_parser("calibrate", help=help_text, description=TEXT, epilog=EXAMPLES, formatter_class=layout)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--head-dims", metavar="N,N", help="head dims to calibrate (default: 64,128; 64 on the CPU)")
     parser.add_argument("--output", type=Path, default=Path("machine.json"), metavar="FILE", help="default: machine.json")
@@ -35,7 +33,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the errors of the prediction, schedule by schedule")
     from_help = "draw an earlier calibration, or what benchmarks/predict.py wrote; measures nothing"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=from_help)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

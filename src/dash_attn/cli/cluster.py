@@ -24,8 +24,7 @@ from ..simulation.cluster import (
 )
 from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, figures_of_ranks
 from .arguments import COSTS, WITH_RANKS, either, read_machine, read_problem, read_schedules, refuse
-from .progress import progress_bar
-from .table import Report
+from .table import Report, progress_bar
 
 COLUMNS = ("", "makespan us", "efficiency", "hops", "sent forward", "sent backward", "states waiting")
 DEFAULT_HEAD_DIM = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..scheduling.problem import Problem
 from ..simulation.simulate import Machine
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..ledgers.comparing import Comparison
     from ..viewing.agreement import Agreement
 
+HELP = "see reproducible training at work, without a GPU, in under a minute"
+TEXT = "Trains a small transformer twice with and twice without ordered gradients, then compares schedules."
 STEPS = 6
 UNORDERED = 2  # the layer that diff has to find
 COMPARED = ("ascending", "alternating")
@@ -28,13 +30,10 @@ PICTURE, PICTURE_OF_RUNS = "gantt-causal.png", "runs-part.png"
 SHOWN = re.compile(r"blocks\.\d+\.(attention|mlp)|head")  # modules in the picture of runs
 
 
-def add_command(commands: Any) -> None:
-    text = "Trains a small transformer twice with and twice without ordered gradients, then compares schedules."
-    parser = commands.add_parser("demo", help="see reproducible training at work, without a GPU, in under a minute", description=text)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where pictures go (default: demo-output)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training steps (default: {STEPS})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default: auto)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,7 +54,8 @@ def _show_training(steps: int, wanted: str, output: Path) -> bool:
 
     device = choose_device(wanted)
     print("1. THE SAME TRAINING RUN, TWICE\n")
-    size = f"A transformer of {training.LAYERS} layers and {training.weight_count():,} weights"
+    weights = sum(weight.numel() for weight in training.Transformer(None).parameters())
+    size = f"A transformer of {training.LAYERS} layers and {weights:,} weights"
     print(f"{size} learns from {training.LENGTH}-token sequences: same seed, same data, same code.")
     print("The two runs differ only in which attention tile happens to finish first.")
     if device == "cuda":
@@ -126,7 +126,7 @@ def _show_schedules(output: Path) -> None:
     print_report(report_of(planned))
     print("\nMakespan is when the last worker ends; no schedule can beat the lower bound. Stalled is worker time lost to waiting.")
     print("Slack is how many steps pass between two chains on a tile; the chains of a gang must be on the GPU together.")
-    chosen = [dict(planned.runs)[name] for name in COMPARED]
+    chosen = [run.timeline for name in COMPARED for run in planned.runs if run.name == name]
     slow, fast = (timeline.makespan for timeline in chosen)
     print(f"All of these are deterministic. {COMPARED[1]}, which dash-attn picks here, takes {fast / slow:.0%} of {COMPARED[0]}'s time.")
     from ..viewing.gantt import gantt

@@ -17,6 +17,7 @@ CODES = {
     "error": (2, "they cannot be compared"),
     "incomplete": (3, "they agree as far as both go, and one of them lacks an end, steps, phases or ranks"),
 }
+HELP = "compare the ledgers of two training runs"
 TEXT = f"""Compares the ledgers of two runs (dash_attn.ledger), and names the first difference in execution order.
 
 exit code:
@@ -24,10 +25,7 @@ exit code:
 """
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "diff", help="compare the ledgers of two training runs", description=TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="folder of a run, or the file of one rank")
     parser.add_argument("b", metavar="B", help="the run to compare it with")
     partial_help = "a run that is shorter, or has less detail, may agree (exit code 0): a job that runs, a window recorded again"
@@ -35,7 +33,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--rank", type=int, metavar="N", help="compare this rank alone; the verdict is of it alone, too")
     parser.add_argument("--first", action="store_true", help="stop at the first difference: quicker, and later steps are not counted")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON, errors too")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..tools.doctor import Finding
 
+HELP = "find settings that break reproducibility in this environment"
+TEXT = "Looks for settings that make training runs differ. Exit code 0: nothing found; 1: an error or a warning."
 OWN_PROCESS = (
     "This command runs in a process of its own: it sees variables, versions and hardware. Switches of PyTorch that a training script\n"
     "sets are seen only from inside it: call dash_attn.doctor(show=True) there. Here they are PyTorch's defaults, and listed as info."
 )
 
 
-def add_command(commands: Any) -> None:
-    text = "Looks for settings that make training runs differ. Exit code 0: nothing found; 1: an error or a warning."
-    help_text = "find settings that break reproducibility in this environment"
-    parser = commands.add_parser("doctor", help=help_text, description=text, epilog=OWN_PROCESS)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = OWN_PROCESS
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

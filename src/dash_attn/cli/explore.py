@@ -16,14 +16,18 @@ from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import SHARDINGS
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
-from ..viewing.explore.page import saved_page, served_page
 from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, simulated
-from ..viewing.explore.server import Answering, PageServer
+from ..viewing.explore.server import Answering, PageServer, saved_page, served_page
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
 from .files import check_file
 from .plan import plan
 
+HELP = "look at schedules, or at where two runs part, on a local page"
+TEXT = (
+    "Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`."
+    " With --ledgers it shows where two training runs part."
+)
 EXAMPLES = """examples:
   dash-attn explore
   dash-attn explore --seqlen 4096 --heads 8 --schedule ascending,auto --machine h200
@@ -43,22 +47,13 @@ START = {
 Options = Mapping[str, Any]  # names of arguments, without dashes in front, to text; True for a flag
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "explore",
-        help="look at schedules, or at where two runs part, on a local page",
-        description="Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`."
-        " With --ledgers it shows where two training runs part.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, SCHEDULES_HELP)
     ledgers_help = "show where two runs part, by their ledgers, in place of schedules"
     parser.add_argument("--ledgers", nargs=2, metavar=("A", "B"), help=ledgers_help)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="where to listen on 127.0.0.1 (default: any free port)")
     parser.add_argument("--open", action="store_true", help="also open the page in a browser")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page in place of serving it")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -190,13 +185,16 @@ def _one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     planned = plan(arguments, _schedules(arguments), _check_tiles)
     if not planned.runs:
         raise ScheduleError("\n".join(why for _, why in planned.refused))
-    runs = [simulated(timeline, name) for name, timeline in planned.runs]
+    runs = []
+    for name, timeline, measured in planned.runs:
+        model = simulated(timeline, name)
+        if measured is None:
+            runs.append(model)
+        else:
+            runs.append({**model, "name": f"{model['name']}, simulated", "unit": measured.time_label})
+            runs.append(recorded(timeline.schedule, measured))
     title, device = planned.title, planned.device
     if device is not None:
-        models, runs = runs, []
-        for model, pair in zip(models, planned.pairs, strict=True):
-            runs.append({**model, "name": f"{model['name']}, simulated", "unit": pair.measured.time_label})
-            runs.append(recorded(pair.timeline.schedule, pair.measured))
         title = [title[0], f"{title[1]} (constants read off these runs, unless given)", f"measured on {device.name} ({device.backend})"]
     return {"title": title, "refused": planned.refused, "runs": runs}
 

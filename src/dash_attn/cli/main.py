@@ -6,11 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .. import __version__
+from ..viewing.words import complaint
 from . import bench, calibrate, demo, diff, doctor, explore, plan, verify
 
 BAD_INPUT = 2
+COMMANDS: tuple[Any, ...] = (plan, explore, demo, bench, calibrate, doctor, verify, diff)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,12 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except MemoryError:
-        return _complain("this problem does not fit in memory; use fewer or larger tiles")
-    except OverflowError:
-        return _complain("a number is too large for an exact simulation; choose a larger unit of time")
-    except (ValueError, OSError, NotImplementedError) as error:  # the last: what a backend cannot do in this version
-        return _complain(str(error))
+    except (MemoryError, OverflowError, ValueError, OSError, NotImplementedError) as error:  # the last: what a backend cannot do yet
+        return _complain(complaint(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in ("matplotlib", "rich", "PIL"):
@@ -52,9 +51,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dash-attn", description="Schedules for bitwise reproducible attention training.")
     parser.add_argument("--version", action="version", version=f"dash-attn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (plan, explore, demo, bench, calibrate, doctor, verify, diff):
-        command.add_command(commands)
+    for command in COMMANDS:
+        _add_command(commands, command)
     return parser
+
+
+def _add_command(commands: Any, command: Any) -> None:
+    """A module of this folder: its name, HELP and TEXT, perhaps EXAMPLES; `add_arguments` and `run`. Several lines are not wrapped anew."""
+    texts = command.TEXT, getattr(command, "EXAMPLES", None)
+    layout = argparse.RawDescriptionHelpFormatter if "\n" in "".join(filter(None, texts)) else argparse.HelpFormatter
+    name = command.__name__.rpartition(".")[2]
+    parser = commands.add_parser(name, help=command.HELP, description=texts[0], epilog=texts[1], formatter_class=layout)
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
 
 
 if __name__ == "__main__":

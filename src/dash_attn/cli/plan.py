@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ScheduleError
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
+from ..scheduling.schedule import Schedule
 from ..simulation.simulate import Machine, Timeline, simulate
-from ..viewing.task_times import Recorded
+from ..viewing.task_times import MICROSECONDS, Recorded, TaskTimes, times_of
 from ..viewing.words import counted, describe_machine, describe_problem, figures_of, label_of
-from .arguments import ONLY_WITH_RANKS, add_question, read_machine, read_problem, read_schedules, refuse
+from .arguments import COSTS, ONLY_WITH_RANKS, add_question, either, flag_of, read_machine, read_problem, read_schedules, refuse
 from .cluster import plan_ranks
+from .device import choose
 from .files import check_different, check_file, check_picture
-from .progress import progress_bar
-from .table import Refusals, Report, print_report
+from .table import Refusals, Report, print_report, progress_bar
 
 if TYPE_CHECKING:
     from ..tools.calibrate.measured import Device
-    from .measured import Pair
 
+HELP = "compare schedules of an attention backward pass in model time"
+TEXT = "Simulates schedules of one attention backward pass and compares them with the lower bound."
 EXAMPLES = """examples:
   dash-attn plan --mask causal --q-tiles 8 --kv-tiles 8 --heads 4 --workers 8 --compute 3 --reduce 1
   dash-attn plan --seqlen 16384 --heads 16 --overlap 2 --latency 2 --schedule descending,alternating --gantt chart.png
@@ -35,23 +38,15 @@ EXAMPLES = """examples:
   dash-attn plan --ranks 8 --seqlen 131072 --heads 8 --group 4 --gantt ranks.png
 """
 COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
-Named = tuple[str, Timeline]  # the name that was asked for, and its run
+DEFAULT_HEAD_DIM = 128
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="compare schedules of an attention backward pass in model time",
-        description="Simulates schedules of one attention backward pass and compares them with the lower bound.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, "one or more names, separated by spaces or commas; auto; or all (default; with --ranks: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers (or ranks) over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,38 +75,51 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
     return 0
 
 
+class PlannedRun(NamedTuple):
+    """A schedule, by the name that was asked for: simulated, and perhaps measured as well."""
+
+    name: str
+    timeline: Timeline
+    measured: TaskTimes | None = None
+
+    def panels(self) -> list[TaskTimes]:
+        """Of a chart: what was measured stands below what was simulated."""
+        simulated = times_of(self.timeline)
+        if self.measured is None:
+            return [simulated]
+        return [replace(simulated, name=f"{simulated.name}, simulated", time_label=MICROSECONDS), self.measured]
+
+    def beside(self, device: Device) -> str:
+        """What was measured, beside what was simulated."""
+        assert self.measured is not None
+        simulated, measured = self.timeline.makespan, self.measured.makespan
+        where = f"measured on {device.name} ({device.backend})"
+        return f"{where}: {self.name} {measured:,.1f} us; simulated {simulated:,.1f} us ({simulated / measured - 1:+.1%})"
+
+
 class Planned(NamedTuple):
-    """Schedules of one problem, simulated. `pairs`: measured as well, on a device."""
+    """Schedules of one problem, simulated. `device`: where they were measured as well."""
 
     problem: Problem
     mask: str  # as it was asked for
     machine: Machine
     workers: int
-    runs: list[Named]
+    runs: list[PlannedRun]
     refused: Refusals
-    pairs: Sequence[Pair] = ()
     device: Device | None = None
 
     @property
     def title(self) -> list[str]:
         return [describe_problem(self.problem, self.mask), describe_machine(self.machine, self.workers)]
 
-    @property
-    def timelines(self) -> list[Timeline]:
-        return [timeline for _, timeline in self.runs]
-
 
 def plan(arguments: argparse.Namespace, names: list[str], check: Callable[[Problem], None] = lambda problem: None) -> Planned:
     """Run what the arguments ask for. `check` may refuse the problem before the work."""
     refuse(arguments, ONLY_WITH_RANKS, "goes with --ranks")
     if arguments.measured:
-        from .measured import measure_all, read_measured
-
-        device, problem = read_measured(arguments)
+        device, problem = _read_measured(arguments)
         check(problem)
-        pairs, machine, refused = measure_all(names, arguments, device, problem)
-        runs = [(pair.name, pair.timeline) for pair in pairs]
-        return Planned(problem, arguments.mask, machine, arguments.workers, runs, refused, pairs, device)
+        return _measure_all(names, arguments, device, problem)
     refuse(arguments, ("threads", "device"), "goes with --measured; without it nothing is run")
     if arguments.machine is None:
         refuse(arguments, ("head_dim",), "goes with --machine or --measured; a simulation by constants knows no head dim")
@@ -122,34 +130,73 @@ def plan(arguments: argparse.Namespace, names: list[str], check: Callable[[Probl
 
 def simulate_all(names: list[str], problem: Problem, machine: Machine, workers: int, mask: str) -> Planned:
     """Every schedule that can serve the problem."""
-    planned = Planned(problem, mask, machine, workers, [], [])
+    schedules, refused = _generate_all(names, problem, workers)
+    planned = Planned(problem, mask, machine, workers, [], refused)
+    for name, schedule in schedules:
+        with progress_bar(f"simulating {name}", problem.tasks) as progress:
+            planned.runs.append(PlannedRun(name, simulate(schedule, machine, progress)))
+    return planned
+
+
+def _generate_all(names: list[str], problem: Problem, workers: int) -> tuple[list[tuple[str, Schedule]], Refusals]:
+    """Those that serve the problem, and why the others do not."""
+    found, refused = [], []
     for name in names:
         try:
-            schedule = generate(name, problem, workers)
+            found.append((name, generate(name, problem, workers)))
         except ScheduleError as error:
-            planned.refused.append((name, str(error)))
-            continue
-        with progress_bar(f"simulating {name}", problem.tasks) as progress:
-            planned.runs.append((name, simulate(schedule, machine, progress)))
-    return planned
+            refused.append((name, str(error)))
+    return found, refused
+
+
+def _read_measured(arguments: argparse.Namespace) -> tuple[Device, Problem]:
+    """Where to measure, and a problem in the tiles of its kernels."""
+    if arguments.seqlen is None:
+        raise ValueError("--measured needs --seqlen: a kernel has tiles of its own, so tile counts alone describe no tensors")
+    device = choose(arguments)
+    head_dim = arguments.head_dim = either(arguments.head_dim, DEFAULT_HEAD_DIM)
+    if head_dim not in device.tiles:
+        raise ValueError(f"--head-dim: {device.backend} measures {', '.join(map(str, device.tiles))}; got {head_dim}")
+    for name, size in zip(("tile_q", "tile_kv"), device.tiles[head_dim], strict=True):
+        if getattr(arguments, name) not in (None, size):
+            raise ValueError(f"{flag_of(name)} is {size} in the kernel that is measured; got {getattr(arguments, name)}")
+        setattr(arguments, name, size)
+    if arguments.workers not in (None, device.workers):
+        raise ValueError(f"--workers: {device.name} has {device.workers} workers; got {arguments.workers} (on the CPU: --threads)")
+    arguments.workers = device.workers
+    return device, read_problem(arguments)
+
+
+def _measure_all(names: list[str], arguments: argparse.Namespace, device: Device, problem: Problem) -> Planned:
+    """Every schedule that serves the problem: run for real, then simulated."""
+    from ..tools.calibrate.fit import estimate
+    from ..tools.calibrate.measured import make_tensors, options_of
+
+    tensors = make_tensors(problem, arguments.head_dim, device)
+    schedules, refused = _generate_all(names, problem, device.workers)
+    records = [device.record(tensors, options_of(problem, arguments.head_dim, name)) for name, _ in schedules]
+    given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
+    recorded = [(name, schedule, spans) for (name, schedule), spans in zip(schedules, records, strict=True)]
+    # As given or calibrated; else read off these very runs.
+    machine = read_machine(arguments) if given or not recorded else estimate([(schedule, spans) for _, schedule, spans in recorded])
+    runs = [PlannedRun(name, simulate(schedule, machine), spans) for name, schedule, spans in recorded]
+    return Planned(problem, arguments.mask, machine, arguments.workers, runs, refused, device)
 
 
 def report_of(planned: Planned) -> Report:
     problem, auto_order = planned.problem, _auto_order(planned.problem, planned.workers)
     about, machine = planned.title
     header = f"{about}: {counted(problem.tasks, 'task')} in {counted(problem.chains, 'chain')}\n{machine}"
-    fastest = min((timeline.makespan for timeline in planned.timelines), default=0.0)
+    makespans = [run.timeline.makespan for run in planned.runs]
     refused = [(name, why.splitlines()[0].removeprefix(name + " ")) for name, why in planned.refused]
     notes = ["Cannot serve this problem:"] if refused else []
     notes += [f"  {name}: {why}" for name, why in refused]
     if planned.device is not None:
-        from .measured import measured_lines
-
-        notes += measured_lines(planned.pairs, planned.device)
-    rows = [_row(name, timeline, auto_order) for name, timeline in planned.runs]
+        notes += [run.beside(planned.device) for run in planned.runs]
+    rows = [_row(run.name, run.timeline, auto_order) for run in planned.runs]
     values = _values(planned)
     value = values[0] if len(values) + len(refused) == 1 else values
-    return Report(header, COLUMNS, rows, [timeline.makespan == fastest for timeline in planned.timelines], notes, value, refused)
+    return Report(header, COLUMNS, rows, [makespan == min(makespans) for makespan in makespans], notes, value, refused)
 
 
 def _auto_order(problem: Problem, workers: int) -> str | None:
@@ -170,12 +217,11 @@ def _values(planned: Planned) -> list[dict[str, Any]]:
     problem = planned.problem
     sizes = {"mask": planned.mask, "q_tiles": problem.q_tiles, "kv_tiles": problem.kv_tiles, "heads": problem.heads}
     names = ("makespan", "lower_bound", "gap", "utilization", "stalled")
-    measured = {pair.name: {"measured": pair.measured.makespan} for pair in planned.pairs}
     return [
-        {"schedule": name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
-        | {key: int(value) if float(value := getattr(timeline, key)).is_integer() else value for key in names}
-        | measured.get(name, {})
-        for name, timeline in planned.runs
+        {"schedule": run.name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
+        | {key: int(value) if float(value := getattr(run.timeline, key)).is_integer() else value for key in names}
+        | ({} if run.measured is None else {"measured": run.measured.makespan})
+        for run in planned.runs
     ]
 
 
@@ -191,19 +237,20 @@ def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
 
 def _write_files(arguments: argparse.Namespace, planned: Planned) -> None:
     """Measured runs stand beside the simulated ones."""
-    timelines, pairs = planned.timelines, planned.pairs
+    runs = planned.runs
     if arguments.gantt is not None:
         from ..viewing.gantt import gantt
 
-        gantt([panel for pair in pairs for panel in pair.panels()] or timelines, arguments.gantt, "\n".join(planned.title))
+        gantt([panel for run in runs for panel in run.panels()], arguments.gantt, "\n".join(planned.title))
     if arguments.trace is not None:
         from ..viewing.trace import write_trace
 
-        traced: list[Timeline | Recorded] = [*timelines, *(Recorded(pair.timeline.schedule, pair.measured) for pair in pairs)]
+        traced: list[Timeline | Recorded] = [run.timeline for run in runs]
+        traced += [Recorded(run.timeline.schedule, run.measured) for run in runs if run.measured is not None]
         with progress_bar("writing the trace", planned.problem.tasks * len(traced)) as progress:
             write_trace(traced, arguments.trace, progress)
     if arguments.save is not None:
-        arguments.save.write_text(timelines[0].schedule.to_json() + "\n", encoding="utf-8")
+        arguments.save.write_text(runs[0].timeline.schedule.to_json() + "\n", encoding="utf-8")
     for path in (arguments.gantt, arguments.trace, arguments.save):
         if path is not None:
             print(f"wrote {path}", file=sys.stderr)

@@ -1,13 +1,17 @@
-"""What a command found as a table, rich where it is installed, aligned text elsewhere; or as JSON."""
+"""What a command found as a table, rich where it is installed, aligned text elsewhere; or as JSON. Before that, how far it has come."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
+from ..scheduling.engine import Progress
+
 PIPE_WIDTH = 400  # a pipe or file has no width; nothing may be cut off there
+LONG_WORK = 200_000  # tasks: about a second
 Refusals = list[tuple[str, str]]  # who cannot serve a problem, and why
 
 
@@ -62,3 +66,22 @@ def _print_plain(report: Report) -> None:
     for row in (tuple(report.columns), *report.rows):
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join([first.strip().ljust(widths[0]), *others]))
+
+
+@contextmanager
+def progress_bar(label: str, tasks: int) -> Iterator[Progress | None]:
+    """A callable (done, total) that draws a bar while the block runs; None for short work, without a terminal or without rich."""
+    if tasks < LONG_WORK or not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+    except ModuleNotFoundError:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(label, total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)

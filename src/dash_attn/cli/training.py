@@ -113,7 +113,3 @@ def _arrival(seed: int, device: str) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
-
-
-def weight_count() -> int:
-    return sum(p.numel() for p in Transformer(None).parameters())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..masks import MASK_FORMS
 from .device import BACKENDS, choose_served
 from .files import check_different, check_file
-from .progress import LONG_WORK, progress_bar
+from .table import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
     from ..tools.verify.cases import Case
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 RUNS = {"cpu": 4, "cuda": 50}
 SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "schedule")
+HELP = "test on this machine that bits do not change; write a certificate"
+TEXT = """Runs attention again and again and compares every bit: repeated, interleaved differently, beside other work, in other batches,
+through a cache token by token, in fresh processes that compile everything anew. Memory is poisoned before every run.
+Exit code 0: all bits agree, those of the controls do not; 1: otherwise."""
 EXAMPLES = """examples:
   dash-attn verify --output here.json
   dash-attn verify --against here.json
@@ -28,15 +32,7 @@ EXAMPLES = """examples:
 """
 
 
-def add_command(commands: Any) -> None:
-    text = (
-        "Runs attention again and again and compares every bit: repeated, interleaved differently, beside other work, in other batches,\n"
-        "through a cache token by token, in fresh processes that compile everything anew. Memory is poisoned before every run.\n"
-        "Exit code 0: all bits agree, those of the controls do not; 1: otherwise."
-    )
-    layout = argparse.RawDescriptionHelpFormatter
-    help_text = "test on this machine that bits do not change; write a certificate"
-    parser = commands.add_parser("verify", help=help_text, description=text, epilog=EXAMPLES, formatter_class=layout)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser.add_argument_group("shape", "any of these replaces the default matrix by one case"))
     runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
     parser.add_argument("--runs", type=int, metavar="N", help=runs_help)
@@ -49,7 +45,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with this certificate; its cases are the default")
-    parser.set_defaults(run=run)
 
 
 def _add_shape(group: Any) -> None:

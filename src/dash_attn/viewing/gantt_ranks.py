@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from ..scheduling.ranks.units import Unit
 from ..simulation.cluster import RankTimeline
 from . import style
-from .gantt_tasks import GLYPH, LANE
-from .style import FIGURE_WIDTH, IDLE, text_colour
+from .style import FIGURE_WIDTH, GLYPH, IDLE, LANE, text_colour
 from .words import plain_number
 
 SHADES = ("Blues", "Oranges")  # of the two kinds of head: light, and different for colour-blind eyes

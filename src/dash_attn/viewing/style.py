@@ -30,6 +30,8 @@ STYLE: Any = {
 }
 SMALL_STYLE: Any = {**STYLE, "font.size": 10, "hatch.linewidth": 0.8}
 FIGURE_WIDTH = 12.0  # inches
+LANE = 0.84  # of the distance between workers, or ranks
+GLYPH = 0.64  # width of a digit, in font sizes
 DPI = 150
 FORMATS = (".png", ".svg")
 
@@ -117,20 +119,15 @@ def _with_exact(picture: Any, exact: Sequence[str]) -> Any:
 
 def q_tile_colours(q_tiles: int) -> Any:
     """A matplotlib mappable from Q tile to colour. The darkest end of viridis is left out: its reduces would be black."""
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
 
-    viridis = _viridis(np.linspace(0.1, 1.0, 256 if q_tiles > 24 else q_tiles, dtype=np.float64))
-    cmap = ListedColormap(viridis)
+    shares = np.linspace(0.1, 1.0, 256 if q_tiles > 24 else q_tiles, dtype=np.float64)
+    cmap = ListedColormap(np.asarray(colormaps["viridis"](shares)))
     if q_tiles > 24:
         return ScalarMappable(Normalize(0, q_tiles - 1), cmap)
     return ScalarMappable(BoundaryNorm(np.arange(q_tiles + 1) - 0.5, cmap.N), cmap)
-
-
-def _viridis(shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    from matplotlib import colormaps
-
-    return np.asarray(colormaps["viridis"](shares))
 
 
 def text_colour(rgb: NDArray[np.float64]) -> str:

@@ -19,6 +19,15 @@ def percent(share: float) -> str:
     return f"{plain_number(share * 100)} %" if share in (0.0, 1.0) else f"{share * 100:.1f} %"
 
 
+def complaint(error: Exception) -> str:
+    """What a command or a page says of it. What is too large comes without words of its own."""
+    if isinstance(error, MemoryError):
+        return "this problem does not fit in memory; use fewer or larger tiles"
+    if isinstance(error, OverflowError):
+        return "a number is too large for an exact simulation; choose a larger unit of time"
+    return str(error)
+
+
 def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 

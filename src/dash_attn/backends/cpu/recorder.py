@@ -10,8 +10,7 @@ from ...call.planning import problem_of, schedule_for
 from ...errors import RecordError
 from ...execution.interleaving import TaskTime, interleaving
 from ...scheduling.schedule import Schedule
-from ...viewing.recorded import Noted, times_from
-from ...viewing.task_times import TaskTimes, task_table
+from ...viewing.task_times import Noted, TaskTimes, task_table, times_from
 from .passes import backward
 from .tiles import TILE_KV, TILE_Q
 

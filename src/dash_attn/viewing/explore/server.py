@@ -1,18 +1,29 @@
-"""Serves the page to this machine alone. docs/explore.md says who may ask for what."""
+"""One page from the files in page/: with data in it, or with a form that asks the server for them.
+
+The server serves it to this machine alone. docs/explore.md says who may ask for what.
+"""
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import traceback
 from collections.abc import Callable, Mapping
+from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-from .page import as_text, saved_page
+from ..words import complaint
 
+FOLDER = Path(__file__).parent / "page"
+# In the order in which they use each other.
+SCRIPTS = ("data", "colours", "canvas", "bars", "tasks", "units", "drawing", "overlay", "chart", "panels", "form", "ledgers", "main")
+MOST_PLAIN = 2**18  # characters of data; more are compressed, which makes the bytes depend on the version of zlib
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
 MOST_BYTES = 2**16  # of a question
@@ -29,6 +40,55 @@ HEADERS = {
 Options = Mapping[str, Any]
 Made = TypeVar("Made")
 Answering = Callable[[Options], dict[str, Any]]
+
+
+def as_text(answer: dict[str, Any]) -> str:
+    """JSON that can stand inside of a script element."""
+    return json.dumps(answer, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+
+
+def compressed(answer: dict[str, Any]) -> str:
+    """The same, gzipped and in base64. Without a time stamp: the same answer gives the same text."""
+    return base64.b64encode(gzip.compress(as_text(answer).encode(), compresslevel=6, mtime=0)).decode()
+
+
+def saved_page(answer: dict[str, Any]) -> str:
+    """A page that needs no server."""
+    text = as_text(answer)
+    encoding, data = ("plain", text) if len(text) <= MOST_PLAIN else ("gzip", compressed(answer))
+    return _page(data, encoding, connect="'none'")
+
+
+def served_page(start: dict[str, Any]) -> str:
+    """A page that asks for its data. `start`: the form's choices and the first options."""
+    return _page(as_text(start), "form", connect="'self'")
+
+
+def _page(data: str, encoding: str, connect: str) -> str:
+    style, script = _style(), _script()
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {connect}; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+    parts = {"policy": policy, "style": style, "script": script, "data": data, "encoding": encoding}
+    page = (FOLDER / "page.html").read_text(encoding="utf-8")
+    before, *others = page.split("{{")  # one pass: what is put in is not looked at again
+    return before + "".join(parts[name] + rest for name, _, rest in (other.partition("}}") for other in others))
+
+
+@cache
+def _style() -> str:
+    return (FOLDER / "style.css").read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    return "".join((FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+
+
+def _hash(text: str) -> str:
+    """As a Content-Security-Policy names an inline element."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 class Refused(Exception):
@@ -130,12 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with self.server.one_at_a_time:
                 return make()
-        except MemoryError:
-            raise Refused(HTTPStatus.BAD_REQUEST, "this problem does not fit in memory; use fewer or larger tiles") from None
-        except OverflowError:
-            raise Refused(HTTPStatus.BAD_REQUEST, "a number is too large for an exact simulation; choose a larger unit of time") from None
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+        except (MemoryError, OverflowError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, complaint(error)) from None
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()

@@ -20,8 +20,7 @@ from ....errors import RecordError
 from ....scheduling.problem import Problem, Task
 from ....scheduling.schedule import Schedule
 from ....scheduling.validate import TooFewWorkers
-from ....viewing.recorded import Clocks, Cycles, noted_by_drains, times_from
-from ....viewing.task_times import TaskTable, TaskTimes, task_table
+from ....viewing.task_times import Clocks, Cycles, TaskTable, TaskTimes, noted_by_drains, task_table, times_from
 from ..support import refuse_modifiers
 from .backward import BackwardCall
 from .backward_setup import setup_of

@@ -1,16 +1,35 @@
 // The form: fields have the names of the command line, and empty ones are not sent.
 
+// By part of the form: name, label, and what is said where nothing is given. Fields that the server sends choices for are lists.
+const FIELDS = {
+  schedules: [["schedule", "First"], ["second", "Second", "none"]],
+  tiles: [["q-tiles", "Q tiles", "8"], ["kv-tiles", "KV tiles", "as Q"]],
+  tokens: [["seqlen", "Tokens", "4096"], ["kv-seqlen", "Key tokens", "as queries"], ["tile-q", "Queries per tile", "64"], ["tile-kv", "Keys per tile", "128"]],
+  counts: [["heads", "KV heads", "1"], ["group", "Query heads each", "1"], ["batch", "Sequences", "1"]],
+  machine: [["workers", "Workers", "132"], ["machine", "Constants", "as given below"]],
+  own: [["compute", "Compute", "1"], ["reduce", "Reduce", "0.3"], ["overlap", "Overlap", "0"], ["latency", "Latency", "0"], ["startup", "Start-up", "0"]],
+  calibrated: [["head-dim", "Head dim", "128"]],
+  cluster: [
+    ...[["ranks", "Ranks", "none"], ["sharding", "Sharding", "default"], ["hop-latency", "Hop latency, us", "10"], ["bandwidth", "Bandwidth, GB/s", "400"]],
+    ...[["heads-together", "Heads together", "to fill"], ["execution", "Execution", "default"], ["model", "Model", "default"]],
+  ],
+};
+const DECIMAL = ["compute", "reduce", "latency", "startup", "hop-latency", "bandwidth"];
+
+function fieldOf([name, label, empty], choices) {
+  if (!choices[name]) return element("label", {}, `${label} `, element("input", { name, placeholder: empty, inputmode: DECIMAL.includes(name) ? "decimal" : "numeric" }));
+  const options = choices[name].map((value) => element("option", { value }, value));
+  return element("label", {}, `${label} `, element("select", { name }, ...(empty ? [element("option", { value: "" }, empty)] : []), ...options));
+}
+
 class Form {
   constructor(form, start, show) {
     [this.form, this.show] = [form, show];
     form.hidden = false;
     byId("layout").classList.add("asking");
     byId("mask-forms").textContent = start.masks;
-    const { choices } = start;
-    this.fill("schedule", choices.schedule.map((name) => [name, name]));
-    this.fill("second", [["", "none"], ...choices.schedule.map((name) => [name, name])]);
-    this.fill("machine", [["", "as given below"], ...choices.machine.map((name) => [name, name])]);
-    for (const name of ["sharding", "execution", "model"]) this.fill(name, [["", "default"], ...choices[name].map((value) => [value, value])]);
+    const choices = { ...start.choices, second: start.choices.schedule };
+    for (const part of form.querySelectorAll("[data-fields]")) part.append(...FIELDS[part.dataset.fields].map((field) => fieldOf(field, choices)));
     this.set(start.options);
     form.addEventListener("change", () => this.adapt());
     form.addEventListener("submit", (event) => {
@@ -18,10 +37,6 @@ class Form {
       this.ask();
     });
     byId("save").addEventListener("click", () => this.save());
-  }
-
-  fill(name, choices) {
-    this.form.elements[name].replaceChildren(...choices.map(([value, text]) => element("option", { value }, text)));
   }
 
   set(options) {

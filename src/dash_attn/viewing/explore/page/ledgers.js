@@ -28,15 +28,11 @@ class ModuleTree {
 
   /** Numbers of the modules whose parents are all open. */
   shownModules() {
-    const shown = [];
-    const visible = new Set();
-    this.modules.forEach((_, place) => {
-      const parent = this.parent[place];
-      if (parent >= 0 && !(visible.has(parent) && this.open.has(parent))) return;
-      visible.add(place);
-      shown.push(place);
+    const shown = new Set(); // parents come first
+    this.parent.forEach((parent, place) => {
+      if (parent < 0 || (shown.has(parent) && this.open.has(parent))) shown.add(place);
     });
-    return shown;
+    return [...shown];
   }
 
   name(place) {
@@ -52,13 +48,12 @@ class ModuleTree {
     return [this.compared[direction][at], this.differing[direction][at]];
   }
 
-  /** Tensors that were compared and that differ in some steps, of all directions or of one. */
-  counts(module, first, end, direction = -1) {
+  /** Tensors that were compared and that differ in some steps, of some directions. */
+  counts(module, first, end, directions = this.directions.keys()) {
     let [compared, differing] = [0, 0];
-    for (let each = 0; each < this.directions.length; each++) {
-      if (direction >= 0 && each !== direction) continue;
+    for (const direction of directions) {
       for (let step = first; step < end; step++) {
-        const [all, other] = this.cell(each, module, step);
+        const [all, other] = this.cell(direction, module, step);
         compared += all;
         differing += other;
       }
@@ -138,12 +133,11 @@ class LedgerChart extends CanvasChart {
   }
 
   drawStep(module, step, top, width) {
-    const parts = width >= LEAST_PARTS ? this.tree.directions.map((_, direction) => direction) : [-1];
+    const all = [...this.tree.directions.keys()];
+    const parts = width >= LEAST_PARTS ? all.map((direction) => [direction]) : [all];
     const [from, to] = [this.x(step), this.x(step + 1) - (width >= 3 ? 1 : 0)];
-    parts.forEach((direction, place) => {
-      const share = (to - from) / parts.length;
-      this.fill(this.tree.counts(module, step, step + 1, direction), from + place * share, share, top);
-    });
+    const share = (to - from) / parts.length;
+    parts.forEach((directions, place) => this.fill(this.tree.counts(module, step, step + 1, directions), from + place * share, share, top));
   }
 
   /** Many steps per pixel: a column shows whether any of its steps differs. */
