@@ -170,11 +170,10 @@ def _read_measured(arguments: argparse.Namespace) -> tuple[Device, Problem]:
 def _measure_all(names: list[str], arguments: argparse.Namespace, device: Device, problem: Problem) -> Planned:
     """Every schedule that serves the problem: run for real, then simulated."""
     from ..tools.calibrate.fit import estimate
-    from ..tools.calibrate.measured import make_tensors, options_of
+    from ..tools.calibrate.measured import make_call
 
-    tensors = make_tensors(problem, arguments.head_dim, device)
     schedules, refused = _generate_all(names, problem, device.workers)
-    records = [device.record(tensors, options_of(problem, arguments.head_dim, name)) for name, _ in schedules]
+    records = [device.record(*make_call(problem, arguments.head_dim, device, name)) for name, _ in schedules]
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
     recorded = [(name, schedule, spans) for (name, schedule), spans in zip(schedules, records, strict=True)]
     # As given or calibrated; else read off these very runs.
