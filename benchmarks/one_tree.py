@@ -1,4 +1,4 @@
-"""The part of compare.py and memory.py that runs in one source tree, in a process of its own, and how they start it.
+"""The part of compare.py that runs in one source tree, in a process of its own, and how it is started.
 
 Of the package it uses only what every version has: the attention functions, masks by name, BooleanMask, and explain.
 """

@@ -5,6 +5,9 @@ Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is 
 nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,
 by their weights and by `dash-attn diff`. What a ledger costs by default is little, so it is also told from a run that keeps one at
 every second step: neighbours are compared. --small is for a look at the script on any machine.
+
+--ledger-step: one step of a ledger of that model alone. Milliseconds of the host, which prepares the kernels, and of the GPU, which runs
+them; and how long the GPU takes to read the same bytes.
 """
 
 from __future__ import annotations
@@ -34,10 +37,14 @@ from dash_attn.ledgers import compare_runs
 from dash_attn.tools.bench.report import save
 from dash_attn.tools.machine import gpu_environment
 
+from .timing import timed
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "length": 128, "vocabulary": 64, "size": 1, "micro_batches": 2}
 WARM_UP = 3  # steps that are not timed
+LEDGER_STEPS, LEDGER_WARM_UP = 12, 2
+AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead of it
 LEDGERS = ("none", "default", "detail")  # the last, which is slow, only beside our own attention
 Attend = Callable[..., Tensor]
 
@@ -186,6 +193,31 @@ def _bytes(folder: Path) -> int:
     return (folder / "rank-0.ledger").stat().st_size
 
 
+# ---- one step of a ledger
+
+
+def ledger_step() -> dict[str, Any]:
+    module = example()
+    model = module.Gpt(module.Config(out="", **{name: value for name, value in REAL.items() if name != "workers"}, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    given = {"loss": torch.ones(2, device="cuda"), "batch": torch.zeros(2, 8193, dtype=torch.long, device="cuda")}
+    tensors = [x for parameter in model.parameters() for x in (parameter.detach(), parameter.grad)]
+    with tempfile.TemporaryDirectory() as folder, dash_attn.ledger(folder) as ledger:
+        ledger.watch(model, optimizer)
+        steps = [timed(lambda: ledger.step(model, optimizer, **given), AHEAD) for _ in range(LEDGER_STEPS)][LEDGER_WARM_UP:]
+    read = [timed(lambda: torch._foreach_norm(tensors, 1), AHEAD).gpu for _ in range(LEDGER_STEPS)][LEDGER_WARM_UP:]
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(x.nbytes for x in tensors if x is not None),
+        "host_ms": round(median(host for host, _ in steps), 3),
+        "gpu_ms": round(median(gpu for _, gpu in steps), 3),
+        "reading_ms": round(median(read), 3),
+    }
+
+
 def surroundings() -> dict[str, Any]:
     return gpu_environment() if torch.cuda.is_available() else {"gpu": None}
 
@@ -197,7 +229,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="sequences per micro-batch: with more, a slow host bounds less")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--ledger-step", action="store_true", help="what one step of a ledger costs, and nothing else")
     arguments = parser.parse_args()
+    if arguments.ledger_step:
+        found = ledger_step()
+        print(json.dumps(found))
+        if arguments.json:
+            save({"environment": gpu_environment(), **found}, arguments.json)
+        return
     if arguments.steps < WARM_UP + 2:
         parser.error(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP} are not timed; got {arguments.steps}")
     settings = {**(SMALL if arguments.small else REAL), "steps": arguments.steps}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import decode, devices
+from benchmarks import decode, ranks
 from kernel_variants import VARIANTS
 
 
@@ -14,8 +14,8 @@ def test_kernels_of_decode() -> None:
     assert ("forward/attention.cuh", "attention_forward<bf16, 192, 2, false, MaskKind::Band, 128>") in needed
 
 
-def test_kernels_of_devices() -> None:
-    needed = set.union(*map(devices.kernels_of, devices.timed_cases()))
+def test_kernels_of_ranks() -> None:
+    needed = set.union(*map(ranks.kernels_of, ranks.timed_cases()))
     assert needed
     assert needed <= set(VARIANTS)
 
