@@ -231,7 +231,7 @@ def first(out: Any) -> Tensor:
 def flex() -> Candidate:
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         device = tensors.q.device
-        attend = _compiled() if device.type == "cuda" else _flex_attention()  # elsewhere it has no backward, and says so
+        attend = _flex_attention(compiled=device.type == "cuda")  # elsewhere it has no backward, and says so
         return runner(attention_of(shape, device, attend), tensors, heads_first=True)
 
     return Candidate(FLEX, prepare)
@@ -261,16 +261,10 @@ def attention_of(shape: Shape, device: torch.device, attend: Callable[..., Any])
 
 def rule_of(shape: Shape, device: torch.device) -> Rule | None:
     if isinstance(shape.attended, IntervalMask):
-        return shifted(mask_rule(shape.attended, device), shape.shift)
+        rule, shift = mask_rule(shape.attended, device), shape.shift  # the first query is aligned with a later key
+        return rule if rule is None or not shift else lambda b, h, q, kv: rule(b, h, q + shift, kv)
     table = ~dropped_keys(shape.attended, slice(0, shape.q_seqlen), shape.q_seqlen, shape.seqlen, device)
     return lambda b, h, q, kv: table[q, kv]
-
-
-def shifted(rule: Rule | None, shift: int) -> Rule | None:
-    """The rule where the first query is aligned with a later key."""
-    if rule is None or not shift:
-        return rule
-    return lambda b, h, q, kv: rule(b, h, q + shift, kv)
 
 
 def mask_rule(mask: Mask, device: torch.device) -> Rule | None:
@@ -294,16 +288,13 @@ def mask_rule(mask: Mask, device: torch.device) -> Rule | None:
     raise NotImplementedError(f"no rule for a {type(mask).__name__} mask")
 
 
-def _flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
-def _compiled() -> Callable[..., Any]:
+def _flex_attention(compiled: bool) -> Callable[..., Any]:
     """Compiled for one shape. Earlier shapes are forgotten: past a few of them PyTorch would stop compiling and run it unfused."""
     import torch._functorch.config as settings
+    from torch.nn.attention.flex_attention import flex_attention
 
+    if not compiled:
+        return flex_attention
     torch.compiler.reset()
     settings.donated_buffer = False  # a graph that is kept is run backward many times
-    return torch.compile(_flex_attention(), dynamic=False, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -29,8 +29,7 @@ from . import power, result_files
 from .cache_peers import decode_candidates
 from .matrices import with_planning
 from .peers import FLEX, equal_heads, peers
-from .pictures import draw, draw_schedules
-from .pictures_of_cases import draw_cases, draw_sustained
+from .pictures import draw, draw_cases, draw_schedules, draw_sustained
 from .report import print_report
 from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose
 
