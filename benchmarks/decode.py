@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -132,18 +133,16 @@ def wrong_with(case: CacheCase, repeats: int = 2) -> str:
 
 def check(count: int, seed: int) -> int:
     bad = 0
-    for number, case in enumerate((*SMALL, *(random_case(seed + i) for i in range(count)))):
-        wrong = wrong_with(case)
+    controls: dict[str, Callable[[], str]] = {"graph": check_graph, "shifted keys differ": check_shift, "SDPA differs": check_sdpa}
+    controls["repeats"] = lambda: wrong_with(replace(BASE, lengths=(3000, 5000, 17), heads=(32, 8), page_size=16), 20)
+    cases = (*SMALL, *(random_case(seed + i) for i in range(count)))
+    checks = [(f"{number:4d} {in_words(case)}", partial(wrong_with, case)) for number, case in enumerate(cases)]
+    for place, (name, find) in enumerate((*checks, *controls.items())):
+        if place < len(checks) and bad > MOST_WRONG:
+            continue
+        wrong = find()
         bad += bool(wrong)
-        print(f"{'BAD' if wrong else 'ok '} {number:4d} {in_words(case)} {wrong}", flush=True)
-        if bad > MOST_WRONG:
-            break
-    controls: dict[str, Callable[[], str]] = {"graph": check_graph, "repeats": check_repeats}
-    controls |= {"shifted keys differ": check_shift, "SDPA differs": check_sdpa}
-    for name, control in controls.items():
-        text = control()
-        bad += bool(text)
-        print(f"{'BAD' if text else 'ok '} {name} {text}", flush=True)
+        print(f"{'BAD' if wrong else 'ok '} {name} {wrong}", flush=True)
     print(f"{bad} wrong")
     return bad
 
@@ -177,10 +176,6 @@ def check_graph() -> str:
         if not torch.equal(out, torch.cat([one.whole(i)[0][:, -1:] for i in range(2)])):
             return f"problem {number} has other bits"
     return ""
-
-
-def check_repeats() -> str:
-    return wrong_with(replace(BASE, lengths=(3000, 5000, 17), heads=(32, 8), page_size=16), 20)
 
 
 def check_shift() -> str:

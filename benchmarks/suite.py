@@ -30,7 +30,7 @@ from .cache_peers import decode_candidates
 from .matrices import with_planning
 from .peers import FLEX, equal_heads, peers
 from .pictures import draw, draw_cases, draw_schedules, draw_sustained
-from .report import print_report
+from .result_files import print_report
 from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose
 
 RESULTS = Path("benchmarks/results")

@@ -37,6 +37,7 @@ from dash_attn.ledgers import compare_runs
 from dash_attn.tools.bench.report import save
 from dash_attn.tools.machine import gpu_environment
 
+from .peers import first
 from .timing import timed
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
@@ -64,11 +65,7 @@ def of_sdpa(backend: SDPBackend) -> Attend:
 def of_flash_attention_4(deterministic: bool) -> Attend:
     from flash_attn.cute import flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-        found = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
-        return found[0] if isinstance(found, tuple) else found
-
-    return attend
+    return lambda q, k, v, *_, **__: first(flash_attn_func(q, k, v, causal=True, deterministic=deterministic))
 
 
 # Name -> attention, and whether all of PyTorch is deterministic.
@@ -182,15 +179,11 @@ def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
         "tokens_per_second": {ledger: round(tokens / one) for ledger, one in seconds.items()},
         "overhead": {ledger: round(seconds[ledger] / seconds["none"] - 1, 4) for ledger in ledgers[1:]},
         "default_ledger_in_turns": in_turns,
-        "ledger_bytes_per_step": {ledger: _bytes(folder / ledger) // settings["steps"] for ledger in ledgers[1:]},
+        "ledger_bytes_per_step": {name: (folder / name / "rank-0.ledger").stat().st_size // settings["steps"] for name in ledgers[1:]},
         "weights_of_two_runs_equal": found["default"][0] == again,
         "ledger_changes_weights": len({bits for bits, _ in found.values()} | {again}) > 1 if compared.agree else None,
         "diff": {"agree": compared.agree, "step": None if first is None else first.step, "module": first and first.culprit.module},
     }
-
-
-def _bytes(folder: Path) -> int:
-    return (folder / "rank-0.ledger").stat().st_size
 
 
 # ---- one step of a ledger

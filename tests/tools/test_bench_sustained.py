@@ -18,8 +18,7 @@ from bench_results import failed, made_up_results, made_up_row
 from bench_stand_ins import SMALL, fake_times, math_attention, spoiled
 from benchmarks import pictures, power, result_files, suite
 from benchmarks.power import SUSTAINED_CHUNK, WARM_UP, Endurance, NoCounter, NvmlCounter, Sample, summed_up
-from benchmarks.report import print_report
-from benchmarks.result_files import merged, ours_over, read
+from benchmarks.result_files import merged, ours_over, print_report, read
 from benchmarks.suite import main
 from benchmarks.suites import SUITES, Cases
 from dash_attn.cli import bench
