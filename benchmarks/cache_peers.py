@@ -86,7 +86,9 @@ def decode_candidates(with_peers: bool = True) -> tuple[list[Candidate], dict[st
         return [ours], {}
     makers: dict[str, Callable[[], Candidate]] = {name: partial(_flash_attention, name, module) for name, module in PACKAGES.items()}
     found, missing = imported({**makers, FLASHINFER: _flashinfer, VLLM: _vllm})
-    return [ours, *_pytorch(), *found], missing
+    backends = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION"}
+    pytorch = [Candidate(name, partial(_sdpa, kind), passes=FORWARD, refuses=_refused_by_sdpa) for name, kind in backends.items()]
+    return [ours, *pytorch, *found], missing
 
 
 def training_forward(shape: Shape, tensors: Tensors) -> Tensor:
@@ -107,11 +109,6 @@ def _ours(shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
 
 
 # ---- PyTorch
-
-
-def _pytorch() -> list[Candidate]:
-    backends = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION"}
-    return [Candidate(name, partial(_sdpa, kind), passes=FORWARD, refuses=_refused_by_sdpa) for name, kind in backends.items()]
 
 
 def _refused_by_sdpa(shape: Shape) -> str | None:

@@ -26,6 +26,7 @@ from dash_attn import flash_attn_with_kvcache
 from dash_attn.tools.bench.candidates import first_line, make_tensors
 from dash_attn.tools.bench.shape import Shape
 from graphs import capture
+from kernel_variants import VARIANTS
 
 from .cache_peers import copies_of, decode_candidates
 from .kernels import compile_ahead
@@ -41,18 +42,8 @@ RUNS = 12
 
 def needed_kernels() -> set[tuple[str, str]]:
     """Of caches, and of the forward that --check compares with."""
-    from dash_attn.backends.hopper.calls.decode import APPEND
-    from dash_attn.backends.hopper.calls.kernel_names import Variant, cluster_kernel, decode_kernel, forward_kernel
-    from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, FORWARD_DIMS, KERNEL_DIMS, kernel_dim
-
-    found = [APPEND]
-    for dtype, cap in ((dtype, cap) for dtype in ("bf16", "f16") for cap in (False, True)):
-        found += [decode_kernel(dtype, dim, cap) for dim in KERNEL_DIMS]
-        found += [cluster_kernel(dtype, dim, columns, cap) for dim, columns, _ in CLUSTERS]
-        for dim, v_dim in FORWARD_DIMS:
-            variant = Variant(dtype, dim, cap, "Band")
-            found += [forward_kernel(variant, consumers, v_dim) for consumers in CONSUMER_CHOICES[kernel_dim(dim)]]
-    return {(kernel.header, kernel.name) for kernel in found}
+    forwards = {variant for variant in VARIANTS if variant[1].startswith("attention_forward<") and "MaskKind::Band" in variant[1]}
+    return forwards | {variant for variant in VARIANTS if variant[0].startswith("decode/")}
 
 
 # ---- check. The last of a case's chunks is how many tokens come at once when the cache has all others.

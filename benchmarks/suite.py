@@ -13,6 +13,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,8 +101,8 @@ def _check_options(arguments: Arguments) -> None:
         raise ValueError(f"suite {arguments.suite} has a forward only: caches have no backward; got {asked}")
     if arguments.processes is not None and arguments.processes < 1:
         raise ValueError(f"--processes must be at least 1; got {arguments.processes}")
-    if arguments.sustained is not None:
-        power.check_seconds(arguments.sustained)
+    if arguments.sustained is not None and not 0 < arguments.sustained < math.inf:
+        raise ValueError(f"--sustained must be a number of seconds > 0; got {arguments.sustained}")
     for flag, value in (("--processes", arguments.processes), ("--sustained", arguments.sustained)):
         if value is not None and (arguments.source or arguments.suite == HOST_SUITE):
             other = "--from, which measures nothing" if arguments.source else f"suite {HOST_SUITE}, which measures the host"

@@ -171,12 +171,7 @@ def table_with(architecture: str, chosen: list[Job]) -> str:
     table = json.loads(json.dumps(read_table()))
     for job in chosen:
         table["16 bits"][architecture][str(job.dim)] |= job.entry
-    return table_text(table)
-
-
-def table_text(table: dict[str, Any]) -> str:
-    """As tiles.json is written: a head dim per line."""
-    text = json.dumps(table, indent=1)
+    text = json.dumps(table, indent=1)  # a head dim per line
     return re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"(?<=[\[{]) | (?=[\]}])", "", " ".join(found[0].split())), text) + "\n"
 
 
