@@ -50,7 +50,7 @@ kernels: $(VENV)/installed
 	.venv-nvrtc/bin/pip install -q cuda-bindings nvidia-cuda-nvrtc==$(NVRTC)
 	$(BIN)/python -c "import site; print(*site.getsitepackages(), sep='\n')" > .venv-nvrtc/others
 	cp .venv-nvrtc/others $$(.venv-nvrtc/bin/python -c "import site; print(site.getsitepackages()[0])")/zz_others.pth
-	PYTHONPATH=src .venv-nvrtc/bin/python tools/compile_kernels.py
+	PYTHONPATH=src .venv-nvrtc/bin/python -m benchmarks.kernels
 
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not exhaustive"

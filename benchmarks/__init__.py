@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests" / "helpers"))  # references, and players of caches and devices, which tests have as well
+sys.path.append(str(ROOT / "tests" / "helpers"))  # references, and players of caches and ranks, which tests have as well

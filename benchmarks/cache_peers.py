@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dash_attn import Window, flash_attn_func, flash_attn_with_kvcache
-from dash_attn.tools.bench.candidates import CUDNN, OURS, Candidate, Runner, Tensors, first_line
-from dash_attn.tools.bench.pytorch_peers import FLASH
+from dash_attn.tools.bench.candidates import CUDNN, OURS, Candidate, Runner, Tensors, serves_all
+from dash_attn.tools.bench.pytorch_peers import FLASH, sdpa
 from dash_attn.tools.bench.shape import Shape
 
-from .peers import PACKAGES, first
+from .peers import PACKAGES, first, imported, window_of
 
 L2_BYTES = 200 * 2**20  # several times that of an H200: what is read in turn is read from memory
 FORWARD = ("forward",)
@@ -79,28 +79,16 @@ def in_turn(calls: Sequence[Callable[[], Tensor]]) -> Runner:
     return Runner(forward, backward)
 
 
-def window_of(shape: Shape, unlimited: int | None = -1) -> tuple[int | None, int | None]:
-    """Keys before and after a query."""
-    mask = shape.attended
-    sides = (mask.left, mask.right) if isinstance(mask, Window) else (-1, -1)
-    return sides[0] if sides[0] >= 0 else unlimited, sides[1] if sides[1] >= 0 else unlimited
-
-
-Calls = Callable[[Shape, Tensors, Cache], Tensor]
-
-
 def decode_candidates(with_peers: bool = True) -> tuple[list[Candidate], dict[str, str]]:
     """Candidates, and why the others are missing."""
-    ours = Candidate(OURS, _with_each_copy(_ours), True, FORWARD, promised=training_forward)
+    ours = Candidate(OURS, partial(_with_each_copy, _ours), True, FORWARD, promised=training_forward)
     if not with_peers:
         return [ours], {}
-    found, missing = [], {}
-    for name, find in _packages().items():
-        try:
-            found.append(find())
-        except Exception as error:  # a package built for another PyTorch fails in many ways
-            missing[name] = first_line(error)
-    return [ours, *_pytorch(), *found], missing
+    makers: dict[str, Callable[[], Candidate]] = {name: partial(_flash_attention, name, module) for name, module in PACKAGES.items()}
+    found, missing = imported({**makers, FLASHINFER: _flashinfer, VLLM: _vllm})
+    backends = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION"}
+    pytorch = [Candidate(name, partial(_sdpa, kind), passes=FORWARD, refuses=_refused_by_sdpa) for name, kind in backends.items()]
+    return [ours, *pytorch, *found], missing
 
 
 def training_forward(shape: Shape, tensors: Tensors) -> Tensor:
@@ -110,11 +98,8 @@ def training_forward(shape: Shape, tensors: Tensors) -> Tensor:
     return out
 
 
-def _with_each_copy(attend: Calls) -> Callable[[Shape, Tensors], Runner]:
-    def prepare(shape: Shape, tensors: Tensors) -> Runner:
-        return in_turn([partial(attend, shape, tensors, cache) for cache in caches(shape, tensors)])
-
-    return prepare
+def _with_each_copy(attend: Callable[[Shape, Tensors, Cache], Tensor], shape: Shape, tensors: Tensors) -> Runner:
+    return in_turn([partial(attend, shape, tensors, cache) for cache in caches(shape, tensors)])
 
 
 def _ours(shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
@@ -124,11 +109,6 @@ def _ours(shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
 
 
 # ---- PyTorch
-
-
-def _pytorch() -> list[Candidate]:
-    backends = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION"}
-    return [Candidate(name, partial(_sdpa, kind), passes=FORWARD, refuses=_refused_by_sdpa) for name, kind in backends.items()]
 
 
 def _refused_by_sdpa(shape: Shape) -> str | None:
@@ -142,25 +122,16 @@ def _refused_by_sdpa(shape: Shape) -> str | None:
 
 def _sdpa(backend: str, shape: Shape, tensors: Tensors) -> Runner:
     """Heads first, as models that call it keep their caches."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    q = tensors.q.transpose(1, 2)
-
-    def attend(k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return scaled_dot_product_attention(q, k, v, enable_gqa=shape.group > 1).transpose(1, 2)
-
+    attend, q = sdpa(backend, shape), tensors.q.transpose(1, 2)
     heads_first = [[x.transpose(1, 2).contiguous() for x in (cache.k, cache.v)] for cache in caches(shape, tensors)]
-    return in_turn([partial(attend, *pair) for pair in heads_first])
+    return in_turn([lambda pair=pair: attend(q, *pair).transpose(1, 2) for pair in heads_first])  # type: ignore[misc]
 
 
 # ---- packages
 
 
-def _packages() -> dict[str, Callable[[], Candidate]]:
-    found: dict[str, Callable[[], Candidate]] = {name: partial(_flash_attention, name, module) for name, module in PACKAGES.items()}
-    return {**found, FLASHINFER: _flashinfer, VLLM: _vllm}
+def _of_copies(name: str, attend: Callable[..., Tensor], refuses: Callable[[Shape], str | None] = serves_all) -> Candidate:
+    return Candidate(name, partial(_with_each_copy, attend), passes=FORWARD, refuses=refuses)
 
 
 def _flash_attention(name: str, module: str) -> Candidate:
@@ -168,10 +139,11 @@ def _flash_attention(name: str, module: str) -> Candidate:
     package = import_module(module)
     of_cache = getattr(package, "flash_attn_with_kvcache", None)
     if of_cache is not None:
-        return Candidate(name, _with_each_copy(partial(_of_cache, of_cache)), passes=FORWARD)
+        return _of_copies(name, partial(_of_cache, of_cache))
     of_rows, of_pages = package.flash_attn_func, package.flash_attn_varlen_func
-    refuses = partial(_refused_by_version_4, inspect.signature(of_pages).parameters)
-    return Candidate(name, _with_each_copy(partial(_of_version_4, of_rows, of_pages)), passes=FORWARD, refuses=refuses)
+    has_pages = "page_table" in inspect.signature(of_pages).parameters
+    refuses = serves_all if has_pages else lambda shape: "has no pages" if shape.page_size else None
+    return _of_copies(name, partial(_of_version_4, of_rows, of_pages), refuses)
 
 
 def _of_cache(function: Callable[..., Any], shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
@@ -179,10 +151,6 @@ def _of_cache(function: Callable[..., Any], shape: Shape, tensors: Tensors, cach
     table = "page_table" if "page_table" in known else "block_table"
     options = {"cache_seqlens": cache.lengths, table: cache.table, "window_size": window_of(shape)}
     return first(function(tensors.q, cache.k, cache.v, causal=not shape.attended.is_full, **options))
-
-
-def _refused_by_version_4(known: Any, shape: Shape) -> str | None:
-    return "has no pages" if shape.page_size and "page_table" not in known else None
 
 
 def _of_version_4(of_rows: Callable[..., Any], of_pages: Callable[..., Any], shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
@@ -227,11 +195,7 @@ def _planned(wrapper: Callable[..., Any], shape: Shape, tensors: Tensors) -> Run
 
 def _vllm() -> Candidate:
     function = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
-    return Candidate(VLLM, _with_each_copy(partial(_of_vllm, function)), passes=FORWARD, refuses=_refused_by_vllm)
-
-
-def _refused_by_vllm(shape: Shape) -> str | None:
-    return None if shape.page_size else "its caches have pages"
+    return _of_copies(VLLM, partial(_of_vllm, function), lambda shape: None if shape.page_size else "its caches have pages")
 
 
 def _of_vllm(function: Callable[..., Any], shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:

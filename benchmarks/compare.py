@@ -4,6 +4,9 @@ Every tree is run once in a process of its own, in turn, five times over. Speeds
 differ by 10 % between machines and minutes, so a change of a kernel is judged by this, not by figures of another day.
 Each row has medians, their spread, and a verdict: whether this tree is more than 1 % slower, and whether bits are others.
 --graphs captures each call once as a CUDA graph and times replays: what the host does does not show.
+
+--memory: of a backward at 32k tokens. Each tree tells its workspace, which needs no GPU. On a Hopper GPU it also runs a backward and
+reports by how much the memory in use rose above what was there before, the gradients themselves left out.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ SHORT = tuple(
         (256, 4096, True),
     )
 )
+MEMORY_HEADS = [(8, 1), (71, 1), (64, 8)]  # query and KV heads
+MEMORY_TOKENS, MEMORY_DIM = 32768, 128
 COMPARED = {"short": Cases(SHORT), **{name: SUITES[name] for name in ("paper", "ranks", "masks")}}
 Found = dict[str, Any]
 
@@ -83,10 +88,35 @@ def in_words(shape: Shape, row: dict[str, Any]) -> str:
     return f"{shape}: {said}: {verdict}{'' if row['same_bits'] else ', OTHER BITS'}"
 
 
+def compare_memory(trees: Sequence[Path], file: Path | None) -> int:
+    """A row per case, with the bytes of each tree: this one, and the others."""
+    common = {"head_dim": MEMORY_DIM, "mask": "causal", "dtype": "bfloat16"}
+    cases = [{"q_heads": q_heads, "kv_heads": kv_heads, **common} for q_heads, kv_heads in MEMORY_HEADS]
+    shapes = [{**case, "seqlen": MEMORY_TOKENS, "batch": 1} for case in cases]
+    *others, here = [measured_in(tree, "memory", shapes) for tree in trees]
+    rows = []
+    for number, case in enumerate(cases):
+        rows.append({**case, "tokens": MEMORY_TOKENS, "here": here[number], "others": [found[number] for found in others]})
+        print(memory_in_words(rows[-1]))
+    if file:
+        save({"gpu": gpu_and_torch()[0], "others": [str(tree) for tree in trees[:-1]], "rows": rows}, file)
+    return 0
+
+
+def memory_in_words(row: dict[str, Any]) -> str:
+    def of_tree(found: Found) -> str:
+        measured = f", measured {found['measured_bytes'] / 2**20:.0f}" if "measured_bytes" in found else ""
+        return f"{found['workspace_bytes'] / 2**20:.0f} MiB{measured}"
+
+    others = "".join(f"; other {of_tree(found)}" for found in row["others"])
+    return f"{row['q_heads']}/{row['kv_heads']} heads, {row['tokens']} tokens: {of_tree(row['here'])}{others}"
+
+
 def main(words: list[str] | None = None) -> int:
     """1 if a row is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("others", nargs="+", type=Path, metavar="OTHER/src")
+    parser.add_argument("others", nargs="*", type=Path, metavar="OTHER/src")
+    parser.add_argument("--memory", action="store_true", help="workspaces instead of times; also of this tree alone")
     parser.add_argument("--suite", choices=tuple(COMPARED), default="short", help="which shapes (default: short)")
     parser.add_argument("--forward", action="store_true", help="the forward instead of the backward")
     parser.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs")
@@ -95,6 +125,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     arguments = parser.parse_args(words)
     trees, shapes = [*arguments.others, HERE], COMPARED[arguments.suite].shapes()
+    if arguments.memory:
+        return compare_memory(trees, arguments.json)
+    if not arguments.others:
+        parser.error("times are compared with those of another checkout: OTHER/src")
     processes = []
     with described(shapes) as asked:
         for number in range(arguments.processes):

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -25,6 +26,7 @@ from dash_attn import flash_attn_with_kvcache
 from dash_attn.tools.bench.candidates import first_line, make_tensors
 from dash_attn.tools.bench.shape import Shape
 from graphs import capture
+from kernel_variants import VARIANTS
 
 from .cache_peers import copies_of, decode_candidates
 from .kernels import compile_ahead
@@ -40,18 +42,8 @@ RUNS = 12
 
 def needed_kernels() -> set[tuple[str, str]]:
     """Of caches, and of the forward that --check compares with."""
-    from dash_attn.backends.hopper.calls.decode import APPEND
-    from dash_attn.backends.hopper.calls.kernel_names import Variant, cluster_kernel, decode_kernel, forward_kernel
-    from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, FORWARD_DIMS, KERNEL_DIMS, kernel_dim
-
-    found = [APPEND]
-    for dtype, cap in ((dtype, cap) for dtype in ("bf16", "f16") for cap in (False, True)):
-        found += [decode_kernel(dtype, dim, cap) for dim in KERNEL_DIMS]
-        found += [cluster_kernel(dtype, dim, columns, cap) for dim, columns, _ in CLUSTERS]
-        for dim, v_dim in FORWARD_DIMS:
-            variant = Variant(dtype, dim, cap, "Band")
-            found += [forward_kernel(variant, consumers, v_dim) for consumers in CONSUMER_CHOICES[kernel_dim(dim)]]
-    return {(kernel.header, kernel.name) for kernel in found}
+    forwards = {variant for variant in VARIANTS if variant[1].startswith("attention_forward<") and "MaskKind::Band" in variant[1]}
+    return forwards | {variant for variant in VARIANTS if variant[0].startswith("decode/")}
 
 
 # ---- check. The last of a case's chunks is how many tokens come at once when the cache has all others.
@@ -132,18 +124,16 @@ def wrong_with(case: CacheCase, repeats: int = 2) -> str:
 
 def check(count: int, seed: int) -> int:
     bad = 0
-    for number, case in enumerate((*SMALL, *(random_case(seed + i) for i in range(count)))):
-        wrong = wrong_with(case)
+    controls: dict[str, Callable[[], str]] = {"graph": check_graph, "shifted keys differ": check_shift, "SDPA differs": check_sdpa}
+    controls["repeats"] = lambda: wrong_with(replace(BASE, lengths=(3000, 5000, 17), heads=(32, 8), page_size=16), 20)
+    cases = (*SMALL, *(random_case(seed + i) for i in range(count)))
+    checks = [(f"{number:4d} {in_words(case)}", partial(wrong_with, case)) for number, case in enumerate(cases)]
+    for place, (name, find) in enumerate((*checks, *controls.items())):
+        if place < len(checks) and bad > MOST_WRONG:
+            continue
+        wrong = find()
         bad += bool(wrong)
-        print(f"{'BAD' if wrong else 'ok '} {number:4d} {in_words(case)} {wrong}", flush=True)
-        if bad > MOST_WRONG:
-            break
-    controls: dict[str, Callable[[], str]] = {"graph": check_graph, "repeats": check_repeats}
-    controls |= {"shifted keys differ": check_shift, "SDPA differs": check_sdpa}
-    for name, control in controls.items():
-        text = control()
-        bad += bool(text)
-        print(f"{'BAD' if text else 'ok '} {name} {text}", flush=True)
+        print(f"{'BAD' if wrong else 'ok '} {name} {wrong}", flush=True)
     print(f"{bad} wrong")
     return bad
 
@@ -177,10 +167,6 @@ def check_graph() -> str:
         if not torch.equal(out, torch.cat([one.whole(i)[0][:, -1:] for i in range(2)])):
             return f"problem {number} has other bits"
     return ""
-
-
-def check_repeats() -> str:
-    return wrong_with(replace(BASE, lengths=(3000, 5000, 17), heads=(32, 8), page_size=16), 20)
 
 
 def check_shift() -> str:

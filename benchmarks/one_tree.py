@@ -1,4 +1,4 @@
-"""The part of compare.py and memory.py that runs in one source tree, in a process of its own, and how they start it.
+"""The part of compare.py that runs in one source tree, in a process of its own, and how it is started.
 
 Of the package it uses only what every version has: the attention functions, masks by name, BooleanMask, and explain.
 """
@@ -110,10 +110,10 @@ def bit_sum(x: Tensor) -> int:
 
 def memory(shape: Shape) -> dict[str, Any]:
     """Bytes of the workspace that a causal backward tells of; on a GPU also by how much the memory in use rises, without gradients."""
-    from dash_attn import explain
+    from dash_attn import explain, flash_attn_func
 
     meta = [torch.empty(size, dtype=_dtype(shape), device="meta") for size in sizes_of(shape)[:3]]
-    found = {"workspace_bytes": explain(*meta, causal=True, backend="hopper", predict_time=False).workspace_bytes}
+    found = {"workspace_bytes": explain(flash_attn_func, *meta, causal=True, backend="hopper", predict_time=False).workspace_bytes}
     if DEVICE == "cuda":
         inputs, dout = tensors_of(shape)
         out = attention_of(shape)(*inputs)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -34,6 +35,17 @@ def peers(with_flex: bool = False) -> tuple[list[Candidate], dict[str, str]]:
     """Candidates, and why the others are missing."""
     packages, missing = package_peers()
     return [*pytorch_peers(), *([flex()] if with_flex else []), *packages], missing
+
+
+def imported(makers: Mapping[str, Callable[[], Any]]) -> tuple[list[Any], dict[str, str]]:
+    """What those make that can be imported, and why the others are missing."""
+    found, missing = [], {}
+    for name, make in makers.items():
+        try:
+            found.append(make())
+        except Exception as error:  # a package built for another PyTorch fails in many ways
+            missing[name] = first_line(error)
+    return found, missing
 
 
 def equal_heads(backend: str = "auto") -> Candidate:
@@ -142,17 +154,14 @@ def _varlen(shape: Shape) -> Attention:
 
 def package_peers() -> tuple[list[Candidate], dict[str, str]]:
     """Candidates, and why the others are missing."""
-    made: list[Candidate] = []
-    missing = {}
-    for name, module in PACKAGES.items():
-        try:
-            found = import_module(module)
-            package = Package(found.flash_attn_func, getattr(found, "flash_attn_varlen_func", None))
-        except Exception as error:  # a package built for another PyTorch fails in many ways
-            missing[name] = first_line(error)
-        else:
-            made += [package.candidate(name, False), package.candidate(f"{name} deterministic", True)]
-    return made, missing
+    found, missing = imported({name: partial(_package, name, module) for name, module in PACKAGES.items()})
+    return [candidate for both in found for candidate in both], missing
+
+
+def _package(name: str, module: str) -> list[Candidate]:
+    found = import_module(module)
+    package = Package(found.flash_attn_func, getattr(found, "flash_attn_varlen_func", None))
+    return [package.candidate(name, False), package.candidate(f"{name} deterministic", True)]
 
 
 class Package:
@@ -162,10 +171,8 @@ class Package:
         self.of_rows, self.of_tokens = of_rows, of_tokens
 
     def candidate(self, name: str, deterministic: bool) -> Candidate:
-        def prepare(shape: Shape, tensors: Tensors) -> Runner:
-            return self.prepare(shape, tensors, deterministic)
-
-        return Candidate(name, prepare, deterministic, ("backward",) if deterministic else PASSES, refuses=self.refuses)
+        passes = ("backward",) if deterministic else PASSES
+        return Candidate(name, partial(self.prepare, deterministic), deterministic, passes, refuses=self.refuses)
 
     def refuses(self, shape: Shape) -> str | None:
         function = self.function(shape)
@@ -184,11 +191,16 @@ class Package:
         """Documents in a row are packed sequences to these packages."""
         return self.of_tokens if shape.sequences else self.of_rows
 
-    def prepare(self, shape: Shape, tensors: Tensors, deterministic: bool) -> Runner:
+    def prepare(self, deterministic: bool, shape: Shape, tensors: Tensors) -> Runner:
         function = self.function(shape)
         assert function is not None  # else it had refused
-        options = {"deterministic": deterministic, **self._options(function, shape)}
-        sink = next((name for name in SINKS if name in inspect.signature(function).parameters), "")
+        known = inspect.signature(function).parameters
+        options: dict[str, Any] = {"deterministic": deterministic, "causal": shape.sequences_causal if shape.sequences else shape.causal}
+        if isinstance(shape.attended, Window):
+            options["window_size"] = window_of(shape, known["window_size"].default[0])  # -1 or None
+        if shape.softcap:
+            options["softcap"] = shape.softcap
+        sink = next((name for name in SINKS if name in known), "")
 
         def of_rows(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
             return first(function(q, k, v, **options, **({sink: sinks[0]} if sinks else {})))
@@ -199,16 +211,12 @@ class Package:
 
         return runner(packed(of_tokens, shape, tensors.q.device) if shape.sequences else of_rows, tensors)
 
-    @staticmethod
-    def _options(function: Callable[..., Any], shape: Shape) -> dict[str, Any]:
-        mask = shape.attended
-        options: dict[str, Any] = {"causal": shape.sequences_causal if shape.sequences else shape.causal}
-        if isinstance(mask, Window):
-            unlimited = inspect.signature(function).parameters["window_size"].default[0]  # -1 or None
-            options["window_size"] = tuple(unlimited if side < 0 else side for side in (mask.left, mask.right))
-        if shape.softcap:
-            options["softcap"] = shape.softcap
-        return options
+
+def window_of(shape: Shape, unlimited: int | None = -1) -> tuple[int | None, ...]:
+    """Keys before and after a query."""
+    mask = shape.attended
+    sides = (mask.left, mask.right) if isinstance(mask, Window) else (-1, -1)
+    return tuple(unlimited if side < 0 else side for side in sides)
 
 
 def first(out: Any) -> Tensor:
@@ -223,7 +231,7 @@ def first(out: Any) -> Tensor:
 def flex() -> Candidate:
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         device = tensors.q.device
-        attend = _compiled() if device.type == "cuda" else _flex_attention()  # elsewhere it has no backward, and says so
+        attend = _flex_attention(compiled=device.type == "cuda")  # elsewhere it has no backward, and says so
         return runner(attention_of(shape, device, attend), tensors, heads_first=True)
 
     return Candidate(FLEX, prepare)
@@ -253,16 +261,10 @@ def attention_of(shape: Shape, device: torch.device, attend: Callable[..., Any])
 
 def rule_of(shape: Shape, device: torch.device) -> Rule | None:
     if isinstance(shape.attended, IntervalMask):
-        return shifted(mask_rule(shape.attended, device), shape.shift)
+        rule, shift = mask_rule(shape.attended, device), shape.shift  # the first query is aligned with a later key
+        return rule if rule is None or not shift else lambda b, h, q, kv: rule(b, h, q + shift, kv)
     table = ~dropped_keys(shape.attended, slice(0, shape.q_seqlen), shape.q_seqlen, shape.seqlen, device)
     return lambda b, h, q, kv: table[q, kv]
-
-
-def shifted(rule: Rule | None, shift: int) -> Rule | None:
-    """The rule where the first query is aligned with a later key."""
-    if rule is None or not shift:
-        return rule
-    return lambda b, h, q, kv: rule(b, h, q + shift, kv)
 
 
 def mask_rule(mask: Mask, device: torch.device) -> Rule | None:
@@ -286,16 +288,13 @@ def mask_rule(mask: Mask, device: torch.device) -> Rule | None:
     raise NotImplementedError(f"no rule for a {type(mask).__name__} mask")
 
 
-def _flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
-def _compiled() -> Callable[..., Any]:
+def _flex_attention(compiled: bool) -> Callable[..., Any]:
     """Compiled for one shape. Earlier shapes are forgotten: past a few of them PyTorch would stop compiling and run it unfused."""
     import torch._functorch.config as settings
+    from torch.nn.attention.flex_attention import flex_attention
 
+    if not compiled:
+        return flex_attention
     torch.compiler.reset()
     settings.donated_buffer = False  # a graph that is kept is run backward many times
-    return torch.compile(_flex_attention(), dynamic=False, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -1,20 +1,23 @@
-"""Pictures of results over sequence length, one panel per head dim and mask: relative to cuDNN, and our schedules among each other."""
+"""Pictures of results over sequence length, one panel per head dim and mask: relative to cuDNN, and our schedules among each other.
+
+Of cases that form no grid: one row per case, one dot per kernel. Speeds relative to others, or what a sustained run shows.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from dash_attn.tools.bench.candidates import CUDNN, OURS, UNORDERED
-from dash_attn.tools.bench.report import Results, Row, kind, unique
+from dash_attn.tools.bench.candidates import CUDNN, EQUAL_HEADS, OURS, UNORDERED, is_ours
+from dash_attn.tools.bench.report import Results, Row, kind, shape_of, unique
 from dash_attn.tools.calibrate.pictures import GRID, OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
 from dash_attn.viewing.style import INK
 
-from .result_files import is_schedule, schedule_name
+from .result_files import case_names, is_schedule, schedule_name
 
 HIGHLIGHT, PALE, BAND = "#0b57d0", "#6f9fe8", "#9dbff2"
 PEERS = ("#d55e00", "#009e73", "#882255", "#e69f00", "#cc79a7")
@@ -54,31 +57,50 @@ def grid(panels: int, title: str, note: str, legend_lines: int, sharey: Literal[
     return figure, axes
 
 
-def finish(axes: Any, seqlens: list[int], title: str) -> None:
-    """Lengths below a panel, a quiet grid, and its title."""
-    axes.set_xticks(range(len(seqlens)), [thousands(n) for n in seqlens])
-    axes.margins(x=0.05)
-    axes.grid(axis="y", color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.set_title(title)
+Style = dict[str, Any]
 
 
-def label_outside(axes: Any, ylabel: str, every_column: bool = False) -> None:
-    for place in axes.flat if every_column else axes[:, 0]:
-        place.set_ylabel(ylabel)
-    for place in axes[-1]:
-        place.set_xlabel("sequence length")
+class Lines(NamedTuple):
+    """Speeds over sequence length: `value` of the rows of each candidate in `styles`, beside a line at 1."""
 
+    rows: list[Row]
+    value: str
+    styles: dict[str, Style]  # with labels
+    baseline: Style
+    dodged: tuple[str, ...] = ()  # candidates that stand side by side
 
-def legend_below(figure: Any, axes: Any, labels: Iterable[str], columns: int) -> None:
-    """One legend for all panels, in the order of `labels`."""
-    found: dict[str, Any] = {}
-    for place in axes.flat:
-        for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    shown = [label for label in labels if label in found]
-    handles = [found[label] for label in shown]
-    figure.legend(handles, shown, loc="lower center", ncols=columns, frameon=False, handlelength=2.4, columnspacing=1.6)
+    def drawn(self, texts: tuple[str, str], labels: list[str], sharey: Literal["col", "all"]) -> tuple[Any, Any, list[str]]:
+        """The figure, its axes and what each panel is called. texts: title and note. labels: the order of the one legend."""
+        panels = unique(kind(row) for row in self.rows)
+        columns = COLUMNS if len(panels) > 1 else 2
+        figure, axes = grid(len(panels), *texts, -(-len(labels) // columns), sharey)
+        found: dict[str, Any] = {}
+        for place, key in zip(axes.flat, panels, strict=False):
+            self.draw_panel(place, [row for row in self.rows if kind(row) == key])
+            place.set_title(key)
+            found = dict(zip(*reversed(place.get_legend_handles_labels()), strict=True)) | found
+        for place in axes[-1]:
+            place.set_xlabel("sequence length")
+        shown = [label for label in labels if label in found]
+        handles = [found[label] for label in shown]
+        figure.legend(handles, shown, loc="lower center", ncols=columns, frameon=False, handlelength=2.4, columnspacing=1.6)
+        return figure, axes, panels
+
+    def draw_panel(self, axes: Any, rows: list[Row]) -> None:
+        """Lengths below it, and a quiet grid."""
+        seqlens = sorted(unique(row["shape"]["seqlen"] for row in rows))
+        axes.axhline(1.0, **self.baseline)
+        dodged = [name for name in self.dodged if any(row["candidate"] == name for row in rows)]
+        for name, style in self.styles.items():
+            shift = DODGE * (dodged.index(name) - (len(dodged) - 1) / 2) if name in dodged else 0.0
+            mine = [row for row in rows if row["candidate"] == name]
+            points = sorted((seqlens.index(row["shape"]["seqlen"]) + shift, row[self.value]) for row in mine)
+            if points:
+                axes.plot(*zip(*points, strict=True), **style)
+        axes.set_xticks(range(len(seqlens)), [thousands(n) for n in seqlens])
+        axes.margins(x=0.05)
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
 
 
 # ---- ours and the peers, relative to cuDNN
@@ -93,18 +115,19 @@ def draw(results: Results, path: Path, direction: str = "backward") -> None:
 
 
 def _figure(results: Results, rows: list[Row], direction: str) -> Any:
-    panels = unique(kind(row) for row in rows)
     styles = _styles(rows, direction)
-    columns = COLUMNS if len(panels) > 1 else 2
     labels = [*(name for name in (OURS, UNORDERED) if name in styles), BASELINE, *(n for n in styles if n not in (OURS, UNORDERED, CUDNN))]
-    note = _note(rows, direction)
-    figure, axes = grid(len(panels), _title(results, rows, direction), note, -(-len(labels) // columns), sharey="all")
+    baseline = {**styles.pop(CUDNN, {"color": INK}), "label": BASELINE}
+    texts = _title(results, rows, direction), _note(rows, direction)
+    figure, axes, _ = Lines(rows, "ratio_to_cudnn", styles, baseline).drawn(texts, labels, sharey="all")
     axes[0, 0].set_ylim(*_limits([row["ratio_to_cudnn"] for row in rows]))
-    for place, key in zip(axes.flat, panels, strict=False):
-        _panel(place, [row for row in rows if kind(row) == key], styles, key)
-    label_outside(axes, f"speed relative to {CUDNN}")
-    legend_below(figure, axes, labels, columns)
+    for place in axes[:, 0]:
+        place.set_ylabel(f"speed relative to {CUDNN}")
     return figure
+
+
+def _gpu(results: Results) -> str:
+    return str(results["environment"]["gpu"].removeprefix("NVIDIA "))
 
 
 def _limits(ratios: list[float]) -> tuple[float, float]:
@@ -113,12 +136,11 @@ def _limits(ratios: list[float]) -> tuple[float, float]:
 
 
 def _title(results: Results, rows: list[Row], direction: str) -> str:
-    gpu = results["environment"]["gpu"].removeprefix("NVIDIA ")
     ours = [row["ratio_to_cudnn"] for row in rows if row["candidate"] == OURS]
     if not ours:
-        return f"Attention {direction} on {gpu}"
+        return f"Attention {direction} on {_gpu(results)}"
     kind = f"{OURS}, reproducible backward" if direction == "backward" else f"{OURS}, forward"
-    return f"{kind} on {gpu}: {min(ours):.2f} to {max(ours):.2f} times the speed of {CUDNN}"
+    return f"{kind} on {_gpu(results)}: {min(ours):.2f} to {max(ours):.2f} times the speed of {CUDNN}"
 
 
 def _note(rows: list[Row], direction: str) -> str:
@@ -127,12 +149,12 @@ def _note(rows: list[Row], direction: str) -> str:
     return note if direction == "forward" else f"{note}. Solid: the same bits in every run. Dashed: not guaranteed"
 
 
-def _styles(rows: list[Row], direction: str) -> dict[str, dict[str, Any]]:
+def _styles(rows: list[Row], direction: str) -> dict[str, Style]:
     """Ours in front and thick, each peer in one colour; in a backward, dashed is not reproducible."""
     colours: dict[str, str] = {}
-    styles: dict[str, dict[str, Any]] = {}
+    styles: dict[str, Style] = {}
     for name, deterministic in unique((row["candidate"], row["deterministic"]) for row in rows):
-        style: dict[str, Any] = {"linewidth": 2.0, "markersize": 6, "marker": "s", "zorder": 4}
+        style: Style = {"linewidth": 2.0, "markersize": 6, "marker": "s", "zorder": 4}
         if name == OURS:
             style |= {"color": HIGHLIGHT, "linewidth": 3.6, "markersize": 9, "marker": "o", "zorder": 6}
         elif name == UNORDERED:
@@ -141,18 +163,8 @@ def _styles(rows: list[Row], direction: str) -> dict[str, dict[str, Any]]:
             style = {"color": INK, "linewidth": 1.6, "zorder": 2}
         else:
             style["color"] = colours.setdefault(name.removesuffix(" deterministic"), PEERS[len(colours) % len(PEERS)])
-        styles[name] = {**style, "linestyle": "-" if deterministic or direction == "forward" else DASHED}
+        styles[name] = {**style, "label": name, "linestyle": "-" if deterministic or direction == "forward" else DASHED}
     return styles
-
-
-def _panel(axes: Any, rows: list[Row], styles: dict[str, dict[str, Any]], title: str) -> None:
-    seqlens = sorted(unique(row["shape"]["seqlen"] for row in rows))
-    axes.axhline(1.0, label=BASELINE, **styles.get(CUDNN, {"color": INK}))
-    for name, style in styles.items():
-        mine = sorted((seqlens.index(row["shape"]["seqlen"]), row["ratio_to_cudnn"]) for row in rows if row["candidate"] == name)
-        if mine and name != CUDNN:
-            axes.plot(*zip(*mine, strict=True), label=name, **style)
-    finish(axes, seqlens, title)
 
 
 # ---- schedules, relative to our own unordered kernel
@@ -176,18 +188,18 @@ def relative_rows(rows: list[Row]) -> list[Row]:
 
 
 def _schedules_figure(results: Results, rows: list[Row]) -> Any:
-    panels = unique(kind(row) for row in rows)
     names = in_known_order({schedule_name(row["candidate"]) for row in rows if row["candidate"] != OURS})
-    labels = [AUTO, UNORDERED_BASELINE, *names]
-    columns = COLUMNS if len(panels) > 1 else 2
-    figure, axes = grid(len(panels), _schedules_title(results, rows), SCHEDULES_NOTE, -(-len(labels) // columns), sharey="col")
-    for column in range(axes.shape[1]):
+    timed = tuple(f"{OURS}: {name}" for name in names)
+    styles = {candidate: _schedules_style(candidate) for candidate in (OURS, *timed)}
+    baseline = {"color": INK, "linewidth": 1.8, "linestyle": DASHED, "zorder": 3, "label": UNORDERED_BASELINE}
+    lines = Lines(rows, "relative", styles, baseline, timed)
+    texts = _schedules_title(results, rows), SCHEDULES_NOTE
+    figure, axes, panels = lines.drawn(texts, [AUTO, UNORDERED_BASELINE, *names], sharey="col")
+    for column, place in enumerate(axes[0]):
         keys = panels[column :: axes.shape[1]]
-        axes[0, column].set_ylim(*_schedules_limits([row["relative"] for row in rows if kind(row) in keys]))
-    for place, key in zip(axes.flat, panels, strict=False):
-        _schedules_panel(place, [row for row in rows if kind(row) == key], names, key)
-    label_outside(axes, "speed relative to unordered", every_column=True)
-    legend_below(figure, axes, labels, columns)
+        place.set_ylim(*_schedules_limits([row["relative"] for row in rows if kind(row) in keys]))
+    for place in axes.flat:
+        place.set_ylabel("speed relative to unordered")
     return figure
 
 
@@ -198,33 +210,117 @@ def _schedules_limits(values: list[float]) -> tuple[float, float]:
 
 
 def _schedules_title(results: Results, rows: list[Row]) -> str:
-    gpu = results["environment"]["gpu"].removeprefix("NVIDIA ")
     auto = [row["relative"] for row in rows if row["candidate"] == OURS]
     worst = min((row for row in rows if row["candidate"] != OURS), key=lambda row: float(row["relative"]))
     seen = f"{schedule_name(worst['candidate'])} falls to {worst['relative']:.2f}"
     if auto:
         seen = f"auto runs at {min(auto):.2f} to {max(auto):.2f} times the speed of unordered, {seen}"
-    return f"The schedule decides what determinism costs on {gpu}: {seen}"
+    return f"The schedule decides what determinism costs on {_gpu(results)}: {seen}"
 
 
-def _schedules_panel(axes: Any, rows: list[Row], names: list[str], title: str) -> None:
-    seqlens = sorted(unique(row["shape"]["seqlen"] for row in rows))
-    axes.axhline(1.0, color=INK, linewidth=1.8, linestyle=DASHED, zorder=3, label=UNORDERED_BASELINE)
-    served = [name for name in names if any(schedule_name(row["candidate"]) == name for row in rows)]
-    for name in (OURS, *served):
-        shift = 0.0 if name == OURS else DODGE * (served.index(name) - (len(served) - 1) / 2)
-        mine = [row for row in rows if schedule_name(row["candidate"]) == name]
-        points = sorted((seqlens.index(row["shape"]["seqlen"]) + shift, row["relative"]) for row in mine)
-        if points:
-            axes.plot(*zip(*points, strict=True), **_schedules_style(name))
-    finish(axes, seqlens, title)
-
-
-def _schedules_style(name: str) -> dict[str, Any]:
+def _schedules_style(candidate: str) -> Style:
     """Auto is a broad band behind: the schedule that it chose stays visible on it."""
+    name = schedule_name(candidate)
     if name == OURS:
         ring = {"marker": "o", "markersize": 15, "markeredgecolor": HIGHLIGHT, "markeredgewidth": 2.2}
         return {"label": AUTO, "color": BAND, "linewidth": 9, "zorder": 2, **ring}
     colour, marker = SCHEDULE_LOOKS.get(name, OTHER_LOOK)
     drawn = {"linewidth": 1.8, "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.7, "zorder": 4}
     return {"label": name, "color": colour, "marker": marker, **drawn}
+
+
+# ---- cases that form no grid
+
+ROW, TOP, BOTTOM = 0.52, 1.05, 0.75  # inches
+TITLES = {"masks": " under masks", "ranks": " at shapes of ranks", "decode": " on caches"}
+CASE_COLUMNS = 3
+LETTERS = 46  # of a line of the names of cases
+RELATIVE: dict[str, Callable[[Row], float]] = {"speed relative to the fastest other kernel": lambda row: row["ratio_to_fastest_peer"]}
+SUSTAINED: dict[str, Callable[[Row], float]] = {
+    "TFLOP/s": lambda row: row["sustained"]["tflops"],
+    "GFLOP per joule": lambda row: 1000 * row["sustained"]["tflops"] / row["sustained"]["watts"],
+}
+
+
+def draw_cases(results: Results, path: Path, direction: str = "backward") -> None:
+    """Relative to the fastest kernel that is not ours."""
+    rows = [row for row in _of_pass(results, direction) if row.get("ratio_to_fastest_peer")]
+    if not rows:
+        raise ValueError(f"these results hold no {direction} speeds of ours next to another kernel: nothing to draw")
+    write(path, lambda: cases_figure(results, rows, direction))
+
+
+def draw_sustained(results: Results, path: Path, direction: str = "backward") -> None:
+    """Speed on the left, work per joule on the right."""
+    rows = [row for row in _of_pass(results, direction) if "sustained" in row]
+    if not rows:
+        raise ValueError(f"these results hold no sustained {direction}: nothing to draw")
+    write(path, lambda: sustained_figure(results, rows, direction))
+
+
+def _of_pass(results: Results, direction: str) -> list[Row]:
+    return [row for row in results["rows"] if row["pass"] == direction and not is_schedule(row["candidate"])]
+
+
+def cases_figure(results: Results, rows: list[Row], direction: str) -> Any:
+    ours = [row["ratio_to_fastest_peer"] for row in rows if row["candidate"] == OURS]
+    seen = f": {min(ours):.2f} to {max(ours):.2f} times the fastest other kernel" if ours else ""
+    title = f"{OURS}{TITLES.get(results['suite'], '')}, {direction} on {_gpu(results)}{seen}"
+    note = "Circles: ours. Every kernel passed its check on the case; one that cannot run a case is not in its row"
+    figure = _dots(rows, RELATIVE, (12.4, 0.36), (title, note))
+    figure.axes[0].axvline(1.0, color=INK, linewidth=1.6, linestyle=DASHED, zorder=2)
+    return figure
+
+
+def sustained_figure(results: Results, rows: list[Row], direction: str) -> Any:
+    watts = [row["sustained"]["watts"] for row in rows]
+    seconds = max(row["sustained"]["seconds"] for row in rows)
+    title = f"{OURS}, {direction} for {seconds:g} s on {_gpu(results)}, at {min(watts):.0f} to {max(watts):.0f} W"
+    return _dots(rows, SUSTAINED, (14.0, 0.324), (title, "Every kernel by itself, without a pause. Circles: ours"))
+
+
+def _dots(rows: list[Row], measures: dict[str, Callable[[Row], float]], size: tuple[float, float], texts: tuple[str, str]) -> Any:
+    """Axes side by side, one per measure. size: the width in inches, and the share of it that names of cases get."""
+    from matplotlib.figure import Figure
+
+    cases, names = case_names(rows), unique(row["candidate"] for row in rows)
+    (width, left), bottom = size, BOTTOM + LEGEND_LINE * -(-len(names) // CASE_COLUMNS)
+    height = TOP + ROW * len(cases) + bottom
+    figure = Figure(figsize=(width, height))
+    side_by_side = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    figure.subplots_adjust(left, bottom / height, 0.985, 1 - TOP / height, 0.08)
+    side_by_side[0].set_yticks(range(len(cases)), [wrapped(name) for name in cases.values()], size=11.5, linespacing=1.05)
+    side_by_side[0].set_ylim(len(cases) - 0.5, -0.5)
+    for number, (axes, (label, value)) in enumerate(zip(side_by_side, measures.items(), strict=True)):
+        for name in names:
+            mine = [row for row in rows if row["candidate"] == name]
+            heights = [list(cases).index(shape_of(row)) for row in mine]
+            axes.scatter([value(row) for row in mine], heights, label=None if number else name, **dot_style(name, names))
+        axes.set_xlim(0, 1.05 * axes.dataLim.x1)  # room for half a dot
+        axes.tick_params(axis="y", length=0)
+        axes.grid(color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.set_xlabel(label)
+    figure.text(0.012, 1 - 0.12 / height, texts[0], size=16, weight="bold", va="top")
+    figure.text(0.012, 1 - 0.55 / height, texts[1], size=12, va="top")
+    figure.legend(loc="lower center", ncols=CASE_COLUMNS, frameon=False, columnspacing=1.6)
+    return figure
+
+
+def wrapped(case: str) -> str:
+    """No line ends inside `2 x 8192`."""
+    lines = textwrap.wrap(case.replace(" x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}"), LETTERS)
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def dot_style(name: str, names: list[str]) -> dict[str, Any]:
+    """Ours in front and round; a kernel and its deterministic mode share a colour, filled is deterministic."""
+    if name == EQUAL_HEADS:
+        return {"s": 110, "marker": "o", "facecolor": "none", "edgecolor": HIGHLIGHT, "linewidth": 1.6, "zorder": 5}
+    if name in (OURS, UNORDERED):
+        colour = HIGHLIGHT if name == OURS else PALE
+        return {"s": 150 if name == OURS else 70, "marker": "o", "color": colour, "edgecolor": "white", "zorder": 6 if name == OURS else 5}
+    family = unique(other.removesuffix(" deterministic") for other in names if not is_ours(other))
+    colour = PEERS[family.index(name.removesuffix(" deterministic")) % len(PEERS)]
+    filled = colour if name.endswith(" deterministic") else "none"
+    return {"s": 60, "marker": "s", "facecolor": filled, "edgecolor": colour, "linewidth": 1.8, "zorder": 4}

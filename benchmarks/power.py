@@ -6,7 +6,6 @@ And a kernel run without a pause until the GPU sits at its power limit, as in tr
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,9 +73,9 @@ class Meter:
 
 def gpu_meter() -> Meter:
     """The counter of PyTorch's current GPU. Raises NoCounter."""
-    counter = nvml_of_this_gpu()
-    counter.joules()
-    return Meter(counter.joules, torch.cuda.synchronize)
+    nvml = nvml_of_this_gpu()
+    nvml.joules()
+    return Meter(nvml.joules, torch.cuda.synchronize)
 
 
 def nvml_of_this_gpu() -> NvmlCounter:
@@ -176,11 +175,6 @@ def summed_up(samples: Sequence[Sample]) -> Sustained:
     seconds, steps, joules = last.seconds - first.seconds, last.steps - first.steps, last.joules - first.joules
     clocks = [sample.megahertz for sample in samples]
     return Sustained(seconds / steps * 1000, joules / seconds, median(clocks), joules / steps)
-
-
-def check_seconds(seconds: float) -> None:
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"--sustained must be a number of seconds > 0; got {seconds}")
 
 
 def gpu_endurance(seconds: float) -> Endurance:

@@ -8,7 +8,6 @@ On a GPU all ranks share the first one; without one, tensors are on the CPU.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
@@ -27,6 +25,7 @@ from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers
 from dash_attn.tools.bench.report import save
+from processes import run_processes
 
 from .timing import host_milliseconds
 from .training import surroundings
@@ -62,8 +61,9 @@ def while_busy(compare: Callable[[], object]) -> float | None:
     return None if behind.query() else found
 
 
-def measure(device: str) -> dict[str, float | None]:
-    peers = Peers.of(None)
+def measure(_: int) -> dict[str, float | None]:
+    """As this rank finds it."""
+    peers, device = Peers.of(None), "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = (torch.ones(1, ROWS, HEADS, DIM, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
 
@@ -89,17 +89,8 @@ def measure(device: str) -> dict[str, float | None]:
         times["forward and backward"] += microseconds(call, CALLS)
         with without_comparison():
             times["without comparison"] += microseconds(call, CALLS)
-    return found | {name: median(some) for name, some in times.items()}
-
-
-def worker(rank: int, ranks: int, folder: str, device: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    found = measure(device)
     dist.barrier()
-    if rank == 0:
-        Path(folder, "found").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found | {name: median(some) for name, some in times.items()}
 
 
 def main() -> None:
@@ -107,10 +98,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (arguments.ranks, folder, device), nprocs=arguments.ranks)
-        found = json.loads(Path(folder, "found").read_text())
+        found = run_processes(measure, arguments.ranks, Path(folder), limit=3600)[0]
     for name, value in found.items():
         print(f"{name:24} {'-' if value is None else f'{value:.0f} us'}")
     if arguments.json:

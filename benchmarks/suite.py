@@ -13,6 +13,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +29,8 @@ from . import power, result_files
 from .cache_peers import decode_candidates
 from .matrices import with_planning
 from .peers import FLEX, equal_heads, peers
-from .pictures import draw, draw_schedules
-from .pictures_of_cases import draw_cases, draw_sustained
-from .report import print_report
+from .pictures import draw, draw_cases, draw_schedules, draw_sustained
+from .result_files import print_report
 from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose
 
 RESULTS = Path("benchmarks/results")
@@ -100,8 +100,8 @@ def _check_options(arguments: Arguments) -> None:
         raise ValueError(f"suite {arguments.suite} has a forward only: caches have no backward; got {asked}")
     if arguments.processes is not None and arguments.processes < 1:
         raise ValueError(f"--processes must be at least 1; got {arguments.processes}")
-    if arguments.sustained is not None:
-        power.check_seconds(arguments.sustained)
+    if arguments.sustained is not None and not 0 < arguments.sustained < math.inf:
+        raise ValueError(f"--sustained must be a number of seconds > 0; got {arguments.sustained}")
     for flag, value in (("--processes", arguments.processes), ("--sustained", arguments.sustained)):
         if value is not None and (arguments.source or arguments.suite == HOST_SUITE):
             other = "--from, which measures nothing" if arguments.source else f"suite {HOST_SUITE}, which measures the host"

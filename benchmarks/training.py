@@ -5,6 +5,9 @@ Trains with dash_attn, cuDNN, PyTorch's flash and FlashAttention-4 (where it is 
 nothing deterministic. For each: tokens per second without a ledger, with one, and with one in full detail; and whether two runs agree,
 by their weights and by `dash-attn diff`. What a ledger costs by default is little, so it is also told from a run that keeps one at
 every second step: neighbours are compared. --small is for a look at the script on any machine.
+
+--ledger-step: one step of a ledger of that model alone. Milliseconds of the host, which prepares the kernels, and of the GPU, which runs
+them; and how long the GPU takes to read the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from types import ModuleType, SimpleNamespace
@@ -34,10 +38,15 @@ from dash_attn.ledgers import compare_runs
 from dash_attn.tools.bench.report import save
 from dash_attn.tools.machine import gpu_environment
 
+from .peers import first
+from .timing import timed
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "length": 128, "vocabulary": 64, "size": 1, "micro_batches": 2}
 WARM_UP = 3  # steps that are not timed
+LEDGER_STEPS, LEDGER_WARM_UP = 12, 2
+AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead of it
 LEDGERS = ("none", "default", "detail")  # the last, which is slow, only beside our own attention
 Attend = Callable[..., Tensor]
 
@@ -57,11 +66,7 @@ def of_sdpa(backend: SDPBackend) -> Attend:
 def of_flash_attention_4(deterministic: bool) -> Attend:
     from flash_attn.cute import flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-        found = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
-        return found[0] if isinstance(found, tuple) else found
-
-    return attend
+    return lambda q, k, v, *_, **__: first(flash_attn_func(q, k, v, causal=True, deterministic=deterministic))
 
 
 # Name -> attention, and whether all of PyTorch is deterministic.
@@ -75,33 +80,21 @@ VARIANTS: dict[str, tuple[Callable[[], Attend], bool]] = {
 }
 
 
-class SomeSteps:
-    """A ledger of every second step, those with even numbers; or of none."""
-
-    def __init__(self, ledger: dash_attn.ledgers.Ledger | None) -> None:
-        self.ledger, self.number = ledger, 0
-
-    def __enter__(self) -> SomeSteps:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.ledger is not None:
-            self.ledger.__exit__(*error)
-
-    def watch(self, *given: Any) -> None:
-        if self.ledger is not None:
-            self.ledger.watch(*given)
-
-    def step(self, *given: Any, **named: Any) -> None:
-        if self.ledger is not None and self.number % 2 == 0:
-            self.ledger.step(*given, **named)
-        self.number += 1
+def without_ledger(*_: Any, **__: Any) -> Any:
+    """In place of dash_attn.ledger."""
+    nothing = SimpleNamespace(watch=lambda *_: None, step=lambda *_, **__: None)
+    return nullcontext(nothing)
 
 
-LEDGER_OF: dict[str, Callable[..., Any]] = {
-    "none": lambda *_, **__: SomeSteps(None),
-    "every second step": lambda *given, **named: SomeSteps(dash_attn.ledger(*given, **named)),
-}
+def of_every_second_step(*given: Any, **named: Any) -> dash_attn.ledgers.Ledger:
+    """A ledger of those with even numbers."""
+    ledger, number = dash_attn.ledger(*given, **named), count()
+    step = ledger.step
+    ledger.step = lambda *its, **more: None if next(number) % 2 else step(*its, **more)  # type: ignore[method-assign]
+    return ledger
+
+
+LEDGER_OF: dict[str, Callable[..., Any]] = {"none": without_ledger, "every second step": of_every_second_step}
 
 
 def example() -> ModuleType:
@@ -175,15 +168,36 @@ def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
         "tokens_per_second": {ledger: round(tokens / one) for ledger, one in seconds.items()},
         "overhead": {ledger: round(seconds[ledger] / seconds["none"] - 1, 4) for ledger in ledgers[1:]},
         "default_ledger_in_turns": in_turns,
-        "ledger_bytes_per_step": {ledger: _bytes(folder / ledger) // settings["steps"] for ledger in ledgers[1:]},
+        "ledger_bytes_per_step": {name: (folder / name / "rank-0.ledger").stat().st_size // settings["steps"] for name in ledgers[1:]},
         "weights_of_two_runs_equal": found["default"][0] == again,
         "ledger_changes_weights": len({bits for bits, _ in found.values()} | {again}) > 1 if compared.agree else None,
         "diff": {"agree": compared.agree, "step": None if first is None else first.step, "module": first and first.culprit.module},
     }
 
 
-def _bytes(folder: Path) -> int:
-    return (folder / "rank-0.ledger").stat().st_size
+# ---- one step of a ledger
+
+
+def ledger_step() -> dict[str, Any]:
+    module = example()
+    model = module.Gpt(module.Config(out="", **{name: value for name, value in REAL.items() if name != "workers"}, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    given = {"loss": torch.ones(2, device="cuda"), "batch": torch.zeros(2, 8193, dtype=torch.long, device="cuda")}
+    tensors = [x for parameter in model.parameters() for x in (parameter.detach(), parameter.grad)]
+    with tempfile.TemporaryDirectory() as folder, dash_attn.ledger(folder) as ledger:
+        ledger.watch(model, optimizer)
+        steps = [timed(lambda: ledger.step(model, optimizer, **given), AHEAD) for _ in range(LEDGER_STEPS)][LEDGER_WARM_UP:]
+    read = [timed(lambda: torch._foreach_norm(tensors, 1), AHEAD).gpu for _ in range(LEDGER_STEPS)][LEDGER_WARM_UP:]
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(x.nbytes for x in tensors if x is not None),
+        "host_ms": round(median(host for host, _ in steps), 3),
+        "gpu_ms": round(median(gpu for _, gpu in steps), 3),
+        "reading_ms": round(median(read), 3),
+    }
 
 
 def surroundings() -> dict[str, Any]:
@@ -197,7 +211,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="sequences per micro-batch: with more, a slow host bounds less")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--ledger-step", action="store_true", help="what one step of a ledger costs, and nothing else")
     arguments = parser.parse_args()
+    if arguments.ledger_step:
+        found = ledger_step()
+        print(json.dumps(found))
+        if arguments.json:
+            save({"environment": gpu_environment(), **found}, arguments.json)
+        return
     if arguments.steps < WARM_UP + 2:
         parser.error(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP} are not timed; got {arguments.steps}")
     settings = {**(SMALL if arguments.small else REAL), "steps": arguments.steps}

@@ -24,10 +24,10 @@ from dash_attn.tools.bench.measure import cuda_times, measure
 from dash_attn.tools.bench.report import Row, save
 from dash_attn.tools.machine import gpu_environment
 
+from . import triton_sweep
 from .peers import flex, pytorch_peers
 from .suites import choose
-from .triton_sweep import SWEEP, choose_tiles, jobs_of, limits_of, measure_tiles, place_of, table_with, to_compile
-from .triton_warm import compile_all, launches_to_warm
+from .triton_sweep import SWEEP, compile_all, launches_to_warm, limits_of, place_of, table_with
 
 DEVICE = torch.device("cuda", 0)
 TARGETS = {"backward": {"PyTorch flash deterministic": 1.1, "FlexAttention": 1.0}, "forward": {"FlexAttention": 0.95}}
@@ -68,14 +68,14 @@ def beside_peers(direction: str, rows: dict[str, Row]) -> tuple[str, int]:
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    jobs = jobs_of(arguments.head_dims or tuple(SWEEP))
-    launches = {job: to_compile(job) for job in jobs}
+    jobs = triton_sweep.jobs_of(arguments.head_dims or tuple(SWEEP))
+    launches = {job: triton_sweep.to_compile(job) for job in jobs}
     kernels = {(launch.kernel, str(launch.constants), launch.tile): launch for of_job in launches.values() for launch in of_job}
     longest_first = sorted(kernels.values(), key=lambda launch: launch.kernel != "gradients")
     troubles = [trouble for trouble in compile_all(longest_first, arguments.processes) if trouble]
-    rows, failures = measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats, DEVICE)
+    rows, failures = triton_sweep.measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats, DEVICE)
     limits = limits_of(json.loads(arguments.limits.read_text(encoding="utf-8"))["rows"], TARGETS) if arguments.limits else {}
-    architecture, chosen = architecture_of(DEVICE), choose_tiles(jobs, rows, limits)
+    architecture, chosen = architecture_of(DEVICE), triton_sweep.choose_tiles(jobs, rows, limits)
     found = {"environment": {"gpu": torch.cuda.get_device_name(DEVICE), "triton": triton_version()}, "architecture": architecture}
     found |= {"rows": rows, "failures": failures, "chosen": [job._asdict() for job in chosen]}
     save(found, arguments.output)

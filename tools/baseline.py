@@ -22,34 +22,37 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "baseline"
 FILES = {"orders": ROOT / "tests" / "golden" / "order_hashes.txt", "cpu": FOLDER / "cpu.txt", "h200": FOLDER / "h200.txt"}
+SEEDS = torch.tensor([11, 12], dtype=torch.int64)
+SLOPES = 0.5 ** torch.arange(1, 9)
+FULL_SCHEDULES = ("ascending", "descending", "spt", "shift_blocks", "alternating", "arrival", "weave", "shift")
+CAUSAL_SCHEDULES = ("ascending", "descending", "spt", "symmetric_shift", "alternating", "arrival", "weave")
 Call = Callable[[str], dict[str, Any]]  # on a device: results by name
 
 
 def hash_of(results: dict[str, Any]) -> str:
     """A short hash of the bits of each result."""
-    import torch
 
-    def short(tensor: Any) -> str:
+    def short(tensor: Tensor) -> str:
         octets = tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
         return hashlib.sha256(octets).hexdigest()[:12]
 
     return " ".join(f"{name}={short(tensor)}" for name, tensor in results.items() if tensor is not None)
 
 
-def _random(device: str, dtype: str, *shapes: tuple[int, ...]) -> list[Any]:
+def _random(device: str, dtype: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Drawn on the CPU, so that every device gets the same."""
-    import torch
-
     source = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=source).to(device, getattr(torch, dtype)) for shape in shapes]
 
 
-def _gradients(call: Callable[..., tuple[Any, Any]], inputs: list[Any], dout: Any) -> dict[str, Any]:
-    import torch
-
+def _gradients(call: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], dout: Tensor) -> dict[str, Any]:
     leaves = [x.requires_grad_() for x in inputs]
     out, lse = call(*leaves)
     found = torch.autograd.grad(out, leaves, dout)
@@ -78,29 +81,25 @@ def dense(
         inputs += _random(device, "float32", (q_heads,))
     if mask is not None:
         options["mask"] = parse_mask(mask) if isinstance(mask, str) else mask(device)
-    options = {name: value(device) if callable(value) and name != "mask" else value for name, value in options.items()}
 
-    def call(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-        return flash_attn_func(q, k, v, return_lse=True, **options, **({"sinks": rest[0]} if rest else {}))
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
+        return flash_attn_func(q, k, v, return_lse=True, **on_device(device, options), **({"sinks": rest[0]} if rest else {}))
 
     return _gradients(call, inputs, dout)
 
 
 def packed(lengths: tuple[int, ...], heads: tuple[int, int], dim: int, device: str, dtype: str = "bfloat16", **options: Any) -> Any:
     """Sequences laid end to end."""
-    import torch
-
     from dash_attn import flash_attn_varlen_func
 
-    tokens, longest = sum(lengths), max(lengths)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    *inputs, dout = _random(device, dtype, *((tokens, heads[i], dim) for i in (0, 1, 1, 0)))
-    options = {name: value(device) if callable(value) else value for name, value in options.items()}
-    return _gradients(partial(flash_attn_varlen_func, return_lse=True, **_offsets(ends, longest), **options), inputs, dout)
+    options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    *inputs, dout = _random(device, dtype, *((sum(lengths), heads[i], dim) for i in (0, 1, 1, 0)))
+    return _gradients(partial(flash_attn_varlen_func, return_lse=True, **on_device(device, options)), inputs, dout)
 
 
-def _offsets(ends: Any, longest: int) -> dict[str, Any]:
-    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+def on_device(device: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
 def cached(
@@ -117,8 +116,6 @@ def cached(
     **options: Any,
 ) -> dict[str, Any]:
     """Queries that attend a cache; the cache itself is a result where keys are appended."""
-    import torch
-
     from dash_attn import flash_attn_with_kvcache
 
     room = -(-(max(lengths) + queries) // 256) * 256
@@ -141,22 +138,8 @@ def cached(
     return {"out": out, "lse": lse, **({"keys": k_cache, "values": v_cache} if append else {})}
 
 
-def seeds(device: str) -> Any:
-    import torch
-
-    return torch.tensor([11, 12], dtype=torch.int64, device=device)
-
-
-def slopes(device: str) -> Any:
-    import torch
-
-    return (0.5 ** torch.arange(1, 9)).to(device)
-
-
 def scattered(device: str) -> Any:
     """A boolean matrix with full, partial and empty tiles, other ones per sequence."""
-    import torch
-
     source = torch.Generator().manual_seed(1)
     coarse = torch.rand((2, 1, 8, 8), generator=source).repeat_interleave(128, 2).repeat_interleave(128, 3)
     fine = torch.rand((2, 1, 1024, 1024), generator=source)
@@ -164,8 +147,6 @@ def scattered(device: str) -> Any:
 
 
 def blocks(device: str) -> Any:
-    import numpy as np
-
     from dash_attn import TileMap
 
     return TileMap(np.random.RandomState(3).randint(0, 100, (28, 20)) < 40, 37, 53)
@@ -178,16 +159,16 @@ def cpu_calls() -> Iterator[tuple[str, Call]]:
         for heads in ((2, 2), (4, 1), (6, 2)):
             for dtype in ("float32", "bfloat16"):
                 yield f"{mask} heads {heads} {dtype}", partial(dense, (257, 257), heads, 32, mask=mask, dtype=dtype)
-    for schedule in ("ascending", "descending", "spt", "shift_blocks", "alternating", "arrival", "weave", "shift"):
+    for schedule in FULL_SCHEDULES:
         yield f"full schedule {schedule}", partial(dense, (300, 420), (4, 2), 32, dtype="float32", schedule=schedule)
-    for schedule in ("ascending", "descending", "spt", "symmetric_shift", "alternating", "arrival", "weave"):
+    for schedule in CAUSAL_SCHEDULES:
         yield f"causal schedule {schedule}", partial(dense, (384, 384), (4, 2), 32, dtype="float32", causal=True, schedule=schedule)
     small: dict[str, Any] = {"dtype": "float32", "causal": True}
     yield "float64", partial(dense, (200, 200), (4, 2), 24, dtype="float64", causal=True)
     yield "float16, other value dim", partial(dense, (130, 200), (4, 2), 24, v_dim=40, dtype="float16", causal=True)
     yield "sinks, softcap", partial(dense, (200, 200), (4, 2), 32, **small, sinks=True, softcap=5.0)
-    yield "dropout", partial(dense, (200, 200), (4, 2), 32, **small, dropout_p=0.2, dropout_seed=seeds)
-    yield "ALiBi", partial(dense, (200, 200), (8, 2), 32, **small, alibi_slopes=slopes)
+    yield "dropout", partial(dense, (200, 200), (4, 2), 32, **small, dropout_p=0.2, dropout_seed=SEEDS)
+    yield "ALiBi", partial(dense, (200, 200), (8, 2), 32, **small, alibi_slopes=SLOPES)
     yield "head offset", partial(dense, (300, 300), (4, 2), 32, **small, head_offset=1)
     yield "boolean", partial(dense, (1024, 1024), (2, 1), 16, dtype="float32", mask=scattered)
     yield "blocks", partial(dense, (1024, 1024), (2, 1), 16, dtype="float32", mask=blocks)
@@ -215,15 +196,15 @@ def h200_calls() -> Iterator[tuple[str, Call]]:
     for lengths in ((1, 1000), (100, 3000), (3000, 100), (4096, 4096), (16384, 16384)):
         yield f"lengths {lengths}", partial(dense, lengths, (4, 2), 128, batch=1, causal=True)
     yield "lengths (8192, 8192) full", partial(dense, (8192, 8192), (4, 4), 128, batch=1)
-    for name in ("ascending", "descending", "spt", "shift_blocks", "alternating", "arrival", "weave", "shift"):
+    for name in FULL_SCHEDULES:
         yield f"full schedule {name}", partial(dense, (2048, 2048), many, 128, schedule=name)
-    for name in ("ascending", "descending", "spt", "symmetric_shift", "alternating", "arrival", "weave"):
+    for name in CAUSAL_SCHEDULES:
         yield f"causal schedule {name}", partial(dense, (2048, 2048), many, 128, causal=True, schedule=name)
     for dim in (64, 128):
         yield f"sinks dim {dim}", partial(dense, square, many, dim, causal=True, sinks=True)
         yield f"softcap dim {dim}", partial(dense, square, many, dim, causal=True, softcap=10.0)
-        yield f"dropout dim {dim}", partial(dense, square, many, dim, causal=True, dropout_p=0.1, dropout_seed=seeds)
-        yield f"ALiBi dim {dim}", partial(dense, square, many, dim, causal=True, alibi_slopes=slopes)
+        yield f"dropout dim {dim}", partial(dense, square, many, dim, causal=True, dropout_p=0.1, dropout_seed=SEEDS)
+        yield f"ALiBi dim {dim}", partial(dense, square, many, dim, causal=True, alibi_slopes=SLOPES)
     yield "head offset", partial(dense, square, (4, 2), 128, causal=True, head_offset=1)
     yield from _h200_packed_and_cached()
 
@@ -234,7 +215,7 @@ def _h200_packed_and_cached() -> Iterator[tuple[str, Call]]:
         for causal in (True, False):
             yield f"packed dim {dim} {'causal' if causal else 'full'}", partial(packed, lengths, (8, 2), dim, causal=causal)
     yield "packed window", partial(packed, lengths, (8, 2), 128, causal=True, window_size=(200, 0))
-    yield "packed dropout", partial(packed, (1000, 1048), (8, 2), 128, causal=True, dropout_p=0.1, dropout_seed=seeds)
+    yield "packed dropout", partial(packed, (1000, 1048), (8, 2), 128, causal=True, dropout_p=0.1, dropout_seed=SEEDS)
     held = (1000, 1, 3000, 257, 40)
     for dim in (64, 128, 256):
         for queries in (1, 5):
@@ -283,8 +264,6 @@ def differences(found: list[str], recorded: list[str]) -> list[str]:
 
 
 def surroundings(kind: str) -> str:
-    import torch
-
     where = torch.cuda.get_device_name() if kind == "h200" else platform.machine()
     return f"# PyTorch {torch.__version__}, {where}"
 

@@ -57,12 +57,13 @@ def write_kernel(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} must be a new or empty folder")
     files = dict(_files())
-    version = _version()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
     imports = "\n".join(f"from .{module} import {', '.join(names)}" for module, names in NAMES.items())
     files["__init__.py"] = INIT.format(version=version, imports=imports, names=sorted(sum(NAMES.values(), ()))).encode()
+    sums = "".join(f"{path} {hashlib.sha256(content).hexdigest()}\n" for path, content in sorted(files.items()))
     for backend, described in BACKENDS.items():
         variant = folder / "build" / f"torch-{backend}"
-        name = f"_dash_attn_{backend}_{_hash_of(files)}"
+        name = f"_dash_attn_{backend}_{hashlib.sha256(sums.encode()).hexdigest()[:12]}"
         written = {path: _renamed(content, name) if path.endswith(".py") else content for path, content in files.items()}
         for path, content in written.items():
             if path.endswith(".py"):
@@ -118,17 +119,6 @@ def _metadata(name: str, backend: dict[str, Any], files: dict[str, bytes]) -> di
         "backend": backend,
         "digest": {"algorithm": "sha256", "files": digests},
     }
-
-
-def _hash_of(files: dict[str, bytes]) -> str:
-    sums = "".join(f"{path} {hashlib.sha256(content).hexdigest()}\n" for path, content in sorted(files.items()))
-    return hashlib.sha256(sums.encode()).hexdigest()[:12]
-
-
-def _version() -> str:
-    found = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
-    assert found is not None, "the package's __init__.py tells its version"
-    return found.group(1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The committed pictures of docs/: what draws each, and what each shows. `make pages` draws those again that show something else now.
 
 docs/images/shown.txt has a line for each picture: its file, a hash of what its figure shows, and a hash of the file itself.
-Tests draw the figures, without rendering them, and compare.
+Tests draw the figures, without rendering them, and compare. What a figure shows are its texts, and the numbers behind its lines, shapes
+and images. Fonts, layout and rendering are not in it: they differ between versions of Matplotlib.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 import call_picture
 import tutorial_page
 from benchmarks import suite
 from dash_attn.cli.main import main
 from dash_attn.viewing import style
-from figure_hash import shown
 
 DOCS = Path(__file__).parent.parent / "docs"
 LIST = DOCS / "images" / "shown.txt"
+DIGITS = 6  # behind the point of the numbers of a figure: more would be rounding
 SUITE = "python -m benchmarks.suite "  # in the root of the repository
 COMMANDS = dict(
     re.findall(rf"^\| `([\w-]+\.png)` \|.*\| `((?:dash-attn |{SUITE})[^`]+)`.*\|$", (DOCS / "images" / "README.md").read_text(), re.M)
@@ -101,3 +104,67 @@ def _replace(name: str, made: Path, before: dict[str, tuple[str, str]]) -> None:
         shutil.copy(made, DOCS / name)
     elif name in before and before[name][1] == file_hash(name):
         raise SystemExit(f"docs/{name} shows something else now: draw it on a Hopper GPU first, by its command in docs/images/README.md")
+
+
+# ---- a hash of what a Matplotlib figure shows
+
+
+def shown(figure: Any) -> str:
+    found = hashlib.sha256()
+    for part in _parts(figure):
+        found.update(f"{part}\n".encode() if isinstance(part, str) else _numbers(part))
+    return found.hexdigest()[:16]
+
+
+def _numbers(values: Any) -> bytes:
+    plain = np.round(np.ma.filled(np.ma.asarray(values, dtype=np.float64), np.nan), DIGITS) + 0.0  # no -0.0
+    return f"{plain.shape}".encode() + plain.tobytes()
+
+
+def _parts(figure: Any) -> Iterator[Any]:
+    yield from (text.get_text() for text in figure.texts)
+    yield from (text.get_text() for legend in figure.legends for text in legend.get_texts())
+    for axes in figure.axes:
+        yield from _words(axes)
+        if axes.get_label() != "<colorbar>":  # which Matplotlib draws
+            yield from _data(axes)
+
+
+def _words(axes: Any) -> Iterator[Any]:
+    yield from (axes.get_title(loc=place) for place in ("left", "center", "right"))
+    for axis in (axes.xaxis, axes.yaxis):
+        yield axis.get_label_text()
+        yield from _ticks(axis)
+    yield from (text.get_text() for text in axes.texts)
+
+
+def _ticks(axis: Any) -> Iterator[Any]:
+    """Where we put them, and what we write there. Others Matplotlib chooses."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
+
+    places, labels = axis.get_major_locator(), axis.get_major_formatter()
+    if isinstance(places, FixedLocator):
+        yield places.locs
+        if isinstance(labels, (FixedFormatter, FuncFormatter)):
+            yield from (labels(place, index) for index, place in enumerate(places.locs))
+
+
+def _data(axes: Any) -> Iterator[Any]:
+    from matplotlib.colors import to_rgba_array
+
+    yield from (getattr(text, attribute) for text in axes.texts for attribute in ("xy", "xyann") if hasattr(text, attribute))
+    yield from (text.get_position() for text in axes.texts)
+    for line in axes.lines:
+        yield line.get_xydata()
+        yield to_rgba_array(line.get_color())
+    for shape in axes.patches:
+        corners = shape.get_patch_transform().transform(shape.get_path().vertices)
+        yield corners.min(0), corners.max(0)
+        yield shape.get_facecolor()
+    for collection in axes.collections:
+        yield collection.get_offsets()
+        yield from (path.vertices for path in collection.get_paths())
+        yield collection.get_facecolor() if collection.get_array() is None else collection.get_array()
+    for image in axes.images:
+        yield image.get_array()
+        yield image.get_extent()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +56,7 @@ class Question:
         return tuple(torch.zeros(1, *shape, device=device, dtype=dtype) for shape in shapes)
 
 
+SHORT = Question(lengths=(128, 128))  # of which there are many
 MASKS: dict[str, Mask] = {
     "`Full`": Full(),
     "`Causal`": Causal(),
@@ -173,11 +174,6 @@ def refusal_of_gpu(backend: str, major: int, minor: int) -> None:
         sm_count.__wrapped__(0) if backend == "hopper" else triton_support.architecture_of.__wrapped__(torch.device("cuda"))
 
 
-def capabilities(backend: str) -> str:
-    """Of GPUs that a backend takes."""
-    return ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES if refusal_of_gpu(backend, major, minor) is None)
-
-
 def unasked_arguments() -> set[str]:
     """Arguments of flash_attn_func that nothing on the page is about: a new one needs a line in OPTIONS or ARGUMENTS."""
     asked = ASKED_BY_NAME.union(*(question.options for question in OPTIONS), *(options for _, options in ARGUMENTS))
@@ -201,7 +197,7 @@ def head_dims() -> list[str]:
     rows, refused = [], {}
     for backend in DEVICE_OF:
         dims = (1, 2, 40, *SOME_DIMS, LARGEST_DIM) if backend == "cpu" else range(1, LARGEST_DIM + 1)  # the CPU runs each
-        found = {dim: refusal(backend, _of_dims(dim, dim)) for dim in dims}
+        found = {dim: refusal(backend, replace(SHORT, dims=(dim, dim))) for dim in dims}
         served = [dim for dim, error in found.items() if error is None]
         alike = "any" if len(served) == len(dims) else numbers_in_words(served)
         rows.append([code(backend), alike, _unequal_dims(backend)])
@@ -210,20 +206,10 @@ def head_dims() -> list[str]:
     return [*table(header, rows), *refusals(refused)]
 
 
-def _of_dims(dim: int, v_dim: int) -> Question:
-    return Question(lengths=(128, 128), dims=(dim, v_dim))  # short, as there are many
-
-
 def _unequal_dims(backend: str) -> str:
     pairs = [(a, b) for a in SOME_DIMS for b in SOME_DIMS if a != b]
-    served = [pair for pair in pairs if refusal(backend, _of_dims(*pair)) is None]
+    served = [pair for pair in pairs if refusal(backend, replace(SHORT, dims=pair)) is None]
     return "any two of them" if served == pairs else ", ".join(map(str, served)) or "none"
-
-
-def gpus() -> list[list[str]]:
-    """Which backend `auto` takes, and whose tiles the Triton backend takes."""
-    auto = {"9.0": "`hopper`"}
-    return [[name, capability, auto.get(capability, "`triton`"), listed(capability), ran] for name, capability, ran in GPUS]
 
 
 def schedules() -> list[str]:
@@ -237,11 +223,8 @@ def schedules() -> list[str]:
 
 
 def arguments() -> list[str]:
-    rows = []
-    for name, options in ARGUMENTS:
-        error = refusal("cpu", Question(name, options))
-        rows.append([name, "yes" if error is None else f"raises: {code(error)}"])
-    return table(["argument", "taken"], rows)
+    errors = {name: refusal("cpu", Question(name, options)) for name, options in ARGUMENTS}
+    return table(["argument", "taken"], [[name, "yes" if error is None else f"raises: {code(error)}"] for name, error in errors.items()])
 
 
 def packed_sequences() -> list[str]:
@@ -253,10 +236,14 @@ def packed_sequences() -> list[str]:
 
 def page() -> str:
     hardware = [["`cpu`", DEVICE_OF["cpu"], "any CPU"]]
-    hardware += [[code(name), DEVICE_OF[name], f"compute capability {capabilities(name)}"] for name in ("hopper", "triton")]
+    for backend in ("hopper", "triton"):
+        taken = [f"{major}.{minor}" for major, minor in CAPABILITIES if refusal_of_gpu(backend, major, minor) is None]
+        hardware.append([code(backend), DEVICE_OF[backend], f"compute capability {', '.join(taken)}"])
     dtypes = [Question(code(str(dtype)), dtype=dtype) for dtype in DTYPES]
     which = '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'
-    gpu_table = table(["GPUs", "compute capability", "backend", "tiles of", "was run"], gpus())
+    # Which backend `auto` takes, and whose tiles the Triton backend takes.
+    gpus = [[name, of, "`hopper`" if of == "9.0" else "`triton`", listed(of), ran] for name, of, ran in GPUS]
+    gpu_table = table(["GPUs", "compute capability", "backend", "tiles of", "was run"], gpus)
     lines = [
         "# What is supported",
         "",

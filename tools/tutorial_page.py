@@ -19,7 +19,8 @@ def page(pictures: Path) -> str:
     parts = []
     with patch.object(sys, "argv", [str(SCRIPT), str(pictures)]):
         for is_text, cell in cells(SCRIPT.read_text(encoding="utf-8")):
-            parts.append(_prose(cell) if is_text else _code(cell, namespace))
+            prose = "\n".join(line.removeprefix("#").removeprefix(" ") for line in cell.splitlines())
+            parts.append(prose if is_text else _code(cell, namespace))
     return "\n\n".join(parts) + "\n"
 
 
@@ -27,10 +28,6 @@ def cells(source: str) -> list[tuple[bool, str]]:
     """(whether it is text, content) of every cell; what is before the first one is for those who open the script."""
     _, *found = re.split(r"^# %%(?=[ \n])", source, flags=re.M)
     return [(cell.startswith(" [markdown]"), cell.split("\n", 1)[1].strip("\n")) for cell in found]
-
-
-def _prose(cell: str) -> str:
-    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in cell.splitlines())
 
 
 def _code(cell: str, namespace: dict[str, Any]) -> str:

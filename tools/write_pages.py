@@ -6,16 +6,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import errors_page
-import explore_page
 import models_page
 import pictures
 import support_page
 import tutorial_page
+from dash_attn.cli.explore import START, answer
+from dash_attn.viewing.explore.server import saved_page
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
     "errors.md": errors_page.page,
-    "explore-causal.html": explore_page.page,
+    "explore-causal.html": lambda: saved_page(answer(START)),  # what `dash-attn explore --save` writes
     "models.md": models_page.page,
     "support.md": support_page.page,
 }

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import dash_attn
 from benchmarks import result_files, suite
-from benchmarks.report import print_report
+from benchmarks.result_files import print_report
 from dash_attn.cli import bench, calibrate, demo, plan
 from dash_attn.cli.main import main
 from dash_attn.simulation.machines import SHIPPED, Calibrated, load_machine

@@ -13,8 +13,7 @@ import torch  # noqa: E402
 
 from dash_attn.integrations import huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import places_in_cache  # noqa: E402
-from decode_sweep import SOURCES, WAYS, decoded, decoding, unusual  # noqa: E402
-from model_sweep import RECORD  # noqa: E402
+from model_sweep import RECORD, SOURCES, WAYS, decoded, decoding, unusual  # noqa: E402
 from sweep_models import build, counted_calls, quiet  # noqa: E402
 
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))

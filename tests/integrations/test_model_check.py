@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from dash_attn import Causal  # noqa: E402
 from dash_attn.integrations import _model_check, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import ForeignUse, LayerMask  # noqa: E402
-from tiny_models import tiny_config  # noqa: E402
+from sweep_models import tiny_config  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},

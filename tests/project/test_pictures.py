@@ -12,8 +12,7 @@ pytest.importorskip("matplotlib")
 from dash_attn.scheduling import Problem, generate
 from dash_attn.simulation import Machine, simulate
 from dash_attn.viewing.gantt import gantt
-from figure_hash import shown
-from pictures import DOCS, DRAWINGS, drawn, file_hash, recorded, watched
+from pictures import DOCS, DRAWINGS, drawn, file_hash, recorded, shown, watched
 
 # The first trains four times, and where the runs differ is up to the processor's rounding. The second simulates many devices.
 SLOW = {"images/runs-part.png", "images/gantt-ranks-32k.png"}

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench_results import made_up_results, made_up_row
 from bench_stand_ins import fake_times
 from benchmarks import cache_peers, decode
-from benchmarks.report import print_report
+from benchmarks.result_files import print_report
 from benchmarks.suite import main
 from benchmarks.suites import SUITES, choose
 from cached import CacheCase

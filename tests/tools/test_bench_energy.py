@@ -13,7 +13,7 @@ from bench_results import made_up_results
 from bench_stand_ins import SMALL, fake_times, math_attention, spoiled
 from benchmarks import power as energy
 from benchmarks.power import Meter, NoCounter, NvmlCounter
-from benchmarks.report import print_report
+from benchmarks.result_files import print_report
 from dash_attn.tools.bench.candidates import Candidate
 from dash_attn.tools.bench.measure import measure
 from dash_attn.tools.bench.report import table

@@ -1,4 +1,4 @@
-"""benchmarks/memory.py without a GPU: what the setups tell."""
+"""benchmarks/compare.py --memory without a GPU: what the setups tell."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import memory
+from benchmarks import compare
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.exhaustive
 def test_workspaces_of_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(memory.report, "__defaults__", ([(2, 1), (4, 1)], 256))
-    memory.main(["--json", str(tmp_path / "m.json")])
+    monkeypatch.setattr(compare, "MEMORY_HEADS", [(2, 1), (4, 1)])
+    monkeypatch.setattr(compare, "MEMORY_TOKENS", 256)
+    assert compare.main(["--memory", "--json", str(tmp_path / "m.json")]) == 0
     few, many = json.loads((tmp_path / "m.json").read_text())["rows"]
     assert few["others"] == []
     fp32_dq = 4 * 256 * 2 * 128
@@ -28,6 +29,6 @@ def test_workspaces_of_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 def test_measured_bytes_are_told_beside_the_workspace() -> None:
     found = {"workspace_bytes": 3 * 2**20, "measured_bytes": 5 * 2**20}
     row = {"q_heads": 8, "kv_heads": 1, "tokens": 32768, "here": found, "others": [{"workspace_bytes": 2**21}]}
-    assert memory.in_words(row) == "8/1 heads, 32768 tokens: 3 MiB, measured 5; other 2 MiB"
-    assert memory.CASES == [(8, 1), (71, 1), (64, 8)]
-    assert memory.TOKENS == 32768
+    assert compare.memory_in_words(row) == "8/1 heads, 32768 tokens: 3 MiB, measured 5; other 2 MiB"
+    assert compare.MEMORY_HEADS == [(8, 1), (71, 1), (64, 8)]
+    assert compare.MEMORY_TOKENS == 32768

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench_results import failed, made_up_results, made_up_row
-from benchmarks import pictures, pictures_of_cases, suite
+from benchmarks import pictures, suite
 from benchmarks.suites import SUITES
 from dash_attn.cli.main import main
 from dash_attn.scheduling.generators import GENERATORS
@@ -117,7 +117,7 @@ def test_cases_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "1.83 to 1.83 times the fastest other",
     ):
         assert text in svg
-    figure = pictures_of_cases.cases_figure(results, results["rows"], "backward")
+    figure = pictures.cases_figure(results, results["rows"], "backward")
     (axes,) = figure.axes
     drawn = {points.get_label(): points.get_offsets() for points in axes.collections}
     assert list(drawn) == ["dash-attn", "dash-attn unordered", "PyTorch flash", "PyTorch flash deterministic"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench_results import made_up_results, made_up_row
 from bench_stand_ins import fake_times, spoiled
 from benchmarks import peers as all_peers
-from benchmarks import pictures_of_cases
+from benchmarks import pictures
 from benchmarks.peers import Package, equal_heads, peers
 from benchmarks.result_files import case_names
 from benchmarks.suite import main
@@ -269,7 +269,7 @@ def test_a_picture_of_the_ranks(tmp_path: Path) -> None:
     for text in ("at shapes of ranks", EQUAL_HEADS, "2048 queries on 16384 keys", "4 x 4096 tokens"):
         assert text in svg
     with rc_context(STYLE):
-        figure = pictures_of_cases.cases_figure(results, results["rows"], "backward")
+        figure = pictures.cases_figure(results, results["rows"], "backward")
         assert overlaps(figure) == []
     drawn = {points.get_label(): points.get_offsets() for points in figure.axes[0].collections}
     assert drawn["dash-attn"][:, 1].tolist() == list(range(23)), "a row for every case"

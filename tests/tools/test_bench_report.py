@@ -11,8 +11,7 @@ import torch
 
 from bench_results import failed, made_up_results
 from bench_stand_ins import fake_times
-from benchmarks.report import print_report
-from benchmarks.result_files import read
+from benchmarks.result_files import print_report, read
 from benchmarks.suite import main
 from dash_attn.cli import bench
 from dash_attn.cli.main import main as command

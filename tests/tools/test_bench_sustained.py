@@ -16,10 +16,9 @@ import torch
 
 from bench_results import failed, made_up_results, made_up_row
 from bench_stand_ins import SMALL, fake_times, math_attention, spoiled
-from benchmarks import pictures_of_cases, power, result_files, suite
+from benchmarks import pictures, power, result_files, suite
 from benchmarks.power import SUSTAINED_CHUNK, WARM_UP, Endurance, NoCounter, NvmlCounter, Sample, summed_up
-from benchmarks.report import print_report
-from benchmarks.result_files import merged, ours_over, read
+from benchmarks.result_files import merged, ours_over, print_report, read
 from benchmarks.suite import main
 from benchmarks.suites import SUITES, Cases
 from dash_attn.cli import bench
@@ -162,13 +161,13 @@ def test_tables_and_pictures_of_sustained_runs(tmp_path: Path, capsys: pytest.Ca
     svg = picture.read_text()
     assert "backward for 2 s on Nonesuch, at 690 to 690 W" in svg
     with rc_context(STYLE):
-        figure = pictures_of_cases.sustained_figure(results, results["rows"], "backward")
+        figure = pictures.sustained_figure(results, results["rows"], "backward")
         assert overlaps(figure) == []
     speed, work = figure.axes
     assert [points.get_offsets()[0, 0] for points in speed.collections] == pytest.approx([607.4, 527.0])
     assert [points.get_offsets()[0, 0] for points in work.collections] == pytest.approx([607.4 / 0.6896, 527.0 / 0.6896])
     with pytest.raises(ValueError, match="nothing to draw"):
-        pictures_of_cases.draw_sustained(results, tmp_path / "f.svg", "forward")
+        pictures.draw_sustained(results, tmp_path / "f.svg", "forward")
 
 
 @pytest.mark.parametrize(

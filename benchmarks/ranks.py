@@ -1,22 +1,22 @@
-"""Devices that share a sequence, on one Hopper GPU: python -m benchmarks.devices [--compile] [--check] [--long] [--time] [--json FILE]
+"""Ranks that share a sequence, on one Hopper GPU: python -m benchmarks.ranks [--compile] [--check] [--long] [--time] [--json FILE]
 
 --compile: all kernels that the others need, in as many processes as there are cores. It needs no GPU.
---check: one process plays all devices; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
+--check: one process plays all ranks; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
 must change them. Small shapes come first, so that whatever is wrong shows early. Every second run has launches that overlap.
---long: the same from 16384 to 131072 tokens on 2 to 16 devices.
---time: each device's part of the backward alone, with states already there, against the plain call divided by the number of devices:
+--long: the same from 16384 to 131072 tokens on 2 to 16 ranks.
+--time: each rank's part of the backward alone, with states already there, against the plain call divided by the number of ranks:
 launched from Python, and replayed from a CUDA graph, which leaves the host out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.units import Unit
+from dash_attn.tools.bench.report import save
 from inputs import make_inputs
 from played_devices import Case, play_devices, play_forward
 
@@ -66,7 +67,7 @@ def plain(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], tu
 
 
 def kernels_of(case: Case) -> set[tuple[str, str]]:
-    """(header, name) of all that a plain call and devices load."""
+    """(header, name) of all that a plain call and ranks load."""
     dims = tiles.backward_dims(*case.dims)
     softcap, kind, dtype = bool(case.options.softcap), mask_kind(case.mask), DTYPES[case.dtype]
     variant = Variant(dtype, dims[0], softcap, kind)
@@ -97,12 +98,10 @@ def checked_cases() -> Iterator[tuple[Case, int]]:
 
 
 def long_cases(least: int = 0) -> Iterator[tuple[Case, int]]:
-    for tokens, repeats in ((16384, 100), (32768, 100), (65536, 6), (131072, 6)):
-        if tokens < least:
-            continue
-        for count in (2, 4, 8, 16):
-            for heads in ((32, 8), (16, 16)):
-                yield case_of(tokens, count, heads), repeats
+    lengths = ((16384, 100), (32768, 100), (65536, 6), (131072, 6))
+    for (tokens, repeats), count, heads in product(lengths, (2, 4, 8, 16), ((32, 8), (16, 16))):
+        if tokens >= least:
+            yield case_of(tokens, count, heads), repeats
 
 
 def play(case: Case, tensors: tuple[Tensor, ...], overlap: bool, change: Callable[[Unit, Tensor], None] | None = None) -> list[Tensor]:
@@ -112,26 +111,23 @@ def play(case: Case, tensors: tuple[Tensor, ...], overlap: bool, change: Callabl
     return [out, lse, *play_devices(case, (dout, q, k, v, out, lse), change=change, overlap=overlap).gradients]
 
 
-def check_bits(cases: Iterator[tuple[Case, int]], seconds: float) -> Iterator[dict[str, Any]]:
-    end = time.time() + seconds
-    for case, repeats in cases:
-        if time.time() > end:
-            print("out of time", file=sys.stderr)
-            return
-        began, different = time.time(), set[str]()
-        tensors, forward, backward = plain(case)
-        expected = [*forward, *backward()]
-        for number in range(repeats):
-            overlap = number % 2 == 1
-            for name, a, b in zip(NAMES, expected, play(case, tensors, overlap), strict=True):
-                if not torch.equal(a, b):
-                    different.add(f"{name} (overlap)" if overlap else name)
-                    print(f"  run {number}, overlap {overlap}: {name} {difference(a, b)}", flush=True)
-        rounded = play(case, tensors, False, _round_states)
-        control = [name for name, a, b in zip(NAMES, expected, rounded, strict=True) if not torch.equal(a, b)]
-        verdict = "EQUAL" if not different else f"DIFFERENT in {sorted(different)}"
-        print(f"{verdict}  x{repeats}  {in_words(case)}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
-        yield {"case": in_words(case), "repeats": repeats, "different": sorted(different), "control": control}
+def check_bits(case: Case, repeats: int) -> dict[str, Any]:
+    began, different = time.time(), set[str]()
+    tensors, forward, backward = plain(case)
+    expected = [*forward, *backward()]
+    for number in range(repeats):
+        overlap = number % 2 == 1
+        for name, a, b in differing(expected, play(case, tensors, overlap)):
+            different.add(f"{name} (overlap)" if overlap else name)
+            print(f"  run {number}, overlap {overlap}: {name} {difference(a, b)}", flush=True)
+    control = [name for name, *_ in differing(expected, play(case, tensors, False, _round_states))]
+    verdict = "EQUAL" if not different else f"DIFFERENT in {sorted(different)}"
+    print(f"{verdict}  x{repeats}  {in_words(case)}  (rounded states change {control})  {time.time() - began:.1f} s", flush=True)
+    return {"case": in_words(case), "repeats": repeats, "different": sorted(different), "control": control}
+
+
+def differing(expected: list[Tensor], found: list[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+    return [(name, a, b) for name, a, b in zip(NAMES, expected, found, strict=True) if not torch.equal(a, b)]
 
 
 def difference(a: Tensor, b: Tensor) -> str:
@@ -150,23 +146,6 @@ def _round_states(unit: Unit, state: Tensor) -> None:
 # ---- time
 
 
-@dataclass
-class Times:
-    """In milliseconds, of the slowest device; host: in which Python has launched its units."""
-
-    case: str
-    devices: int
-    heads_together: int
-    units: int  # of the device that has most
-    plain_ms: float
-    device_ms: dict[str, float]
-
-    def __str__(self) -> str:
-        share = self.plain_ms / self.devices
-        found = ", ".join(f"{name} {ms:.2f} ({share / ms:.3f})" for name, ms in self.device_ms.items())
-        return f"{self.case}, {self.heads_together} together, {self.units} units: plain {self.plain_ms:.2f} ms; slowest device {found}"
-
-
 def timed_cases() -> Iterator[Case]:
     for tokens, count in ((32768, 2), (32768, 4), (65536, 8)):
         for together in (1, 2, 4, 8, 0):
@@ -177,37 +156,40 @@ def timed_cases() -> Iterator[Case]:
     yield case_of(131072, 8, (32, 8))
 
 
-def measure(case: Case) -> Times:
-    tensors, (out, lse), backward = plain(case)
-    plain_ms = time_of(backward)
-    slowest: dict[str, float] = {}
-    for device in range(case.sharding.ranks):
-        for name, ms in times_of_device(part_of_device(case, device, (*tensors, out, lse))):
-            slowest[name] = max(ms, slowest.get(name, 0.0))
+def measure(case: Case) -> dict[str, Any]:
+    """Milliseconds of the slowest rank, and units of the one that has most; host: in which Python has launched its units."""
+    tensors, forward, backward = plain(case)
+    plain_ms, count = time_of(backward), case.sharding.ranks
+    found = [dict(times_of_rank(part_of_rank(case, rank, (*tensors, *forward)))) for rank in range(count)]
+    slowest = {name: max(times[name] for times in found) for name in found[0]}
     units = max(map(len, case.shared.by_rank))
-    return Times(in_words(case), case.sharding.ranks, case.together, units, plain_ms, slowest)
+    said = ", ".join(f"{name} {ms:.2f} ({plain_ms / count / ms:.3f})" for name, ms in slowest.items())
+    print(f"{in_words(case)}, {units} units: plain {plain_ms:.2f} ms; slowest rank {said}", flush=True)
+    torch.cuda.empty_cache()
+    names = {"case": in_words(case), "devices": count, "heads_together": case.together}  # as files have called them from the first
+    return {**names, "units": units, "plain_ms": plain_ms, "device_ms": slowest}
 
 
-def part_of_device(case: Case, device: int, whole: tuple[Tensor, ...]) -> Callable[[bool], Any]:
-    """A device's part of the backward, from preprocess to postprocess, for whose states nobody waits; told whether launches overlap."""
+def part_of_rank(case: Case, rank: int, whole: tuple[Tensor, ...]) -> Callable[[bool], Any]:
+    """A rank's part of the backward, from preprocess to postprocess, for whose states nobody waits; told whether launches overlap."""
     q, k, v, dout, out, lse = whole
-    mine = case.rows_of(device).cuda()
+    mine = case.rows_of(rank).cuda()
     own, its_lse = tuple(x[:, mine].contiguous() for x in (dout, q, out)), lse[:, :, mine].contiguous()
     plan, shared, options = case.plan, case.shared, case.options
-    sizes = {shared.state_tiles(unit) * ranks.tile_size(*case.dims) for unit in shared.by_rank[device]}
+    sizes = {shared.state_tiles(unit) * ranks.tile_size(*case.dims) for unit in shared.by_rank[rank]}
     states = {size: torch.randn(size, device="cuda") for size in sizes}  # what is in them does not change the time
 
     def run(overlap: bool) -> tuple[Tensor, ...]:
-        backward = ranks.RankBackward(plan, shared, device, options, own, (its_lse, None), overlap)
+        backward = ranks.RankBackward(plan, shared, rank, options, own, (its_lse, None), overlap)
         backward.take_keys(k, v, 0)
-        for unit in shared.by_rank[device]:
+        for unit in shared.by_rank[rank]:
             backward.run(unit, states[backward.state_size(unit)])
         return backward.finish()
 
     return run
 
 
-def times_of_device(run: Callable[[bool], Any]) -> Iterator[tuple[str, float]]:
+def times_of_rank(run: Callable[[bool], Any]) -> Iterator[tuple[str, float]]:
     for overlap, name in ((False, ""), (True, " overlapping")):
         call = partial(run, overlap)
         yield f"launched{name}", time_of(call)
@@ -221,13 +203,20 @@ def time_of(call: Callable[[], Any]) -> float:
     return milliseconds([call], ROUNDS, lead_in=0)[0]
 
 
+def asked(chosen: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The part of the results, and what is to be found for it, case by case."""
+    for cases in (*([checked_cases()] if chosen.check else []), *([long_cases(chosen.least)] if chosen.long else [])):
+        yield from (("check", partial(check_bits, *case)) for case in cases)
+    yield from (("time", partial(measure, case)) for case in timed_cases() if chosen.time)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile all kernels at once")
     parser.add_argument("--check", action="store_true", help="compare bits")
     parser.add_argument("--long", action="store_true", help="compare bits of long sequences")
     parser.add_argument("--least", type=int, default=0, help="long sequences of so many tokens or more")
-    parser.add_argument("--time", action="store_true", help="time the slowest device")
+    parser.add_argument("--time", action="store_true", help="time the slowest rank")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--json", type=Path, help="write what was found there, after every case")
     chosen = parser.parse_args(arguments)
@@ -237,23 +226,13 @@ def main(arguments: list[str] | None = None) -> None:
     if not (chosen.check or chosen.long or chosen.time):
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": [], "time": []}
-
-    def keep(where: str, found: dict[str, Any]) -> None:
-        results[where].append(found)
-        if chosen.json:
-            chosen.json.write_text(json.dumps(results, indent=1))
-
-    for asked, cases in ((chosen.check, checked_cases), (chosen.long, partial(long_cases, chosen.least))):
-        for verdict in check_bits(cases(), chosen.seconds) if asked else ():
-            keep("check", verdict)
-    for case in timed_cases() if chosen.time else ():
+    for part, find in asked(chosen):
         if time.time() - began > chosen.seconds:
             print("out of time", file=sys.stderr)
             break
-        times = measure(case)
-        print(times, flush=True)
-        keep("time", asdict(times))
-        torch.cuda.empty_cache()
+        results[part].append(find())
+        if chosen.json:
+            save(results, chosen.json)
 
 
 if __name__ == "__main__":
