@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dash_attn import Window, flash_attn_func, flash_attn_with_kvcache
-from dash_attn.tools.bench.candidates import CUDNN, OURS, Candidate, Runner, Tensors, serves_all
+from dash_attn.tools.bench.candidates import CUDNN, OURS, Candidate, Runner, Tensors
 from dash_attn.tools.bench.pytorch_peers import FLASH, sdpa
 from dash_attn.tools.bench.shape import Shape
 
@@ -130,7 +130,10 @@ def _sdpa(backend: str, shape: Shape, tensors: Tensors) -> Runner:
 # ---- packages
 
 
-def _of_copies(name: str, attend: Callable[..., Tensor], refuses: Callable[[Shape], str | None] = serves_all) -> Candidate:
+def _of_copies(name: str, attend: Callable[..., Tensor], has_pages: bool = True) -> Candidate:
+    def refuses(shape: Shape) -> str | None:
+        return None if has_pages or not shape.page_size else "has no pages"
+
     return Candidate(name, partial(_with_each_copy, attend), passes=FORWARD, refuses=refuses)
 
 
@@ -142,8 +145,7 @@ def _flash_attention(name: str, module: str) -> Candidate:
         return _of_copies(name, partial(_of_cache, of_cache))
     of_rows, of_pages = package.flash_attn_func, package.flash_attn_varlen_func
     has_pages = "page_table" in inspect.signature(of_pages).parameters
-    refuses = serves_all if has_pages else lambda shape: "has no pages" if shape.page_size else None
-    return _of_copies(name, partial(_of_version_4, of_rows, of_pages), refuses)
+    return _of_copies(name, partial(_of_version_4, of_rows, of_pages), has_pages)
 
 
 def _of_cache(function: Callable[..., Any], shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
