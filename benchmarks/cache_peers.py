@@ -130,10 +130,7 @@ def _sdpa(backend: str, shape: Shape, tensors: Tensors) -> Runner:
 # ---- packages
 
 
-def _of_copies(name: str, attend: Callable[..., Tensor], has_pages: bool = True) -> Candidate:
-    def refuses(shape: Shape) -> str | None:
-        return None if has_pages or not shape.page_size else "has no pages"
-
+def _of_copies(name: str, attend: Callable[..., Tensor], refuses: Callable[[Shape], str | None] = Candidate.refuses) -> Candidate:
     return Candidate(name, partial(_with_each_copy, attend), passes=FORWARD, refuses=refuses)
 
 
@@ -145,7 +142,8 @@ def _flash_attention(name: str, module: str) -> Candidate:
         return _of_copies(name, partial(_of_cache, of_cache))
     of_rows, of_pages = package.flash_attn_func, package.flash_attn_varlen_func
     has_pages = "page_table" in inspect.signature(of_pages).parameters
-    return _of_copies(name, partial(_of_version_4, of_rows, of_pages), has_pages)
+    refuses = Candidate.refuses if has_pages else lambda shape: "has no pages" if shape.page_size else None
+    return _of_copies(name, partial(_of_version_4, of_rows, of_pages), refuses)
 
 
 def _of_cache(function: Callable[..., Any], shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
