@@ -16,8 +16,8 @@ from ....call.kv_cache import CacheCall
 from ....errors import Unsupported
 from ....masks import Mask
 from ...kept import Kept, refuse_capture
-from ..driver.cache_parameters import AppendParams, CacheParams, DecodeParams
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
+from ..driver.parameters import AppendParams, CacheParams, DecodeParams
 from ..driver.tensor_map import TensorMap, is_tma_ready
 from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace

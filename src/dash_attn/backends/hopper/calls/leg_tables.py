@@ -32,7 +32,8 @@ from .tables import DeviceTables, MaskOnDevice, band_of
 
 MOST_TABLES = 64  # of shared schedules and ranks that are kept on devices
 Q_FIRST, Q_STRIDE, LENGTH, TURN_MUL, TURN_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
-CHAIN_FIELDS, ENDING_FIELDS = ([field[0] for field in structure._fields_] for structure in (ChainRecord, EndingRecord))
+CHAIN_FIELDS, ENDING_FIELDS = ChainRecord.names, EndingRecord.names
+CHAIN_BYTES, ENDING_BYTES = int(ChainRecord.bytes()), int(EndingRecord.bytes())
 
 
 class Range(NamedTuple):
@@ -280,10 +281,10 @@ class LegsOnDevice:
         self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
 
     def records(self, unit: Unit) -> int:
-        return self.tables["records"] + ChainRecord.bytes() * self.host.chains[unit.number].first
+        return self.tables["records"] + CHAIN_BYTES * self.host.chains[unit.number].first
 
     def endings(self, unit: Unit) -> int:
-        return self.tables["endings"] + EndingRecord.bytes() * self.host.ends[unit.number].first
+        return self.tables["endings"] + ENDING_BYTES * self.host.ends[unit.number].first
 
     def of_some_heads(self, unit: Unit, heads: tuple[Head, ...]) -> DeviceTables:
         """Records of a unit whose heads do not run at once, made when they are first asked for."""
