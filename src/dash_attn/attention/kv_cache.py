@@ -96,30 +96,28 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
         k=k,
         v=v,
         sinks=sinks,
-        cache_seqlens=slots_in_use(k_cache, k, v, cache_seqlens, block_table),
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
         first_position=first_position,
     )
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = _run(call, None, choices)
+    out, lse = _run(with_lengths(call, cache_seqlens), None, choices)
     return (out, lse) if return_softmax_lse else out
 
 
-def slots_in_use(
-    k_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None, block_table: Tensor | None
-) -> int | Tensor:
-    """Without lengths every slot is."""
-    if (k is None) != (v is None):
-        raise ValueError(f"k and v must be given together; got {'v' if k is None else 'k'} alone")
-    if cache_seqlens is not None:
-        return cache_seqlens
-    if k is not None:
-        raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
-    check_strided(k_cache=k_cache)
-    slots = k_cache.shape[1] if k_cache.ndim == 4 else 0
-    return slots * block_table.shape[1] if isinstance(block_table, Tensor) and block_table.ndim == 2 else slots
+def with_lengths(call: CacheCall, cache_seqlens: int | Tensor | None) -> CacheCall:
+    """Without lengths every slot is in use."""
+    if (call.k is None) != (call.v is None):
+        raise ValueError(f"k and v must be given together; got {'v' if call.k is None else 'k'} alone")
+    if cache_seqlens is None:
+        if call.k is not None:
+            raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
+        check_strided(k_cache=call.k_cache)
+        cache_seqlens, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
+        if isinstance(table, Tensor) and table.ndim == 2:
+            cache_seqlens *= table.shape[1]
+    return call._replace(cache_seqlens=cache_seqlens)
 
 
 def _run(call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:

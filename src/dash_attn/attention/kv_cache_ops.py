@@ -64,34 +64,20 @@ def attend(call: CacheCall) -> Saved:
 
 def run_traced(call: CacheCall, offsets: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
     """The operator. offsets: SequenceOffsets' fields."""
-    name, sizes = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
-    lengths, positions = call.cache_seqlens, call.first_position
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = offsets or (None, None, 0, 0)
-    arguments = CacheArguments(
-        sinks=call.sinks,
-        cache_seqlens=lengths if isinstance(lengths, Tensor) else None,
-        cache_length=0 if isinstance(lengths, Tensor) else lengths,
-        cache_batch_idx=call.cache_batch_idx,
-        cache_leftpad=call.cache_leftpad,
-        block_table=call.block_table,
-        first_positions=positions if isinstance(positions, Tensor) else None,
-        first_position=0 if isinstance(positions, Tensor) else positions,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        mask=name,
-        mask_sizes=sizes,
-        scale=choices.softmax_scale,
-        softcap=choices.softcap,
-        backend=choices.backend,
-        version=VERSION,
-    )
+    places = *_in_schema(call.cache_seqlens), call.cache_batch_idx, call.cache_leftpad, call.block_table, *_in_schema(call.first_position)
+    mask = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
+    chosen = *mask, choices.softmax_scale, choices.softcap, choices.backend
+    arguments = call.sinks, *places, *(offsets or (None, None, 0, 0)), *chosen, VERSION
     if call.k is None and call.v is None:
         out, lse = torch.ops.dash_attn.attention_of_cache(*call[:3], *arguments)
     else:
         out, lse = torch.ops.dash_attn.append_and_attend(*call[:3], call.k, call.v, *arguments)
     return out, lse
+
+
+def _in_schema(numbers: Tensor | int) -> tuple[Tensor | None, int]:
+    """One per sequence, or one of all."""
+    return (numbers, 0) if isinstance(numbers, Tensor) else (None, numbers)
 
 
 def _define(name: str, tensors: int, schema: str, mutates: tuple[str, ...]) -> None:
@@ -113,20 +99,11 @@ def _read(tensors: tuple[Tensor, ...], arguments: CacheArguments) -> CacheCall:
     check_version(arguments.version, VERSION, "cache operators")
     q, k_cache, v_cache, *new = tensors
     k, v = new or (None, None)
-    call = CacheCall(
-        q,
-        k_cache,
-        v_cache,
-        k=k,
-        v=v,
-        sinks=arguments.sinks,
-        cache_seqlens=arguments.cache_length if arguments.cache_seqlens is None else arguments.cache_seqlens,
-        cache_batch_idx=arguments.cache_batch_idx,
-        cache_leftpad=arguments.cache_leftpad,
-        block_table=arguments.block_table,
-        first_position=arguments.first_position if arguments.first_positions is None else arguments.first_positions,
-        offsets=offsets_of(arguments),
-    )
+    lengths = arguments.cache_length if arguments.cache_seqlens is None else arguments.cache_seqlens
+    positions = arguments.first_position if arguments.first_positions is None else arguments.first_positions
+    rest = {name: getattr(arguments, name) for name in ("sinks", "cache_batch_idx", "cache_leftpad", "block_table")}
+    offsets = offsets_of(arguments)
+    call = CacheCall(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, first_position=positions, offsets=offsets, **rest)
     check_cache(call)
     scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
     if has_symbols(*arguments.mask_sizes, scale, arguments.softcap):

@@ -1,4 +1,4 @@
-"""A cache of keys and values: which of its slots are whose. Shapes are looked at here, values in kv_cache_values.py."""
+"""A cache of keys and values: which of its slots are whose. Shapes are looked at here; values by the backends, which read them."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _check_tensors(call: CacheCall) -> None:
 
 
 def _check_new(call: CacheCall, batch: int) -> None:
-    if call.k is None or call.v is None:
-        raise ValueError("k and v must be given together; got one of them")
+    assert call.k is not None
+    assert call.v is not None, "whoever reads the arguments looks"
     check_strided(k=call.k, v=call.v)
     heads = call.k_cache.shape[2]
     for name, new, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.call import Call, Gradients, Grads, Saved
 from .setup import Passes, RowValues, aligned, forward_launch, gradient_launches, offsets_launch, readable, sink_launch, statistics_launch
-from .support import check_call, check_elements
+from .support import check_elements
 
 
 def forward(call: Call) -> Saved:
@@ -37,11 +37,6 @@ def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
             launch.run()
         dsinks = None if call.sinks is None else _sink_gradient(passes, rows, call.sinks)
     return Gradients(cut(dq, call.q.shape[-1]), cut(dk, call.k.shape[-1]), cut(dv, call.v.shape[-1]), dsinks)
-
-
-def check_schedule(call: Call) -> None:
-    """There is no schedule here: whatever is given is refused."""
-    check_call(call)
 
 
 def _sink_gradient(passes: Passes, rows: RowValues, sinks: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...call.call import Call
 from .launch import Launch
-from .mask_tables import TABLES, Masked, MaskTables
+from .mask_tables import TABLES, Masked
 from .support import architecture_of, check_call
-from .tiles import Tile, Tiles, tiles_for
+from .tiles import Tile, tiles_for
 
 LOG2_E = 1.4426950408889634
 UNIT = 8  # numbers: strides are multiples of it, and so are the head dims that kernels see
@@ -30,44 +30,18 @@ class Passes:
         check_call(call)
         self.q, self.k, self.v = map(aligned, call.tensors)
         self.options, self.offsets, self.elements = call.options, call.offsets, call.elements
-
-    @property
-    def tiles(self) -> Tiles:
-        return tiles_for(architecture_of(self.q.device), self.q.dtype, self.q.shape[-1], self.v.shape[-1])
-
-    @property
-    def packed(self) -> bool:
-        return self.offsets is not None
-
-    @property
-    def batch(self) -> int:
-        return 1 if self.packed else self.q.shape[0]
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Of packed sequences: all tokens."""
-        return self.q.shape[-3], self.k.shape[-3]
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        return self.q.shape[-2], self.k.shape[-2]
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        return (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
-
-    @property
-    def sequences(self) -> int:
-        """That are packed."""
-        return 1 if self.offsets is None else len(self.offsets.cu_seqlens_q) - 1
+        self.tiles = tiles_for(architecture_of(self.q.device), self.q.dtype, self.q.shape[-1], self.v.shape[-1])
+        self.packed = call.offsets is not None
+        self.batch = 1 if self.packed else self.q.shape[0]
+        self.sequences = 1 if call.offsets is None else len(call.offsets.cu_seqlens_q) - 1  # that are packed
+        self.lengths = self.q.shape[-3], self.k.shape[-3]  # of packed sequences: all tokens
+        self.heads = self.q.shape[-2], self.k.shape[-2]
+        self.lse_shape = *self.q.shape[:-3], self.heads[0], self.lengths[0]
 
     def slots(self, tile: Tile, by_keys: bool) -> int:
         """Programs of a head: its tiles, and of packed sequences one more for each."""
         length, rows = self.lengths[by_keys], (tile.q_rows, tile.kv_rows)[by_keys]
         return length // rows + self.sequences if self.packed else -(-length // rows)
-
-    def masked(self, tile: Tile, by_keys: bool = False) -> MaskTables:
-        return Masked(self.options.mask, self.lengths, self.q.device, self.elements).tables(tile, by_keys)
 
     def scales(self) -> dict[str, float]:
         """What makes scores exponents of two and, with softcap, what goes into tanh (`capped` in kernels/tiles.py)."""
@@ -77,20 +51,17 @@ class Passes:
     def launch(self, kernel: str, tile: Tile, own: dict[str, Any], by_keys: bool = False, **constants: Any) -> Launch:
         """One of the passes over tiles: what they share, and its own arguments."""
         heads, kv_heads = self.heads
-        lengths, mask, tiles = self.lengths, self.masked(tile, by_keys), self.slots(tile, by_keys)
+        tiles, mask = self.slots(tile, by_keys), Masked(self.options.mask, self.lengths, self.q.device, self.elements).tables(tile, by_keys)
         numbers = {
             **{"q": self.q, "k": self.k, "v": self.v},
-            **strides("q", self.q),
-            **strides("k", self.k),
-            **strides("v", self.v),
+            **{**strides("q", self.q), **strides("k", self.k), **strides("v", self.v)},
             "q_ends": None if self.offsets is None else readable(self.offsets.cu_seqlens_q),
             "kv_ends": None if self.offsets is None else readable(self.offsets.cu_seqlens_k),
             "heads": kv_heads if by_keys else heads,
             "group": heads // kv_heads,
             "tiles": tiles,
             "sequences": self.sequences,
-            "q_len": lengths[0],
-            "kv_len": lengths[1],
+            **{"q_len": self.lengths[0], "kv_len": self.lengths[1]},
             **self.scales(),
             **mask.arguments(),
             **own,
