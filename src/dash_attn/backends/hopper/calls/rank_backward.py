@@ -260,15 +260,12 @@ class RankBackward:
     def _end_all(self, stream: Any) -> None:
         """Endings that wait, one after the other, when everything before has ended."""
         for unit, state in self._waiting:
-            self._end(unit, state, stream)
+            self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
+            blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
+            if blocks not in self._endings:
+                self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
+            self._endings[blocks].on(stream)
         self._waiting.clear()
-
-    def _end(self, unit: Unit, state: Tensor, stream: Any) -> None:
-        self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
-        blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
-        if blocks not in self._endings:
-            self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
-        self._endings[blocks].on(stream)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the rank's rows."""
