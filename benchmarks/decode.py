@@ -41,13 +41,13 @@ RUNS = 12
 def needed_kernels() -> set[tuple[str, str]]:
     """Of caches, and of the forward that --check compares with."""
     from dash_attn.backends.hopper.calls.decode import APPEND
-    from dash_attn.backends.hopper.calls.kernel_names import Variant, cluster_kernel, decode_kernel, forward_kernel
+    from dash_attn.backends.hopper.calls.kernel_names import Variant, decode_kernel, forward_kernel
     from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, FORWARD_DIMS, KERNEL_DIMS, kernel_dim
 
     found = [APPEND]
     for dtype, cap in ((dtype, cap) for dtype in ("bf16", "f16") for cap in (False, True)):
         found += [decode_kernel(dtype, dim, cap) for dim in KERNEL_DIMS]
-        found += [cluster_kernel(dtype, dim, columns, cap) for dim, columns, _ in CLUSTERS]
+        found += [decode_kernel(dtype, dim, cap, columns) for dim, columns, _ in CLUSTERS]
         for dim, v_dim in FORWARD_DIMS:
             variant = Variant(dtype, dim, cap, "Band")
             found += [forward_kernel(variant, consumers, v_dim) for consumers in CONSUMER_CHOICES[kernel_dim(dim)]]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..masks import Window
 from ..scheduling.order import ALL_GUARANTEES
 from .kv_cache import DECODE_EQUALS_TRAINING, CacheCall
 
 HASH_DIGITS = 12  # of a sha256, enough to tell two apart
-CACHE_GUARANTEES = (*ALL_GUARANTEES, DECODE_EQUALS_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,12 @@ class CacheExplanation:
     new_keys: int  # per sequence, appended in place before anything is attended
     read_bytes: int  # keys and values that the call reads at most, each once
     kernels: dict[str, str] = field(default_factory=dict)  # name -> sha256 of the machine code; empty where none was compiled
+
+    @classmethod
+    def of(cls, call: CacheCall, backend: str, **rest: Any) -> CacheExplanation:
+        """What every backend says of a call; the backend adds its own."""
+        guarantees, read_bytes = (*ALL_GUARANTEES, DECODE_EQUALS_TRAINING), bytes_at_most(call)
+        return cls(call_in_words(call), backend, guarantees, new_keys=call.new, read_bytes=read_bytes, **rest)
 
     def __str__(self) -> str:
         rows = {

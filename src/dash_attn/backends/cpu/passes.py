@@ -57,12 +57,8 @@ def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
     return Gradients(dq, dk, dv, _sum_in_order(dsinks, call.sinks))
 
 
-def check_schedule(call: Call) -> None:
-    """A schedule that was given must be one that the backward can follow."""
-    backward_plan(call)
-
-
 def backward_plan(call: Call) -> Plan:
+    """What the backward of dense tensors walks. Raises where that cannot be the schedule that was given."""
     return plan_on_any(problem_of(call, TILE_Q, TILE_KV), call.options.schedule, DEFAULT_WORKERS).plan
 
 
@@ -71,7 +67,7 @@ def _forward(call: Call) -> Saved:
     if no_pairs(call):
         return forward_of_nothing(call)
     problem = problem_of(call, TILE_Q, TILE_KV)
-    return forward_of_share(call, problem, Share.whole(problem))
+    return forward_of_share(call, problem, Share(problem))
 
 
 def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,7 +84,7 @@ def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, T
     with fixed_arithmetic():
         if not options.ordered or planned.legs is None:  # unordered sums wait for nobody
             rows = grads.out, call.q, saved.out
-            tiles = BackwardTiles(planned.plan, options, rows, (saved.lse, grads.lse), Share.whole(problem), call.modifiers)
+            tiles = BackwardTiles(planned.plan, options, rows, (saved.lse, grads.lse), Share(problem), call.modifiers)
             tiles.take_keys(call.k, call.v)
             run_plan(planned.plan, tiles, options.ordered, chosen)
         else:

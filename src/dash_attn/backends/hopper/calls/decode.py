@@ -23,7 +23,7 @@ from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, refuse_modifiers, sm_count
 from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
-from .kernel_names import KernelName, cluster_kernel, decode_kernel
+from .kernel_names import KernelName, decode_kernel
 from .layout import MOST_CALLS, kernel_scales, row_strides
 from .tables import FAR_AWAY
 
@@ -32,15 +32,14 @@ APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
 
 def attention_with_cache(call: CacheCall) -> Saved:
     """Appends what is new, then output and LSE."""
-    key = _key(call)
-    prepared = _calls.get(key)
-    if prepared is None:
-        refuse_capture()
-        check_cache_call(call)
-        with on_device(device_index(call.q.device)):
-            prepared = DecodeCall(call)
-        _calls.put(key, prepared)
-    return prepared.run(call)
+    return _calls.find(_key(call), lambda: _prepare(call)).run(call)
+
+
+def _prepare(call: CacheCall) -> DecodeCall:
+    refuse_capture()
+    check_cache_call(call)
+    with on_device(device_index(call.q.device)):
+        return DecodeCall(call)
 
 
 def check_cache_call(call: CacheCall) -> None:
@@ -101,7 +100,7 @@ class Work:
         return self.units * self.ctas_of_unit
 
     def kernel(self, dtype: str, capped: bool) -> KernelName:
-        return cluster_kernel(dtype, self.dim, self.columns, capped) if self.columns else decode_kernel(dtype, self.dim, capped)
+        return decode_kernel(dtype, self.dim, capped, self.columns)
 
 
 class DecodeCall:
