@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Saved
-from ...call.explain import CacheExplanation
+from ...call.explain import CacheExplanation, explanation_of_cache
 from ...call.kv_cache import CacheCall
 from ...call.offsets import SequenceOffsets
 from ...call.options import AttentionOptions
@@ -50,7 +50,7 @@ def attention_with_cache(call: CacheCall) -> Saved:
 
 
 def explain_cache(call: CacheCall) -> CacheExplanation:
-    return CacheExplanation.of(call, "cpu", kv_rows=TILE_KV, units=len(call.q) * call.q.shape[2], served_by="one after another")
+    return explanation_of_cache(call, "cpu", kv_rows=TILE_KV, units=len(call.q) * call.q.shape[2], served_by="one after another")
 
 
 def _queries(q: Tensor, offsets: SequenceOffsets | None) -> list[tuple[int, int]]:

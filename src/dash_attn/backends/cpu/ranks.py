@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...call.call import Call, Grads, Modifiers, Saved
 from ...call.options import AttentionOptions
-from ...call.planning import walk_in_legs
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Landed
 from ...execution.run import run_chains
@@ -18,6 +17,7 @@ from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.units import SharedSchedule, Unit
+from .. import walk_in_legs
 from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, State, fixed_arithmetic, forward_of_share, sink_gradients
 
 

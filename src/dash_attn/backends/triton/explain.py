@@ -14,7 +14,7 @@ from ...scheduling.order import ALL_GUARANTEES
 from ..run import as_packed
 from .launch import Launch
 from .mask_tables import TABLES
-from .setup import Passes, RowValues, forward_launch, gradient_launches, statistics_launch
+from .passes import Passes, RowValues, forward_launch, gradient_launches, statistics_launch
 from .tiles import PASSES
 
 NAME = "two passes"

@@ -18,7 +18,7 @@ from ....masks import Mask
 from ...kept import Kept, refuse_capture
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
 from ..driver.parameters import AppendParams, CacheParams, DecodeParams
-from ..driver.tensor_map import TensorMap, is_tma_ready
+from ..driver.tensor_map import TensorMap, is_tma_ready, tma_ready
 from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, refuse_modifiers, sm_count
@@ -141,7 +141,7 @@ class DecodeCall:
     def run(self, call: CacheCall) -> Saved:
         raise_if_troubled()
         with on_device(self.index):
-            q, sinks, offsets = _readable(call.q), call.sinks, call.offsets
+            q, sinks, offsets = tma_ready(call.q), call.sinks, call.offsets
             out = q.new_empty(self.out_shape)
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             logits = None if sinks is None else sinks.detach().float().contiguous()
@@ -184,7 +184,7 @@ class Append:
         """Returns memory to keep until the launches are done."""
         assert call.k is not None
         assert call.v is not None
-        k, v, params = _readable(call.k), _readable(call.v), self.params
+        k, v, params = tma_ready(call.k), tma_ready(call.v), self.params  # few, so they may be copied
         memory = None
         if self.owners is not None:
             memory, at = self.owners.allocate(k.device)
@@ -216,11 +216,6 @@ def _point_to(params: CacheParams, call: CacheCall) -> None:
     params.positions, params.position = (positions.data_ptr(), 0) if isinstance(positions, Tensor) else (None, positions)
     for field, values in (("left_padding", call.cache_leftpad), ("rows", call.cache_batch_idx), ("pages", call.block_table)):
         setattr(params, field, None if values is None else values.data_ptr())
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """With rows that can be read 16 bytes at a time: queries and new keys are few, so they may be copied."""
-    return tensor if is_tma_ready(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _longest(call: CacheCall) -> int:

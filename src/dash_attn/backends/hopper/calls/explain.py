@@ -7,7 +7,7 @@ from typing import Any
 
 from ....call import planning
 from ....call.call import Call
-from ....call.explain import CacheExplanation, Explanation
+from ....call.explain import CacheExplanation, Explanation, explanation_of_cache
 from ....call.kv_cache import CacheCall
 from ....call.parts import each_planned_alone, runs_whole
 from ....masks import PatternPerHead
@@ -139,7 +139,7 @@ def explain_cache(call: CacheCall) -> CacheExplanation:
     work = Work.of(call)
     names = {"decode": work.kernel(DTYPES[call.q.dtype], bool(call.options.softcap)), **({"append": APPEND} if call.new else {})}
     loaded = {} if call.q.is_meta else _load(names, device_index(call.q.device))
-    return CacheExplanation.of(
+    return explanation_of_cache(
         call,
         "hopper",
         kv_rows=decode_tiles(work.dim).kv_rows,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ....call.call import Call, Gradients, Modifiers, sum_in_order
 from ....call.options import AttentionOptions
-from ....call.planning import walk_in_legs
 from ....scheduling.plan import Plan
 from ....scheduling.ranks.units import SharedSchedule, Unit, most_states
+from ... import walk_in_legs
 from ..driver.launch import Launch, current_stream, device_index, on_device
 from ..driver.parameters import EndingParams, LegParams, Pair, SinkGradientParams, TilePlaces
 from ..driver.tensor_map import TensorMap, tma_ready

@@ -1,7 +1,9 @@
-"""NVRTC: kernel sources in the package -> cubin, cached on disk by source, options and compiler version.
+"""Kernel sources in the package -> cubin: shipped with it, or by NVRTC, cached on disk by source, options and compiler version.
 
-Only what did not come compiled with the package (shipped.py) is compiled here.
-Needs no GPU and no CUDA toolkit: `nvidia-cuda-nvrtc` and `cuda-bindings` come with torch's CUDA builds (or from PyPI).
+Shipped kernels were compiled by one NVRTC when the package was built (tools/build_with_kernels.py). They are found by source, options and
+name, so no compiler has to be installed, and two machines with different PyTorch builds run the same machine code. A checkout has none,
+and changed sources find none: both compile.
+That needs no GPU and no CUDA toolkit: `nvidia-cuda-nvrtc` and `cuda-bindings` come with torch's CUDA builds (or from PyPI).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -22,6 +25,8 @@ from . import bit_sums_header, shared_header
 from .cubin_files import DamagedFile, Kernel, read_kernel, write_kernel
 from .wgmma_header import wgmma_header
 
+FOLDER = Path(__file__).parents[1] / "shipped"
+SMALLEST = ("backward/ending.cuh", "end_trips<64, 64>")  # is shipped if any is; a driver that loads it loads the others
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 
 
@@ -44,6 +49,25 @@ def included_by(header: str, files: dict[str, str]) -> dict[str, str]:
             found[name] = files[name]
             left += re.findall(r'^#include "(.+)"$', files[name], re.MULTILINE)
     return found
+
+
+def shipped_kernel(header: str, name: str) -> Kernel | None:
+    """None where it did not come with the package. A damaged one raises: compiling it here would change bits in silence."""
+    try:
+        kernel = read_kernel(shipped_file(FOLDER, header, name))
+    except DamagedFile as error:
+        raise DamagedFile(f"{error}, the kernel {name} that came with dash-attn; install the package again") from None
+    return None if kernel is None else replace(kernel, shipped=True)
+
+
+def shipped_file(folder: Path, header: str, name: str) -> Path:
+    return folder / f"{source_key(header, name)}.cubin"
+
+
+def shipped_compiler() -> str | None:
+    """The NVRTC that made them; None where there are none."""
+    kernel = shipped_kernel(*SMALLEST)
+    return None if kernel is None else kernel.compiler
 
 
 def compile_kernel(header: str, name: str) -> Kernel:
