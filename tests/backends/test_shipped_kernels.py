@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dash_attn import explain, flash_attn_func
-from dash_attn.backends.hopper.driver.cubin_files import Kernel, read_kernel, write_kernel
+from dash_attn.backends.hopper.driver.compile import Kernel, read_kernel, write_kernel
 from dash_attn.tools.machine import Snapshot, version_facts
 from loading_driver import LoadingDriver, Status
 

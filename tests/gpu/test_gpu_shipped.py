@@ -19,12 +19,12 @@ ARCHITECTURE = 49  # the byte of a cubin that names it
 
 def fill(folder: Path, broken: bool) -> None:
     """With the kernels of README's call, as another compiler would have made them. broken: for another architecture."""
-    compiling, files = (hopper(f"driver.{name}") for name in ("compile", "cubin_files"))
+    compiling = hopper("driver.compile")
     for header, name in [compiling.SMALLEST, *((kernel.header, kernel.name) for kernel in readme_kernels())]:
         kernel = compiling.compile_kernel(header, name)
         assert kernel.cubin[ARCHITECTURE] == 90
         cubin = kernel.cubin[:ARCHITECTURE] + bytes([80]) + kernel.cubin[ARCHITECTURE + 1 :] if broken else kernel.cubin
-        files.write_kernel(compiling.shipped_file(folder, header, name), replace(kernel, cubin=cubin, compiler="99.1.2"))
+        compiling.write_kernel(compiling.shipped_file(folder, header, name), replace(kernel, cubin=cubin, compiler="99.1.2"))
 
 
 def told() -> Explanation:

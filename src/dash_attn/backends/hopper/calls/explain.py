@@ -15,7 +15,7 @@ from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
 from ...run import as_packed
-from ..driver.cubin_files import Kernel
+from ..driver.compile import Kernel
 from ..driver.launch import device_index
 from ..support import DTYPES
 from ..tiles import decode_tiles
