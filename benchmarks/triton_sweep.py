@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from dash_attn import Causal, Full, Mask
-from dash_attn.backends.triton import setup
+from dash_attn.backends.triton import passes
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.call import Call
@@ -96,11 +96,11 @@ def launches_of(job: Job, shape: tuple[int, int, int], mask: Mask, memory: Any) 
     q, k, v, out, dq, dk, dv = (memory(batch, length, heads, job.dim) for _ in range(7))
     lse, delta = (memory(batch, heads, length).float() for _ in range(2))  # lengths are whole units
     tiles = job.of_call()
-    with patch.object(setup, "tiles_for", lambda *_: tiles):
-        call = setup.Passes(Call(q, k, v, AttentionOptions(mask, job.dim**-0.5)))
+    with patch.object(passes, "tiles_for", lambda *_: tiles):
+        call = passes.Passes(Call(q, k, v, AttentionOptions(mask, job.dim**-0.5)))
         if job.name == "forward":
-            return (setup.forward_launch(call, out, lse, None),)
-        return setup.gradient_launches(call, out, setup.RowValues(-lse.abs() - 20, delta), (dq, dk, dv))
+            return (passes.forward_launch(call, out, lse, None),)
+        return passes.gradient_launches(call, out, passes.RowValues(-lse.abs() - 20, delta), (dq, dk, dv))
 
 
 def to_compile(job: Job) -> tuple[Launch, ...]:
