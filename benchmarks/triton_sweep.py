@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix
-from dash_attn.backends.triton import setup
+from dash_attn.backends.triton import passes
 from dash_attn.backends.triton.explain import _as_run, _launches
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
@@ -99,11 +99,11 @@ def launches_of(job: Job, shape: tuple[int, int, int], mask: Mask, memory: Any) 
     q, k, v, out, dq, dk, dv = (memory(batch, length, heads, job.dim) for _ in range(7))
     lse, delta = (memory(batch, heads, length).float() for _ in range(2))  # lengths are whole units
     tiles = job.of_call()
-    with patch.object(setup, "tiles_for", lambda *_: tiles):
-        call = setup.Passes(Call(q, k, v, AttentionOptions(mask, job.dim**-0.5)))
+    with patch.object(passes, "tiles_for", lambda *_: tiles):
+        call = passes.Passes(Call(q, k, v, AttentionOptions(mask, job.dim**-0.5)))
         if job.name == "forward":
-            return (setup.forward_launch(call, out, lse, None),)
-        return setup.gradient_launches(call, out, setup.RowValues(-lse.abs() - 20, delta), (dq, dk, dv))
+            return (passes.forward_launch(call, out, lse, None),)
+        return passes.gradient_launches(call, out, passes.RowValues(-lse.abs() - 20, delta), (dq, dk, dv))
 
 
 def to_compile(job: Job) -> tuple[Launch, ...]:
@@ -202,7 +202,7 @@ def without_memory(launch: Launch) -> Launch:
 def launches_to_warm(architecture: str) -> list[Launch]:
     """Each kernel once, those that take longest to compile first."""
     found: dict[Any, Launch] = {}
-    with patch.object(setup, "architecture_of", return_value=architecture):
+    with patch.object(passes, "architecture_of", return_value=architecture):
         for call in calls():
             for launch in every_launch(call):
                 numbers = without_memory(launch).numbers.values()
@@ -211,19 +211,19 @@ def launches_to_warm(architecture: str) -> list[Launch]:
     return sorted(found.values(), key=lambda launch: -launch.constants.get("BLOCK_DIM", 0))
 
 
-def every_launch(call: setup.Passes) -> Iterator[Launch]:
+def every_launch(call: passes.Passes) -> Iterator[Launch]:
     yield from _launches(call).values()
     if call.offsets is not None:
-        yield setup.offsets_launch(call)
+        yield passes.offsets_launch(call)
     out, lse = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ((call.q.shape, call.q.dtype), (call.lse_shape, FP32)))
-    rows, sinks = setup.RowValues.empty(call), torch.empty(call.heads[0], device="meta")
-    yield setup.sink_launch(call, rows, sinks, sinks)
+    rows, sinks = passes.RowValues.empty(call), torch.empty(call.heads[0], device="meta")
+    yield passes.sink_launch(call, rows, sinks, sinks)
     if call.q.dtype == BF16 and call.q.shape[-1] in (64, 128):
-        yield setup.forward_launch(call, out, lse, sinks)
-        yield setup.statistics_launch(call, out, out, lse, lse, rows)
+        yield passes.forward_launch(call, out, lse, sinks)
+        yield passes.statistics_launch(call, out, out, lse, lse, rows)
 
 
-def calls() -> Iterator[setup.Passes]:
+def calls() -> Iterator[passes.Passes]:
     """Of the grid of the tests, and of every kind of mask at the head dims that most tests have."""
     from gpu_helpers import ragged_map
     from grid import dim_cases, length_cases, softcap_cases
@@ -238,8 +238,8 @@ def calls() -> Iterator[setup.Passes]:
         yield call_of(Causal(), (4, 2), (dim, dim), FP32)
 
 
-def call_of(mask: Mask, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype = BF16, softcap: float = 0.0) -> setup.Passes:
+def call_of(mask: Mask, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype = BF16, softcap: float = 0.0) -> passes.Passes:
     """Lengths decide no kernel."""
     shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
     q, k, v = (torch.empty(1, 512, *shape, dtype=dtype, device="meta") for shape in shapes)
-    return setup.Passes(_as_run(Call(q, k, v, AttentionOptions(mask, 0.1, softcap))))
+    return passes.Passes(_as_run(Call(q, k, v, AttentionOptions(mask, 0.1, softcap))))

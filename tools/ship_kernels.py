@@ -38,9 +38,15 @@ def import_without_torch() -> None:
 if find_spec("torch") is None:
     import_without_torch()
 
-from dash_attn.backends.hopper.driver.compile import cache_folder, compile_kernel, compiler_version  # noqa: E402
-from dash_attn.backends.hopper.driver.cubin_files import write_kernel  # noqa: E402
-from dash_attn.backends.hopper.driver.shipped import FOLDER, SMALLEST, shipped_file  # noqa: E402
+from dash_attn.backends.hopper.driver.compile import (  # noqa: E402
+    FOLDER,
+    SMALLEST,
+    cache_folder,
+    compile_kernel,
+    compiler_version,
+    shipped_file,
+    write_kernel,
+)
 from kernel_variants import MODIFIED, RECORDING, VARIANTS  # noqa: E402
 
 UNORDERED = re.compile(r"attention_backward<\w+, \d+, \d+, false\b")

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cached import CacheCase, Played
 from dash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.attention.kv_cache_ops import VERSION, CacheArguments
+from dash_attn.attention.kv_cache import VERSION, CacheArguments
 from dense import same_bits
 
 

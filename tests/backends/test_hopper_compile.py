@@ -16,7 +16,7 @@ from importlib import import_module
 from dash_attn.backends.hopper import tiles as shapes
 from dash_attn.backends.hopper.driver import shared_header
 from dash_attn.backends.hopper.driver.compile import CompileError, compile_uncached, sources
-from dash_attn.backends.hopper.driver.structures import STRUCTURES
+from dash_attn.backends.hopper.driver.parameters import STRUCTURES
 from dash_attn.scheduling.generators import FEW_KV_TILES
 from dash_attn.scheduling.problem import ROWS_OF_A_CHAIN
 from dash_attn.scheduling.schedule import CACHED, MANY_KV_TILES

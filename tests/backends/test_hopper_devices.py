@@ -286,7 +286,7 @@ def test_sinks_and_gradients_of_the_lse(memory: Memory) -> None:
     played = play(case, memory, inputs, dlse=dlse)
     assert_near(played.gradients, expected)
     tile = case.problem.tile_q
-    place = np.argsort(np.concatenate([leg_tables.RankRows(case.sharding, device).q_tiles(case.problem) for device in range(2)]))
+    place = np.argsort(np.concatenate([leg_tables.RankRows(case.problem, case.sharding, device).q_tiles for device in range(2)]))
     rows = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, torch.from_numpy(place)]
     assert rows.shape == (2, 2, 4, 1024 // tile, tile)
     logits = sinks.clone().requires_grad_()
@@ -327,8 +327,8 @@ def test_legs_put_together_are_the_whole_walk(case: Case) -> None:
     shared, plan = case.shared, case.plan
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for device in range(case.sharding.ranks):
-        rows = leg_tables.RankRows(case.sharding, device)
-        own = rows.q_tiles(plan.problem)
+        rows = leg_tables.RankRows(case.problem, case.sharding, device)
+        own = rows.q_tiles
         for kind, trips in enumerate(shared.trips):
             for column in trips.columns:
                 for number, leg in enumerate(column.legs):
@@ -349,12 +349,12 @@ def test_legs_put_together_are_the_whole_walk(case: Case) -> None:
 
 
 def _decoded(runs: Any, first: int) -> list[list[int]]:
-    made = runs.tables
+    listed = [entry for entries in runs.entries for entry in entries.tolist()]
     whole: list[list[int]] = []
-    for q_first, q_stride, length, turn_mul, turn_add, turn_div, partial, entries in made["runs"][first:].tolist():
+    for q_first, q_stride, length, turn_mul, turn_add, turn_div, partial, entries in np.array(runs.runs[first:]).tolist():
         for i in range(length):
             regular = [q_first + i * q_stride, (turn_mul * i + turn_add) // turn_div, partial]
-            whole.append(regular if entries < 0 else made["entries"][entries + i].tolist())
+            whole.append(regular if entries < 0 else listed[entries + i])
     return whole
 
 

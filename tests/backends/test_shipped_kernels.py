@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dash_attn import explain, flash_attn_func
-from dash_attn.backends.hopper.driver.cubin_files import Kernel, read_kernel, write_kernel
+from dash_attn.backends.hopper.driver.compile import Kernel, read_kernel, write_kernel
 from dash_attn.tools.machine import Snapshot, version_facts
 from loading_driver import LoadingDriver, Status
 
-compiling, driver, shipped = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "launch", "shipped"))
+compiling, driver = (import_module(f"dash_attn.backends.hopper.driver.{name}") for name in ("compile", "launch"))
 devices = import_module("dash_attn.backends.hopper.ranks")
 
 OTHER = ("forward/attention.cuh", "other")
@@ -29,9 +29,9 @@ NEW, HERE = "shipped, NVRTC 13.4.92", "compiled here, NVRTC 13.0"
 def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoadingDriver]:
     """A driver, two shipped kernels, and a compiler that compiles anything."""
     stand_in = LoadingDriver()
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    for header, name in (shipped.SMALLEST, OTHER):
-        write_kernel(shipped.shipped_file(tmp_path, header, name), Kernel(b"shipped " + name.encode(), name, "a log", "13.4.92"))
+    monkeypatch.setattr(compiling, "FOLDER", tmp_path)
+    for header, name in (compiling.SMALLEST, OTHER):
+        write_kernel(compiling.shipped_file(tmp_path, header, name), Kernel(b"shipped " + name.encode(), name, "a log", "13.4.92"))
     monkeypatch.setattr(driver, "compile_kernel", lambda header, name: Kernel(b"compiled " + name.encode(), name, "", "13.0"))
     monkeypatch.setattr(driver, "compiler_version", lambda: "13.0")
     monkeypatch.setattr(driver, "cuda_driver", lambda: stand_in)
@@ -62,7 +62,7 @@ def test_shipped_kernels_are_taken_and_others_compiled(cuda: LoadingDriver) -> N
 @pytest.mark.parametrize("refusal", sorted(driver.CANNOT_LOAD))
 def test_a_driver_that_cannot_load_them_gets_all_compiled(cuda: LoadingDriver, capsys: pytest.CaptureFixture[str], refusal: str) -> None:
     cuda.loading = Status(refusal)
-    assert load(*OTHER).origin == load(*shipped.SMALLEST).origin == HERE
+    assert load(*OTHER).origin == load(*compiling.SMALLEST).origin == HERE
     assert capsys.readouterr().err.count("this driver cannot load kernels of NVRTC 13.4.92") == 1
 
 
@@ -78,33 +78,33 @@ def changed_source(name: str, more: str = "struct Changed;\n") -> dict[str, obje
 
 
 def test_changed_sources_or_options_find_none(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = shipped.SMALLEST[0]
+    header = compiling.SMALLEST[0]
     for changed in (changed_source(header), changed_source("common/types.cuh"), {"OPTIONS": ("--another",)}):
         with monkeypatch.context() as private:
             for name, value in changed.items():
                 private.setattr(compiling, name, value)
             forget_keys()
-            assert shipped.shipped_compiler() is None
-            assert shipped.shipped_kernel(*shipped.SMALLEST) is None
+            assert compiling.shipped_compiler() is None
+            assert compiling.shipped_kernel(*compiling.SMALLEST) is None
     forget_keys()
-    assert shipped.shipped_compiler() == "13.4.92"  # the control
+    assert compiling.shipped_compiler() == "13.4.92"  # the control
 
 
 def test_sources_that_a_kernel_does_not_include_do_not_matter(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = compiling.source_key(*shipped.SMALLEST)
+    key = compiling.source_key(*compiling.SMALLEST)
     for name, is_included in (("forward/consumer.cuh", False), ("common/types.cuh", True)):
         with monkeypatch.context() as private:
             private.setattr(compiling, "sources", changed_source(name)["sources"])
             forget_keys()
-            assert (compiling.source_key(*shipped.SMALLEST) != key) == is_included
+            assert (compiling.source_key(*compiling.SMALLEST) != key) == is_included
 
 
 def test_comments_do_not_matter(cuda: LoadingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = compiling.source_key(*shipped.SMALLEST)
+    key = compiling.source_key(*compiling.SMALLEST)
     with monkeypatch.context() as private:
         private.setattr(compiling, "sources", changed_source("common/types.cuh", "  // changed\n")["sources"])
         forget_keys()
-        assert compiling.source_key(*shipped.SMALLEST) == key
+        assert compiling.source_key(*compiling.SMALLEST) == key
 
 
 def forget_keys() -> None:
@@ -123,7 +123,7 @@ def test_they_are_found_without_a_compiler(cuda: LoadingDriver, monkeypatch: pyt
 
 
 def test_a_damaged_shipped_kernel_is_an_error(cuda: LoadingDriver) -> None:
-    damage(shipped.shipped_file(shipped.FOLDER, *OTHER))
+    damage(compiling.shipped_file(compiling.FOLDER, *OTHER))
     with pytest.raises(RuntimeError, match=r"is damaged, the kernel other that came with dash-attn; install the package again"):
         load(*OTHER)
 
@@ -176,7 +176,7 @@ def test_doctor_and_certificates_tell(cuda: LoadingDriver, monkeypatch: pytest.M
     monkeypatch.setattr(compiling, "compiler_version", lambda: "13.0")
     found = version_facts("cuda", "hopper")
     assert (found["nvrtc"], found["packed_nvrtc"]) == ("13.0", "13.4.92")
-    monkeypatch.setattr(shipped, "FOLDER", Path("/nowhere"))
+    monkeypatch.setattr(compiling, "FOLDER", Path("/nowhere"))
     driver.origins.clear()
     assert "none came with the package" in str(Snapshot().kernels)
 

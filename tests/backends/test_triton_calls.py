@@ -21,10 +21,10 @@ from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMa
 from dash_attn.backends import _backend_of_gpu, resolve
 from dash_attn.backends.hopper.support import sm_count
 from dash_attn.backends.kept import Kept
-from dash_attn.backends.triton import mask_tables, setup, support
+from dash_attn.backends.triton import mask_tables, passes, support
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import FAR_AWAY, Masked, distances, kept_on, visit_lists
-from dash_attn.backends.triton.setup import Passes, RowValues, aligned, block_of, gradient_launches, readable, strides
+from dash_attn.backends.triton.passes import Passes, RowValues, aligned, block_of, gradient_launches, readable, strides
 from dash_attn.backends.triton.support import architecture_of, check_call, check_elements, check_triton
 from dash_attn.backends.triton.tiles import DIMS, PASSES, Tile, Tiles, listed, read_table, tiles_for
 from dash_attn.call.call import Call, Modifiers
@@ -362,18 +362,18 @@ def test_strides_are_counted_in_units() -> None:
 
 def test_programs_of_packed_sequences_have_room_for_every_tile() -> None:
     ends = torch.empty(4, dtype=torch.int32, device="meta")
-    passes = Passes(Call(*(meta(1000, 4, 64),) * 3, AttentionOptions(Causal(), 0.1), SequenceOffsets(ends, ends, 1000, 1000)))
+    made = Passes(Call(*(meta(1000, 4, 64),) * 3, AttentionOptions(Causal(), 0.1), SequenceOffsets(ends, ends, 1000, 1000)))
     tile = Tile(64, 32, 4, 1)
-    assert passes.launch("attention_forward", tile, {}).numbers["tiles"] == 1000 // 64 + 3
-    assert passes.launch("key_gradients", tile, {}, by_keys=True).numbers["tiles"] == 1000 // 32 + 3
+    assert made.launch("attention_forward", tile, {}).numbers["tiles"] == 1000 // 64 + 3
+    assert made.launch("key_gradients", tile, {}, by_keys=True).numbers["tiles"] == 1000 // 32 + 3
 
 
 def test_two_launches_become_one_where_the_table_says_so() -> None:
     def kernels(mask: Mask, together: bool = True) -> list[str]:
         tiles = Tiles("a test", Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 64, 4, 2), together)
-        with patch.object(setup, "tiles_for", return_value=tiles):
-            passes = Passes(Call(meta(2, 512, 4, 128), meta(2, 512, 2, 128), meta(2, 512, 2, 128), AttentionOptions(mask, 0.1)))
-            launches = gradient_launches(passes, passes.q, RowValues.empty(passes), (passes.q, passes.k, passes.v))
+        with patch.object(passes, "tiles_for", return_value=tiles):
+            made = Passes(Call(meta(2, 512, 4, 128), meta(2, 512, 2, 128), meta(2, 512, 2, 128), AttentionOptions(mask, 0.1)))
+            launches = gradient_launches(made, made.q, RowValues.empty(made), (made.q, made.k, made.v))
         programs.append(sum(launch.programs for launch in launches))
         return [launch.kernel for launch in launches]
 

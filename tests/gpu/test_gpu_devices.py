@@ -155,7 +155,7 @@ def test_sinks_and_gradients_of_the_lse(dims: tuple[int, int]) -> None:
     played = play_devices(case, (dout, q, k, v, out, lse), dlse=dlse)
     assert all(torch.equal(a, b) for a, b in zip(expected, played.gradients, strict=True))
     leg_tables = import_module("dash_attn.backends.hopper.calls.leg_tables")
-    tiles = [leg_tables.RankRows(case.sharding, device).q_tiles(case.problem) for device in range(4)]
+    tiles = [leg_tables.RankRows(case.problem, case.sharding, device).q_tiles for device in range(4)]
     place = torch.from_numpy(np.argsort(np.concatenate(tiles))).to(DEVICE)
     gathered = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, place]
     total = torch.zeros(4, device=DEVICE)

@@ -19,12 +19,12 @@ ARCHITECTURE = 49  # the byte of a cubin that names it
 
 def fill(folder: Path, broken: bool) -> None:
     """With the kernels of README's call, as another compiler would have made them. broken: for another architecture."""
-    compiling, shipped, files = (hopper(f"driver.{name}") for name in ("compile", "shipped", "cubin_files"))
-    for header, name in [shipped.SMALLEST, *((kernel.header, kernel.name) for kernel in readme_kernels())]:
+    compiling = hopper("driver.compile")
+    for header, name in [compiling.SMALLEST, *((kernel.header, kernel.name) for kernel in readme_kernels())]:
         kernel = compiling.compile_kernel(header, name)
         assert kernel.cubin[ARCHITECTURE] == 90
         cubin = kernel.cubin[:ARCHITECTURE] + bytes([80]) + kernel.cubin[ARCHITECTURE + 1 :] if broken else kernel.cubin
-        files.write_kernel(shipped.shipped_file(folder, header, name), replace(kernel, cubin=cubin, compiler="99.1.2"))
+        compiling.write_kernel(compiling.shipped_file(folder, header, name), replace(kernel, cubin=cubin, compiler="99.1.2"))
 
 
 def told() -> Explanation:
@@ -35,10 +35,10 @@ def told() -> Explanation:
 @pytest.mark.parametrize("broken", [False, True], ids=["loads", "does not load"])
 def test_they_run_if_the_driver_loads_them(tmp_path: Path, broken: bool, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = gpu_inputs(1024, 1024, (8, 2), dim=64)
-    with patched_backend({("driver.shipped", "FOLDER"): Path("/nowhere")}):
+    with patched_backend({("driver.compile", "FOLDER"): Path("/nowhere")}):
         expected, compiled = run_ours(inputs, Causal()), told()
     fill(tmp_path, broken)
-    with patched_backend({("driver.shipped", "FOLDER"): tmp_path}):
+    with patched_backend({("driver.compile", "FOLDER"): tmp_path}):
         found, explained = run_ours(inputs, Causal()), told()
     assert_same_bits(found, expected)
     assert explained.kernels == compiled.kernels

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from budget import assert_case, assert_in_budget
 from dash_attn import Causal, Documents, Full, Mask, Prefix, Window, explain, flash_attn_func, flash_attn_varlen_func
-from dash_attn.backends.triton import setup
+from dash_attn.backends.triton import passes
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.mask_tables import MOST_TABLES
 from dash_attn.backends.triton.tiles import Tile, Tiles
@@ -164,7 +164,7 @@ def test_one_launch_has_the_bits_of_two(dim: int, mask: Mask) -> None:
     found = []
     for tiles in (apart, together):
         seen = patch.object(Launch, "run", autospec=True, side_effect=Launch.run)
-        with patch.object(setup, "tiles_for", return_value=tiles), seen as run:
+        with patch.object(passes, "tiles_for", return_value=tiles), seen as run:
             found.append(run_ours(inputs, mask, **TRITON))
         assert [call.args[0].kernel for call in run.call_args_list[2:]] == (
             ["gradients"] if tiles.together else ["key_gradients", "query_gradients"]

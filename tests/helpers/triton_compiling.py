@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dash_attn import Causal, Mask, Prefix, TileMap
-from dash_attn.backends.triton import setup
+from dash_attn.backends.triton import passes
 from dash_attn.backends.triton.explain import _launches
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.call.call import Call
@@ -49,13 +49,13 @@ class Compiled:
 
     def launches(self) -> dict[str, Launch]:
         q, k, v = (torch.empty(2, 512, heads, dim, dtype=self.dtype, device="meta") for heads, dim in self._shapes())
-        with patch.object(setup, "architecture_of", return_value=self.architecture):
+        with patch.object(passes, "architecture_of", return_value=self.architecture):
             if self.kind == "packed":
                 ends = torch.empty(4, dtype=torch.int32, device="meta")
                 packed = Call(q[0], k[0], v[0], self._options(Causal()), SequenceOffsets(ends, ends, 512, 512))
-                passes = setup.Passes(packed)
-                return {**_launches(passes), "offsets": setup.offsets_launch(passes)}
-            return _launches(setup.Passes(Call(q, k, v, self._options(MASKS[self.kind]))))
+                of_packed = passes.Passes(packed)
+                return {**_launches(of_packed), "offsets": passes.offsets_launch(of_packed)}
+            return _launches(passes.Passes(Call(q, k, v, self._options(MASKS[self.kind]))))
 
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         return (2 * self.group, self.dims[0]), (2, self.dims[0]), (2, self.dims[1])

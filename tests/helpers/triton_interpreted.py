@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 from dash_attn import BooleanMask, Causal, Documents, Full, Mask, Prefix, TileMap, Window
 from dash_attn.backends import cpu, run
 from dash_attn.backends import triton as ours
-from dash_attn.backends.triton import mask_tables, setup
+from dash_attn.backends.triton import mask_tables, passes
 from dash_attn.backends.triton.tiles import Tile, Tiles
 from dash_attn.call.call import Call, Grads, Modifiers
 from dash_attn.call.offsets import NO_OFFSETS, SequenceOffsets
@@ -193,7 +193,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 def compare(case: Interpreted) -> dict[str, float]:
     inputs = case.inputs()
-    with patch.object(setup, "tiles_for", lambda *_: case.tiles):
+    with patch.object(passes, "tiles_for", lambda *_: case.tiles):
         mine, theirs = (results(backend, case, inputs, case.offsets) for backend in (ours, cpu))
     return {name: error(mine[name], theirs[name]) for name in theirs}
 
@@ -255,7 +255,7 @@ def together() -> dict[str, bool]:
     for name, case in cases.items():
         bits[name] = []
         for tiles in (Tiles("a test", tile, tile, replace(tile, kv_rows=16), one) for one in (False, True)):
-            with patch.object(setup, "tiles_for", lambda *_, tiles=tiles: tiles):
+            with patch.object(passes, "tiles_for", lambda *_, tiles=tiles: tiles):
                 bits[name].append(results(ours, case, case.inputs(), case.offsets))
         found[name] = all(torch.equal(one, two) for one, two in zip(*(run.values() for run in bits[name]), strict=True))
     return {**found, "control": not torch.equal(bits["grouped"][0]["dq"], results(ours, other, other.inputs(), None)["dq"])}
@@ -287,7 +287,7 @@ def wrong_offsets() -> dict[str, str]:
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     special = {"alone": alone, "together": together, "wrong offsets": wrong_offsets}
-    with patch.object(setup, "tiles_for", lambda *_: TILES):
+    with patch.object(passes, "tiles_for", lambda *_: TILES):
         for name in names:
             if name in special:
                 found: Any = special[name]()

@@ -19,7 +19,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 import build_with_kernels
 from build_with_kernels import NVRTC, get_requires_for_build_sdist
-from dash_attn.backends.hopper.driver.shipped import SMALLEST
+from dash_attn.backends.hopper.driver.compile import SMALLEST
 from kernel_variants import VARIANTS
 from readme_call import KV, Q, readme_kernels
 from ship_kernels import SELDOM, SHIPPED, UNORDERED, ship

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from dash_attn.backends.cpu import kv_cache
-from dash_attn.call.kv_cache_values import SequenceSlots
+from dash_attn.backends.cpu.kv_cache import SequenceSlots
 from dash_attn.cli.main import main
 from dash_attn.tools.verify import guarantees
 from dash_attn.tools.verify.cases import Case, Results, default_cases

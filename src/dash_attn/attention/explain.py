@@ -14,7 +14,7 @@ from ..call.kv_cache import CacheCall, check_cache
 from ..call.options import Choices, check_determinism, check_dropout, options_for
 from ..call.tensor_checks import check_flags, check_seeds, check_slopes
 from .functions import flash_attn_func, options_of
-from .kv_cache import flash_attn_with_kvcache, refuse_unsupported, slots_in_use
+from .kv_cache import flash_attn_with_kvcache, refuse_unsupported, with_lengths
 from .side_by_side import flash_attn_kvpacked_func, flash_attn_qkvpacked_func, split
 from .varlen import flash_attn_varlen_func, packed_options_of
 
@@ -99,8 +99,7 @@ def _cache(given: Given, predict_time: bool) -> CacheExplanation:
     """Nothing is said about lengths and pages that do not fit, and nothing is appended."""
     check_flags(return_softmax_lse=given["return_softmax_lse"], rotary_interleaved=given["rotary_interleaved"])
     refuse_unsupported(*(given[name] for name in ("rotary_cos", "rotary_sin", "alibi_slopes", "num_splits")))
-    call = CacheCall(**{name: given[name] for name in CacheCall._fields if name in given})
-    call = call._replace(cache_seqlens=slots_in_use(*(given[name] for name in ("k_cache", "k", "v", "cache_seqlens", "block_table"))))
+    call = with_lengths(CacheCall(**{name: given[name] for name in CacheCall._fields if name in given}), given["cache_seqlens"])
     check_cache(call)
     call = call._replace(options=options_for(_chosen(given), call.q.shape[-1]))
     if 0 in call.q.shape[:2]:

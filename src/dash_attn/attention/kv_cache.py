@@ -1,24 +1,44 @@
 """flash_attn_with_kvcache: queries that attend a cache of keys and values, with the bits of the whole forward. And packed queries that
-attend keys and values in pages."""
+attend keys and values in pages.
+
+For torch.compile both are torch operators: dash_attn::attention_of_cache, and dash_attn::append_and_attend, which also changes the cache.
+A call that appends is one operator, so that no compiler can come between writing and reading.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from ..backends import cache_backend_for, resolve
+from ..call.call import Saved
 from ..call.kv_cache import CacheCall, check_cache
 from ..call.offsets import SequenceOffsets
-from ..call.options import BackendName, Choices, is_zero, options_for
+from ..call.options import AttentionOptions, BackendName, Choices, choose_mask, is_zero, options_for
 from ..call.tensor_checks import check_flags, check_strided
 from ..masks import Mask, is_whole
-from .kv_cache_ops import attend, run_traced
+from ..masks.encoding import decode_mask, encode_mask
+from .call_log import LOG_CALLS, log_cache_call
 from .pytorch import is_traced, refuse_transforms
 from .signatures import CacheKeywords, OutAndLse
+from .torch_ops import check_version, empty_results, has_symbols, offsets_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+PLACES = (
+    "Tensor? cache_seqlens, SymInt cache_length, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table,"
+    " Tensor? first_positions, SymInt first_position"
+)
+PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str backend"
+REST = f"Tensor? sinks, {PLACES}, {PACKED}, {CHOICES}, int version"
+VERSION = 1  # part of every traced program, as in torch_ops.py
+ATTEND = f"(Tensor q, Tensor k_cache, Tensor v_cache, {REST}) -> (Tensor, Tensor)"
+APPEND = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor)"
 
 
 @overload
@@ -96,30 +116,28 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
         k=k,
         v=v,
         sinks=sinks,
-        cache_seqlens=slots_in_use(k_cache, k, v, cache_seqlens, block_table),
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
         first_position=first_position,
     )
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = _run(call, None, choices)
+    out, lse = _run(with_lengths(call, cache_seqlens), None, choices)
     return (out, lse) if return_softmax_lse else out
 
 
-def slots_in_use(
-    k_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None, block_table: Tensor | None
-) -> int | Tensor:
-    """Without lengths every slot is."""
-    if (k is None) != (v is None):
-        raise ValueError(f"k and v must be given together; got {'v' if k is None else 'k'} alone")
-    if cache_seqlens is not None:
-        return cache_seqlens
-    if k is not None:
-        raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
-    check_strided(k_cache=k_cache)
-    slots = k_cache.shape[1] if k_cache.ndim == 4 else 0
-    return slots * block_table.shape[1] if isinstance(block_table, Tensor) and block_table.ndim == 2 else slots
+def with_lengths(call: CacheCall, cache_seqlens: int | Tensor | None) -> CacheCall:
+    """Without lengths every slot is in use."""
+    if (call.k is None) != (call.v is None):
+        raise ValueError(f"k and v must be given together; got {'v' if call.k is None else 'k'} alone")
+    if cache_seqlens is None:
+        if call.k is not None:
+            raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
+        check_strided(k_cache=call.k_cache)
+        cache_seqlens, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
+        if isinstance(table, Tensor) and table.ndim == 2:
+            cache_seqlens *= table.shape[1]
+    return call._replace(cache_seqlens=cache_seqlens)
 
 
 def _run(call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
@@ -191,3 +209,89 @@ def _refuse_choices(choices: Choices) -> None:
         raise ValueError(f"keys in pages take no dropout and no ALiBi: dropout_p must be 0 and alibi_slopes None; got {asked}")
     if choices.accumulation != "ordered":
         raise ValueError(f"keys in pages have no backward: accumulation must be 'ordered'; got {choices.accumulation!r}")
+
+
+class CacheArguments(NamedTuple):
+    """What both operators take behind the tensors that they attend to, in the order of their schema."""
+
+    sinks: Tensor | None
+    cache_seqlens: Tensor | None
+    cache_length: int  # of every sequence, if there is no tensor
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    first_positions: Tensor | None
+    first_position: int  # of every sequence, if there is no tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    mask: str
+    mask_sizes: Sequence[int]
+    scale: float | None
+    softcap: float
+    backend: str
+    version: int
+
+
+def attend(call: CacheCall) -> Saved:
+    """Of a call that was checked."""
+    if LOG_CALLS:
+        log_cache_call(call)
+    return cache_backend_for(call.options.backend, call.q.device).attention_with_cache(call)
+
+
+def run_traced(call: CacheCall, offsets: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
+    """The operator. offsets: SequenceOffsets' fields."""
+    places = *_in_schema(call.cache_seqlens), call.cache_batch_idx, call.cache_leftpad, call.block_table, *_in_schema(call.first_position)
+    mask = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
+    chosen = *mask, choices.softmax_scale, choices.softcap, choices.backend
+    arguments = call.sinks, *places, *(offsets or (None, None, 0, 0)), *chosen, VERSION
+    if call.k is None and call.v is None:
+        out, lse = torch.ops.dash_attn.attention_of_cache(*call[:3], *arguments)
+    else:
+        out, lse = torch.ops.dash_attn.append_and_attend(*call[:3], call.k, call.v, *arguments)
+    return out, lse
+
+
+def _in_schema(numbers: Tensor | int) -> tuple[Tensor | None, int]:
+    """One per sequence, or one of all."""
+    return (numbers, 0) if isinstance(numbers, Tensor) else (None, numbers)
+
+
+def _define(name: str, tensors: int, schema: str, mutates: tuple[str, ...]) -> None:
+    """An operator of so many tensors, and CacheArguments."""
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        out, lse = attend(_read(given[:tensors], CacheArguments(*given[tensors:])))
+        return out, lse
+
+    def shapes(*given: Any) -> tuple[Tensor, Tensor]:
+        call = _read(given[:tensors], CacheArguments(*given[tensors:]))
+        return empty_results(call.q, call.v_cache.shape[-1])
+
+    torch.library.custom_op(f"dash_attn::{name}", run, mutates_args=mutates, schema=schema).register_fake(shapes)
+
+
+def _read(tensors: tuple[Tensor, ...], arguments: CacheArguments) -> CacheCall:
+    """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
+    check_version(arguments.version, VERSION, "cache operators")
+    q, k_cache, v_cache, *new = tensors
+    k, v = new or (None, None)
+    lengths = arguments.cache_length if arguments.cache_seqlens is None else arguments.cache_seqlens
+    positions = arguments.first_position if arguments.first_positions is None else arguments.first_positions
+    rest = {name: getattr(arguments, name) for name in ("sinks", "cache_batch_idx", "cache_leftpad", "block_table")}
+    offsets = offsets_of(arguments)
+    call = CacheCall(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, first_position=positions, offsets=offsets, **rest)
+    check_cache(call)
+    scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
+    if has_symbols(*arguments.mask_sizes, scale, arguments.softcap):
+        return call
+    mask = decode_mask(arguments.mask, tuple(arguments.mask_sizes))
+    options = AttentionOptions(mask, scale, arguments.softcap, backend=arguments.backend)
+    resolve(options.backend, q.device)
+    return call._replace(options=options)
+
+
+_define("attention_of_cache", 3, ATTEND, ())
+_define("append_and_attend", 5, APPEND, ("k_cache", "v_cache"))

@@ -18,7 +18,7 @@ from ..call.explain import CacheExplanation, Explanation
 from ..call.kv_cache import CacheCall
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import Sharding
-from ..scheduling.ranks.units import Unit
+from ..scheduling.ranks.units import SharedSchedule, Unit
 from .gpus import is_hopper
 
 DEVICE_OF = {"cpu": "cpu", "hopper": "cuda", "triton": "cuda"}
@@ -71,6 +71,17 @@ class RankBackward(Protocol):
 
     def sink_gradients(self, rows: Tensor, sinks: Tensor) -> Tensor:
         """(batch, query heads), from the `rows_of_sinks` of all ranks."""
+
+
+def walk_in_legs(backward: RankBackward, legs: SharedSchedule) -> None:
+    """All units of a rank that is alone. Between two legs of a chain its state rests in memory."""
+    resting: dict[int, Tensor] = {}  # states, by the unit that they come from
+    for unit in legs.units:
+        state = backward.new_state(unit) if unit.before is None else resting.pop(unit.before)
+        backward.run(unit, state)
+        if unit.after is not None:
+            resting[unit.number] = state
+        del state  # else one that has ended would be there beside the next one that begins
 
 
 class Ranks(Protocol):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..masks import Window
 from ..scheduling.order import ALL_GUARANTEES
 from .kv_cache import DECODE_EQUALS_TRAINING, CacheCall
 
 HASH_DIGITS = 12  # of a sha256, enough to tell two apart
-CACHE_GUARANTEES = (*ALL_GUARANTEES, DECODE_EQUALS_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Explanation:
             "schedule": f"{self.schedule}{groups}, order {self.order_hash}",
             "accumulation": self.accumulation,
             "guarantees": ", ".join(self.guarantees) or "none",
-            "tiles": f"{_tiles(self.backward_tiles)} in the backward, {_tiles(self.forward_tiles)} in the forward (queries x keys)",
+            "tiles": "{} x {} in the backward, {} x {} in the forward (queries x keys)".format(*self.backward_tiles, *self.forward_tiles),
             "workers": f"{self.workers}" + (f", {self.gang} resident together" if self.gang > 1 else ""),
             "plan": size_in_words(self.plan_bytes),
             "workspace": "none" if self.workspace_bytes is None else size_in_words(self.workspace_bytes),
@@ -68,10 +68,6 @@ class Explanation:
         if self.predicted_backward_us is None:
             return f"none: {self.prediction_note}"
         return f"{self.predicted_backward_us:.1f} us, {self.prediction_note}"
-
-
-def _tiles(rows: tuple[int, int]) -> str:
-    return f"{rows[0]} x {rows[1]}"
 
 
 def size_in_words(count: int) -> str:
@@ -112,6 +108,12 @@ class CacheExplanation:
         return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
 
 
+def explanation_of_cache(call: CacheCall, backend: str, **rest: Any) -> CacheExplanation:
+    """What every backend says of a call; the backend adds its own."""
+    guarantees, read_bytes = (*ALL_GUARANTEES, DECODE_EQUALS_TRAINING), _bytes_at_most(call)
+    return CacheExplanation(call_in_words(call), backend, guarantees, new_keys=call.new, read_bytes=read_bytes, **rest)
+
+
 def call_in_words(call: CacheCall) -> str:
     q, k_cache, v_cache, options = call[:4]
     where = "rows" if call.block_table is None else f"pages of {k_cache.shape[1]}"
@@ -120,7 +122,7 @@ def call_in_words(call: CacheCall) -> str:
     return f"{shapes}, {where}, {str(q.dtype).removeprefix('torch.')}, {options.mask}{cap}"
 
 
-def bytes_at_most(call: CacheCall) -> int:
+def _bytes_at_most(call: CacheCall) -> int:
     """Of every slot that a sequence may use, or of what its window can reach."""
     cache, queries, mask, keys = call.k_cache, call.q.shape[1], call.options.mask, call.capacity
     if isinstance(call.cache_seqlens, int):

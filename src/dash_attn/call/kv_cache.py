@@ -1,4 +1,4 @@
-"""A cache of keys and values: which of its slots are whose. Shapes are looked at here, values in kv_cache_values.py."""
+"""A cache of keys and values: which of its slots are whose. Shapes are looked at here; values by the backends, which read them."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def check_cache(call: CacheCall) -> None:
         values = getattr(call, name)
         if isinstance(values, Tensor):
             _check_numbers(name, values, (batch,), device)
-    for name in ("cache_seqlens", "first_position"):
-        _check_one_number(name, getattr(call, name))
+        elif name in ("cache_seqlens", "first_position"):
+            _check_one_number(name, values)
     _check_places(call, batch)
     check_sinks(call.sinks, call.q)
     if call.offsets is not None:
@@ -121,8 +121,8 @@ def _check_tensors(call: CacheCall) -> None:
 
 
 def _check_new(call: CacheCall, batch: int) -> None:
-    if call.k is None or call.v is None:
-        raise ValueError("k and v must be given together; got one of them")
+    assert call.k is not None
+    assert call.v is not None, "whoever reads the arguments looks"
     check_strided(k=call.k, v=call.v)
     heads = call.k_cache.shape[2]
     for name, new, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
@@ -148,8 +148,8 @@ def _check_numbers(name: str, values: Tensor, shape: tuple[int, ...], device: to
         raise ValueError(f"{name} must be contiguous in its last dimension; got stride {values.stride(-1)}")
 
 
-def _check_one_number(name: str, number: int | Tensor) -> None:
-    if isinstance(number, (Tensor, SymInt)):  # a symbol: of a program that is traced
+def _check_one_number(name: str, number: int) -> None:
+    if isinstance(number, SymInt):  # of a program that is traced
         return
     if not is_whole(number) or not 0 <= number < 2**31:
         raise ValueError(f"{name} must be a whole number >= 0 and below 2^31, or an int32 tensor with one per sequence; got {number!r}")

@@ -57,16 +57,11 @@ def offsets_of_documents(lengths: tuple[int, ...], batch: int, device: torch.dev
     return SequenceOffsets(ends, ends, longest, longest)
 
 
-def laid_end_to_end(x: Tensor) -> Tensor:
-    """(batch x length, heads, head dim): a view where the sequences follow each other in memory, else a copy."""
-    return x.flatten(0, 1)
-
-
 def end_to_end(call: Call, options: AttentionOptions, offsets: SequenceOffsets) -> Call:
     """The call of packed sequences that dense tensors are, as many in each row."""
     modifiers, each = call.modifiers, (len(offsets.cu_seqlens_q) - 1) // max(1, len(call.q))
     modifiers = None if modifiers is None else modifiers.of_documents(each)
-    q, k, v = map(laid_end_to_end, call.tensors)
+    q, k, v = (x.flatten(0, 1) for x in call.tensors)  # views where sequences follow each other in memory, else copies
     return Call(q, k, v, options, offsets, call.sinks, modifiers)
 
 
@@ -80,7 +75,7 @@ def backward_end_to_end(backward: Backward, packed: Call, saved: Saved, grads: G
     """Gradients of dense tensors, by a backward of packed ones."""
     lse, dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (saved.lse, grads.lse))
     assert lse is not None
-    found = backward(packed, Saved(laid_end_to_end(saved.out), lse), Grads(laid_end_to_end(grads.out), dlse))
+    found = backward(packed, Saved(saved.out.flatten(0, 1), lse), Grads(grads.out.flatten(0, 1), dlse))
     shape: Any = saved.out.shape[:2]
     dq, dk, dv = (x.unflatten(0, shape) for x in found[:3])
     return Gradients(dq, dk, dv, found.sinks)

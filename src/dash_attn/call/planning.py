@@ -9,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from ..masks import PatternPerHead
 from ..scheduling.generators import generate
@@ -19,7 +17,7 @@ from ..scheduling.order import WORKER_INVARIANT
 from ..scheduling.plan import ORDER_DIGITS, Plan, lower
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.share import in_legs
-from ..scheduling.ranks.units import SharedSchedule, Unit
+from ..scheduling.ranks.units import SharedSchedule
 from ..scheduling.schedule import Schedule, fit
 from ..scheduling.validate import StuckOnWorkers
 from ..simulation.simulate import Machine, simulate
@@ -115,24 +113,6 @@ def predict(plan: Plan, call: Call, machine: Machine | None, name: str) -> dict[
 @lru_cache(maxsize=256)
 def _makespan(problem: Problem, schedule: str, workers: int, machine: Machine) -> float:
     return simulate(schedule_for(problem, schedule, workers), machine).makespan
-
-
-class WalksLegs(Protocol):
-    """A backend's backward of one GPU, as far as legs need it."""
-
-    def new_state(self, unit: Unit) -> Tensor: ...
-    def run(self, unit: Unit, state: Tensor) -> None: ...
-
-
-def walk_in_legs(backward: WalksLegs, legs: SharedSchedule) -> None:
-    """All units of a rank that is alone. Between two legs of a chain its state rests in memory."""
-    resting: dict[int, Tensor] = {}  # states, by the unit that they come from
-    for unit in legs.units:
-        state = backward.new_state(unit) if unit.before is None else resting.pop(unit.before)
-        backward.run(unit, state)
-        if unit.after is not None:
-            resting[unit.number] = state
-        del state  # else one that has ended would be there beside the next one that begins
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,8 +95,7 @@ def compilers(backend: str) -> dict[str, str | None]:
         from ..backends.triton.support import triton_version
 
         return {"triton": triton_version()}
-    from ..backends.hopper.driver.compile import compiler_at_hand
-    from ..backends.hopper.driver.shipped import shipped_compiler
+    from ..backends.hopper.driver.compile import compiler_at_hand, shipped_compiler
 
     return {"nvrtc": compiler_at_hand(), "packed_nvrtc": shipped_compiler()}  # of the kernels that came with the package
 
@@ -226,7 +225,7 @@ def _kernels() -> str:
     driver = sys.modules.get("dash_attn.backends.hopper.driver.launch")
     if driver is not None and driver.origins:
         return "; ".join(f"{count} {origin}" for origin, count in sorted(Counter(driver.origins.values()).items()))
-    compiler = import_module("dash_attn.backends.hopper.driver.shipped").shipped_compiler()
+    compiler = import_module("dash_attn.backends.hopper.driver.compile").shipped_compiler()
     where = "none came with the package, so the NVRTC at hand compiles them" if compiler is None else f"shipped, NVRTC {compiler}"
     return f"none loaded yet; {where}"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .explain import explain, order_in_words
-from .passes import backward, check_schedule, forward
+from .passes import backward, forward
+from .passes import backward_plan as check_schedule
 
 HEADS_AT_ONCE = False
 EXACT_PARTS = True

@@ -45,24 +45,20 @@ def forward(call: Call) -> Saved:
 def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
     """dQ, dK and dV in the inputs' dtype, summed in the order of the plan (or of arrival, where options say unordered)."""
     if call.offsets is None:
-        dq, dk, dv, of_sequences = _backward(call, saved, grads)
-        return Gradients(dq, dk, dv, _sum_in_order(list(of_sequences), call.sinks))
+        dq, dk, dv, dsinks = _backward(call, saved, grads)
+        return Gradients(dq, dk, dv, _sum_in_order(dsinks, call.sinks))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in call.tensors)
-    dsinks: list[Tensor] = []
+    dsinks = []
     for number, (rows, columns) in enumerate(call.offsets.sequences(len(call.q), len(call.k))):
         own_grads = Grads(grads.out[None, rows], None if grads.lse is None else grads.lse[None, :, rows])
         one = _backward(call.of_sequence(number, rows, columns), Saved(saved.out[None, rows], saved.lse[None, :, rows]), own_grads)
         dq[rows], dk[columns], dv[columns] = one[0][0], one[1][0], one[2][0]
-        dsinks += list(one[3])
+        dsinks += one[3]
     return Gradients(dq, dk, dv, _sum_in_order(dsinks, call.sinks))
 
 
-def check_schedule(call: Call) -> None:
-    """A schedule that was given must be one that the backward can follow."""
-    backward_plan(call)
-
-
 def backward_plan(call: Call) -> Plan:
+    """What the backward of dense tensors walks. Raises where that cannot be the schedule that was given."""
     return plan_on_any(problem_of(call, TILE_Q, TILE_KV), call.options.schedule, DEFAULT_WORKERS).plan
 
 
@@ -71,11 +67,11 @@ def _forward(call: Call) -> Saved:
     if no_pairs(call):
         return forward_of_nothing(call)
     problem = problem_of(call, TILE_Q, TILE_KV)
-    return forward_of_share(call, problem, Share.whole(problem))
+    return forward_of_share(call, problem, Share(problem))
 
 
-def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A batch of sequences of one length. The sinks' gradient is (batch, query heads): a part for each sequence; nothing without sinks."""
+def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """A batch of sequences of one length. The sinks' gradient is a part for each sequence; nothing without sinks."""
     if no_pairs(call):
         dq, dk, dv, _ = backward_of_nothing(call._replace(sinks=None), grads)
         return dq, dk, dv, _sink_parts_of_nothing(call, grads)
@@ -88,24 +84,22 @@ def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, T
     with fixed_arithmetic():
         if not options.ordered or planned.legs is None:  # unordered sums wait for nobody
             rows = grads.out, call.q, saved.out
-            tiles = BackwardTiles(planned.plan, options, rows, (saved.lse, grads.lse), Share.whole(problem), call.modifiers)
+            tiles = BackwardTiles(planned.plan, options, rows, (saved.lse, grads.lse), Share(problem), call.modifiers)
             tiles.take_keys(call.k, call.v)
             run_plan(planned.plan, tiles, options.ordered, chosen)
         else:
             tiles = run_in_legs(planned.plan, planned.legs, call, saved, grads)
-        no_sinks = tiles.lse.new_empty(0)
-        dsinks = no_sinks if call.sinks is None else sink_gradients(tiles.lse, tiles.delta, call.sinks.detach().to(tiles.lse.dtype))
+        logits = None if call.sinks is None else call.sinks.detach().to(tiles.lse.dtype)
+        dsinks = [] if logits is None else list(sink_gradients(tiles.lse, tiles.delta, logits))
         return (*tiles.gradients(options.scale, call.q.dtype), dsinks)
 
 
-def _sink_parts_of_nothing(call: Call, grads: Grads) -> Tensor:
-    """The part of each sequence, (batch, query heads), where there is no query or no key."""
-    exact = arithmetic(call.q.dtype)
+def _sink_parts_of_nothing(call: Call, grads: Grads) -> list[Tensor]:
+    """The part of each sequence where there is no query or no key."""
     if call.sinks is None:
-        return torch.empty(0, dtype=exact)
-    logits = call.sinks.detach().to(exact)
-    parts = [sink_gradient_of_nothing(logits, None if grads.lse is None else grads.lse[i]) for i in range(len(call.q))]
-    return torch.stack(parts) if parts else logits.new_zeros(0, len(logits))
+        return []
+    logits = call.sinks.detach().to(arithmetic(call.q.dtype))
+    return [sink_gradient_of_nothing(logits, None if grads.lse is None else grads.lse[i]) for i in range(len(call.q))]
 
 
 def _sum_in_order(parts: list[Tensor], sinks: Tensor | None) -> Tensor | None:

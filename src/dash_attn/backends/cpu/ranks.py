@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...call.call import Call, Grads, Modifiers, Saved
 from ...call.options import AttentionOptions
-from ...call.planning import walk_in_legs
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.rules import Chain, ChainPlace, Coroutine, Ending, Landed
 from ...execution.run import run_chains
@@ -18,6 +17,7 @@ from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.units import SharedSchedule, Unit
+from .. import walk_in_legs
 from .tiles import TILE_KV, TILE_Q, BackwardTiles, Share, State, fixed_arithmetic, forward_of_share, sink_gradients
 
 
@@ -40,18 +40,9 @@ def machine_code() -> str:
     return f"PyTorch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def share_of(problem: Problem, sharding: Sharding, rank: int) -> Share:
-    """The tiles of a rank."""
-    q_tiles, kv_tiles = (
-        tuple(index for index, chunk in enumerate(chunks.tolist()) if sharding.owners[chunk] == rank)
-        for chunks in (sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_kv_tiles(problem))
-    )
-    return Share(q_tiles, kv_tiles)
-
-
 def forward(call: Call, problem: Problem, sharding: Sharding, rank: int) -> Saved:
     """Of the rank's queries. k and v are those of the whole sequence."""
-    return forward_of_share(call, problem, share_of(problem, sharding, rank))
+    return forward_of_share(call, problem, Share(problem, sharding, rank))
 
 
 class RankBackward:
@@ -69,7 +60,7 @@ class RankBackward:
     ) -> None:
         """rows: dout, q and out of the rank; of_rows: its LSE and, where it was used, the gradient of that."""
         self.plan, self.shared, self.rank, self.options = plan, shared, rank, options
-        self.share = share_of(plan.problem, shared.sharding, rank)
+        self.share = Share(plan.problem, shared.sharding, rank)
         self.dtype = rows[1].dtype
         with fixed_arithmetic():
             self.tiles = BackwardTiles(plan, options, rows, of_rows, self.share, modifiers)

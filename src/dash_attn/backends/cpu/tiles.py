@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -27,35 +26,24 @@ from ...masks import EMPTY, PARTIAL, Mask, TilePattern
 from ...scheduling.order import Ints
 from ...scheduling.plan import Plan
 from ...scheduling.problem import Problem, Task
+from ...scheduling.ranks.sharding import Sharding
 
 TILE_Q, TILE_KV = 64, 128
 State = tuple[Tensor, Tensor]  # dK and dV of a chain so far; dK lacks the scale
 
 
-@dataclass(frozen=True)
 class Share:
-    """The tiles of queries and of keys that somebody has, in the order in which they are kept. The last one may be short."""
+    """The tiles of queries and of keys that a rank has, in the order in which they are kept; all of them where it is alone. The last one
+    may be short."""
 
-    q_tiles: tuple[int, ...]
-    kv_tiles: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, problem: Problem) -> Share:
-        return cls(tuple(range(problem.q_tiles)), tuple(range(problem.kv_tiles)))
-
-    def rows(self, problem: Problem) -> tuple[int, int]:
-        """How many queries and keys they have."""
-        in_tiles = (self.q_tiles, problem.q_len, problem.tile_q), (self.kv_tiles, problem.kv_len, problem.tile_kv)
-        queries, keys = (sum(min(size, length - tile * size) for tile in tiles) for tiles, length, size in in_tiles)
-        return queries, keys
-
-    @cached_property
-    def place_of_q_tile(self) -> dict[int, int]:
-        return {tile: place for place, tile in enumerate(self.q_tiles)}
-
-    @cached_property
-    def place_of_kv_tile(self) -> dict[int, int]:
-        return {tile: place for place, tile in enumerate(self.kv_tiles)}
+    def __init__(self, problem: Problem, sharding: Sharding | None = None, rank: int = 0) -> None:
+        sharding = sharding or Sharding((problem.q_len,), (0,))
+        chunks = sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_kv_tiles(problem)
+        self.q_tiles, self.kv_tiles = (np.flatnonzero(np.isin(of_tiles, sharding.chunks_of(rank))).tolist() for of_tiles in chunks)
+        self.place_of_q_tile = {tile: place for place, tile in enumerate(self.q_tiles)}
+        self.place_of_kv_tile = {tile: place for place, tile in enumerate(self.kv_tiles)}
+        self.queries = sum(min(problem.tile_q, problem.q_len - tile * problem.tile_q) for tile in self.q_tiles)
+        self.keys = sum(min(problem.tile_kv, problem.kv_len - tile * problem.tile_kv) for tile in self.kv_tiles)
 
 
 class TilePlace(NamedTuple):
@@ -293,18 +281,12 @@ class BackwardTiles:
         for total, part in zip(self.sums[place.number], value, strict=True):
             total[tile] = part if first else total[tile] + part
 
-    @property
-    def dk_dv(self) -> tuple[Tensor, Tensor]:
-        """The sums of the kinds added up."""
-        dk, dv = self.sums[0]
-        for more_dk, more_dv in self.sums[1:]:
-            dk, dv = dk + more_dk, dv + more_dv
-        return dk, dv
-
     def gradients(self, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the share's rows."""
-        queries, keys = self.share.rows(self.problem)
-        dk, dv = self.dk_dv
+        queries, keys = self.share.queries, self.share.keys
+        dk, dv = self.sums[0]
+        for more_dk, more_dv in self.sums[1:]:  # of the kinds
+            dk, dv = dk + more_dk, dv + more_dv
         if self.scores.dropout is not None:
             dv = dv * self.scores.rescale
         return from_tiles(self.dq * scale, queries, dtype), from_tiles(dk * scale, keys, dtype), from_tiles(dv, keys, dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .calls.backward import backward
-from .calls.explain import check_schedule, explain, order_in_words
+from .calls.explain import backward_plan as check_schedule
+from .calls.explain import explain, order_in_words
 from .calls.forward import forward
 
 HEADS_AT_ONCE = False

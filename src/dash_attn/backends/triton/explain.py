@@ -14,7 +14,7 @@ from ...scheduling.order import ALL_GUARANTEES
 from ..run import as_packed
 from .launch import Launch
 from .mask_tables import TABLES
-from .setup import Passes, RowValues, forward_launch, gradient_launches, statistics_launch
+from .passes import Passes, RowValues, forward_launch, gradient_launches, statistics_launch
 from .tiles import PASSES
 
 NAME = "two passes"
@@ -59,7 +59,7 @@ def explain(call: Call, predict_time: bool = True) -> Explanation:
     """Tensors on the meta device need no GPU; nothing is compiled for them, so there are no hashes of kernels."""
     passes, q = Passes(_as_run(call)), call.q
     tiles, launches = passes.tiles, _launches(passes)
-    tables = {name: launch for name, launch in launches.items() if name != "row statistics"}
+    tables = [launch.numbers[name] for launch in launches.values() for name in TABLES if launch.numbers.get(name) is not None]
     return Explanation(
         call=describe_call(call),
         backend="triton",
@@ -71,17 +71,12 @@ def explain(call: Call, predict_time: bool = True) -> Explanation:
         forward_tiles=(tiles.forward.q_rows, tiles.forward.kv_rows),
         gang=1,
         workers=torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_WORKERS,
-        plan_bytes=sum(_table_bytes(launch) for launch in tables.values()),
+        plan_bytes=sum(table.nbytes for table in tables),
         workspace_bytes=sum(values.nbytes for values in vars(RowValues.empty(passes, "meta")).values()),
         prediction_note="the time of this backend is not modelled",
         kernels=_machine_code(q, launches),
         passes={**tiles.in_words(), "table": f"tiles of {tiles.architecture}"},
     )
-
-
-def _table_bytes(launch: Launch) -> int:
-    tables = (launch.numbers.get(name) for name in TABLES)
-    return sum(table.nbytes for table in tables if table is not None)
 
 
 def _as_run(call: Call) -> Call:

@@ -18,7 +18,7 @@ MODULES = {
     "attention_forward": "forward",
     "key_gradients": "backward",
     "query_gradients": "backward",
-    "gradients": "together",
+    "gradients": "backward",
     "row_statistics": "rows",
     "sink_gradient": "rows",
     "check_offsets": "rows",

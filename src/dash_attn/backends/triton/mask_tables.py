@@ -5,7 +5,7 @@ Of boolean matrices: lists of tiles for each, blocks of 64 x 64, and 64 elements
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,7 +24,6 @@ BAND, ROWS, BLOCKS, BITS = 0, 1, 2, 3  # as in kernels/visits.py
 FAR_AWAY = 2**29  # farther than any two tokens are apart
 TABLES = ("rows", "bounds", "visits", "blocks", "places", "matrices")
 MOST_TABLES = 128  # that are kept on GPUs
-Boolean = TilePattern | PatternPerHead
 Tables = TypeVar("Tables")
 _kept: Kept[Any] = Kept(MOST_TABLES)
 _of_masks: WeakKeyDictionary[BooleanMask, dict[Any, Any]] = WeakKeyDictionary()  # tables live as long as their mask
@@ -96,44 +95,41 @@ class Masked:
     def _found(self, tile: Tile, by_keys: bool) -> MaskTables:
         shape = self.lengths, (tile.q_rows, tile.kv_rows), by_keys, self.device
         if self.elements is None:
-            return kept_on(self.device, (self.mask, *shape), lambda: _make(self.mask, *shape))
-        return kept_with(self.elements, shape, lambda: _make(self.mask, *shape, self.elements))
+            return kept_on(self.device, (self.mask, *shape), lambda: self._make(tile, by_keys))
+        return kept_with(self.elements, shape, lambda: self._make(tile, by_keys))
+
+    def _make(self, tile: Tile, by_keys: bool) -> MaskTables:
+        """Of boolean matrices, lists of one stand behind those of another."""
+        mask, device = self.mask, self.device
+        found = self._matrices(mask) if isinstance(mask, (TilePattern, PatternPerHead)) else None
+        maps = [one.tile_map(*self.lengths, tile.q_rows, tile.kv_rows) for one in ((mask,) if found is None else found.patterns)]
+        bounds, visits = visit_lists(np.concatenate([tile_map.T if by_keys else tile_map for tile_map in maps]))
+        lists: dict[str, Any] = {"bounds": upload(bounds, device), "visits": upload(visits, device)}
+        if found is not None:
+            return MaskTables(BITS, **found.arguments(), **lists)
+        if isinstance(mask, TileMap):
+            sizes = {"block_q": mask.block_q, "block_kv": mask.block_kv, "block_columns": mask.blocks.shape[1]}
+            return MaskTables(BLOCKS, blocks=upload(mask.blocks.astype(np.uint8), device), **sizes, **lists)
+        assert isinstance(mask, IntervalMask)
+        rows = np.stack(mask.clipped_bounds(np.arange(self.lengths[0]), *self.lengths), axis=1)
+        return MaskTables(ROWS, rows=upload(rows.astype(np.int32), device), **lists)
+
+    def _matrices(self, mask: TilePattern | PatternPerHead) -> Matrices:
+        """Without elements: of a mask that has no partial blocks, or that is only explained."""
+        device, elements = self.device, self.elements
+        if elements is not None:
+            tables = ((matrix.blocks, matrix.words, matrix.places) for matrix in elements.matrices)
+            return kept_with(elements, device, lambda: Matrices.of(tables, elements.numbers, device))
+        patterns, numbers = (mask.patterns, np.array(mask.numbers)) if isinstance(mask, PatternPerHead) else ((mask,), np.zeros((1, 1)))
+        all_blocks = (one.blocks if isinstance(one, TilePattern) else np.where(one.blocks, FULL, EMPTY) for one in patterns)
+        of_patterns = ((blocks, *words_and_places(blocks)) for blocks in all_blocks)
+        return kept_on(device, mask, lambda: Matrices.of(of_patterns, numbers, device))
 
 
 def distances(sides: tuple[int, int]) -> tuple[int, int]:
     """How far a query sees to the left and to the right of its own position."""
     left, right = (FAR_AWAY if side < 0 else min(int(side), FAR_AWAY) for side in sides)
     return left, right
-
-
-def _make(
-    mask: Mask,
-    lengths: tuple[int, int],
-    sizes: tuple[int, int],
-    by_keys: bool,
-    device: torch.device,
-    elements: BooleanMask | None = None,
-) -> MaskTables:
-    if isinstance(mask, (TilePattern, PatternPerHead)):
-        return _of_matrices(mask, (lengths, sizes, by_keys), device, elements)
-    tile_map = mask.tile_map(*lengths, *sizes)
-    bounds, visits = visit_lists(tile_map.T if by_keys else tile_map)
-    lists: dict[str, Any] = {"bounds": upload(bounds, device), "visits": upload(visits, device)}
-    if isinstance(mask, TileMap):
-        blocks = upload(mask.blocks.astype(np.uint8), device)
-        return MaskTables(BLOCKS, blocks=blocks, block_q=mask.block_q, block_kv=mask.block_kv, block_columns=mask.blocks.shape[1], **lists)
-    assert isinstance(mask, IntervalMask)
-    rows = np.stack(mask.clipped_bounds(np.arange(lengths[0]), *lengths), axis=1)
-    return MaskTables(ROWS, rows=upload(rows.astype(np.int32), device), **lists)
-
-
-def _of_matrices(mask: Boolean, shape: tuple[Any, ...], device: torch.device, elements: BooleanMask | None) -> MaskTables:
-    """Lists of one matrix behind those of another, and bits."""
-    lengths, sizes, by_keys = shape
-    found = matrices_of(mask, elements, device)
-    maps = [pattern.tile_map(*lengths, *sizes) for pattern in found.patterns]
-    bounds, visits = visit_lists(np.concatenate([tile_map.T if by_keys else tile_map for tile_map in maps]))
-    return MaskTables(BITS, bounds=upload(bounds, device), visits=upload(visits, device), **found.arguments())
 
 
 def visit_lists(tile_map: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -159,6 +155,15 @@ class Matrices:
     places: Tensor  # (matrices, blocks)
     numbers: Tensor  # (sequences or 1, query heads or 1): which matrix each has
 
+    @classmethod
+    def of(cls, tables: Iterable[tuple[NDArray[Any], ...]], numbers: NDArray[Any], device: torch.device) -> Matrices:
+        """tables: blocks, words and places of each matrix."""
+        all_blocks, all_words, all_places = zip(*tables, strict=True)
+        begins = np.cumsum([0, *map(len, all_words[:-1])])
+        places = np.stack([(begin + places).ravel() for begin, places in zip(begins, all_places, strict=True)])
+        uploaded = np.concatenate(all_words).view(np.int64), places.astype(np.int32), numbers.astype(np.int32)
+        return cls(tuple(map(TilePattern.of, all_blocks)), *(upload(table, device) for table in uploaded))
+
     def arguments(self) -> dict[str, Any]:
         sequences, heads = self.numbers.shape
         return {
@@ -168,38 +173,3 @@ class Matrices:
             "matrix_head": 1 if heads > 1 else 0,
             "matrix_blocks": self.places.shape[1],
         }
-
-
-def matrices_of(mask: Boolean, elements: BooleanMask | None, device: torch.device) -> Matrices:
-    """Without elements: of a mask that has no partial blocks, or that is only explained."""
-    if elements is None:
-        return kept_on(device, mask, lambda: _of_pattern(mask, device))
-    return kept_with(elements, device, lambda: _of_elements(elements, device))
-
-
-def _of_elements(elements: BooleanMask, device: torch.device) -> Matrices:
-    patterns = tuple(TilePattern.of(matrix.blocks) for matrix in elements.matrices)
-    tables = [(matrix.words, matrix.places) for matrix in elements.matrices]
-    return _uploaded(patterns, tables, elements.numbers, device)
-
-
-def _of_pattern(mask: Boolean, device: torch.device) -> Matrices:
-    patterns = mask.patterns if isinstance(mask, PatternPerHead) else (mask,)
-    numbers = np.array(mask.numbers if isinstance(mask, PatternPerHead) else [[0]])
-    return _uploaded(patterns, [words_and_places(blocks_of(pattern)) for pattern in patterns], numbers, device)
-
-
-def blocks_of(pattern: TilePattern | TileMap) -> NDArray[np.uint8]:
-    return pattern.blocks if isinstance(pattern, TilePattern) else np.where(pattern.blocks, FULL, EMPTY).astype(np.uint8)
-
-
-def _uploaded(
-    patterns: tuple[TilePattern | TileMap, ...],
-    tables: Sequence[tuple[NDArray[Any], NDArray[Any]]],
-    numbers: NDArray[Any],
-    device: torch.device,
-) -> Matrices:
-    words = np.concatenate([words for words, _ in tables]).view(np.int64)
-    begins = np.cumsum([0, *(len(words) for words, _ in tables[:-1])])
-    places = np.stack([(begin + places).ravel() for begin, (_, places) in zip(begins, tables, strict=True)])
-    return Matrices(patterns, *(upload(table, device) for table in (words, places.astype(np.int32), numbers.astype(np.int32))))

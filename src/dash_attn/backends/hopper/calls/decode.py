@@ -16,14 +16,14 @@ from ....call.kv_cache import CacheCall
 from ....errors import Unsupported
 from ....masks import Mask
 from ...kept import Kept, refuse_capture
-from ..driver.cache_parameters import AppendParams, CacheParams, DecodeParams
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
-from ..driver.tensor_map import TensorMap, is_tma_ready
+from ..driver.parameters import AppendParams, CacheParams, DecodeParams
+from ..driver.tensor_map import TensorMap, is_tma_ready, tma_ready
 from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, refuse_modifiers, sm_count
 from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
-from .kernel_names import KernelName, cluster_kernel, decode_kernel
+from .kernel_names import KernelName, decode_kernel
 from .layout import MOST_CALLS, kernel_scales, row_strides
 from .tables import FAR_AWAY
 
@@ -32,15 +32,14 @@ APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
 
 def attention_with_cache(call: CacheCall) -> Saved:
     """Appends what is new, then output and LSE."""
-    key = _key(call)
-    prepared = _calls.get(key)
-    if prepared is None:
-        refuse_capture()
-        check_cache_call(call)
-        with on_device(device_index(call.q.device)):
-            prepared = DecodeCall(call)
-        _calls.put(key, prepared)
-    return prepared.run(call)
+    return _calls.find(_key(call), lambda: _prepare(call)).run(call)
+
+
+def _prepare(call: CacheCall) -> DecodeCall:
+    refuse_capture()
+    check_cache_call(call)
+    with on_device(device_index(call.q.device)):
+        return DecodeCall(call)
 
 
 def check_cache_call(call: CacheCall) -> None:
@@ -101,7 +100,7 @@ class Work:
         return self.units * self.ctas_of_unit
 
     def kernel(self, dtype: str, capped: bool) -> KernelName:
-        return cluster_kernel(dtype, self.dim, self.columns, capped) if self.columns else decode_kernel(dtype, self.dim, capped)
+        return decode_kernel(dtype, self.dim, capped, self.columns)
 
 
 class DecodeCall:
@@ -142,7 +141,7 @@ class DecodeCall:
     def run(self, call: CacheCall) -> Saved:
         raise_if_troubled()
         with on_device(self.index):
-            q, sinks, offsets = _readable(call.q), call.sinks, call.offsets
+            q, sinks, offsets = tma_ready(call.q), call.sinks, call.offsets
             out = q.new_empty(self.out_shape)
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             logits = None if sinks is None else sinks.detach().float().contiguous()
@@ -185,7 +184,7 @@ class Append:
         """Returns memory to keep until the launches are done."""
         assert call.k is not None
         assert call.v is not None
-        k, v, params = _readable(call.k), _readable(call.v), self.params
+        k, v, params = tma_ready(call.k), tma_ready(call.v), self.params  # few, so they may be copied
         memory = None
         if self.owners is not None:
             memory, at = self.owners.allocate(k.device)
@@ -217,11 +216,6 @@ def _point_to(params: CacheParams, call: CacheCall) -> None:
     params.positions, params.position = (positions.data_ptr(), 0) if isinstance(positions, Tensor) else (None, positions)
     for field, values in (("left_padding", call.cache_leftpad), ("rows", call.cache_batch_idx), ("pages", call.block_table)):
         setattr(params, field, None if values is None else values.data_ptr())
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """With rows that can be read 16 bytes at a time: queries and new keys are few, so they may be copied."""
-    return tensor if is_tma_ready(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _longest(call: CacheCall) -> int:

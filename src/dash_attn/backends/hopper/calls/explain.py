@@ -7,7 +7,7 @@ from typing import Any
 
 from ....call import planning
 from ....call.call import Call
-from ....call.explain import CACHE_GUARANTEES, CacheExplanation, Explanation, bytes_at_most, call_in_words
+from ....call.explain import CacheExplanation, Explanation, explanation_of_cache
 from ....call.kv_cache import CacheCall
 from ....call.parts import each_planned_alone, runs_whole
 from ....masks import PatternPerHead
@@ -15,7 +15,7 @@ from ....scheduling.order import reported
 from ....scheduling.plan import Plan
 from ....simulation.machines import H200
 from ...run import as_packed
-from ..driver.cubin_files import Kernel
+from ..driver.compile import Kernel
 from ..driver.launch import device_index
 from ..support import DTYPES
 from ..tiles import decode_tiles
@@ -27,15 +27,10 @@ from .rank_backward import BackwardInLegs
 
 
 def backward_plan(call: Call) -> Plan:
-    """The plan that a backward of dense tensors walks."""
+    """What the backward of dense tensors walks. Raises where that cannot be the schedule that was given."""
     setup = backward_setup(call)
     assert setup.plan is not None
     return setup.plan
-
-
-def check_schedule(call: Call) -> None:
-    """A schedule that was given must be one that the backward can follow."""
-    backward_plan(call)
 
 
 def order_in_words(call: Call) -> str:
@@ -144,14 +139,11 @@ def explain_cache(call: CacheCall) -> CacheExplanation:
     work = Work.of(call)
     names = {"decode": work.kernel(DTYPES[call.q.dtype], bool(call.options.softcap)), **({"append": APPEND} if call.new else {})}
     loaded = {} if call.q.is_meta else _load(names, device_index(call.q.device))
-    return CacheExplanation(
-        call=call_in_words(call),
-        backend="hopper",
-        guarantees=CACHE_GUARANTEES,
+    return explanation_of_cache(
+        call,
+        "hopper",
         kv_rows=decode_tiles(work.dim).kv_rows,
         units=work.units,
         served_by=f"each by a cluster of {work.ctas_of_unit} CTAs" if work.columns else "each by one CTA",
-        new_keys=call.new,
-        read_bytes=bytes_at_most(call),
         kernels={name: kernel.sha256 for name, kernel in loaded.items()},
     )

@@ -62,10 +62,6 @@ class Variant:
     def modifiers(self) -> str:
         return f"{flag(self.dropout)}, {flag(self.alibi)}"
 
-    @property
-    def packed(self) -> str:
-        return flag(self.mask_kind == PACKED)
-
 
 def forward_kernel(variant: Variant, consumers: int, v_dim: int) -> KernelName:
     choices = f"{variant.dtype}, {variant.dim}, {consumers}, {flag(variant.softcap)}, MaskKind::{variant.mask_kind}"
@@ -77,14 +73,13 @@ def forward_kernel(variant: Variant, consumers: int, v_dim: int) -> KernelName:
     return KernelName("forward/attention.cuh", f"attention_forward<{choices}{of_values}>", threads, shared_bytes)
 
 
-def decode_kernel(dtype: str, dim: int, softcap: bool) -> KernelName:
+def decode_kernel(dtype: str, dim: int, softcap: bool, columns: int = 0) -> KernelName:
+    """columns: of V that a CTA of a cluster owns; 0: no clusters."""
+    if columns:
+        name = f"attention_decode_cluster<{dtype}, {dim}, {columns}, {flag(softcap)}>"
+        return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim, columns).shared_bytes)
     name = f"attention_decode<{dtype}, {dim}, {flag(softcap)}>"
     return KernelName("decode/attention.cuh", name, DECODE_THREADS, decode_tiles(dim).shared_bytes)
-
-
-def cluster_kernel(dtype: str, dim: int, columns: int, softcap: bool) -> KernelName:
-    name = f"attention_decode_cluster<{dtype}, {dim}, {columns}, {flag(softcap)}>"
-    return KernelName("decode/cluster.cuh", name, CLUSTER_THREADS, cluster_tiles(dim, columns).shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class BackwardKernels:
 
 def backward_kernels(variant: Variant, v_dim: int, ordered: bool, record: bool = False) -> BackwardKernels:
     """v_dim: that the kernel has for values; record: with the attention kernel that notes when every task ran."""
-    dtype, packed, tiles = variant.dtype, variant.packed, backward_tiles(variant.dim, v_dim)
+    dtype, packed, tiles = variant.dtype, flag(variant.mask_kind == PACKED), backward_tiles(variant.dim, v_dim)
     dims = f"{variant.dim}, {v_dim}"
     flags = f"{flag(ordered)}, {flag(variant.softcap)}"
     preprocess = f"backward_preprocess<{dtype}, {threads_per_row(v_dim)}, {tiles.q_rows}, {packed}>"

@@ -9,9 +9,7 @@ Tables are uploaded once for a shared schedule, then used by every backward of i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +30,8 @@ from .tables import DeviceTables, MaskOnDevice, band_of
 
 MOST_TABLES = 64  # of shared schedules and ranks that are kept on devices
 Q_FIRST, Q_STRIDE, LENGTH, TURN_MUL, TURN_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
-CHAIN_FIELDS, ENDING_FIELDS = ([field[0] for field in structure._fields_] for structure in (ChainRecord, EndingRecord))
+CHAIN_FIELDS, ENDING_FIELDS = ChainRecord.names, EndingRecord.names
+CHAIN_BYTES, ENDING_BYTES = int(ChainRecord.bytes()), int(EndingRecord.bytes())
 
 
 class Range(NamedTuple):
@@ -42,56 +41,19 @@ class Range(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, eq=False)
 class RankRows:
-    """The rows, Q tiles and KV tiles that a rank has, counted from its first ones."""
+    """The rows, Q tiles and KV tiles that a rank has."""
 
-    sharding: Sharding
-    rank: int
-
-    @cached_property
-    def moved(self) -> dict[int, int]:
-        """By chunk of the rank: how many rows of the sequence are missing before it."""
-        found, kept = {}, 0
-        for chunk in self.sharding.chunks_of(self.rank):
-            rows = self.sharding.rows_of_chunk(chunk)
-            found[chunk] = rows.start - kept
-            kept += len(rows)
-        return found
-
-    @property
-    def count(self) -> int:
-        return sum(self.sharding.lengths[chunk] for chunk in self.moved)
-
-    def q_tiles(self, problem: Problem) -> Ints:
-        """The rank's tiles of queries, by their numbers in the sequence."""
-        return self._own(self.sharding.chunk_of_tiles(problem.tile_q))
-
-    def kv_tiles(self, problem: Problem) -> Ints:
-        return self._own(self.sharding.chunk_of_kv_tiles(problem))
-
-    def keys(self, problem: Problem) -> int:
-        """As many as queries, unless one rank has all of them."""
-        return problem.kv_len if self.sharding.ranks == 1 else self.count
-
-    def _own(self, chunks: Ints) -> Ints:
-        return frozen_ints(np.flatnonzero(np.isin(chunks, list(self.moved))))
-
-
-def rank_sizes(plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTiles) -> Sizes:
-    problem, rows = plan.problem, RankRows(shared.sharding, rank)
-    return Sizes(
-        batch=problem.batch,
-        q_heads=problem.heads * problem.group,
-        kv_heads=problem.heads,
-        rows=rows.count,
-        keys=rows.keys(problem),
-        q_tiles=len(rows.q_tiles(problem)),
-        kv_tiles=len(rows.kv_tiles(problem)),
-        sums=plan.sums,
-        pieces=tiles.sum_pieces,
-        states=sum(shared.state_tiles(unit) for unit in shared.by_rank[rank] if unit.leg is not None),
-    )
+    def __init__(self, problem: Problem, sharding: Sharding, rank: int) -> None:
+        chunks = sharding.chunks_of(rank)
+        kept = list(accumulate((sharding.lengths[chunk] for chunk in chunks), initial=0))
+        # By chunk: how many rows of the sequence are missing before it.
+        self.moved = {chunk: sharding.rows_of_chunk(chunk).start - before for chunk, before in zip(chunks, kept[:-1], strict=True)}
+        self.count = kept[-1]
+        self.keys = problem.kv_len if sharding.ranks == 1 else self.count  # as many as queries, unless one rank has all of them
+        # By their numbers in the sequence.
+        self.q_tiles = frozen_ints(np.flatnonzero(np.isin(sharding.chunk_of_tiles(problem.tile_q), chunks)))
+        self.kv_tiles = frozen_ints(np.flatnonzero(np.isin(sharding.chunk_of_kv_tiles(problem), chunks)))
 
 
 class LegRuns:
@@ -129,32 +91,46 @@ class LegRuns:
         self.entry_count += length
         return cut
 
-    @property
-    def tables(self) -> dict[str, Ints]:
-        entries = np.concatenate(self.entries) if self.entries else np.zeros((0, 3), dtype=np.int64)
-        return {"runs": frozen_ints(np.array(self.runs, dtype=np.int64).reshape(-1, len(RUN_FIELDS))), "entries": frozen_ints(entries)}
-
 
 class LegTables:
     """The tables of a rank. `records` of a unit, and `endings` of the last ones, follow each other in the order of its chains."""
 
     def __init__(self, plan: Plan, shared: SharedSchedule, rank: int, tiles: BackwardTiles) -> None:
         check_shared_mask(plan.problem.mask)
-        self.plan, self.shared, self.rows = plan, shared, RankRows(shared.sharding, rank)
-        self.sizes = rank_sizes(plan, shared, rank, tiles)
+        self.plan, self.shared, self.rows = plan, shared, RankRows(plan.problem, shared.sharding, rank)
         self.units = shared.by_rank[rank]
+        self.sizes = self._sizes(tiles)
         self.semaphore_of = self._semaphores_of_states()
         self._legs: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
         self._runs = LegRuns(plan)
         self.records, self.chains = self._joined([unit for unit in self.units if unit.leg is not None], self.records_of, CHAIN_FIELDS)
         self.endings, self.ends = self._joined([unit for unit in self.units if unit.leg is None], self._endings_of, ENDING_FIELDS)
-        self.runs, self.entries = self._runs.tables["runs"], self._runs.tables["entries"]
-        self.q_turns = frozen_ints(plan.turns_per_q_tile[self.rows.q_tiles(plan.problem)])
+        self.runs = frozen_ints(np.array(self._runs.runs, dtype=np.int64).reshape(-1, len(RUN_FIELDS)))
+        self.entries = frozen_ints(np.concatenate([np.zeros((0, 3), dtype=np.int64), *self._runs.entries]))
+        self.q_turns = frozen_ints(plan.turns_per_q_tile[self.rows.q_tiles])
+        # Of every leg: the next ticket, and how many there are; and by unit, which row that is.
+        self.counters = frozen_ints(np.array([(0, chains.number) for chains in self.chains.values()]).reshape(-1, 2))
+        self.counter_of = {unit: row for row, unit in enumerate(self.chains)}
 
     @property
     def tables(self) -> dict[str, Ints]:
         """What the rank gets."""
         return {name: getattr(self, name) for name in ("runs", "entries", "records", "endings", "q_turns", "counters")}
+
+    def _sizes(self, tiles: BackwardTiles) -> Sizes:
+        problem, rows = self.plan.problem, self.rows
+        return Sizes(
+            batch=problem.batch,
+            q_heads=problem.heads * problem.group,
+            kv_heads=problem.heads,
+            rows=rows.count,
+            keys=rows.keys,
+            q_tiles=len(rows.q_tiles),
+            kv_tiles=len(rows.kv_tiles),
+            sums=self.plan.sums,
+            pieces=tiles.sum_pieces,
+            states=sum(self.shared.state_tiles(unit) for unit in self.units if unit.leg is not None),
+        )
 
     def _semaphores_of_states(self) -> dict[int, int]:
         """By unit: the first one of the states that it leaves."""
@@ -164,16 +140,6 @@ class LegTables:
                 found[unit.number] = self.sizes.dq_tiles + states * self.sizes.pieces
                 states += self.shared.state_tiles(unit)
         return found
-
-    @cached_property
-    def counters(self) -> Ints:
-        """Of every leg: the next ticket, and how many there are."""
-        return frozen_ints([(0, chains.number) for chains in self.chains.values()] or np.zeros((0, 2), dtype=np.int32))
-
-    @cached_property
-    def counter_of(self) -> dict[int, int]:
-        """By unit: the row of `counters`."""
-        return {unit: row for row, unit in enumerate(self.chains)}
 
     def _joined(self, units: Iterable[Unit], rows_of: Any, fields: list[str]) -> tuple[Ints, dict[int, Range]]:
         parts, ranges, first = [np.zeros((0, len(fields)), dtype=np.int32)], {}, 0
@@ -191,7 +157,7 @@ class LegTables:
         places = [place for place, head in enumerate(unit.heads) if heads is None or head in heads]
         position, place = (grid.ravel() for grid in np.meshgrid(np.arange(len(leg.kv_tiles)), places, indexing="ij"))
         first_run, steps = (values[position] for values in self._leg(unit))
-        sequence, kv_head, q_head = (np.array(values)[place] for values in zip(*map(self._head(unit), unit.heads), strict=True))
+        sequence, kv_head, q_head = np.array([self._head(*head, unit.member) for head in unit.heads])[place].T
         kv_tile = np.array(leg.kv_tiles)[position]
         slot = place * len(column.kv_tiles) + np.searchsorted(column.kv_tiles, kv_tile)
         first_key = kv_tile * self.plan.problem.tile_kv
@@ -213,15 +179,10 @@ class LegTables:
         nothing = np.zeros_like(steps)  # q_shift and gang_end, and the turn of a state: it is stored
         return frozen_ints(np.stack([fields.get(name, nothing) for name in CHAIN_FIELDS], axis=1))
 
-    def _head(self, unit: Unit) -> Any:
+    def _head(self, sequence: int, part: int, member: int) -> tuple[int, int, int]:
         """(sequence, KV head, query head) of a head of a unit, for the member whose turn it is."""
         problem = self.plan.problem
-
-        def place(head: Head) -> tuple[int, int, int]:
-            sequence, part = head
-            return sequence, part // problem.parts, problem.members(part).start + self.plan.members(part)[unit.member]
-
-        return place
+        return sequence, part // problem.parts, problem.members(part).start + self.plan.members(part)[member]
 
     def _band_top(self, chunk: int) -> int:
         """For the first key: the mask's own, as many rows further on as the chunk's rows were moved. Other masks have none."""
@@ -245,10 +206,11 @@ class LegTables:
     def _endings_of(self, unit: Unit) -> Ints:
         """The states of a column's KV tiles, those of parts that add to one sum together."""
         kv_tiles = self.shared.column_of(unit).kv_tiles
-        own = np.searchsorted(self.rows.kv_tiles(self.plan.problem), kv_tiles)
+        own, parts = np.searchsorted(self.rows.kv_tiles, kv_tiles), self.plan.problem.parts
         endings = []
-        for (sequence, kv_head), members in groupby(sorted(enumerate(unit.heads), key=_by_head), key=self._kv_head_of):
-            places, heads = zip(*members, strict=True)
+        by_head = sorted((head, place) for place, head in enumerate(unit.heads))
+        for (sequence, kv_head), members in groupby(by_head, key=lambda one: (one[0][0], one[0][1] // parts)):
+            heads, places = zip(*members, strict=True)
             sums = [self.plan.sum_of(part) for _, part in heads]
             number, turn = sums[0]
             apart = places[1] - places[0] if len(places) > 1 else 1
@@ -259,14 +221,6 @@ class LegTables:
                 endings.append((target, turn, places[0] * len(kv_tiles) + place, len(sums), apart * len(kv_tiles)))
         assert len({ending[0] for ending in endings}) == len(endings), "blocks of one launch have no order: a sum has one ending"
         return frozen_ints(endings)
-
-    def _kv_head_of(self, head: tuple[int, Head]) -> tuple[int, int]:
-        sequence, part = head[1]
-        return sequence, part // self.plan.problem.parts
-
-
-def _by_head(place_and_head: tuple[int, Head]) -> Head:
-    return place_and_head[1]
 
 
 class LegsOnDevice:
@@ -280,10 +234,10 @@ class LegsOnDevice:
         self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
 
     def records(self, unit: Unit) -> int:
-        return self.tables["records"] + ChainRecord.bytes() * self.host.chains[unit.number].first
+        return self.tables["records"] + CHAIN_BYTES * self.host.chains[unit.number].first
 
     def endings(self, unit: Unit) -> int:
-        return self.tables["endings"] + EndingRecord.bytes() * self.host.ends[unit.number].first
+        return self.tables["endings"] + ENDING_BYTES * self.host.ends[unit.number].first
 
     def of_some_heads(self, unit: Unit, heads: tuple[Head, ...]) -> DeviceTables:
         """Records of a unit whose heads do not run at once, made when they are first asked for."""

@@ -76,8 +76,9 @@ class MaskBits:
         self.numbers = upload(found.numbers.ravel(), device)
         self.tiles = upload(found.tiles, device)
         self.layout.kernel().load(device_index(device))
-        self._of_map = _as_matrix(problem) if isinstance(problem.mask, TileMap) else None
-        if self._of_map is not None:  # kept as long as this is
+        self._of_map: BooleanMask | None = None
+        if isinstance(problem.mask, TileMap):  # kept as long as this is
+            self._of_map = BooleanMask.of_matrices([[BitMatrix.of_blocks(problem.mask.blocks, (problem.q_len, problem.kv_len))]])
             lasting(partial(self._kept, self._of_map), device)
 
     def give(self, params: MaskParams, elements: BooleanMask | None) -> BitsOfMask:
@@ -160,11 +161,6 @@ def _pack(matrix: BitMatrix, bits: Tensor, tiles: MaskBits, index: int) -> None:
 def _sent(array: NDArray[Any], device: torch.device) -> Tensor:
     """Nobody waits: pinned memory is kept until it was read."""
     return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(device, non_blocking=True)
-
-
-def _as_matrix(problem: Problem) -> BooleanMask:
-    assert isinstance(problem.mask, TileMap)
-    return BooleanMask.of_matrices([[BitMatrix.of_blocks(problem.mask.blocks, (problem.q_len, problem.kv_len))]])
 
 
 _lock = threading.Lock()

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ....call.call import Call, Gradients, Modifiers, sum_in_order
 from ....call.options import AttentionOptions
-from ....call.planning import walk_in_legs
 from ....scheduling.plan import Plan
 from ....scheduling.ranks.units import SharedSchedule, Unit, most_states
+from ... import walk_in_legs
 from ..driver.launch import Launch, current_stream, device_index, on_device
 from ..driver.parameters import EndingParams, LegParams, Pair, SinkGradientParams, TilePlaces
 from ..driver.tensor_map import TensorMap, tma_ready
@@ -260,15 +260,12 @@ class RankBackward:
     def _end_all(self, stream: Any) -> None:
         """Endings that wait, one after the other, when everything before has ended."""
         for unit, state in self._waiting:
-            self._end(unit, state, stream)
+            self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
+            blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
+            if blocks not in self._endings:
+                self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
+            self._endings[blocks].on(stream)
         self._waiting.clear()
-
-    def _end(self, unit: Unit, state: Tensor, stream: Any) -> None:
-        self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
-        blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
-        if blocks not in self._endings:
-            self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
-        self._endings[blocks].on(stream)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the rank's rows."""

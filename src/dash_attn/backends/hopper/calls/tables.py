@@ -52,20 +52,11 @@ class PlanOnDevice:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         placement = plan.placement
-        self.tables = DeviceTables(
-            {
-                "starts": plan.starts,
-                "chain_runs": plan.chain_runs,
-                "chain_steps": plan.chain_steps,
-                "runs": plan.runs,
-                "entries": plan.entries,
-                "segments": np.cumsum([0, *placement.segments]),
-                "q_turns": plan.turns_per_q_tile,
-            },
-            device,
-        )
+        arrays = {name: getattr(plan, name) for name in ("starts", "chain_runs", "chain_steps", "runs", "entries")}
+        arrays["segments"] = np.cumsum([0, *placement.segments])
+        self.tables = DeviceTables({**arrays, "q_turns": plan.turns_per_q_tile}, device)
         self.params = PlanTables(
-            *(self.tables[name] for name in ("starts", "chain_runs", "chain_steps", "runs", "entries", "segments")),
+            **{name: self.tables[name] for name in arrays},
             has_gangs=int(plan.gang > 1),
             last_member_first=Pair(*map(int, plan.last_member_first)),
             **placement_fields(placement, plan.problem),

@@ -6,8 +6,9 @@ Apart from the header of all other kernels: what the ledger needs does not compi
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from .structures import Structure, declaration, lay_out
+from .structures import declaration, structures_in
 
 NAME = "ledger/shared_with_python.cuh"
 MOST_TENSORS = 192  # of a launch: their table travels as a kernel parameter, which has room for 4 KB
@@ -18,20 +19,16 @@ CHUNK_BYTES = 16 * 1024
 INDEX_FACTOR = 0x9E3779B97F4A7C15
 MIX_SHIFTS = (30, 27, 31)
 MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-
-class BitSumsParams(Structure):
-    in_c = f"""
-    const void* tensors[{MOST_TENSORS}];  // any address
-    u64 sizes[{MOST_TENSORS}];  // in bytes
-    u64* sums;  // one per tensor, added to
-    u32 first_chunks[{MOST_TENSORS + 1}];  // of each tensor; then the number of chunks
-    int count;  // tensors
-    u32 ctas;  // of the launch
-    """
-
-
-lay_out(BitSumsParams)
+BitSumsParams: Any = structures_in(f"""
+struct BitSumsParams {{
+  const void* tensors[{MOST_TENSORS}];  // any address
+  u64 sizes[{MOST_TENSORS}];  // in bytes
+  u64* sums;  // one per tensor, added to
+  u32 first_chunks[{MOST_TENSORS + 1}];  // of each tensor; then the number of chunks
+  int count;  // tensors
+  u32 ctas;  // of the launch
+}};
+""")["BitSumsParams"]
 
 
 @cache

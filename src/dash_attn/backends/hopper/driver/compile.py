@@ -1,7 +1,9 @@
-"""NVRTC: kernel sources in the package -> cubin, cached on disk by source, options and compiler version.
+"""Kernel sources in the package -> cubin: shipped with it, or by NVRTC, cached on disk by source, options and compiler version.
 
-Only what did not come compiled with the package (shipped.py) is compiled here.
-Needs no GPU and no CUDA toolkit: `nvidia-cuda-nvrtc` and `cuda-bindings` come with torch's CUDA builds (or from PyPI).
+Shipped kernels were compiled by one NVRTC when the package was built (tools/build_with_kernels.py). They are found by source, options and
+name, so no compiler has to be installed, and two machines with different PyTorch builds run the same machine code. A checkout has none,
+and changed sources find none: both compile.
+That needs no GPU and no CUDA toolkit: `nvidia-cuda-nvrtc` and `cuda-bindings` come with torch's CUDA builds (or from PyPI).
 """
 
 from __future__ import annotations
@@ -10,19 +12,48 @@ import hashlib
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ....errors import CompileError
+from ...machine_code import machine_code_hash
 from .. import kernels
 from . import bit_sums_header, shared_header
-from .cubin_files import DamagedFile, Kernel, read_kernel, write_kernel
 from .wgmma_header import wgmma_header
 
+FOLDER = Path(__file__).parents[1] / "shipped"
+SMALLEST = ("backward/ending.cuh", "end_trips<64, 64>")  # is shipped if any is; a driver that loads it loads the others
 OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+MAGIC = b"dash-attn-cubin-2\n"  # a file that holds a kernel begins with it
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Its binary, the mangled name inside it, what the assembler said, and the version of the NVRTC that made it."""
+
+    cubin: bytes
+    symbol: str
+    log: str
+    compiler: str
+    shipped: bool = False  # it came with the package
+
+    @property
+    def sha256(self) -> str:
+        """Names the machine code: part of what decides the bits."""
+        return machine_code_hash(self.cubin)
+
+    @property
+    def origin(self) -> str:
+        return origin(self.compiler, self.shipped)
+
+
+class DamagedFile(CompileError):
+    """A file that is not as it was written."""
 
 
 @cache
@@ -44,6 +75,25 @@ def included_by(header: str, files: dict[str, str]) -> dict[str, str]:
             found[name] = files[name]
             left += re.findall(r'^#include "(.+)"$', files[name], re.MULTILINE)
     return found
+
+
+def shipped_kernel(header: str, name: str) -> Kernel | None:
+    """None where it did not come with the package. A damaged one raises: compiling it here would change bits in silence."""
+    try:
+        kernel = read_kernel(shipped_file(FOLDER, header, name))
+    except DamagedFile as error:
+        raise DamagedFile(f"{error}, the kernel {name} that came with dash-attn; install the package again") from None
+    return None if kernel is None else replace(kernel, shipped=True)
+
+
+def shipped_file(folder: Path, header: str, name: str) -> Path:
+    return folder / f"{source_key(header, name)}.cubin"
+
+
+def shipped_compiler() -> str | None:
+    """The NVRTC that made them; None where there are none."""
+    kernel = shipped_kernel(*SMALLEST)
+    return None if kernel is None else kernel.compiler
 
 
 def compile_kernel(header: str, name: str) -> Kernel:
@@ -148,3 +198,28 @@ def _text(size_of: Any, read: Any, program: Any) -> str:
     buffer: bytes = b" " * _check(size_of(program))
     _check(read(program, buffer))
     return buffer.rstrip(b"\0 ").decode()
+
+
+def origin(compiler: str, shipped: bool) -> str:
+    return f"{'shipped' if shipped else 'compiled here'}, NVRTC {compiler}"
+
+
+def write_kernel(path: Path, kernel: Kernel) -> None:
+    """Write aside, then rename: a process that starts at the same time sees the whole file or none."""
+    payload = b"\0".join([kernel.symbol.encode(), kernel.compiler.encode(), kernel.log.encode(), kernel.cubin])
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
+        file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
+    os.replace(file.name, path)
+
+
+def read_kernel(path: Path) -> Kernel | None:
+    """The kernel of a file, or None when there is none."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    head, checksum, payload = data[: len(MAGIC)], data[len(MAGIC) : len(MAGIC) + 32], data[len(MAGIC) + 32 :]
+    if head != MAGIC or hashlib.sha256(payload).digest() != checksum:
+        raise DamagedFile(f"{path} is damaged")
+    symbol, compiler, log, cubin = payload.split(b"\0", 3)
+    return Kernel(cubin, symbol.decode(), log.decode(), compiler.decode())

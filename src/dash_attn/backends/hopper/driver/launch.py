@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from .compile import compile_kernel, compiler_version
-from .cubin_files import Kernel, origin
-from .shipped import SMALLEST, shipped_compiler, shipped_kernel
+from .compile import SMALLEST, Kernel, compile_kernel, compiler_version, origin, shipped_compiler, shipped_kernel
 
 ANY_DEVICE = -1  # of tensors on the meta device, which only ask what a call would do
 CANNOT_LOAD = {"CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_SOURCE", "CUDA_ERROR_NOT_SUPPORTED"}

@@ -14,9 +14,8 @@ from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
 from ....scheduling.schedule import CACHED, FILLED, HAND_OVER, LATE, MANY_KV_TILES, SIXTEENTHS
 from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
-from . import cache_parameters  # noqa: F401  defines structures
-from .parameters import RAGGED, Trouble
-from .structures import STRUCTURES, declaration
+from .parameters import RAGGED, STRUCTURES, Trouble
+from .structures import declaration
 
 NAME = "common/shared_with_python.cuh"
 MASK_KINDS = ("Band", "Rows", "Blocks", "Packed", "Bits")

@@ -1,19 +1,19 @@
 """The backward in two passes without any hand-over: dK and dV by KV tile, dQ by Q tile. Each sum is one program's alone.
 
-Each pass is a kernel, and part of the kernel that runs both in one launch (together.py), which gives it its number.
+Each pass is a kernel, and part of the kernel that runs both in one launch (`gradients`), which gives it its number.
 """
 
 import triton
 import triton.language as tl
 
 from .tiles import capped, load_columns, load_numbers, load_rows, start_of, store_rows
-from .visits import BITS, full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_keys, visits_of_queries
+from .visits import BAND, BITS, full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of
 
-NUMBERS = (
+OF_BOTH = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head", "do_batch", "do_row", "do_head"),
-    *("heads", "group", "tiles", "sequences", "q_len", "kv_len", "row_units", "left", "right", "block_q", "block_kv", "block_columns"),
-    *("matrix_batch", "matrix_head", "matrix_blocks"),
+    *("heads", "group", "sequences", "q_len", "kv_len", "row_units", "left", "right"),
 )
+NUMBERS = (*OF_BOTH, "tiles", "block_q", "block_kv", "block_columns", "matrix_batch", "matrix_head", "matrix_blocks")
 
 
 # One argument per line would take pages.
@@ -42,12 +42,12 @@ def key_gradients(
     dk_sum = tl.zeros([BLOCK_KV, BLOCK_DIM], tl.float32)
     dv_sum = tl.zeros([BLOCK_KV, BLOCK_VALUE], tl.float32)
     matrix = kv_head * 0
-    a, b, c, d = visits_of_keys(tile, tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
+    a, b, c, d = visits_of(tile, tile, bounds, kv_len, q_len, right, left, BLOCK_KV, BLOCK_Q, MASK)
     for member in tl.range(0, group if GROUPED else 1):  # a loop of one is none to the compiler, and takes no registers
         head = kv_head * group + member
         if MASK == BITS:  # query heads of a group may differ
             matrix = matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK)
-            a, b, c, d = visits_of_keys(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
+            a, b, c, d = visits_of(tile, matrix * tiles + tile, bounds, kv_len, q_len, right, left, BLOCK_KV, BLOCK_Q, MASK)
         q_at = start_of(q, sequence, q_first, head, q_batch, q_row, q_head)
         do_at = start_of(dout, sequence, q_first, head, do_batch, do_row, do_head)
         of_rows = (sequence * (heads * group) + head).to(tl.int64) * (row_units * 8) + q_first
@@ -128,7 +128,7 @@ def query_gradients(
     first, end = row_bounds(row, rows, q_len, kv_len, left, right, MASK)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     matrix = matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK)
-    a, b, c, d = visits_of_queries(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
+    a, b, c, d = visits_of(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
     for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
         kv_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_KV
         column = kv_start + tl.arange(0, BLOCK_KV)
@@ -169,3 +169,39 @@ def add_keys(
     if SOFTCAP:
         dscores *= 1.0 - scores * scores
     return tl.dot(dscores.to(keys.dtype), tl.trans(keys), dq_sum, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=(*OF_BOTH, "key_tiles", "query_tiles"))
+def gradients(
+    q, k, v, dout, minus_lse, delta, dq, dk, dv, q_ends, kv_ends,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
+    heads, group, key_tiles, query_tiles, sequences, q_len, kv_len, row_units, left, right, scale, scale_log2, cap_scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    KEYS_Q: tl.constexpr, KEYS_KV: tl.constexpr, KEYS_PARTIAL: tl.constexpr,
+    QUERIES_Q: tl.constexpr, QUERIES_KV: tl.constexpr, QUERIES_PARTIAL: tl.constexpr,
+    PACKED: tl.constexpr, SOFTCAP: tl.constexpr, GROUPED: tl.constexpr,
+):
+    """Both passes in one launch, for bands: what the first pass leaves idle at its end, programs of the second take. Each program does
+    exactly what it does in the kernel of its pass, so the bits are the same.
+
+    KV head by KV head, whose tensors the cache then holds: its KV tiles, then the Q tiles of its query heads. `heads` are KV heads.
+    """
+    of_head = key_tiles + group * query_tiles
+    kv_head = tl.program_id(0) // of_head
+    slot = tl.program_id(0) % of_head
+    if slot < key_tiles:
+        key_gradients(
+            kv_head * key_tiles + slot, q, k, v, dout, minus_lse, delta, dk, dv, q_ends, kv_ends, None, None, None, None, None, None,
+            q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
+            heads, group, key_tiles, sequences, q_len, kv_len, row_units, left, right, 1, 1, 1, 0, 0, 0, scale, scale_log2, cap_scale,
+            HEAD_DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE, KEYS_Q, KEYS_KV, KEYS_PARTIAL, BAND, PACKED, SOFTCAP, GROUPED,
+        )
+    else:
+        query_gradients(
+            kv_head * group * query_tiles + slot - key_tiles, q, k, v, dout, minus_lse, delta, dq, q_ends, kv_ends,
+            None, None, None, None, None, None,
+            q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head,
+            heads * group, group, query_tiles, sequences, q_len, kv_len, row_units, left, right, 1, 1, 1, 0, 0, 0,
+            scale, scale_log2, cap_scale,
+            HEAD_DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE, QUERIES_Q, QUERIES_KV, QUERIES_PARTIAL, BAND, PACKED, SOFTCAP,
+        )

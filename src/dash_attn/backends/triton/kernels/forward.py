@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .tiles import LN_2, LOG2_E, capped, load_columns, load_rows, start_of, store_rows
-from .visits import full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of_queries
+from .visits import full_tile, is_kept, matrix_of, partial_tile, place_of, row_bounds, visits_of
 
 NUMBERS = (
     *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head"),
@@ -44,7 +44,7 @@ def attention_forward(
         total += tl.where(sink == float("-inf"), 0.0, 1.0)
     sums = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
     matrix = matrix_of(matrices, sequence, head, matrix_batch, matrix_head, MASK)
-    a, b, c, d = visits_of_queries(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
+    a, b, c, d = visits_of(tile, matrix * tiles + tile, bounds, q_len, kv_len, left, right, BLOCK_Q, BLOCK_KV, MASK)
     for i in tl.range(0, b - a + d - c, num_stages=PARTIAL_STAGES):
         kv_start = partial_tile(i, a, b, c, visits, MASK) * BLOCK_KV
         keys = load_columns(k_at, kv_start, k_row, kv_len, HEAD_DIM, BLOCK_KV, BLOCK_DIM, True)

@@ -16,23 +16,17 @@ def start_of(base, sequence, row, head, batch_stride, row_stride, head_stride):
 @triton.jit
 def load_rows(at, first, stride, rows, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
     """(SIZE, BLOCK): rows from `first` on, of which there are `rows`; zeros beyond. Not CHECKED: all rows are there."""
-    row = tl.arange(0, SIZE)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    place = at + first.to(tl.int64) * (stride * 8) + (row * (stride * 8) + column)
-    if CHECKED:
-        tile = tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)
-    elif DIM != BLOCK:
-        tile = tl.load(place, mask=column < DIM, other=0.0)
-    else:
-        tile = tl.load(place)
-    return tile
+    return load_tile(at, first, stride, rows, tl.arange(0, SIZE)[:, None], tl.arange(0, BLOCK)[None, :], DIM, BLOCK, CHECKED)
 
 
 @triton.jit
 def load_columns(at, first, stride, rows, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
     """The same rows as columns: (BLOCK, SIZE)."""
-    row = tl.arange(0, SIZE)[None, :]
-    column = tl.arange(0, BLOCK)[:, None]
+    return load_tile(at, first, stride, rows, tl.arange(0, SIZE)[None, :], tl.arange(0, BLOCK)[:, None], DIM, BLOCK, CHECKED)
+
+
+@triton.jit
+def load_tile(at, first, stride, rows, row, column, DIM: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
     place = at + first.to(tl.int64) * (stride * 8) + (row * (stride * 8) + column)
     if CHECKED:
         tile = tl.load(place, mask=(first + row < rows) & (column < DIM), other=0.0)

@@ -49,34 +49,19 @@ def sequence_of(slot, ends, sequences, TILE: tl.constexpr):
 
 
 @triton.jit
-def visits_of_queries(tile, listed, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
-    """Of a Q tile: KV tiles. listed: its row of `bounds`."""
+def visits_of(tile, listed, bounds, own_len, other_len, left, right, OWN: tl.constexpr, OTHER: tl.constexpr, MASK: tl.constexpr):
+    """Of a Q tile: KV tiles; of a KV tile, with lengths, sides and sizes the other way round: Q tiles. listed: its row of `bounds`."""
     if MASK == BAND:
-        first = tile * BLOCK_Q + kv_len - q_len
-        last = tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1 + kv_len - q_len
+        first = tile * OWN + other_len - own_len
+        last = tl.minimum(tile * OWN + OWN, own_len) - 1 + other_len - own_len
         start = tl.maximum(first - left, 0)
-        stop = tl.where(tile * BLOCK_Q < q_len, tl.minimum(last + right + 1, kv_len), 0)
+        stop = tl.where(tile * OWN < own_len, tl.minimum(last + right + 1, other_len), 0)
         full_start = tl.maximum(last - left, 0)
-        full_stop = tl.minimum(first + right + 1, kv_len)
-        a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_KV)
+        full_stop = tl.minimum(first + right + 1, other_len)
+        a, b, c, d = four_bounds(start, full_start, full_stop, stop, OTHER)
     else:
-        a, b, c, d = load_bounds(listed, bounds)
-    return a, b, c, d
-
-
-@triton.jit
-def visits_of_keys(tile, listed, bounds, q_len, kv_len, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr):
-    """Of a KV tile: Q tiles."""
-    if MASK == BAND:
-        first = tile * BLOCK_KV - kv_len + q_len
-        last = tl.minimum(tile * BLOCK_KV + BLOCK_KV, kv_len) - 1 - kv_len + q_len
-        start = tl.maximum(first - right, 0)
-        stop = tl.where(tile * BLOCK_KV < kv_len, tl.minimum(last + left + 1, q_len), 0)
-        full_start = tl.maximum(last - right, 0)
-        full_stop = tl.minimum(first + left + 1, q_len)
-        a, b, c, d = four_bounds(start, full_start, full_stop, stop, BLOCK_Q)
-    else:
-        a, b, c, d = load_bounds(listed, bounds)
+        at = bounds + 4 * listed
+        a, b, c, d = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     return a, b, c, d
 
 
@@ -89,12 +74,6 @@ def four_bounds(start, full_start, full_stop, stop, SIZE: tl.constexpr):
     b = tl.minimum(tl.maximum((full_start + SIZE - 1) // SIZE, a), d)
     c = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // SIZE, b), d)
     return a, b, c, d
-
-
-@triton.jit
-def load_bounds(listed, bounds):
-    at = bounds + 4 * listed
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
