@@ -42,9 +42,7 @@ def check(model: nn.Module) -> None:
 
     for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
         if part.config._attn_implementation == NAME:
-            for layer in sorted({type(layer) for layer in _own_layers(part)}, key=lambda layer: layer.__name__):
-                if _is_attention(layer) and not _names(layer) & INTERFACE and _names(layer) & OWN_ATTENTION:
-                    raise ValueError(_not_ours(type(part).__name__, f"{layer.__name__} computes attention of its own"))
+            _check_one(part)
             part.dash_attn_watches = True
         _observe_forward(type(part))  # its configuration may be changed by hand
 
@@ -64,6 +62,12 @@ def watched_model() -> str | None:
 def _is_attention(layer: type) -> bool:
     name = layer.__name__.lower()
     return "attention" in name or "attn" in name
+
+
+def _check_one(model: Any) -> None:
+    for layer in sorted({type(layer) for layer in _own_layers(model)}, key=lambda layer: layer.__name__):
+        if _is_attention(layer) and not _names(layer) & INTERFACE and _names(layer) & OWN_ATTENTION:
+            raise ValueError(_not_ours(type(model).__name__, f"{layer.__name__} computes attention of its own"))
 
 
 def _own_layers(model: nn.Module) -> Iterator[nn.Module]:

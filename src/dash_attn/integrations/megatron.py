@@ -32,7 +32,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "flash_decode": ((False,), "with it Megatron's layer calls flash-attn instead of its core attention"),
     "softmax_type": (("vanilla", "off-by-one", "learnable"), "other denominators are not known here"),
     "attention_backend": (("auto", None), "this is the backend itself"),
-    "attention_dropout": ((0.0,), "there is no attention dropout here. Megatron's default is 0.1 (Megatron-LM: --attention-dropout 0.0)"),
+    "attention_dropout": ((0.0,), "set it in the TransformerConfig, whose default is 0.1 (Megatron-LM: --attention-dropout 0.0)"),
 }
 CAUSAL, FULL = ("causal", "causal_bottom_right", "padding_causal"), ("no_mask", "padding")
 WITH_OFFSETS_ONLY = ("padding", "padding_causal")

@@ -232,8 +232,7 @@ def _dealt(chunks: Sequence[tuple[int, int]], rows: range, unit: int) -> SharedD
     pieces: list[tuple[int, int]] = []  # (rank, rows), in order
     begin = 0
     for end, rank in chunks:
-        # To the nearest multiple of a unit, or to the end of the document.
-        cut = min((end - rows.start + unit // 2) // unit * unit, len(rows)) if end < rows.stop else len(rows)
+        cut = _moved(end - rows.start, unit, len(rows))
         if cut > begin and pieces and pieces[-1][0] == rank:  # what was between has gone to its neighbours
             pieces[-1] = rank, pieces[-1][1] + cut - begin
         elif cut > begin:
@@ -242,3 +241,8 @@ def _dealt(chunks: Sequence[tuple[int, int]], rows: range, unit: int) -> SharedD
     ranks = tuple(sorted({rank for rank, _ in pieces}))
     sharding = Sharding(tuple(length for _, length in pieces), tuple(ranks.index(rank) for rank, _ in pieces))
     return SharedDocument(rows, sharding, ranks)
+
+
+def _moved(cut: int, unit: int, length: int) -> int:
+    """To the nearest multiple of a unit, or to the end of the document."""
+    return min((cut + unit // 2) // unit * unit, length) if cut < length else length
