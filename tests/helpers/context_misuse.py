@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from context_workers import attend, own_inputs
 from dash_attn import Documents, Full, TileMap, Window
 from dash_attn.distributed import Sharding, context_parallel_attention, positions, shard, unshard
-from dash_attn.distributed.context.of_rank import OfRank
-from dash_attn.distributed.context.passes import BackwardPass
+from dash_attn.distributed.context.of_rank import BackwardPass, OfRank
 from dash_attn.integrations import sdpa
 from dash_attn.scheduling.ranks.units import Unit
 from processes import said

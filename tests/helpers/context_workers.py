@@ -14,8 +14,7 @@ from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Given
 from dash_attn.distributed.context.mail import Keys
-from dash_attn.distributed.context.of_rank import Gradients, OfRows, Rows
-from dash_attn.distributed.context.passes import BackwardPass, RowBackward
+from dash_attn.distributed.context.of_rank import BackwardPass, Gradients, OfRows, RowBackward, Rows
 from dash_attn.distributed.context.shared_call import OwnDocument, SharedCall
 from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.ranks.units import Unit

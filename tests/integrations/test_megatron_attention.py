@@ -125,7 +125,7 @@ def test_a_zero_sink_for_softmax_off_by_one() -> None:
 
 
 CONFIGS = {
-    "dropout": ({"attention_dropout": 0.1}, r"does not support attention dropout; got 0.1.*--attention-dropout 0.0"),
+    "dropout": ({"attention_dropout": 0.1}, r"takes attention_dropout=0.0; the config has 0.1: .*--attention-dropout 0.0"),
     "context parallelism": ({"context_parallel_size": 2}, "takes context_parallel_size=1; the config has 2"),
     "clipped logits": ({"qk_clip": True}, "takes qk_clip=False; the config has True"),
     "logged logits": ({"log_max_attention_logit": True}, "takes log_max_attention_logit=False"),
@@ -134,7 +134,7 @@ CONFIGS = {
     "decoding past the core attention": ({"flash_decode": True}, "takes flash_decode=False.*calls flash-attn"),
     "another softmax": (
         {"softmax_type": "sigmoid"},
-        "takes softmax_type='vanilla' or 'off-by-one' or 'learnable'; the config has 'sigmoid'",
+        "takes softmax_type=vanilla or off-by-one or learnable; the config has sigmoid",
     ),
     "another backend": ({"attention_backend": SimpleNamespace(name="flash")}, "takes attention_backend=auto.*the config has flash"),
     "heads that do not divide": ({"num_query_groups": 3}, "needs num_query_groups to be a multiple.*got 3 heads on 2 ranks"),
@@ -150,7 +150,7 @@ def test_configurations_that_raise(name: str) -> None:
 
 
 def test_dropout_by_argument_raises() -> None:
-    with pytest.raises(ValueError, match=r"does not support attention dropout; got 0.2"):
+    with pytest.raises(ValueError, match=r"takes attention_dropout=0.0; the layer has 0.2"):
         DashCoreAttention(config(), 1, MaskType.causal, "self", attention_dropout=0.2, pg_collection=ranks())
 
 
@@ -162,7 +162,10 @@ def test_a_collection_without_the_tensor_parallel_group_raises() -> None:
 CALLS = {
     "a mask tensor": ({"attention_mask": torch.ones(1, 1, 2, 2)}, r"mask tensors; got an attention_mask of shape \(1, 1, 2, 2\)"),
     "a bias": ({"attention_bias": torch.ones(1, 4, 2, 2)}, "does not support attention_bias"),
-    "inputs of sparse attention": ({"x": torch.ones(1), "qr": torch.ones(1)}, "does not know what x, qr would mean"),
+    "inputs of sparse attention": (
+        {"x": torch.ones(1), "qr": torch.ones(1)},
+        r"does not support x \(a Tensor\), qr \(a Tensor\), which the layer passed and whose meaning is not known",
+    ),
     "any mask": ({"attn_mask_type": MaskType.arbitrary}, "takes the mask types causal.*; got arbitrary"),
     "padding": ({"attn_mask_type": MaskType.padding}, "attn_mask_type=padding with packed sequences only"),
     "padding, causal": ({"attn_mask_type": MaskType.padding_causal}, "attn_mask_type=padding_causal with packed sequences only"),

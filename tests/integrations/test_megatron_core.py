@@ -126,7 +126,7 @@ def test_specs_with_another_attention_raise() -> None:
 
 @pytest.mark.usefixtures("_one_rank")
 def test_what_a_model_asks_for_raises() -> None:
-    with pytest.raises(ValueError, match=r"does not support attention dropout; got 0\.1"):
+    with pytest.raises(ValueError, match=r"takes attention_dropout=0\.0; the config has 0\.1"):
         ours(attention_dropout=0.1)
     with pytest.raises(ValueError, match="does not take mask tensors"):
         loss_and_gradients(ours(), masked(Causal()))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dash_attn import flash_attn_func
-from dash_attn.integrations._torchtitan_calls import Asked, attend, attend_documents, refuse_arguments, refuse_masks
+from dash_attn.integrations._door import refuse_unknown
+from dash_attn.integrations._torchtitan_calls import WHO, WITHOUT_EFFECT, Asked, attend, attend_documents, refuse_masks
 from dense import same_bits
 
 ENDS = torch.tensor([0, 60, 150, 250, 300], dtype=torch.int32)  # two documents in each of two rows of 150
@@ -79,9 +80,9 @@ def test_autocast_is_followed_and_the_dtype_comes_back() -> None:
 
 
 def test_what_is_not_known_raises() -> None:
-    refuse_arguments({"enable_gqa": True, "score_mod": None})
-    with pytest.raises(ValueError, match="does not support score_mod, which the layer passed"):
-        refuse_arguments({"score_mod": print})
+    refuse_unknown(WHO, {"enable_gqa": True, "score_mod": None}, WITHOUT_EFFECT, "which the layer passed")
+    with pytest.raises(ValueError, match=r"torchtitan does not support score_mod \(a .*\), which the layer passed"):
+        refuse_unknown(WHO, {"score_mod": print}, WITHOUT_EFFECT, "which the layer passed")
     with pytest.raises(ValueError, match=r"takes torchtitan's VarlenMetadata as attention_masks; got dict"):
         refuse_masks({}, "torchtitan's VarlenMetadata")
 

@@ -52,9 +52,9 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.mark.exhaustive
 def test_a_schedule_is_added_in_three_steps(clone: Path) -> None:
-    """A copy of `ascending` under another name: two files of src, and what the command writes."""
+    """A copy of `arrival` under another name: two files of src, and what the command writes."""
     folder = clone / GENERATORS
-    (folder / "rising.py").write_text((folder / "ascending.py").read_text().replace("ascending", "rising"))
+    (folder / "rising.py").write_text((folder / "arrival.py").read_text().replace("arrival", "rising"))
     edit(folder / "__init__.py", "from .shift import", "from .rising import rising\nfrom .shift import")
     edit(folder / "__init__.py", "alternating, arrival, weave)", "alternating, arrival, weave, rising)")
     edit(folder / "__init__.py", '"arrival", "weave"\n', '"arrival", "weave", "rising"\n')

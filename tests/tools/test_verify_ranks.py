@@ -84,7 +84,7 @@ def test_a_state_that_arrives_changed_is_seen(fault: Any, monkeypatch: pytest.Mo
 
 
 def test_a_gradient_of_the_sinks_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = "dash_attn.distributed.context.passes.sum_in_order"
+    sums = "dash_attn.distributed.context.of_rank.sum_in_order"
     monkeypatch.setattr(sums, lambda parts: parts.flip(0).sum(0) * (1 + 2**-20))
     outcome = of_ranks()[CLAIM]
     assert outcome.status == "fail"

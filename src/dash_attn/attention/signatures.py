@@ -20,8 +20,8 @@ OutLseNone = tuple[Tensor, Tensor, None]
 AnyResults = Tensor | OutAndLse | OutLseNone
 
 
-class SharedKeywords(TypedDict, total=False):
-    """FlashAttention's choices, and ours."""
+class ChoiceKeywords(TypedDict, total=False):
+    """What decides the values, wherever they are computed."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -29,13 +29,18 @@ class SharedKeywords(TypedDict, total=False):
     window_size: tuple[int, int]
     softcap: float
     alibi_slopes: Tensor | None
-    deterministic: bool
     sinks: Tensor | None
     dropout_seed: Tensor | None
+    head_offset: int
+
+
+class SharedKeywords(ChoiceKeywords, total=False):
+    """FlashAttention's choices, and ours."""
+
+    deterministic: bool
     schedule: ScheduleName | Schedule
     accumulation: Accumulation
     backend: BackendName
-    head_offset: int
 
 
 class Keywords(SharedKeywords, total=False):

@@ -97,7 +97,7 @@ def traced_attention(
         mask_sizes=sizes,
         scale=choices.softmax_scale,
         softcap=choices.softcap,
-        schedule=_schedule_text(choices.schedule),
+        schedule=schedule_text(choices.schedule),
         accumulation=choices.accumulation,
         backend=choices.backend,
         head_offset=choices.head_offset,
@@ -115,7 +115,7 @@ def _operator(matrix: Tensor | None, backward: bool = False) -> Any:
     return torch.ops.dash_attn.attention_of_matrix_backward if backward else torch.ops.dash_attn.attention_of_matrix
 
 
-def _schedule_text(schedule: str | Schedule) -> str:
+def schedule_text(schedule: str | Schedule) -> str:
     """The operators take text. A program that is compiled would keep that of the first Schedule object it sees."""
     if isinstance(schedule, Schedule) and torch.compiler.is_compiling():
         raise TypeError(
@@ -155,8 +155,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -
 def _shapes_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    return empty_gradients(q, k, v, sinks)
 
 
 def _read(
@@ -230,6 +229,11 @@ def empty_results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     *batch, length, heads, _ = q.shape
     lse = q.new_empty((*batch, heads, length), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return q.new_empty((*batch, length, heads, value_dim)), lse
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def offsets_of(arguments: Any) -> SequenceOffsets | None:

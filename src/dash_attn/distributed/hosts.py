@@ -93,8 +93,7 @@ class LateValues:
     def hear(self, rows: Sequence[Sequence[int]]) -> None:
         """What all ranks told."""
         for place, name in enumerate(NAMES, 1):
-            odd = odd_rank([row[place] for row in rows])
-            if odd:
+            if odd := odd_rank([row[place] for row in rows]):
                 last = self._everywhere
                 self.__init__()  # type: ignore[misc]  # on every rank: what follows may be right
                 raise RuntimeError(
@@ -123,8 +122,7 @@ class Hosts:
         self.number, self._call = self.number + 1, call
         rows = self.gather([CALLS.index(call), refused, *self._values.tell(), *numbers, *[0] * (MOST - len(numbers))])
         begun = [CALLS[row[0]] for row in rows]
-        odd = odd_rank(begun)
-        if odd:
+        if odd := odd_rank(begun):
             raise RuntimeError(
                 "ranks of a group must call the same functions in the same order;"
                 f" rank 0 is in {begun[0]} and rank {odd} in {begun[odd]} (call {self.number} of the group)"
@@ -230,22 +228,17 @@ def agree(hosts: Hosts, call: str, make: Callable[[], tuple[Made, Facts]], backw
 def _compare(hosts: Hosts, rows: list[list[int]], facts: Facts) -> None:
     """rows: hash and number of facts, and the call whose backward it is, by rank."""
     found, lengths, forwards = ([row[place] for row in rows] for place in range(3))
-    odd = odd_rank(forwards)
-    if odd:
+    if odd := odd_rank(forwards):
         raise RuntimeError(f"{ORDER}; rank 0 is in that of call {forwards[0]} of the group, and rank {odd} in that of call {forwards[odd]}")
     if len(set(lengths)) > 1:
         raise RuntimeError(f"ranks that share a sequence must have one version of dash_attn; they compare {lengths} facts, by rank")
-    if len(set(found)) > 1:
-        _tell_difference(hosts, facts)
-
-
-def _tell_difference(hosts: Hosts, facts: Facts) -> None:
-    """Fact by fact, so that the error names the one that differs."""
+    if len(set(found)) == 1:
+        return
+    # Fact by fact, so that the error names the one that differs.
     rows = hosts.gather([number_of({name: value}) for name, value in facts.items()])
     for place, (name, value) in enumerate(facts.items()):
         column = [row[place] for row in rows]
-        odd = odd_rank(column)
-        if odd:
+        if odd := odd_rank(column):
             raise RuntimeError(
                 f"ranks that share a sequence must be asked for the same; rank 0 and rank {odd} differ in {name}."
                 f" Here, on rank {hosts.rank}, it is {value} (as on {column.count(column[hosts.rank])} of {hosts.count} ranks)"

@@ -67,7 +67,7 @@ class Peers:
 
     def _meet(self) -> None:
         if self._serves_hosts:
-            self.exchange(torch.zeros(self.count, dtype=torch.uint8, device="cpu"))
+            self.exchange([torch.zeros(1, dtype=torch.uint8, device="cpu")] * self.count, [1] * self.count)
 
     @property
     def hosts(self) -> Hosts:
@@ -93,24 +93,17 @@ class Peers:
             work = dist.all_gather(into, _bytes(sent), self.group, async_op=True)
         return Pending(self, work, everything, mine.device, purpose)
 
-    def exchange(self, flat: Tensor) -> Tensor:
-        """Of `count` equal pieces, piece r goes to rank r. Row r of the result came from rank r."""
-        return self._exchange(flat, None, None, REACH_OTHERS).view(self.count, -1)
-
-    def exchange_pieces(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str) -> list[Tensor]:
+    def exchange(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str = REACH_OTHERS) -> list[Tensor]:
         """Piece r, of any length, goes to rank r. Of those that come, rank r sends `sizes[r]` numbers."""
-        return list(self._exchange(torch.cat(list(pieces)), sizes, [*map(len, pieces)], purpose).split(list(sizes)))
-
-    def _exchange(self, flat: Tensor, sizes: Sequence[int] | None, sent_sizes: Sequence[int] | None, purpose: str) -> Tensor:
-        """Pieces end to end. None: all have one size."""
         if self.count == 1:
-            return flat
+            return list(pieces)
+        flat = torch.cat(list(pieces))
         sent = self._reachable(flat)
-        received = sent.new_empty(len(sent) if sizes is None else sum(sizes))
-        taken, given = (None if some is None else [size * sent.element_size() for size in some] for some in (sizes, sent_sizes))
+        received = sent.new_empty(sum(sizes))
+        taken, given = ([size * sent.element_size() for size in some] for some in (sizes, map(len, pieces)))
         with self.reaching(purpose):
             dist.all_to_all_single(_bytes(received), _bytes(sent), taken, given, group=self.group)
-        return received.to(flat.device)
+        return list(received.to(flat.device).split(list(sizes)))
 
     def send(self, flat: Tensor, to: int, tag: int) -> Any:
         """Begins to send to a rank; `wait` of the result ends it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
@@ -60,3 +61,11 @@ class Door:
                 )
             change.put(before)
             self._made.pop()
+
+
+def refuse_unknown(who: str, given: dict[str, Any], known: Collection[str], where: str) -> None:
+    """Raise for an argument that nothing here is known about: it may choose what is attended. None says nothing."""
+    unknown = [(name, value) for name, value in given.items() if value is not None and name not in known]
+    if unknown:
+        named = (f"{name}={x}" if isinstance(x, (bool, int, float, str)) else f"{name} (a {type(x).__name__})" for name, x in unknown)
+        raise ValueError(f"{who} does not support {', '.join(named)}, {where}")

@@ -43,16 +43,11 @@ read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def is_causal(mask_function: MaskFunction) -> bool:
-    from transformers.masking_utils import causal_mask_function
+def is_plain(mask_function: MaskFunction, kind: str) -> bool:
+    """kind: "causal" or "bidirectional"."""
+    from transformers import masking_utils
 
-    return mask_function is causal_mask_function
-
-
-def is_bidirectional(mask_function: MaskFunction) -> bool:
-    from transformers.masking_utils import bidirectional_mask_function
-
-    return mask_function is bidirectional_mask_function
+    return mask_function is getattr(masking_utils, f"{kind}_mask_function")
 
 
 def is_plain_window(mask_function: MaskFunction, arguments: dict[str, Any]) -> bool:
@@ -85,7 +80,7 @@ def _read(mask_function: MaskFunction) -> dict[str, Any]:
 
 
 def _part(function: MaskFunction) -> tuple[str, Any]:
-    if is_causal(function):
+    if is_plain(function, "causal"):
         return "causal", None
     for name, like, variable in _makers():
         if isinstance(function, FunctionType) and function.__code__ is like.__code__:

@@ -65,8 +65,7 @@ def _is_attention(layer: type) -> bool:
 
 
 def _check_one(model: Any) -> None:
-    classes = {type(layer) for layer in _own_layers(model)}
-    for layer in sorted(classes, key=lambda layer: layer.__name__):
+    for layer in sorted({type(layer) for layer in _own_layers(model)}, key=lambda layer: layer.__name__):
         if _is_attention(layer) and not _names(layer) & INTERFACE and _names(layer) & OWN_ATTENTION:
             raise ValueError(_not_ours(type(model).__name__, f"{layer.__name__} computes attention of its own"))
 

@@ -13,6 +13,7 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 
 WHO = "dash_attn's attention for torchtitan"
+WITHOUT_EFFECT = ("enable_gqa",)  # of what layers pass: it says nothing that the shapes do not
 
 
 class Asked(NamedTuple):
@@ -60,13 +61,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"{WHO} takes as many keys as queries; got {q.shape[1]} queries and {k.shape[1]} keys."
             " Context parallelism (context_parallel_degree) must be 1"
         )
-
-
-def refuse_arguments(given: dict[str, Any]) -> None:
-    """What a layer passed that is not known here. enable_gqa says nothing that the shapes do not."""
-    unknown = [name for name, value in given.items() if value is not None and name != "enable_gqa"]
-    if unknown:
-        raise ValueError(f"{WHO} does not support {', '.join(unknown)}, which the layer passed")
 
 
 def refuse_masks(found: object, wanted: str) -> None:

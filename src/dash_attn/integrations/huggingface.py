@@ -21,9 +21,9 @@ from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
 from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
 from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
-from ._door import Change, Door
+from ._door import Change, Door, refuse_unknown
 from ._layer_mask import NAME, LayerMask, Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
-from ._mask_functions import MaskFunction, is_bidirectional, is_causal, is_plain_window, mask_of_pattern, read_causal, read_chunks
+from ._mask_functions import MaskFunction, is_plain, is_plain_window, mask_of_pattern, read_causal, read_chunks
 from ._model_check import check, checks_of_models, note_call, watched_model
 from ._torch_context_parallel import has_placement, refuse_inside
 
@@ -95,7 +95,8 @@ def attention(
     note_call()
     layer = type(module).__name__
     paged = kwargs.get("cache") is not None
-    _refuse_unknown({name: value for name, value in kwargs.items() if not paged or name not in FOR_THE_CACHE}, layer)
+    false = tuple(name for name in ONLY_FALSE if kwargs.get(name) is False)
+    refuse_unknown("dash_attn", kwargs, (*USED, *WITHOUT_EFFECT, *false, *(FOR_THE_CACHE if paged else ())), f"which {layer} was given")
     given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
     if not isinstance(given, LayerMask):
         raise ValueError(
@@ -155,16 +156,6 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
     return LayerMask(Full(), (query.shape[2], key.shape[2]))
 
 
-def _refuse_unknown(arguments: dict[str, Any], layer: str) -> None:
-    """Raise for an argument that nothing here is known about: it may choose what is attended."""
-    known = {*USED, *WITHOUT_EFFECT, *(name for name in ONLY_FALSE if arguments.get(name) is False)}
-    unknown = {name: value for name, value in arguments.items() if value is not None and name not in known}
-    if unknown:
-        plain = (bool, int, float, str)
-        named = (f"{name}={value}" if isinstance(value, plain) else f"{name} (a {type(value).__name__})" for name, value in unknown.items())
-        raise ValueError(f"dash_attn does not support {', '.join(named)}, which {layer} was given")
-
-
 def _refuse_dropout_with_cache(dropout: float, layer: str) -> None:
     if dropout:
         raise ValueError(
@@ -217,7 +208,7 @@ class _Asked(NamedTuple):
         """Whether the mask can be told without values, and without what a function of this program has captured but numbers."""
         if self.arguments.get("use_vmap") or not (isinstance(self.q_offset, int) and isinstance(self.kv_offset, int)):
             return False
-        if self.function is None or is_causal(self.function) or is_bidirectional(self.function):
+        if self.function is None or is_plain(self.function, "causal") or is_plain(self.function, "bidirectional"):
             return True
         return is_plain_window(self.function, self.arguments)
 
@@ -284,10 +275,10 @@ def _add_padding(made: LayerMask, attention_mask: Tensor, asked: _Asked) -> None
 
 def _described_mask(asked: _Asked) -> LayerMask:
     function, lengths = asked.function, (asked.q_len, asked.kv_len)
-    if function is not None and is_bidirectional(function):
+    if function is not None and is_plain(function, "bidirectional"):
         return LayerMask(Full(), lengths)
     end, first = asked.q_offset + asked.q_len, asked.kv_offset  # positions: behind the last query, and of the first key
-    chunk = None if function is None or is_causal(function) else read_chunks(function)
+    chunk = None if function is None or is_plain(function, "causal") else read_chunks(function)
     if chunk is not None and asked.q_offset // chunk == (end - 1) // chunk:
         # Queries of one chunk attend what it has so far. To the bits it is a sequence of its own, as where a forward has many chunks.
         start = asked.q_offset // chunk * chunk

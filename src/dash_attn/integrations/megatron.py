@@ -17,6 +17,7 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
+from ._door import refuse_unknown
 
 __all__ = ["DashCoreAttention", "enable"]
 REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")
@@ -30,6 +31,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8_multi_head_attention": ((False,), "there is no FP8 attention here"),
     "flash_decode": ((False,), "with it Megatron's layer calls flash-attn instead of its core attention"),
     "softmax_type": (("vanilla", "off-by-one", "learnable"), "other denominators are not known here"),
+    "attention_backend": (("auto", None), "this is the backend itself"),
+    "attention_dropout": ((0.0,), "set it in the TransformerConfig, whose default is 0.1 (Megatron-LM: --attention-dropout 0.0)"),
 }
 CAUSAL, FULL = ("causal", "causal_bottom_right", "padding_causal"), ("no_mask", "padding")
 WITH_OFFSETS_ONLY = ("padding", "padding_causal")
@@ -187,18 +190,11 @@ def _share(name: str, count: int, ranks: int) -> int:
 def _check_config(config: Any, attention_dropout: float | None) -> None:
     """Raise for a configuration that cannot be honoured. Called when the layer is built."""
     for name, (allowed, hint) in ONLY.items():
-        found = getattr(config, name, allowed[0])
-        if found not in allowed:
-            raise ValueError(f"{WHO} takes {name}={' or '.join(map(repr, allowed))}; the config has {found!r}: {hint}")
-    backend = getattr(getattr(config, "attention_backend", None), "name", "auto")
-    if backend != "auto":
-        raise ValueError(f"{WHO} takes attention_backend=auto, because it is the backend itself; the config has {backend}")
-    dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-    if dropout:
-        raise ValueError(
-            f"{WHO} does not support attention dropout; got {dropout}. Set attention_dropout=0.0 in the TransformerConfig,"
-            " whose default is 0.1 (Megatron-LM: --attention-dropout 0.0)"
-        )
+        own = attention_dropout if name == "attention_dropout" else None
+        found = getattr(config, name, allowed[0]) if own is None else own
+        if getattr(found, "name", found) not in allowed:
+            who = "the config" if own is None else "the layer"
+            raise ValueError(f"{WHO} takes {name}={' or '.join(map(str, allowed))}; {who} has {getattr(found, 'name', found)}: {hint}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, heads: tuple[int, int], packed: bool) -> None:
@@ -222,9 +218,7 @@ def _refuse_tensors(attention_mask: Tensor | None, attention_bias: Tensor | None
         )
     if attention_bias is not None:
         raise ValueError(f"{WHO} does not support attention_bias; got a tensor of shape {tuple(attention_bias.shape)}")
-    unknown = [name for name, value in other.items() if value is not None]
-    if unknown:
-        raise ValueError(f"{WHO} does not know what {', '.join(unknown)} would mean, which the layer passed")
+    refuse_unknown(WHO, other, (), "which the layer passed and whose meaning is not known here")
 
 
 def _mask_of(kind: str, window: tuple[int, int] | None, lengths: tuple[int, int], offsets: SequenceOffsets | None) -> Mask:

@@ -150,8 +150,7 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"got an unexpected keyword argument {name!r}; the options of sdpa.enable are {', '.join(OPTIONS)}")
-    alone = [name for name in ("sharding", "ulysses") if name in options and options.get("context_parallel") is None]
-    if alone:
+    if alone := [name for name in ("sharding", "ulysses") if name in options and options.get("context_parallel") is None]:
         raise TypeError(f"{alone[0]} is for ranks that share a sequence: it needs context_parallel=group")
     if "sharding" in options and options["context_parallel"] == HERE:
         raise TypeError('sharding is for context_parallel=group: with context_parallel="torch" PyTorch deals the rows')

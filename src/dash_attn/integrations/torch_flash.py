@@ -25,7 +25,7 @@ from ..call.call import Call, Grads, Saved
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
-from ._door import Change, Door
+from ._door import Change, Door, refuse_unknown
 
 NAME = "dash_attn"
 OTHER_KERNELS = ("mem_efficient_sdp", "math_sdp", "cudnn_sdp")  # of scaled_dot_product_attention, beside flash
@@ -133,9 +133,7 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *given: Any, **name
         raise ValueError("dash_attn keeps no attention weights: return_debug_mask must be False")
     if named.pop("num_splits", None) not in (None, 0, 1):
         raise ValueError("dash_attn never splits keys, so that bits depend on nothing else: num_splits must be None or 1")
-    unsupported = [name for name, value in named.items() if value is not None and name not in NAMED]
-    if unsupported:
-        raise ValueError(f"dash_attn does not support {', '.join(unsupported)} in PyTorch's flash attention")
+    refuse_unknown("dash_attn", named, NAMED, "which PyTorch's flash attention was given")
     check_tensors(query, key, value, ndim=4 if asked[0] is None else 3)
     out, lse = attention_forward(Call(query, key, value, _options(query, value, *asked[4:], **named), _offsets(*asked[:4])))
     # The random state of dropout. There is no dropout, so nobody reads these.

@@ -16,7 +16,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 
-from ._torchtitan_calls import WHO, Asked, attend, attend_documents, refuse_arguments, refuse_masks
+from ._door import refuse_unknown
+from ._torchtitan_calls import WHO, WITHOUT_EFFECT, Asked, attend, attend_documents, refuse_masks
 
 __all__ = ["DashDocumentAttention", "DashScaledDotProductAttention", "dash_attention", "enable"]
 
@@ -61,7 +62,7 @@ class DashDocumentAttention(_Ranks, VarlenAttention):  # type: ignore[misc]
         out_transform: Any = None,
         **other: Any,
     ) -> Tensor:
-        refuse_arguments(other)
+        refuse_unknown(WHO, other, WITHOUT_EFFECT, "which the layer passed")
         if not isinstance(attention_masks, VarlenMetadata):
             refuse_masks(attention_masks, "torchtitan's VarlenMetadata")
         asked = Asked(scale, self.head_offset(k_BLNH), self.window_size, out_transform)
@@ -86,7 +87,7 @@ class DashScaledDotProductAttention(_Ranks, ScaledDotProductAttention):  # type:
         is_causal: bool = True,
         **other: Any,
     ) -> Tensor:
-        refuse_arguments(other)
+        refuse_unknown(WHO, other, WITHOUT_EFFECT, "which the layer passed")
         if attention_masks is not None:
             refuse_masks(attention_masks, "None")
         return attend(q_BLNH, k_BLNH, v_BLNH, Asked(scale, self.head_offset(k_BLNH), (-1, 0 if is_causal else -1)))

@@ -30,7 +30,7 @@ from ..attention.observers import SharedPart, observers
 from ..backends import backend_for, resolve
 from ..call.call import Call
 from ..call.planning import describe_call
-from .bit_sums import PartSums, part_sums
+from .bit_sums import PartSums, in_logical_order, part_sums
 from .format import Entry, Plan
 from .tensors import Leaf, plain_name, strided, tensors_in, unwrapped
 
@@ -118,18 +118,13 @@ class Collector:
             for part in part_sums([leaf for _, _, leaf in found]):
                 self._sums.append(PartSums(part.sums, tuple(owner + first for owner in part.owners)))
             if keep:
-                self._kept.update({first + place: _first_octets(leaf, keep) for place, (_, _, leaf) in enumerate(found)})
+                for place, (_, _, leaf) in enumerate(found, first):  # a copy: the tensor may be changed before the step is over
+                    self._kept[place] = in_logical_order(leaf.reshape(-1)[:keep]).view(-1).view(torch.uint8).clone()
 
     def collect(self, order: Sequence[int]) -> UnderWay:
         """Start to copy everything to the host. `order`: places of the entries, as they are wanted."""
         owners = tuple(owner for part in self._sums for owner in part.owners)
         return UnderWay(tuple(order), owners, tuple(self._kept), HostCopies([*(part.sums for part in self._sums), *self._kept.values()]))
-
-
-def _first_octets(tensor: Tensor, count: int) -> Tensor:
-    """A copy: the tensor may be changed before the step is over."""
-    first = tensor.detach().reshape(-1)[:count].resolve_conj().resolve_neg().clone()
-    return (torch.view_as_real(first) if first.is_complex() else first).view(-1).view(torch.uint8)
 
 
 class ModuleHooks:

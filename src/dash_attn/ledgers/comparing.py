@@ -229,8 +229,7 @@ def _notes_of_settings(first: FirstDifference, aligned: Alignment) -> Iterator[s
     """Of what only one optimizer has, where its update may be what differs."""
     if first.pair.entry.phase in ("weight", "optimizer"):
         for run in ("A", "B"):
-            names = [name for of_run, name in aligned.settings_alone if of_run == run]
-            if names:
+            if names := [name for of_run, name in aligned.settings_alone if of_run == run]:
                 yield f"settings of the optimizer that {run} alone has: {', '.join(names)}"
 
 

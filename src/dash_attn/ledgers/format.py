@@ -146,10 +146,6 @@ class Entry(NamedTuple):
         bits = re.match(r"[a-z]+(\d+)", self.dtype)
         return 1 if bits is None else max(1, int(bits[1]) // 8)
 
-    @property
-    def kept_bytes(self) -> int:
-        return self.kept * self.itemsize
-
     @staticmethod
     def from_json(fields: list[Any]) -> Entry:
         """From the list that JSON makes of it."""

@@ -37,7 +37,7 @@ class Layout:
 
     @cached_property
     def kept_ends(self) -> list[int]:
-        return list(accumulate((entry.kept_bytes for entry in self.entries), initial=0))
+        return list(accumulate((entry.kept * entry.itemsize for entry in self.entries), initial=0))
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,10 @@ def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -
         a, b = read_run(path_a), read_run(path_b)  # a rank that one of them has not: compared with another one
     alone = [Path(path).is_file() or world_size_of(run) in (1, None) for path, run in ((path_a, a), (path_b, b))]
     named = Path(path_a).is_file() or Path(path_b).is_file()
-    pairs = _same_ranks(a, b, named and all(alone)) + ([] if named else _other_ranks(a, b))
+    if named and all(alone) and len(a) == len(b) == 1:  # whatever their numbers are
+        pairs = [RankPair(next(iter(a)), next(iter(a.values())), next(iter(b.values())))]
+    else:
+        pairs = _pairs(a, b, others=not named)
     chosen = [pair for pair in pairs if rank is None or pair.rank == rank]
     if not chosen:
         raise LedgerError(f"no rank {rank} can be compared: A has {sorted(a)}, B has {sorted(b)}")
@@ -273,20 +276,13 @@ def read_runs(path_a: str | Path, path_b: str | Path, rank: int | None = None) -
     return Runs(a, b, chosen, one_rank)
 
 
-def _same_ranks(a: Run, b: Run, one_by_one: bool) -> list[RankPair]:
-    if one_by_one and len(a) == len(b) == 1:  # whatever their numbers are
-        return [RankPair(next(iter(a)), next(iter(a.values())), next(iter(b.values())))]
-    both = sorted(set(a) & set(b))
+def _pairs(a: Run, b: Run, others: bool) -> list[RankPair]:
+    """others: also ranks of the run that had more. On as many ranks, a rank without its like has lost its file, and others may hold other
+    shards."""
+    both, sizes = sorted(set(a) & set(b)), (world_size_of(a), world_size_of(b))
     if not both:
         raise LedgerError(f"no rank is in both runs: A has {sorted(a)}, B has {sorted(b)}")
-    return [RankPair(rank, a[rank], b[rank]) for rank in both]
-
-
-def _other_ranks(a: Run, b: Run) -> list[RankPair]:
-    """Ranks of the run that had more. On as many ranks, a rank without its like has lost its file, and others may hold other shards."""
-    sizes = world_size_of(a), world_size_of(b)
-    if None not in sizes and sizes[0] == sizes[1]:
-        return []
-    both = sorted(set(a) & set(b))
-    beside = {rank: both[rank % len(both)] for rank in sorted(set(a) ^ set(b))}
-    return [RankPair(rank, a.get(rank, a[like]), b.get(rank, b[like]), weights_only=True) for rank, like in beside.items()]
+    alike = None not in sizes and sizes[0] == sizes[1]
+    beside = {rank: both[rank % len(both)] for rank in sorted(set(a) ^ set(b)) if others and not alike}
+    more = [RankPair(rank, a.get(rank, a[like]), b.get(rank, b[like]), weights_only=True) for rank, like in beside.items()]
+    return [RankPair(rank, a[rank], b[rank]) for rank in both] + more

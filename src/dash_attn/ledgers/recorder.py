@@ -50,7 +50,9 @@ def ledger(
             raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
     if isinstance(detail, str) or not (isinstance(detail, bool) or hasattr(detail, "__contains__")):
         raise TypeError(f"detail must be a range, a set or a list of steps, or True for all; got {detail!r}")
-    number = _rank() if rank is None else rank
+    number = rank
+    if number is None:
+        number = int(torch.distributed.get_rank()) if is_distributed() else int(os.environ.get("RANK", "0"))
     file = LedgerFile(Path(folder) / f"rank-{number}.ledger", append=resume_from is not None)
     environment = {**process_environment(), "doctor": {finding.id: finding.found for finding in doctor()}}
     head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment}
@@ -66,13 +68,14 @@ class Ledger:
 
     def __init__(self, file: LedgerFile, detail: Steps, keep: int, optimizer_every: int, first_step: int) -> None:
         self.next_step = first_step
-        self._file, self._detail, self._keep, self._optimizer_every = file, detail, keep, optimizer_every
+        self._file, self._keep, self._optimizer_every = file, keep, optimizer_every
+        self._detail = range(sys.maxsize if detail else 0) if isinstance(detail, bool) else detail
         self._layouts: dict[tuple[Any, ...], int] = {}
         self._plans_written: set[str] = set()
         self._unwritten: tuple[Records, bytes, UnderWay] | None = None  # a step whose sums are on their way from a GPU
         self._collector, self._hooks = Collector(), None  # type: Collector, ModuleHooks | None
         self._attention = AttentionCalls(lambda: None if self._hooks is None else self._hooks.current_module())
-        self._has_detail = detail if isinstance(detail, bool) else bool(getattr(detail, "__len__", lambda: 1)())
+        self._has_detail = bool(getattr(self._detail, "__len__", lambda: 1)())
         self._outer_error = id(sys.exc_info()[1])  # one that is being handled already; not kept alive, with all its frames
 
     @property
@@ -100,7 +103,7 @@ class Ledger:
 
         loss, batch: tensors, arrays, numbers and texts, in lists, tuples, dicts or dataclasses.
         """
-        number, detailed = self.next_step, self._wants_detail(self.next_step)
+        number, detailed = self.next_step, self.next_step in self._detail
         if self.stopped:
             self.next_step += 1
             return
@@ -147,14 +150,11 @@ class Ledger:
             raise LedgerError("detail needs modules that hooks see; model.compile() leaves none: use torch.compile(model), or no detail")
         self._has_detail = False
 
-    def _wants_detail(self, step: int) -> bool:
-        return self._detail if isinstance(self._detail, bool) else step in self._detail
-
     def _prepare(self, model: nn.Module) -> None:
         """For the next step."""
         self._remove_hooks()
         self._attention.take()
-        detailed = self._wants_detail(self.next_step) and not self.stopped
+        detailed = self.next_step in self._detail and not self.stopped
         self._collector = Collector(self._keep if detailed else 0)
         self._hooks = ModuleHooks(model, self._collector) if detailed else None
         if self.stopped:
@@ -207,10 +207,6 @@ def _execution_order(entries: Sequence[Entry]) -> list[int]:
     last_forward = max((place for place, phase in enumerate(phases) if phase == "forward"), default=-1)
     where = {"batch": (0.0, 0.0), "loss": (1.0, last_forward + 0.5)}
     return sorted(range(len(phases)), key=lambda place: (*where.get(phases[place], (1.0, float(place))), place))
-
-
-def _rank() -> int:
-    return int(torch.distributed.get_rank()) if is_distributed() else int(os.environ.get("RANK", "0"))
 
 
 def _world_size(rank_is_given: bool) -> int | None:

@@ -78,8 +78,7 @@ def _resume_faults(run: RankLedger) -> Iterator[str]:
             continue
         aligned = aligner()(run.steps[number], start)
         differing = [pair.entry for pair, same in zip(aligned.pairs, aligned.same(run.steps[number], start), strict=True) if not same]
-        lost = [entry for entry in differing if entry.phase != "rng" or entry.tensor not in run.idle_generators]
-        if lost:
+        if lost := [entry for entry in differing if entry.phase != "rng" or entry.tensor not in run.idle_generators]:
             names = ", ".join(" ".join(filter(None, (entry.phase, entry.module, entry.role, entry.tensor))) for entry in lost[:3])
             yield f"resumed at step {number + 1} from another state than it had after step {number}: {names}{', ...' * (len(lost) > 3)}"
 

@@ -192,7 +192,7 @@ class _Tables:
 
     def chain(self, worker: int, start: int, sequence: int, part: int, kv_tile: int) -> Chain:
         problem, members = self.problem, self.problem.members(part)
-        keys, turns = self._of(self.schedule.order.kind_of(problem, part), len(members))[kv_tile]
+        keys, turns = self._of(problem.kind_of(part, self.kinds), len(members))[kv_tile]
         base = (sequence * problem.heads * problem.group + members.start) * problem.q_tiles
         if not self.sums:
             return Chain(worker, start, base, keys, turns)

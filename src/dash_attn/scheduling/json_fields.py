@@ -116,8 +116,7 @@ def as_lists(value: Any, where: str, read: Callable[[Any, str], list[Value]]) ->
 
 def as_names(value: Any, where: str, known: Sequence[str]) -> tuple[str, ...]:
     """A list of names that we know."""
-    unknown = [name for name in as_list(value, where) if name not in known]
-    if unknown:
+    if unknown := [name for name in as_list(value, where) if name not in known]:
         raise ValueError(f"{where} may be {', '.join(known)}; got {shortened(unknown[0])}")
     return tuple(value)
 

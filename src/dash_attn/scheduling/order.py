@@ -194,9 +194,6 @@ class Order:
         if not isinstance(self.guarantees, tuple) or self.guarantees not in allowed:
             raise ValueError(f"guarantees must be one of {', '.join(map(str, allowed))}; got {shortened(self.guarantees)}")
 
-    def kind_of(self, problem: Problem, part: int) -> int:
-        return problem.kind_of(part, len(self.kinds))
-
     def same_bits(self, other: Order) -> bool:
         """Whether both orders sum everything in the same sequence."""
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(self.kinds, other.kinds, strict=False) for field in DECIDE_BITS]

@@ -17,7 +17,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from .order import HeadOrder, Ints, Sum, frozen_ints, members
+from .order import Ints, Sum, frozen_ints, members
 from .problem import Problem
 from .schedule import Placement, Schedule
 
@@ -127,8 +127,9 @@ def lower(schedule: Schedule) -> Plan:
     chain_runs = [0]
     for kind in schedule.order.kinds:
         for kv_tile in range(problem.kv_tiles):
-            steps = _steps_of(kind, kv_tile, problem)
-            compressed = _compress(steps[:, 0], steps[:, 1], steps[:, 2], (problem.tile_q, problem.tile_kv), _most_runs(len(steps)))
+            walk = kind.walk(kv_tile)
+            steps = np.stack([walk, kind.turns(kv_tile), problem.partial[walk, kv_tile]], axis=1).astype(np.int64)
+            compressed = _compress(steps, (problem.tile_q, problem.tile_kv))
             if compressed is None:  # irregular: list every entry
                 compressed = [(0, 0, len(steps), 0, 0, 1, 0, entry_count)]
                 entries.append(steps)
@@ -149,19 +150,11 @@ def lower(schedule: Schedule) -> Plan:
     )
 
 
-def _most_runs(steps: int) -> int:
-    """Many are worth it only where they take less room than the entries of a chain would."""
-    return min(MOST_RUNS, max(FEW_RUNS, (ENTRY_FIELDS * steps - 1) // len(RUN_FIELDS)))
-
-
-def _steps_of(kind: HeadOrder, kv_tile: int, problem: Problem) -> Array:
-    """Rows (q_tile, turn, partial) of one chain."""
-    walk = kind.walk(kv_tile)
-    return np.stack([walk, kind.turns(kv_tile), problem.partial[walk, kv_tile]], axis=1).astype(np.int64)
-
-
-def _compress(q_tile: Array, turn: Array, partial: Array, tile_slope: tuple[int, int], most: int) -> list[Run] | None:
-    """The runs of one chain, or None when it needs more than `most`."""
+def _compress(steps: Array, tile_slope: tuple[int, int]) -> list[Run] | None:
+    """The runs of one chain, given its rows (q_tile, turn, partial), or None when it needs too many: many are worth it only where they
+    take less room than the entries of the chain would."""
+    q_tile, turn, partial = steps.T
+    most = min(MOST_RUNS, max(FEW_RUNS, (ENTRY_FIELDS * len(steps) - 1) // len(RUN_FIELDS)))
     stretches = list(_straight(q_tile, partial, most))
     if len(stretches) > most:
         return None
@@ -219,14 +212,9 @@ def _candidate_slopes(turn: Array, tile_slope: tuple[int, int]) -> Array:
     pace = int(changes[1] - changes[0]) if len(changes) > 1 else len(turn)
     common = gcd(*tile_slope)
     a, b = tile_slope[0] // common, tile_slope[1] // common
-    mean = _simple_fraction(int(turn[changes[-1]] - turn[changes[0]]), int(changes[-1] - changes[0]))
-    return np.array([(0, 1), (rise, 1), (rise, pace), (a, b), (-a, b), mean])
-
-
-def _simple_fraction(rise: int, run: int) -> tuple[int, int]:
-    """The ratio with a small denominator: a long digital line shows its slope only up to rounding."""
-    ratio = Fraction(rise, max(1, run)).limit_denominator(LARGEST_DIVISOR)
-    return ratio.numerator, ratio.denominator
+    # With a small denominator: a long digital line shows its slope only up to rounding.
+    mean = Fraction(int(turn[changes[-1]] - turn[changes[0]]), max(1, int(changes[-1] - changes[0]))).limit_denominator(LARGEST_DIVISOR)
+    return np.array([(0, 1), (rise, 1), (rise, pace), (a, b), (-a, b), (mean.numerator, mean.denominator)])
 
 
 @dataclass(frozen=True, eq=False)

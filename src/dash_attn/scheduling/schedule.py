@@ -216,7 +216,7 @@ class Schedule:
         return self.placement.tickets(self.problem)
 
     def order_of(self, part: int) -> HeadOrder:
-        return self.order.kinds[self.order.kind_of(self.problem, part)]
+        return self.order.kinds[self.problem.kind_of(part, len(self.order.kinds))]
 
     def tasks(self, part: int, kv_tile: int) -> tuple[Ints, Ints, Ints]:
         """(q_tile, turn, member) of the tasks of a chain, in order."""
@@ -283,7 +283,13 @@ def fit(schedule: Schedule, problem: Problem, workers: int) -> Schedule:
     the generator it is named after promises, if that gives this very order for this problem, else that every run has the same bits.
     """
     _check_tiles(schedule.problem, problem)
-    problem = _with_parts(problem, schedule.problem.group_parts)
+    if parts := schedule.problem.group_parts:  # that were asked for are kept
+        if parts > problem.group:
+            raise ScheduleError(
+                f"the schedule that was given does not fit this call: it deals a group to {parts} parts; the call has groups of"
+                f" {problem.group} query heads, so at most as many parts (group_parts 0 leaves them to the rule)"
+            )
+        problem = replace(problem, group_parts=parts)
     proven = proven_guarantees(problem, schedule.order, workers)
     order = replace(schedule.order, name=f"{schedule.name} (given)", guarantees=proven)
     lanes = schedule.placement.lanes
@@ -292,20 +298,9 @@ def fit(schedule: Schedule, problem: Problem, workers: int) -> Schedule:
     return Schedule(problem, order, replace(schedule.placement, workers=workers, lanes=lanes))
 
 
-def _with_parts(problem: Problem, parts: int) -> Problem:
-    """Parts that were asked for are kept; 0: none were."""
-    if parts > problem.group:
-        raise ScheduleError(
-            f"the schedule that was given does not fit this call: it deals a group to {parts} parts; the call has groups of"
-            f" {problem.group} query heads, so at most as many parts (group_parts 0 leaves them to the rule)"
-        )
-    return replace(problem, group_parts=parts) if parts else problem
-
-
 def _check_tiles(made_for: Problem, problem: Problem) -> None:
     """Raise ScheduleError where the two do not have the same tiles, with everything that differs."""
-    differing = [name for name in DECIDE_TILES if getattr(made_for, name) != getattr(problem, name)]
-    if differing:
+    if differing := [name for name in DECIDE_TILES if getattr(made_for, name) != getattr(problem, name)]:
         theirs, ours = (", ".join(f"{name} {getattr(which, name)}" for name in differing) for which in (made_for, problem))
         raise ScheduleError(
             f"the schedule that was given does not fit this call: it is for {theirs}; the call has {ours}. Mask, lengths and tile"

@@ -123,15 +123,13 @@ def _check_progress(schedule: Schedule) -> None:
         report = _deadlock_report(schedule, stuck, acyclic)
     if acyclic and schedule.gang > schedule.workers:
         raise TooFewWorkers(schedule.name, schedule.gang, schedule.workers, report)
-    raise (StuckOnWorkers if acyclic else ScheduleError)(_too_large(schedule) if is_large else report)
-
-
-def _too_large(schedule: Schedule) -> str:
-    return (
-        f"{schedule.name}: that this placement cannot hang could only be shown by running it, and {schedule.problem.tasks} tasks are too"
-        f" many for that (at most {MOST_TASKS}); use fewer lanes ({schedule.placement.lanes} heads of {schedule.gang} chains side by side)"
-        f" or segments that keep chains together which wait for each other"
-    )
+    if is_large:
+        report = (
+            f"{schedule.name}: that this placement cannot hang could only be shown by running it, and {schedule.problem.tasks} tasks are"
+            f" too many for that (at most {MOST_TASKS}); use fewer lanes ({placement.lanes} heads of {schedule.gang} chains side by side)"
+            f" or segments that keep chains together which wait for each other"
+        )
+    raise (StuckOnWorkers if acyclic else ScheduleError)(report)
 
 
 def _is_acyclic(order: HeadOrder) -> bool:

@@ -22,8 +22,7 @@ from dash_attn.distributed.context import of_rank
 from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.mail import Keys
-from dash_attn.distributed.context.of_rank import OfRank
-from dash_attn.distributed.context.passes import BackwardPass
+from dash_attn.distributed.context.of_rank import BackwardPass, OfRank
 from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.distributed.context.ulysses import HeadExchange, outer_sharding
 from dash_attn.distributed.peers import Peers, Pending
@@ -71,7 +70,7 @@ class Recording(Peers):
         self.sent["gathered"] += (self.count - 1) * mine.nbytes
         return Pending(self, None, torch.zeros(self.count * mine.numel(), dtype=mine.dtype), mine.device, purpose)
 
-    def exchange_pieces(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str = "") -> list[Tensor]:
+    def exchange(self, pieces: Sequence[Tensor], sizes: Sequence[int], purpose: str = "") -> list[Tensor]:
         self.sent["rows"] += sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         return [torch.zeros(size, dtype=pieces[0].dtype) for size in sizes]
 

@@ -43,10 +43,6 @@ class Given(NamedTuple):
     def modifiers(self) -> Modifiers | None:
         return None if self.dropout_seed is None and self.alibi_slopes is None else Modifiers(self.dropout_seed, self.alibi_slopes)
 
-    def check(self, q: Tensor, dropout_p: float) -> None:
-        check_sinks(self.sinks, q)
-        given_modifiers(q, q.shape[0], dropout_p, self.dropout_seed, self.alibi_slopes)
-
     def of_heads(self, heads: slice) -> Given:
         """Of some query heads."""
         sinks, slopes = (None if x is None else x[..., heads] for x in (self.sinks, self.alibi_slopes))
@@ -79,7 +75,8 @@ class Asked(NamedTuple):
         """Raises where the tensors do not fit. rank: None where they are those of some rank, nobody knows of which."""
         q, k, v = self[:3]
         check_tensors(q, k, v)
-        self.given.check(q, self.choices.dropout_p)
+        check_sinks(self.given.sinks, q)
+        given_modifiers(q, q.shape[0], self.choices.dropout_p, *self.given[1:])
         options, sharding = options_for(self.choices, q.shape[-1]), sharding_of_rank(self.sharing.sharding, q.shape[1], self.ranks)
         who, some = ("a rank of this sharding", range(self.ranks)) if rank is None else (f"rank {rank}", range(rank, rank + 1))
         fitting = sorted({len(sharding.rows_of(one)) for one in some})
@@ -92,13 +89,16 @@ class Asked(NamedTuple):
         return options, sharding
 
     def part(self, rank: int, differentiable: bool) -> tuple[Part, Facts]:
-        """What a rank finds out by itself. Sends no message."""
+        """What a rank finds out by itself, and what must be the same on every rank. Sends no message."""
         options, sharding = self.checked(rank)
         part = Part.of(self, options, sharding, rank)
+        facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset", "dropout_p")}
+        facts |= {"softmax_scale": options.scale, "backend": resolve(options.backend, self.q.device), "the dtype": self.q.dtype}
+        facts |= {"mask": _with_hash(options.mask), "schedule": _with_hash(options.schedule), "the batch size": self.q.shape[0]}
+        facts |= {"the numbers of heads": (self.q.shape[2], self.k.shape[2]), "the head dims": (self.q.shape[3], self.v.shape[3])}
+        facts |= {"sharding": sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents, **self.given.facts}
         code = None if part.call is None else part.call.backend.machine_code()
-        shared = {"sharding": sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents}
-        more = {"whether gradients are needed": differentiable, "the machine code": code}
-        return part, _facts(*self[:3], options) | shared | self.given.facts | more
+        return part, facts | {"whether gradients are needed": differentiable, "the machine code": code}
 
 
 @dataclass(frozen=True)
@@ -128,22 +128,8 @@ class Part:
         return cls(own, call, documents, sharding)
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Facts:
-    """What must be the same on every rank."""
-    facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset", "dropout_p")}
-    facts["softmax_scale"] = options.scale
-    facts["backend"] = resolve(options.backend, q.device)
-    facts["mask"], facts["schedule"] = _mask_in_words(options.mask), _schedule_in_words(options.schedule)
-    facts |= {"the batch size": q.shape[0], "the numbers of heads": (q.shape[2], k.shape[2]), "the head dims": (q.shape[3], v.shape[3])}
-    return facts | {"the dtype": q.dtype}
-
-
-@lru_cache(maxsize=64)
-def _mask_in_words(mask: Mask) -> str:
-    """With a hash, because the words leave out the blocks of a mask."""
-    return f"{mask} ({hash_of(json.dumps(mask_to_json(mask)))})"
-
-
-@lru_cache(maxsize=64)
-def _schedule_in_words(schedule: str) -> str:
-    return f"{in_words(schedule)} ({hash_of(schedule)})"
+@lru_cache(maxsize=128)
+def _with_hash(choice: Mask | str) -> str:
+    """A mask or a schedule in words, with a hash, because these leave out the blocks of a mask and the walks of a schedule."""
+    words, text = (in_words(choice), choice) if isinstance(choice, str) else (str(choice), json.dumps(mask_to_json(choice)))
+    return f"{words} ({hash_of(text)})"

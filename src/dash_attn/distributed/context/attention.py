@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ...attention.autograd import FirstGradientsOnly
 from ...attention.pytorch import is_traced, refuse_transforms
+from ...attention.signatures import ChoiceKeywords
 from ...call.options import Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask
@@ -24,21 +25,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class _Choices(TypedDict, total=False):
+class _Choices(ChoiceKeywords, total=False):
     """For overloads: what does not change the type of the result."""
 
-    causal: bool
-    window_size: tuple[int, int]
-    softmax_scale: float | None
-    softcap: float
     mask: Mask | None
-    sinks: Tensor | None
-    dropout_p: float
-    dropout_seed: Tensor | None
-    alibi_slopes: Tensor | None
     schedule: str | Schedule
     backend: str
-    head_offset: int
     sharding: str | Sharding
     ulysses: int
     cu_seqlens: Offsets | None

@@ -100,16 +100,15 @@ class RowBytes(NamedTuple):
         return self.q + self.keys
 
 
-def costs_of_sharing(call: SharedCall, sizes: RowBytes, sinks: bool) -> list[RankCosts]:
-    """Of every rank that shares the row. Without Ulysses, that is all."""
-    return [_costs_of_rank(call, rank, sizes, sinks) for rank in range(call.sharding.ranks)]
-
-
-def _costs_of_rank(call: SharedCall, rank: int, sizes: RowBytes, sinks: bool) -> RankCosts:
-    moves, own = moves_of(call), own_documents(call, rank)
-    there, back, keys = moves.to_workers.sent(rank), moves.back.sent(rank), _keys_sent(call, rank) * sizes.keys
+def _costs_of_sharing(call: SharedCall, rank: int, sizes: RowBytes, sinks: bool) -> RankCosts:
+    """Of a rank that shares the row. Without Ulysses, that is all."""
+    moves, own, ranks = moves_of(call), own_documents(call, rank), range(call.sharding.ranks)
+    there, back = moves.to_workers.sent(rank), moves.back.sent(rank)
+    # A gather has one shape: every rank sends as many rows as the one with most.
+    gathered = (len(ranks) - 1) * max(len(call.sharding.rows_of(one)) for one in ranks)
+    keys = (gathered if call.is_one else moves.keys.sent(rank)) * sizes.keys
     tiles, sums = (moves.tiles.sent(rank), moves.sums.sent(rank)) if sinks else (0, 0)
-    sent, state = [_states_sent(one) for one in own], _state_bytes(call, sizes)
+    sent, state = [_states_sent(one) for one in own], call.backend.tile_size(*call.dims) * sizes.wide  # bytes of a KV tile
     backward = Sent(
         keys=keys,
         states=sum(states - finals for _, states, finals in sent) * state,
@@ -119,18 +118,7 @@ def _costs_of_rank(call: SharedCall, rank: int, sizes: RowBytes, sinks: bool) ->
     )
     forward = Sent(keys=keys, rows=there * sizes.q + back * (sizes.out + sizes.lse))
     units = sum(len(one.document.shared.by_rank[one.rank]) for one in own)
-    return RankCosts(units, sum(hops for hops, *_ in sent), forward, backward, _memory(call, rank, sizes, sinks))
-
-
-def _state_bytes(call: SharedCall, sizes: RowBytes) -> int:
-    """Of a KV tile."""
-    return call.backend.tile_size(*call.dims) * sizes.wide
-
-
-def _keys_sent(call: SharedCall, rank: int) -> int:
-    """Rows. A gather has one shape: every rank sends as many as the one with most."""
-    ranks = range(call.sharding.ranks)
-    return (len(ranks) - 1) * max(len(call.sharding.rows_of(one)) for one in ranks) if call.is_one else moves_of(call).keys.sent(rank)
+    return RankCosts(units, sum(hops for hops, *_ in sent), forward, backward, _memory(call, rank, sizes, state, sinks))
 
 
 def _states_sent(own: OwnDocument) -> tuple[int, int, int]:
@@ -141,11 +129,10 @@ def _states_sent(own: OwnDocument) -> tuple[int, int, int]:
     return len(hopping), sum(map(shared.state_tiles, hopping)), sum(map(shared.state_tiles, ending))
 
 
-def _memory(call: SharedCall, rank: int, sizes: RowBytes, sinks: bool) -> Memory:
+def _memory(call: SharedCall, rank: int, sizes: RowBytes, state: int, sinks: bool) -> Memory:
     """States and sums are those of one document at a time. With sinks, sums are there until all documents are done."""
     moves, own = moves_of(call), own_documents(call, rank)
-    states, state = [most_states(one.document.shared)[one.rank] for one in own], _state_bytes(call, sizes)
-    sums = [_sum_tiles(one) for one in own]
+    states, sums = [most_states(one.document.shared)[one.rank] for one in own], [_sum_tiles(one) for one in own]
     return Memory(
         keys=_most_keys(own[0]) * sizes.keys // call.kv_heads if call.is_one else len(moves.keys.want[rank]) * sizes.keys,
         states=max(states, default=0) * state,
@@ -171,7 +158,7 @@ def _most_keys(own: OwnDocument) -> int:
     return highest(event for number, size in sizes.items() for event in ((starts[number], size), (last_use[number] + 1, -size)))
 
 
-def makespan_of(call: SharedCall) -> tuple[int, int]:
+def _makespan(call: SharedCall) -> tuple[int, int]:
     """All tasks, and how long the slowest rank takes if a task takes one unit of time and nothing else any: as the chunk model has it."""
     free, tasks = [0] * call.sharding.ranks, 0
     for document in call.in_turn:
@@ -203,10 +190,12 @@ class SharedExplanation:
     prediction_note: str = NOTE
 
     def __str__(self) -> str:
-        rows = {
+        low, high = min(self.sharding.lengths), max(self.sharding.lengths)
+        rows, ulysses = f"{low}" if low == high else f"{low} to {high}", f", ulysses {self.ulysses}" if self.ulysses > 1 else ""
+        table = {
             "call": self.call,
             "backend": self.backend,
-            "ranks": f"{self.ranks}, {self._chunks()}" + (f", ulysses {self.ulysses}" if self.ulysses > 1 else ""),
+            "ranks": f"{self.ranks}, {self.sharding.chunks} chunks of {rows} rows{ulysses}",
             "schedule": f"{self.schedule}, order {self.order_hash}",
             "guarantees": ", ".join(self.guarantees),
             "units": self._spread([rank.units for rank in self.each]),
@@ -216,12 +205,7 @@ class SharedExplanation:
             "memory": self._largest([rank.memory for rank in self.each]),
             "predicted": f"efficiency {self.predicted_efficiency:.3f} {self.prediction_note}",
         }
-        return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
-
-    def _chunks(self) -> str:
-        lengths = sorted(set(self.sharding.lengths))
-        rows = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
-        return f"{self.sharding.chunks} chunks of {rows} rows"
+        return "\n".join(f"{name:<13} {text}" for name, text in table.items())
 
     def _spread(self, counts: list[int]) -> str:
         low, high = min(counts), max(counts)
@@ -294,12 +278,11 @@ def _costs(asked: Asked, sharding: Sharding, calls: Sequence[SharedCall | None])
     """By rank: neighbours follow each other. calls: by place among neighbours that exchange heads, because each has heads of its own."""
     q, sinks, ulysses = asked.q, asked.given.sinks, len(calls)
     sizes, rows = RowBytes.of(*asked[:3], ulysses), [len(sharding.rows_of(rank)) for rank in range(sharding.ranks)]
-    of_place = [None if call is None else costs_of_sharing(call, sizes, sinks is not None) for call in calls]
     found = []
     for rank, own in enumerate(rows):
         group, place = divmod(rank, ulysses)
-        shared = of_place[place]
-        mine = RankCosts(0, 0, Sent(), Sent(), Memory()) if shared is None else shared[group]
+        call = calls[place]
+        mine = RankCosts(0, 0, Sent(), Sent(), Memory()) if call is None else _costs_of_sharing(call, group, sizes, sinks is not None)
         # Of its own rows their heads, of their rows its own heads.
         there, back = own * (ulysses - 1), sum(rows[group * ulysses : (group + 1) * ulysses]) - own
         of_sinks = 0 if sinks is None else (ulysses - 1) * (q.shape[2] // ulysses) * sinks.element_size()
@@ -313,6 +296,6 @@ def _costs(asked: Asked, sharding: Sharding, calls: Sequence[SharedCall | None])
 
 def _efficiency(calls: Sequence[SharedCall]) -> float:
     """All tasks, dealt evenly, against the slowest rank. Where only heads are exchanged, every rank has as many tasks."""
-    runs = [makespan_of(call) for call in calls]
+    runs = [_makespan(call) for call in calls]
     longest = max((makespan for _, makespan in runs), default=0)
     return sum(tasks for tasks, _ in runs) / (sum(call.sharding.ranks for call in calls) * longest) if longest else 1.0

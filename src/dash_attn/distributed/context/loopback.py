@@ -13,7 +13,7 @@ from ...scheduling.ranks.units import Unit
 from .asked import Given
 from .mail import Mailbox, whole_keys
 from .moves import Movement, apart, moves_of, side_by_side
-from .passes import BackwardPass, RowBackward, forward_of_rank, sum_of_sinks
+from .of_rank import BackwardPass, RowBackward, forward_of_rank, sum_of_sinks
 from .rows import by_head, by_row, rows_of
 from .shared_call import SharedCall
 

@@ -134,7 +134,7 @@ def move(movement: Movement, peers: Peers, rows: Sequence[Tensor], of_heads: Seq
     flat = side_by_side(tensors)
     width, sizes = flat.shape[1], movement.sizes(peers.rank, flat.device)
     sent = [piece.flatten() for piece in movement.pieces(peers.rank, flat)]
-    received = peers.exchange_pieces(sent, [size * width for size in sizes], PURPOSE)
+    received = peers.exchange(sent, [size * width for size in sizes], PURPOSE)
     moved = apart(movement.put_together(peers.rank, [piece.view(-1, width) for piece in received]), tensors)
     return [*moved[: len(rows)], *map(by_head, moved[len(rows) :])]
 

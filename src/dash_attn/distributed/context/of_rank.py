@@ -1,7 +1,16 @@
-"""A call as one rank sees it: exchange heads, bring rows to those that work on them, gather keys, work through its units."""
+"""A call as one rank sees it: exchange heads, bring rows to those that work on them, gather keys, work through its units.
+
+A rank takes one document of the row after the other, in one order for all. What travels goes through `Keys` and `Mail`, which also serve
+one process that plays all ranks.
+
+Ranks cannot wait in a circle. All units of all documents have one sequence, that of the first document, then that of the next. Inside
+a document each unit comes after those that it waits for, and no unit waits for one of another document. What ranks exchange besides
+states and gathers of keys, they exchange before the first unit or behind the last.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,18 +20,21 @@ from torch import Tensor
 
 from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
-from ...call.call import Call, Gradients, Grads, Saved
+from ...backends import RankBackward
+from ...call.call import Call, Gradients, Grads, Saved, sum_in_order
 from ...call.offsets import SequenceOffsets
 from ...call.parts import backward_end_to_end, document_ends, end_to_end, in_rows
+from ...scheduling.ranks.units import Unit
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
 from .asked import Asked, Given, Part
-from .mail import Keys, RankMail, whole_keys
+from .mail import Keys, Mailbox, RankMail, whole_keys
 from .moves import move, moves_of
-from .passes import KeysOf, RowBackward, forward_of_rank, sum_of_sinks
-from .shared_call import Lengths, SharedCall
+from .shared_call import OwnDocument, SharedCall, own_documents
 from .ulysses import HeadExchange, inside_and_outside
 
+KeysOf = Callable[[OwnDocument], Keys]
+Mail = RankMail | Mailbox
 Rows = tuple[Tensor, ...]  # dout, q, k, v, out
 OfRows = tuple[Tensor, Tensor | None]  # LSE and, where it was used, its gradient
 
@@ -62,7 +74,8 @@ class OfRank:
         given = given.of_heads(self.exchange.heads(q.shape[2]))
         q, k, v = map(self.exchange.to_heads, (q, k, v))
         if call is None:
-            out, lse = _forward_alone((q, k, v), self.part, given)
+            dense, packed = _alone((q, k, v), self.part, given)
+            out, lse = attention_forward(dense) if packed is None else in_rows(attention_forward(packed), dense)
         else:
             out, lse = _forward(call, self.outside, (q, k, v), given)
             if observers:
@@ -79,15 +92,16 @@ class OfRank:
             dlse = torch.zeros_like(lse)
         lse, dlse = self.exchange.to_heads(lse), None if dlse is None else self.exchange.to_heads(dlse)
         if call is None:
-            *gradients, dsinks = _backward_alone(rows, (lse, dlse), self.part, given)
+            (dense, packed), saved, grads = _alone(rows[1:4], self.part, given), Saved(rows[4], lse), Grads(rows[0], dlse)
+            alone = attention_backward if packed is None else partial(backward_end_to_end, attention_backward)
+            *gradients, dsinks = alone(packed or dense, saved, grads)
         else:
             *gradients, dsinks = _backward(call, self.outside, rows, (lse, dlse), given)
         dq, dk, dv = map(self.exchange.to_rows, gradients)
-        return Gradients(dq, dk, dv, None if dsinks is None else self._on_first_rank(dsinks))
-
-    def _on_first_rank(self, dsinks: Tensor) -> Tensor:
-        whole = self.exchange.inside.gather(dsinks.contiguous())
-        return whole if self.exchange.inside.rank == 0 and self.outside.rank == 0 else torch.zeros_like(whole)
+        if dsinks is not None:
+            whole = self.exchange.inside.gather(dsinks.contiguous())
+            dsinks = whole if self.everybody.rank == 0 else torch.zeros_like(whole)
+        return Gradients(dq, dk, dv, dsinks)
 
 
 def _forward(call: SharedCall, peers: Peers, tensors: Rows, given: Given) -> tuple[Tensor, Tensor]:
@@ -125,28 +139,144 @@ def _keys_of(call: SharedCall, peers: Peers, k: Tensor, v: Tensor) -> KeysOf:
     return whole_keys(k, v)
 
 
-def _forward_alone(tensors: Rows, part: Part, given: Given) -> Saved:
-    """Of a rank that has all rows of its heads: nothing is shared. Documents in the row are packed sequences."""
-    call = _call_alone(tensors, part, given)
-    if part.documents is None:
-        return attention_forward(call)
-    return in_rows(attention_forward(end_to_end(call, call.options, _offsets(part.documents, call.q))), call)
-
-
-def _backward_alone(rows: Rows, of_rows: OfRows, part: Part, given: Given) -> Gradients:
-    (dout, *tensors, out), (lse, dlse) = rows, of_rows
-    call, saved, grads = _call_alone(tuple(tensors), part, given), Saved(out, lse), Grads(dout, dlse)
-    if part.documents is None:
-        return attention_backward(call, saved, grads)
-    packed = end_to_end(call, call.options, _offsets(part.documents, call.q))
-    return backward_end_to_end(attention_backward, packed, saved, grads)
-
-
-def _call_alone(tensors: Rows, part: Part, given: Given) -> Call:
+def _alone(tensors: Sequence[Tensor], part: Part, given: Given) -> tuple[Call, Call | None]:
+    """The call of a rank that has all rows of its heads: nothing is shared. And that of packed sequences, where there are documents in
+    the row."""
     q, k, v = tensors
-    return Call(q, k, v, part.options, None, given.sinks, given.modifiers)
+    dense = Call(q, k, v, part.options, None, given.sinks, given.modifiers)
+    if part.documents is None:
+        return dense, None
+    ends, longest = torch.from_numpy(document_ends(part.documents, len(q))).to(q.device), max(part.documents)
+    return dense, end_to_end(dense, part.options, SequenceOffsets(ends, ends, longest, longest))
 
 
-def _offsets(documents: Lengths, q: Tensor) -> SequenceOffsets:
-    ends = torch.from_numpy(document_ends(documents, len(q))).to(q.device)
-    return SequenceOffsets(ends, ends, max(documents), max(documents))
+def forward_of_rank(call: SharedCall, rank: int, q: Tensor, keys_of: KeysOf, given: Given) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the queries that a rank works on."""
+    out = q.new_empty(*q.shape[:3], call.dims[1])
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    for own in own_documents(call, rank):
+        _forward_of_document(own, q[:, own.rows], keys_of(own), given, (out[:, own.rows], lse[:, :, own.rows]))
+    return out, lse
+
+
+def _forward_of_document(own: OwnDocument, q: Tensor, keys: Keys, given: Given, into: tuple[Tensor, Tensor]) -> None:
+    """While some KV heads are worked on, the keys of the next are on their way."""
+    (out, lse), document, call = into, own.document, own.document.row
+    for number, kv_heads in enumerate(document.gathers):
+        keys.start(min(number + 1, len(document.gathers) - 1))
+        heads = slice(kv_heads.start * call.group, kv_heads.stop * call.group)
+        sinks = None if given.sinks is None else given.sinks[heads]
+        modifiers = None if given.modifiers is None else given.modifiers.of_heads(heads)
+        some = Call(q[:, :, heads], *keys.get(number), call.options, None, sinks, modifiers)
+        out[:, :, heads], lse[:, heads] = call.backend.forward(some, document.problem, document.sharding, own.rank)
+
+
+class BackwardPass:
+    """The backward of a rank's share of a document: a `step` for each of its units, then `finish`."""
+
+    def __init__(self, row: RowBackward, own: OwnDocument, mail: Mail) -> None:
+        document, call, modifiers = own.document, own.document.row, row.given.modifiers
+        self.document, self.shared, self.keys, self.mail = document, document.shared, row.keys_of(own), mail
+        more = {} if modifiers is None else {"modifiers": modifiers}
+        rows, of_rows = [x[:, own.rows] for x in row.rows], [None if x is None else x[:, :, own.rows] for x in row.of_rows]
+        arguments = document.plan, document.shared, own.rank, call.options, tuple(rows), tuple(of_rows)
+        self.backward: RankBackward = call.backend.RankBackward(*arguments, **more)
+        self.units = self.shared.by_rank[own.rank]
+        self._states: dict[int, Tensor] = {}  # of units whose next leg is here, too
+        self._there: set[int] = set()  # gathers whose keys have come and are still needed
+        self._last_use = {number: unit for unit, number in document.uses(self.units)}
+
+    def step(self, unit: Unit) -> None:
+        """The rank's next unit."""
+        self._take_keys(unit)
+        if unit.before is None:
+            state = self.backward.new_state(unit)
+        else:
+            state = self._states.pop(unit.before) if unit.before in self._states else self.mail.receive(self.document, unit)
+        self.backward.run(unit, state)
+        if self.shared.hops(unit):
+            self.mail.send(self.document, unit, state)
+        elif unit.after is not None:
+            self._states[unit.number] = state
+        self._drop_keys(unit)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of the rank's rows."""
+        self.keys.start(len(self.document.gathers) - 1)  # others may need what this rank did not
+        self.keys.finish()
+        return self.backward.finish()
+
+    def _take_keys(self, unit: Unit) -> None:
+        self.keys.start(max(number for number, start in enumerate(self.document.gather_starts) if start <= unit.number))
+        for number in self.document.gathers_of(unit):
+            if number not in self._there:
+                self.backward.take_keys(*self.keys.get(number), self.document.gathers[number].start)
+                self._there.add(number)
+
+    def _drop_keys(self, unit: Unit) -> None:
+        for number in [number for number in self._there if self._last_use[number] == unit.number]:
+            kv_heads = self.document.gathers[number]
+            self.backward.drop_keys(kv_heads.start, len(kv_heads))
+            self._there.remove(number)
+
+
+class RowBackward:
+    """The backward of a rank: each of its documents in turn, a BackwardPass and the `end` of it."""
+
+    def __init__(
+        self,
+        call: SharedCall,
+        rank: int,
+        rows: tuple[Tensor, ...],
+        of_rows: tuple[Tensor, Tensor | None],
+        keys_of: KeysOf,
+        given: Given,
+    ) -> None:
+        """rows: dout, q and out of the rows that the rank works on; of_rows: their LSE and, where it was used, its gradient."""
+        self.call, self.rows, self.of_rows, self.keys_of, self.given = call, rows, of_rows, keys_of, given
+        self.own = own_documents(call, rank)
+        self._found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by document: dQ, dK and dV
+        self._kept: dict[int, RankBackward] = {}  # by document: the gradient of sinks needs them behind their units
+
+    def end(self, own: OwnDocument, work: BackwardPass) -> None:
+        self._found[own.document.number] = work.finish()
+        if self.given.sinks is not None:
+            self._kept[own.document.number] = work.backward
+
+    def run(self, mail: Mail) -> None:
+        for own in sorted(self.own, key=lambda own: own.document.turn):
+            work = BackwardPass(self, own, mail)
+            for unit in work.units:
+                work.step(unit)
+            self.end(own, work)
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """dQ, dK and dV of the rows that the rank works on."""
+        found = [self._found[own.document.number] for own in self.own]
+        if len(found) == 1:
+            return found[0]
+        q, (dim, v_dim) = self.rows[1], self.call.dims
+        none = [q.new_empty(len(q), 0, *shape) for shape in ((q.shape[2], dim), (self.call.kv_heads, dim), (self.call.kv_heads, v_dim))]
+        return tuple(torch.cat(parts, dim=1) for parts in zip(none, *found, strict=True))
+
+    def tiles_of_sinks(self) -> Tensor:
+        """What the gradient of sinks needs of all tiles that the rank works on: (1, tiles, ...)."""
+        batch, heads, _ = self.of_rows[0].shape
+        like = self.of_rows[0].new_empty(0, 2, batch, heads, self.call.tiles[0])
+        return torch.cat([like, *(self._kept[own.document.number].rows_of_sinks.movedim(-2, 0) for own in self.own)])[None]
+
+    def sums_of_sinks(self, tiles: Tensor) -> Tensor:
+        """(1, documents, batch, query heads): of documents whose first rank this is, from all their tiles."""
+        sinks, firsts = self.given.sinks, [own.document for own in self.own if own.rank == 0]
+        assert sinks is not None
+        parts = tiles[0].split([document.problem.q_tiles for document in firsts]) if firsts else ()
+        found = [sinks.new_empty(0, self.call.batch, len(sinks), dtype=self.of_rows[0].dtype)]
+        for document, part in zip(firsts, parts, strict=True):
+            found.append(self._kept[document.number].sink_gradients(part.movedim(0, -2).contiguous(), sinks)[None])
+        return torch.cat(found)[None]
+
+
+def sum_of_sinks(sums: Tensor, sinks: Tensor) -> Tensor:
+    """From those of all documents: sequence by sequence, document by document, as packed sequences are summed. Zero without any."""
+    parts = sums[0].transpose(0, 1).flatten(0, 1)  # (sequences x documents, query heads)
+    return sum_in_order(parts).to(sinks.dtype) if len(parts) else torch.zeros_like(sinks)

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...call.options import Choices, choose_mask, text_of
+from ...attention.torch_ops import check_version, empty_gradients, empty_results, schedule_text
+from ...call.options import Choices, choose_mask
 from ...masks.encoding import decode_mask, encode_mask
 from ...scheduling.ranks.sharding import Sharding
-from ...scheduling.schedule import Schedule
 from ..peers import Group, Peers, process_group
 from .asked import Asked, Given, Sharing
 from .of_rank import OfRank
 
 # Part of every traced program, so that one whose operators meant something else is refused, not run.
 VERSION = 5
-GIVEN = "Tensor? sinks, Tensor? dropout_seed, Tensor? alibi_slopes"
-SHARED = (
-    "str group, str sharding, SymInt[] lengths, SymInt[] owners, int ulysses, SymInt[]? cu_seqlens, str mask, SymInt[] mask_sizes,"
-    " bool differentiable, int version"
-)
 CHOSEN = {  # of Choices, in the form in which they are given
     "softmax_scale": "float?",
     "softcap": "float",
@@ -31,37 +26,30 @@ CHOSEN = {  # of Choices, in the form in which they are given
     "head_offset": "SymInt",
     "dropout_p": "float",
 }
-REST = ", ".join([GIVEN, SHARED, *(f"{kind} {name}" for name, kind in CHOSEN.items())])
-FORWARD = f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)"
-BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor number, Tensor q, Tensor k, Tensor v, {REST})"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-TENSORS = len(Given._fields)
-
-
-class Shared(NamedTuple):
-    """What the operators take of how ranks share a call, and of its mask, in the order of their schema."""
-
-    group: str  # its name; empty: this process is alone
-    sharding: str  # a name; empty: lengths and owners say it
-    lengths: Sequence[int]
-    owners: Sequence[int]
-    ulysses: int
-    cu_seqlens: Sequence[int] | None
-    mask: str
-    mask_sizes: Sequence[int]
-    differentiable: bool
-    version: int
+REST = {  # what the operators take behind q, k and v, in the order of their schema
+    **dict.fromkeys(Given._fields, "Tensor?"),
+    "group": "str",  # its name; empty: this process is alone
+    "sharding": "str",  # a name; empty: lengths and owners say it
+    "lengths": "SymInt[]",
+    "owners": "SymInt[]",
+    "ulysses": "int",
+    "cu_seqlens": "SymInt[]?",
+    "mask": "str",
+    "mask_sizes": "SymInt[]",
+    "differentiable": "bool",
+    "version": "int",
+    **CHOSEN,
+}
+INPUTS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"{kind} {name}" for name, kind in REST.items())])
+FORWARD = f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
+BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor number, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+TENSORS = 3 + len(Given._fields)  # of these
 
 
 def traced_attention(
     q: Tensor, k: Tensor, v: Tensor, given: Given, group: Group, choices: Choices, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
-    if isinstance(choices.schedule, Schedule) and torch.compiler.is_compiling():
-        raise TypeError("a compiled program takes a schedule as JSON text: pass schedule.to_json(), made outside of the program")
     sharding, ulysses, cu_seqlens = sharing
     if isinstance(cu_seqlens, Tensor):
         raise TypeError("a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist(), made outside of the program")
@@ -69,8 +57,8 @@ def traced_attention(
     ends = None if cu_seqlens is None else list(cu_seqlens)
     mask = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, given.sinks))
-    shared = Shared(_name_of(group), *chunks, ulysses, ends, *mask, differentiable, VERSION)
-    chosen = [getattr(choices._replace(schedule=text_of(choices.schedule)), name) for name in CHOSEN]
+    shared = _name_of(group), *chunks, ulysses, ends, *mask, differentiable, VERSION
+    chosen = [getattr(choices._replace(schedule=schedule_text(choices.schedule)), name) for name in CHOSEN]
     out, lse, _ = torch.ops.dash_attn.context_parallel_attention(q, k, v, *given, *shared, *chosen)
     return out, lse
 
@@ -86,19 +74,16 @@ _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int | None = None) -> tuple[OfRank, Given]:
     """rest: what follows these tensors."""
-    given, shared = Given(*rest[:TENSORS]), Shared(*rest[TENSORS : -len(CHOSEN)])
-    if shared.version != VERSION:
-        raise RuntimeError(
-            f"this program was traced with version {shared.version} of dash_attn's operators, and here they have version {VERSION}:"
-            " compile it again"
-        )
-    peers = Peers.named(shared.group) if shared.group else Peers.alone()
-    sharding = shared.sharding or Sharding(tuple(shared.lengths), tuple(shared.owners))
-    sharing = Sharing(sharding, shared.ulysses, None if shared.cu_seqlens is None else list(shared.cu_seqlens))
-    chosen = dict(zip(CHOSEN, rest[-len(CHOSEN) :], strict=True))
-    choices = Choices(mask=decode_mask(shared.mask, shared.mask_sizes), alibi=given.alibi_slopes is not None, **chosen)
+    found = dict(zip(REST, rest, strict=True))
+    check_version(found["version"], VERSION, "operators")
+    given, ends = Given(*(found[name] for name in Given._fields)), found["cu_seqlens"]
+    peers = Peers.named(found["group"]) if found["group"] else Peers.alone()
+    sharding = found["sharding"] or Sharding(tuple(found["lengths"]), tuple(found["owners"]))
+    sharing = Sharing(sharding, found["ulysses"], None if ends is None else list(ends))
+    mask, chosen = decode_mask(found["mask"], found["mask_sizes"]), {name: found[name] for name in CHOSEN}
+    choices = Choices(mask=mask, alibi=given.alibi_slopes is not None, **chosen)
     asked = Asked(q, k, v, given, choices, sharing, peers.count)
-    return OfRank.agreed(asked, peers, shared.differentiable, backward_of), given
+    return OfRank.agreed(asked, peers, found["differentiable"], backward_of), given
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
@@ -122,31 +107,26 @@ def backward(
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    batch, rows, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, rows), dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty((batch, rows, heads, v.shape[-1])), lse, torch.empty((), dtype=torch.int64, device="cpu")
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return *empty_results(q, v.shape[-1]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, sinks = arguments[5:9]
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    return empty_gradients(*arguments[5:9])
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.choices = inputs[3 + TENSORS :]
-    ctx.save_for_backward(*output, *inputs[: 3 + TENSORS])
+    ctx.choices = inputs[TENSORS:]
+    ctx.save_for_backward(*output, *inputs[:TENSORS])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    out, lse, number, q, k, v, sinks, *modifiers = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    tensors = dout, dlse, out, lse, number, q, k, v, sinks, *modifiers
+    out, *rest, sinks, seeds, slopes = ctx.saved_tensors
+    tensors = torch.zeros_like(out) if dout is None else dout, dlse, out, *rest, sinks, seeds, slopes
     dq, dk, dv, dsinks = torch.ops.dash_attn.context_parallel_attention_backward(*tensors, *ctx.choices)
-    return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (len(modifiers) + len(ctx.choices))
+    return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (2 + len(ctx.choices))
 
 
 attention.register_autograd(_differentiate, setup_context=_keep_for_backward)

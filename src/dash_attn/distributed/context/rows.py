@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from ...call.options import AttentionOptions, refuse_given_schedule
 from ...call.parts import of_a_document, runs_packed
 from ...masks import Documents, is_whole
+from ...scheduling.json_fields import shortened
 from ...scheduling.ranks.sharding import Sharding
 from .shared_call import Lengths
 
@@ -78,7 +78,7 @@ def _lengths(cu_seqlens: Offsets, rows: int) -> Lengths:
     """Empty documents are left out."""
     ends = _numbers(cu_seqlens)
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != rows:
-        raise ValueError(f"cu_seqlens must begin with 0 and end with the {rows} rows of all ranks together; got {_shortened(ends)}")
+        raise ValueError(f"cu_seqlens must begin with 0 and end with the {rows} rows of all ranks together; got {shortened(ends)}")
     for entry, (start, end) in enumerate(pairwise(ends), 1):
         if end < start:
             raise ValueError(f"cu_seqlens must not decrease; got {start} followed by {end} at entry {entry}")
@@ -96,10 +96,5 @@ def _numbers(cu_seqlens: Offsets) -> list[int]:
             raise ValueError(f"cu_seqlens must be 1-d, of whole numbers; got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}")
         return [int(end) for end in cu_seqlens.tolist()]
     if not isinstance(cu_seqlens, (tuple, list)) or not all(map(is_whole, cu_seqlens)):
-        raise TypeError(f"cu_seqlens must be a tensor, or a tuple or list of whole numbers; got {_shortened(cu_seqlens)}")
+        raise TypeError(f"cu_seqlens must be a tensor, or a tuple or list of whole numbers; got {shortened(cu_seqlens)}")
     return list(cu_seqlens)
-
-
-def _shortened(found: Any) -> str:
-    words = repr(found)
-    return words if len(words) < 80 else f"{words[:80]}..."

@@ -126,5 +126,5 @@ class HeadExchange:
     def _exchange(self, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """One piece for each neighbour, and one from each."""
         sizes = [math.prod(shape) for shape in shapes]
-        found = self.inside.exchange_pieces([piece.flatten() for piece in pieces], sizes, "exchange heads for rows")
+        found = self.inside.exchange([piece.flatten() for piece in pieces], sizes, "exchange heads for rows")
         return [flat.view(shape) for flat, shape in zip(found, shapes, strict=True)]

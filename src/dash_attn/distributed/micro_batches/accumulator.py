@@ -139,8 +139,7 @@ def compare(mine: Report, peers: Peers) -> list[Report]:
     reports = [Report(*numbers) for numbers in peers.hosts.begin(FINISH, mine)]
     for field, rule in MUST_AGREE.items():
         values = [getattr(report, field) for report in reports]
-        odd = odd_rank(values)
-        if odd:
+        if odd := odd_rank(values):
             raise RuntimeError(f"{rule}; got {values[0]} on rank 0 and {values[odd]} on rank {odd}")
     for rank, report in enumerate(reports):
         _check_complete(rank, report, len(share_of(rank, peers.count, report.micro_batches)))

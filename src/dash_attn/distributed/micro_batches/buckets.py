@@ -28,8 +28,7 @@ def trainable(model: nn.Module) -> Parameters:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
     _check_own_reduction(model)
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None]
-    if frozen:
+    if frozen := [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None]:
         raise ValueError(f"parameter {frozen[0]!r} is frozen but has a gradient: set its .grad to None, or let it require a gradient")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
@@ -111,10 +110,6 @@ class Bucket:
     def like(self) -> nn.Parameter:
         return next(iter(self.parameters.values()))
 
-    @property
-    def elements(self) -> int:
-        return sum(p.numel() for p in self.parameters.values())
-
 
 def buckets_of(parameters: Parameters, presence: dict[str, Presence]) -> Iterator[Bucket]:
     """Parameters without a gradient anywhere are in none. All ranks find the same buckets in the same order."""
@@ -146,17 +141,21 @@ def reduce_bucket(bucket: Bucket, sums: dict[str, Tensor | None], peers: Peers, 
 
     Each rank adds one share of the elements: it gets that share of all partial sums, and the quotients are gathered.
     """
-    rows = peers.exchange(_laid_out(bucket, sums, peers.count))
+    shares = _laid_out(bucket, sums, peers.count).chunk(peers.count)
+    rows = peers.exchange(shares, [len(shares[0])] * peers.count)
     share = tree_sum([row if there else None for row, there in zip(rows, bucket.present, strict=True)], add)
     assert share is not None  # some rank has a partial sum
     if divisor is not None:  # a tensor: PyTorch multiplies by the rounded reciprocal of a Python number on GPUs
         share.div_(torch.tensor(divisor, dtype=share.dtype, device=share.device))
-    _deliver(bucket, peers.gather(share.to(gradient_dtype(bucket.like))))
+    begin, flat = 0, peers.gather(share.to(gradient_dtype(bucket.like)))
+    for p in bucket.parameters.values():
+        p.grad = torch.empty_like(p, dtype=flat.dtype).copy_(flat[begin : begin + p.numel()].view(p.shape))
+        begin += p.numel()
 
 
 def _laid_out(bucket: Bucket, sums: dict[str, Tensor | None], ranks: int) -> Tensor:
     """The partial sums end to end, filled up to as many equal shares as there are ranks."""
-    share = max(-(-bucket.elements // ranks), 1)
+    share = max(-(-sum(p.numel() for p in bucket.parameters.values()) // ranks), 1)
     flat = torch.zeros(ranks * share, dtype=sum_dtype(bucket.like), device=bucket.like.device)
     begin = 0
     for name, p in bucket.parameters.items():
@@ -165,10 +164,3 @@ def _laid_out(bucket: Bucket, sums: dict[str, Tensor | None], ranks: int) -> Ten
             flat[begin : begin + p.numel()] = partial.flatten()
         begin += p.numel()
     return flat
-
-
-def _deliver(bucket: Bucket, flat: Tensor) -> None:
-    begin = 0
-    for p in bucket.parameters.values():
-        p.grad = torch.empty_like(p, dtype=flat.dtype).copy_(flat[begin : begin + p.numel()].view(p.shape))
-        begin += p.numel()

@@ -58,15 +58,11 @@ def share_of(rank: int, ranks: int, micro_batches: int) -> range:
     whole_number("micro_batches", micro_batches)
     sizes = [1 << k for k in range(micro_batches.bit_length() + 1) if -(-micro_batches >> k) == ranks]
     if not sizes:
-        raise ValueError(_does_not_fit(ranks, micro_batches))
+        below = ranks << max((micro_batches // ranks).bit_length() - 1, 0)
+        equally = [below] if below > micro_batches else [below, 2 * below]
+        raise ValueError(
+            f"{ranks} ranks cannot share {micro_batches} micro-batches: each rank needs a whole subtree. "
+            f"Numbers of ranks that fit: {', '.join(map(str, fitting_ranks(micro_batches)))}. "
+            f"Numbers of micro-batches that {ranks} ranks share equally: {', '.join(map(str, equally))}, ..."
+        )
     return range(rank * sizes[0], min((rank + 1) * sizes[0], micro_batches))
-
-
-def _does_not_fit(ranks: int, micro_batches: int) -> str:
-    below = ranks << max((micro_batches // ranks).bit_length() - 1, 0)
-    equally = [below] if below > micro_batches else [below, 2 * below]
-    return (
-        f"{ranks} ranks cannot share {micro_batches} micro-batches: each rank needs a whole subtree. "
-        f"Numbers of ranks that fit: {', '.join(map(str, fitting_ranks(micro_batches)))}. "
-        f"Numbers of micro-batches that {ranks} ranks share equally: {', '.join(map(str, equally))}, ..."
-    )

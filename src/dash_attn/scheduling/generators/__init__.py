@@ -14,8 +14,7 @@ from ..validate import TooFewWorkers
 from .alternating import alternating
 from .arrival import arrival
 from .one_kind import ascending, descending, spt
-from .shift import largest_block, shift, shift_blocks
-from .symmetric_shift import symmetric_shift
+from .shift import largest_block, shift, shift_blocks, symmetric_shift
 from .weave import weave
 
 FEW_KV_TILES = 8  # too few for more than one circle, which is slower to start than chains that follow each other (H200, head dim 64)
@@ -23,22 +22,13 @@ FEW_KV_TILES = 8  # too few for more than one circle, which is slower to start t
 
 def auto(problem: Problem, workers: int) -> Schedule:
     """The order from the problem alone, so that every machine gives the same bits; only the placement sees the machine."""
-    if problem.kept.all():
-        return (shift_blocks if goes_in_circles(problem.q_tiles, problem.kv_tiles) else alternating)(problem, workers)
-    if _is_window_on_the_past(problem) or _keeps_causal_tiles(problem):
-        return alternating(problem, workers)
-    return weave(problem, workers)
-
-
-def goes_in_circles(q_tiles: int, kv_tiles: int) -> bool:
-    """Where every tile is kept: as one circle, or as several of many chains."""
-    return kv_tiles > FEW_KV_TILES or 1 < kv_tiles <= largest_block(q_tiles)
-
-
-def _is_window_on_the_past(problem: Problem) -> bool:
-    """Neighbours of a band that ends on the right follow each other as on a causal mask. (Packed batches, which are planned
-    on the device, know this order and no other for windows.)"""
-    return isinstance(problem.mask, Window) and problem.mask.right >= 0
+    if problem.kept.all():  # as one circle, or as several of many chains
+        in_circles = problem.kv_tiles > FEW_KV_TILES or 1 < problem.kv_tiles <= largest_block(problem.q_tiles)
+        return (shift_blocks if in_circles else alternating)(problem, workers)
+    # Neighbours of a band that ends on the right follow each other as on a causal mask. (Packed batches, which are planned
+    # on the device, know this order and no other for windows.)
+    is_window_on_the_past = isinstance(problem.mask, Window) and problem.mask.right >= 0
+    return (alternating if is_window_on_the_past or _keeps_causal_tiles(problem) else weave)(problem, workers)
 
 
 def _keeps_causal_tiles(problem: Problem) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..engine import Costs, run_in_model_time
 from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within
@@ -21,7 +20,10 @@ NOMINAL_COSTS = Costs(compute=10, reduce=3, latency=20, overlap=2)
 
 
 def arrival(problem: Problem, workers: int) -> Schedule:
-    chain, q_tile = _spread_walks(problem)
+    # Each chain from the Q tile on its own diagonal, upward and around.
+    diagonal = np.arange(problem.kv_tiles) * problem.q_tiles // problem.kv_tiles
+    chain, turned = np.nonzero(np.stack([np.roll(problem.kept[:, kv], -diagonal[kv]) for kv in range(problem.kv_tiles)]))
+    q_tile = (turned + diagonal[chain]) % problem.q_tiles
     no_delay = np.zeros(problem.kv_tiles, dtype=np.int64)
     walks = HeadOrder.build(chain, q_tile, turn_within(q_tile, -chain), no_delay)
     start = np.arange(problem.kv_tiles)[::-1]
@@ -36,10 +38,3 @@ def arrival(problem: Problem, workers: int) -> Schedule:
     turn = turn_within(q_tile, arrived, np.argsort(start)[chain])
     kind = HeadOrder.build(chain, q_tile, turn, first_step)
     return Schedule.build(problem, Order("arrival", (kind,), ALL_GUARANTEES), (start,), workers)
-
-
-def _spread_walks(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each chain from the Q tile on its own diagonal, upward and around."""
-    diagonal = np.arange(problem.kv_tiles) * problem.q_tiles // problem.kv_tiles
-    chain, turned = np.nonzero(np.stack([np.roll(problem.kept[:, kv], -diagonal[kv]) for kv in range(problem.kv_tiles)]))
-    return chain, (turned + diagonal[chain]) % problem.q_tiles

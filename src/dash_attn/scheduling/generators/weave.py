@@ -61,15 +61,11 @@ def _is_even(problem: Problem) -> bool:
 
 
 def _is_dense(problem: Problem) -> bool:
-    is_large = min(problem.q_tiles, problem.kv_tiles) > BLOCK
-    return is_large and _has_holes(problem) and _is_even(problem) and bool(problem.chain_lengths.mean() >= DENSE * problem.q_tiles)
-
-
-def _has_holes(problem: Problem) -> bool:
-    """Whether a Q tile skips KV tiles between two that it keeps. Without holes, chains walk the same tiles together."""
-    kept = problem.kept
+    is_large, kept = min(problem.q_tiles, problem.kv_tiles) > BLOCK, problem.kept
+    # A hole: a Q tile skips KV tiles between two that it keeps. Without holes, chains walk the same tiles together.
     first, behind_last = kept.argmax(1), problem.kv_tiles - kept[:, ::-1].argmax(1)
-    return bool((kept.any(1) & (kept.sum(1) < behind_last - first)).any())
+    has_holes = (kept.any(1) & (kept.sum(1) < behind_last - first)).any()
+    return bool(is_large and has_holes and _is_even(problem) and problem.chain_lengths.mean() >= DENSE * problem.q_tiles)
 
 
 def _walks(problem: Problem, block: NDArray[np.int64], distance: int) -> tuple[list[NDArray[np.int64]], float]:

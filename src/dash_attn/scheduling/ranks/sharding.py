@@ -50,8 +50,7 @@ class Sharding:
         object.__setattr__(self, "owners", tuple(whole_number("the rank of a chunk", owner, least=0) for owner in self.owners))
         if not self.lengths or len(self.lengths) != len(self.owners):
             raise ValueError(f"a sharding has one rank per chunk; got {len(self.lengths)} lengths and {len(self.owners)} ranks")
-        without = set(range(self.ranks)) - set(self.owners)
-        if without:
+        if without := set(range(self.ranks)) - set(self.owners):
             raise ValueError(f"every rank needs a chunk; rank {min(without)} of {self.ranks} has none")
 
     @classmethod
@@ -66,9 +65,23 @@ class Sharding:
 
     @classmethod
     def by_document(cls, lengths: Sequence[int], ranks: int) -> Sharding:
-        """For a row of documents of these lengths: equal work under a causal mask, and no cut through a tile. Long documents are dealt in
-        zigzag, each by itself; the others are whole. Ranks may have different numbers of rows."""
-        chunks = _deal_by_document(lengths, ranks)
+        """For a row of documents of these lengths: equal work under a causal mask, and no cut through a tile. Long documents,
+        whose chunks are long enough, or that are more than the share of a rank, are dealt in zigzag, each by itself. The others go whole
+        to the rank with the fewest rows, longest first. Ranks may have different numbers of rows."""
+        rows = [0] * whole_number("ranks", ranks)
+        share = sum(whole_number("the length of a document", length) for length in lengths) / ranks
+        dealt: dict[int, list[Chunk]] = {}
+        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+            long = lengths[place] >= 2 * ranks * LEAST_TILES * UNIT or lengths[place] > share
+            dealt[place] = _zigzag(lengths[place], ranks) if long else [(lengths[place], rows.index(min(rows)))]
+            for length, rank in dealt[place]:
+                rows[rank] += length
+        if 0 in rows:
+            raise ValueError(
+                f"{len(lengths)} documents of {sum(lengths)} rows cannot be dealt to {ranks} ranks in whole tiles of {UNIT} rows: rank"
+                f" {rows.index(0)} would have none. Sharding.zigzag and Sharding.contiguous deal rows without looking at documents"
+            )
+        chunks = [chunk for place in range(len(lengths)) for chunk in dealt[place]]
         return cls(tuple(length for length, _ in chunks), tuple(rank for _, rank in chunks))
 
     @classmethod
@@ -135,8 +148,7 @@ class Sharding:
                 f" {problem.kv_len} keys"
             )
         unit = math.lcm(problem.tile_q, problem.tile_kv)
-        cut = [length for length in self.lengths[:-1] if length % unit]
-        if cut:
+        if cut := [length for length in self.lengths[:-1] if length % unit]:
             raise CutTile(
                 f"chunks must be multiples of {unit} rows, so that no tile of {problem.tile_q} queries or {problem.tile_kv} keys is cut"
                 f" (the last chunk may end anywhere); got a chunk of {cut[0]}",
@@ -157,25 +169,6 @@ def _around(rows: int, step: int) -> str:
     """For errors: the multiples next to a number."""
     below = rows // step * step
     return " or ".join(str(fitting) for fitting in (below, below + step) if fitting)
-
-
-def _deal_by_document(lengths: Sequence[int], ranks: int) -> list[Chunk]:
-    """The chunks of a row, in its order. A document is dealt in zigzag if its chunks are long enough, or if it is more than the share of
-    a rank. The others go whole to the rank with the fewest rows, longest first."""
-    rows = [0] * whole_number("ranks", ranks)
-    share = sum(whole_number("the length of a document", length) for length in lengths) / ranks
-    dealt: dict[int, list[Chunk]] = {}
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        long = lengths[place] >= 2 * ranks * LEAST_TILES * UNIT or lengths[place] > share
-        dealt[place] = _zigzag(lengths[place], ranks) if long else [(lengths[place], rows.index(min(rows)))]
-        for length, rank in dealt[place]:
-            rows[rank] += length
-    if 0 in rows:
-        raise ValueError(
-            f"{len(lengths)} documents of {sum(lengths)} rows cannot be dealt to {ranks} ranks in whole tiles of {UNIT} rows: rank"
-            f" {rows.index(0)} would have none. Sharding.zigzag and Sharding.contiguous deal rows without looking at documents"
-        )
-    return [chunk for place in range(len(lengths)) for chunk in dealt[place]]
 
 
 def _zigzag(length: int, ranks: int) -> list[Chunk]:

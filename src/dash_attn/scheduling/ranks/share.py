@@ -133,9 +133,8 @@ def _bundles(schedule: Schedule, trips: tuple[Trips, ...], heads_together: int) 
     """Those of a bundle have equally many members. The sequences of a KV head follow each other, so that its keys are needed for a short
     time."""
     problem = schedule.problem
-    for kind, mine in enumerate(trips):
-        parts = [part for part in range(problem.all_parts) if schedule.order.kind_of(problem, part) == kind]
-        heads = [(sequence, part) for part in parts for sequence in range(problem.batch)]
+    for kind, (mine, parts) in enumerate(zip(trips, schedule.placement.heads_of_kinds(problem), strict=True)):
+        heads = [(sequence, part) for part in parts.tolist() for sequence in range(problem.batch)]
         turn = 0
         while heads:
             members = _members(problem, heads[0])
@@ -220,19 +219,15 @@ class _Sequencer:
 
 def in_legs(schedule: Schedule, workers: int) -> SharedSchedule:
     """The schedule in legs for one rank with so many workers. Its bits are those of the schedule."""
-    sharding, trips = _least_cut(schedule)
-    return deal(schedule, sharding, workers, trips)  # side by side as many heads as keep every worker busy, with one chain each
-
-
-def _least_cut(schedule: Schedule) -> tuple[Sharding, tuple[Trips, ...]]:
-    """The fewest chunks of the queries that leave no circle, and the legs that they make. Two do on full masks."""
-    for sharding in _cuts(schedule.problem):
+    for sharding in _cuts(schedule.problem):  # the fewest chunks of the queries that leave no circle: two do on full masks
         try:
-            return sharding, trips_of(schedule, sharding)
+            trips = trips_of(schedule, sharding)
+            break
         except Circle:
             continue
-    # Tile by tile, chains with the same route together, there may still be a circle. Alone, a leg is one task.
-    return sharding, trips_of(schedule, sharding, alone=True)
+    else:  # tile by tile, chains with the same route together, there may still be a circle; alone, a leg is one task
+        trips = trips_of(schedule, sharding, alone=True)
+    return deal(schedule, sharding, workers, trips)  # side by side as many heads as keep every worker busy, with one chain each
 
 
 def _cuts(problem: Problem) -> Iterator[Sharding]:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ScheduleError
-from ..order import HeadOrder, Ints
+from ..order import HeadOrder
 from ..problem import Problem
 from ..schedule import Schedule
 from ..validate import ANY_WORKERS
@@ -134,8 +134,13 @@ class _Cut:
         self.chunk_of_q, self.chunk_of_kv = sharding.chunk_of_tiles(problem.tile_q), sharding.chunk_of_kv_tiles(problem)
 
     def trips(self, alone: bool, neighbours: bool) -> Trips:
-        bounds = {kv_tile: self._bounds(self.order.walk(kv_tile)) for kv_tile in range(self.order.kv_tiles)}
-        routes = {kv_tile: self._route(kv_tile, cut) for kv_tile, cut in bounds.items()}
+        bounds: Bounds = {}
+        routes: dict[int, Route] = {}
+        for kv_tile in range(self.order.kv_tiles):
+            chunks = self.chunk_of_q[self.order.walk(kv_tile)]
+            begins = [0, *(np.flatnonzero(np.diff(chunks)) + 1).tolist()] if len(chunks) else []
+            bounds[kv_tile] = (*begins, len(chunks))
+            routes[kv_tile] = self.starts[kv_tile], int(self.chunk_of_kv[kv_tile]), *chunks[begins].tolist()
         together: Together = defaultdict(list)
         run, last = 0, None
         for kv_tile in self.starts if neighbours else routes:
@@ -143,10 +148,6 @@ class _Cut:
             run, last = run + (route != last), route
             together[kv_tile if alone else run if neighbours else 0, route].append(kv_tile)
         return self._in_columns(together, bounds)
-
-    def _route(self, kv_tile: int, cut: tuple[int, ...]) -> Route:
-        chunks = self.chunk_of_q[self.order.walk(kv_tile)[list(cut[:-1])]].tolist()
-        return self.starts[kv_tile], int(self.chunk_of_kv[kv_tile]), *chunks
 
     def _in_columns(self, together: Together, bounds: Bounds) -> Trips:
         node, first_node = self._nodes(together, bounds)
@@ -162,10 +163,6 @@ class _Cut:
         made = Trips(tuple(columns), bounds, np.array(sorted(set(edges)), dtype=np.int64).reshape(-1, 2))
         self._check(made)
         return made
-
-    def _bounds(self, walk: Ints) -> tuple[int, ...]:
-        changes = np.flatnonzero(np.diff(self.chunk_of_q[walk])) + 1
-        return (0, *changes.tolist(), len(walk)) if len(walk) else (0,)
 
     def _nodes(self, together: Together, bounds: Bounds) -> tuple[NDArray[np.int64], list[int]]:
         """The node of every task, and the first node of every column."""
