@@ -23,7 +23,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     const Rounds<C> rounds(unit);
     Ring<typename C::VRing> ring{shared};
     Ring<typename C::MessageRing> messages{shared};
-    Turn<C::ROUNDS> turn;
+    Ring<typename C::DraftRing> turn{shared};
 #pragma unroll
     for (int i = 0; i < 4; i++) out[i] = 0.f;
     u32 slot_before = 0;
@@ -73,7 +73,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     wgmma_commit();
   }
   // A tile was read: its V, and with the last of a round also the messages.
-  DEVICE void release(u32 slot, int& tiles, Turn<C::ROUNDS>& turn) {
+  DEVICE void release(u32 slot, int& tiles, Ring<typename C::DraftRing>& turn) {
     __syncwarp();
     if (lane == 0) Barrier{shared + C::VRing::EMPTY}[slot].arrive();
     if (++tiles < C::CTAS) return;
@@ -111,7 +111,7 @@ template <typename C> struct ClusterSums {
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     Ring<typename C::MessageRing> messages{mail.shared};
-    Turn<C::ROUNDS> turn;
+    Ring<typename C::DraftRing> drafts{mail.shared};
     float highest = MINUS_INFINITY, sum = 0.f;  // of row lane / 4
     int visit = 0;
 #pragma unroll 1
@@ -123,10 +123,10 @@ template <typename C> struct ClusterSums {
         read(messages.address(), highest, sum);
         messages.next();
       }
-      mail.round_read(turn.slot).wait(turn.phase);
+      mail.round_read(drafts.slot).wait(drafts.phase);
       __syncwarp();
-      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(turn.slot), lane));
-      turn.next();
+      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(drafts.empty().address, lane));
+      drafts.next();
     }
     store_shared_i32(mail.shared + C::SUMS + lane * 4, __float_as_int(highest));
     store_shared_i32(mail.shared + C::SUMS + (WARP + lane) * 4, __float_as_int(sum));

@@ -28,7 +28,7 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     const int row = unit.first_row + 2 * (lane & 3);
     const KeyRange kept[2] = {{p, row / p.group, unit.q_len, unit.keys}, {p, (row + 1) / p.group, unit.q_len, unit.keys}};
     Ring<typename C::KRing> ring{shared, GROUP};
-    Turn<C::ROUNDS> turn{GROUP};
+    Ring<typename C::DraftRing> drafts{shared, GROUP};
     highest[0] = highest[1] = MINUS_INFINITY;
 #pragma unroll 1
     for (int round = GROUP; place < rounds.tiles_of(round); round += C::GROUPS) {
@@ -53,14 +53,14 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
       look_at_maxima(tiles, round, before, largest);
 #pragma unroll
       for (int e = 0; e < 2; e++) rescale[e] = weigh(e, before[e], largest[e]);
-      wait_for_cluster(mail.draft_read(turn.slot), turn.phase ^ 1);
-      write(mail.draft(turn.slot), round > GROUP, rescale, largest);
+      wait_for_cluster(drafts.empty().address, drafts.phase ^ 1);
+      write(drafts.address(), round > GROUP, rescale, largest);
       if (warp == 0) {
-        add(mail.draft(turn.slot));
-        send(turn.slot);
+        add(drafts.address());
+        send(drafts.slot, drafts.address());
       }
 #pragma unroll
-      for (int i = 0; i < C::GROUPS; i++) turn.next();
+      for (int i = 0; i < C::GROUPS; i++) drafts.next();
     }
     if (warp != 0 && place < rounds.tiles_of(GROUP)) named_barrier_sync<READ + GROUP>(WARPGROUP);  // so that all arrivals are awaited
   }
@@ -185,11 +185,11 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     for (int i = 0; i < C::LANES; i++)
       store_shared_i32(draft + C::PARTS + ((i * C::ROWS + row) * 4 + quarter) * 4, __float_as_int(part[i]));
   }
-  DEVICE void send(u32 turn) {
+  DEVICE void send(u32 turn, u32 draft) {
     const u32 slot = turn * C::CTAS + place;
     fence_async_shared();
     __syncwarp();
     if (lane < C::CTAS)
-      copy_to_cta(in_cta(mail.message(slot), lane), mail.draft(turn), C::MESSAGE_BYTES, in_cta(mail.message_full(slot), lane));
+      copy_to_cta(in_cta(mail.message(slot), lane), draft, C::MESSAGE_BYTES, in_cta(mail.message_full(slot), lane));
   }
 };
