@@ -118,3 +118,12 @@ constexpr u32 NOT_SWIZZLED = 0;
 // An address in a descriptor. In a cluster, bits 24 and up of a shared address are the CTA's place in it, where descriptors have a stride.
 DEVICE u32 matrix_address(u32 shared) { return (shared >> 4) & 0x3fff; }
 DEVICE u64 descriptor_of(u32 high, u32 low) { return ((u64)high << 32) | low; }
+
+// What a warp that computes knows.
+struct ClusterRole {
+  const DecodeParams& p;
+  const Unit& unit;
+  u32 shared;
+  int place, warp, lane;  // warp inside its warpgroup
+  u32 base = matrix_address(shared);
+};

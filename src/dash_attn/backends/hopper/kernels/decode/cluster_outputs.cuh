@@ -6,19 +6,11 @@
 
 DEVICE float load_float(u32 shared) { return __int_as_float(load_shared_i32(shared)); }
 
-template <typename Half, typename C> struct ClusterOutputs {
-  const DecodeParams& p;
-  const Unit& unit;
-  u32 shared, base;
-  int place, warp, lane;
-  Mail<C> mail;
+template <typename Half, typename C> struct ClusterOutputs : ClusterRole {
+  Mail<C> mail{shared};
   float out[4];  // rows 2 (lane % 4) and the next, of columns 16 warp + lane / 4 and 8 further
 
-  DEVICE ClusterOutputs(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int place_of_cta, int warp_of_group,
-                        int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), place(place_of_cta), warp(warp_of_group),
-        lane(lane_of_warp), mail{shared_base} {}
-
+  DEVICE ClusterOutputs(const ClusterRole& role) : ClusterRole(role) {}
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     Ring<typename C::VRing> ring{shared};

@@ -7,21 +7,13 @@
 #include "common/product.cuh"
 #include "decode/cluster_config.cuh"
 
-template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScores {
+template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScores : ClusterRole {
   static constexpr int D = C::D, HALVES = C::KV_ROWS / 64;  // of a tile's keys, 64 each
-  const DecodeParams& p;
-  const Unit& unit;
-  u32 shared, base;
-  int place, warp, lane;
-  Mail<C> mail;
+  Mail<C> mail{shared};
   float s[HALVES][4];
   float highest[2];  // in the tiles of all rounds before, of the CTA whose maxima this thread looks at
 
-  DEVICE ClusterScores(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int place_of_cta, int warp_of_group,
-                       int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), place(place_of_cta), warp(warp_of_group),
-        lane(lane_of_warp), mail{shared_base} {}
-
+  DEVICE ClusterScores(const ClusterRole& role) : ClusterRole(role) {}
   DEVICE void run() {
     load_q();
     const Rounds<C> rounds(unit);
