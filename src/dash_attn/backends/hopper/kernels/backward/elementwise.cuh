@@ -42,11 +42,6 @@ template <bool SOFTCAP, bool DROPOUT, bool ALIBI> DEVICE void exponentiate_sixte
 #pragma unroll
   for (int i = 0; i < 8; i++) s[i] = SOFTCAP ? x[i] * fmaf(-s[i], s[i], 1.f) : x[i];
 }
-// P of two elements, 0 where it is dropped.
-template <typename Half, bool DROPOUT> DEVICE u32 pack_kept(float low, float high) {
-  if constexpr (DROPOUT) return pack_positive<Half>(low, high);
-  return pack<Half>(low, high);
-}
 // dP - delta; of a dropped weight, which is negative, delta.
 DEVICE float dropped_difference(float weight, float dp, float rescale, float delta) {
   const float kept = fmaf(dp, rescale, -delta);

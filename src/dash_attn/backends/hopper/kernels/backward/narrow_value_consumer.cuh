@@ -243,7 +243,7 @@ template <typename V> struct NarrowValueConsumer : ConsumerBase<V, NarrowValueCo
     exponentiate_sixteen<SOFTCAP>(change, k, s + 8 * k, lift, p.scale_log2, x);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      probability[4 * k + i] = pack_kept<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+      probability[4 * k + i] = pack<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
       if constexpr (HAS_WEIGHTS) weights[4 * k + i] = pack<f16>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
     }
   }
@@ -275,8 +275,7 @@ template <typename V> struct NarrowValueConsumer : ConsumerBase<V, NarrowValueCo
     const int chunk = (2 * warp + ((lane >> 3) & 1)) ^ (lane & 7);
     const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * PANEL_ROW + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < Q_ROWS / 16; k++)
-      stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    for (int k = 0; k < Q_ROWS / 16; k++) stmatrix_transposed(at + k * SIXTEEN_ROWS, ds + 4 * k);
   }
   DEVICE u32 staging(int bytes_of_half) const { return shared + C::DQ + wg * bytes_of_half + opaque(thread) * 16; }
   // dV and dK, as they are in registers, through the dQ buffer: the steps behind those of the chain. What was there must have left it.
@@ -318,7 +317,7 @@ template <typename V> struct NarrowValueConsumer : ConsumerBase<V, NarrowValueCo
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(x[2 * i] * factor, x[2 * i + 1] * factor);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r);
     }
     fence_async_shared();
     this->sync_warpgroup();

@@ -139,8 +139,9 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
   DEVICE void write(u32 draft, bool again, const float (&rescale)[2], const float (&largest)[2]) {
     const int group = 2 * warp, row = 2 * (lane & 3);
     static_assert(HALVES == 2, "stmatrix");
-    stmatrix_transposed(draft + ((lane >> 4) * 8 + group + ((lane >> 3) & 1)) * C::P_GROUP + (lane & 7) * 16, pack<Half>(s[0][0], s[0][1]),
-                        pack<Half>(s[0][2], s[0][3]), pack<Half>(s[1][0], s[1][1]), pack<Half>(s[1][2], s[1][3]));
+    const u32 packed[4] = {pack<Half>(s[0][0], s[0][1]), pack<Half>(s[0][2], s[0][3]), pack<Half>(s[1][0], s[1][1]),
+                           pack<Half>(s[1][2], s[1][3])};
+    stmatrix_transposed(draft + ((lane >> 4) * 8 + group + ((lane >> 3) & 1)) * C::P_GROUP + (lane & 7) * 16, packed);
     if (warp == 0 && lane < 4) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -181,7 +182,6 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     const u32 slot = turn * C::CTAS + place;
     fence_async_shared();
     __syncwarp();
-    if (lane < C::CTAS)
-      copy_to_cta(in_cta(mail.message(slot), lane), draft, C::MESSAGE_BYTES, in_cta(mail.message_full(slot), lane));
+    if (lane < C::CTAS) copy_to_cta(in_cta(mail.message(slot), lane), draft, C::MESSAGE_BYTES, in_cta(mail.message_full(slot), lane));
   }
 };

@@ -52,9 +52,9 @@ struct KeyRange {
 
 struct Unit {
   int sequence, kv_head, first_row, end_row;  // the rows of all units of a sequence and KV head: [query][query head of the group]
-  int q_start, q_len, rows;          // q_start: first query in the caller's tensor, if queries are packed
+  int q_start, q_len, rows;  // q_start: first query in the caller's tensor, if queries are packed
   int keys;
-  int low, high;    // keys that any row attends
+  int low, high;  // keys that any row attends
   int lowest_full, end_full;  // keys that every row attends
 
   DEVICE Unit(const DecodeParams& p, int unit, int rows_of_unit) {

@@ -336,7 +336,7 @@ template <typename V> struct ForwardConsumer {
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(out[8 * g + 2 * i] * factor[i & 1], out[8 * g + 2 * i + 1] * factor[i & 1]);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r);
     }
     fence_async_shared();
     arrive_for_others<OUTPUT>(wg, WARPGROUP + WARP);
