@@ -2,7 +2,7 @@
 // 8 g + 2 (lane % 4) + e % 2; a group is four registers with one pair of row statistics.
 #pragma once
 #include "backward/config.cuh"
-#include "backward/element_modifiers.cuh"
+#include "common/modifiers.cuh"
 
 // P = exp2(S scale - LSE) of one group, packed; S becomes what dS needs: P, times the slope of the cap.
 template <typename Half, bool SOFTCAP> DEVICE void exponentiate_group(float* s, float2 lse, float scale, u32* packed) {

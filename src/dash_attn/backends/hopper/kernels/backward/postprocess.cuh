@@ -2,7 +2,7 @@
 // parts of a group made them, become dK and dV.
 #pragma once
 #include "backward/config.cuh"
-#include "common/tile_place.cuh"
+#include "common/sequence.cuh"
 
 // Row and column of element e of float4 `i` of 64 rows of dV or dK: the registers of a warpgroup.
 DEVICE int2 place_in_sum(int i, int e) {

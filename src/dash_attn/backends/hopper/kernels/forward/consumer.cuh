@@ -2,7 +2,7 @@
 // work for another (most take turns); inside a warpgroup, P V of one KV tile runs under the softmax of the next.
 #pragma once
 #include "forward/config.cuh"
-#include "forward/element_modifiers.cuh"
+#include "common/modifiers.cuh"
 #include "common/product.cuh"
 #include "common/softmax.cuh"
 
