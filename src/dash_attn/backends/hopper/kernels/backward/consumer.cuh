@@ -211,10 +211,7 @@ template <typename V> struct Consumer : ConsumerBase<V, Consumer<V>> {
     for (int k = 0; k < GROUPS / 2; k++) {
       constexpr int LSE = C::LSE + STAGE * C::ROW_BYTES;
       const float2 lse[2] = {row_pair(early, LSE, 2 * k), row_pair(early, LSE, 2 * k + 1)};
-      float x[8];
-      exponentiate_sixteen<SOFTCAP>(change, k, s + 8 * k, lse, p.scale_log2, x);
-#pragma unroll
-      for (int i = 0; i < 4; i++) probability[4 * k + i] = pack<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+      exponentiate_sixteen<Half, SOFTCAP>(change, k, s + 8 * k, lse, p.scale_log2, probability + 4 * k);
     }
   }
   template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {

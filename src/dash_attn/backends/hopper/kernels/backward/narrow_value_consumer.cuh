@@ -239,13 +239,10 @@ template <typename V> struct NarrowValueConsumer : ConsumerBase<V, NarrowValueCo
       const float2 lse = row_pair(early, C::LSE + STAGE * C::ROW_BYTES, g);
       lift[g - 2 * k] = make_float2(lse.x - LIFT, lse.y - LIFT);
     }
-    float x[8];
-    exponentiate_sixteen<SOFTCAP>(change, k, s + 8 * k, lift, p.scale_log2, x);
+    exponentiate_sixteen<Half, SOFTCAP>(change, k, s + 8 * k, lift, p.scale_log2, probability + 4 * k);
+    if constexpr (HAS_WEIGHTS)
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      probability[4 * k + i] = pack<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
-      if constexpr (HAS_WEIGHTS) weights[4 * k + i] = pack<f16>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-    }
+      for (int i = 4 * k; i < 4 * k + 4; i++) weights[i] = pack<f16>(s[2 * i], s[2 * i + 1]);
   }
   // dS = P (dP - delta), likewise.
   DEVICE void differentiate(int k, const float2 (&early)[EARLY_DELTA], const u32 (&weights)[PAIRS], const float (&dp)[SCORES],

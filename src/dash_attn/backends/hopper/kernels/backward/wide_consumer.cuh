@@ -188,10 +188,7 @@ template <typename V, bool VALUES> struct WideConsumer : ConsumerBase<V, WideCon
 #pragma unroll
     for (int k = 0; k < SCORES / 8; k++) {
       const float2 lse[2] = {row_pair(lse_of(j), 2 * k), row_pair(lse_of(j), 2 * k + 1)};
-      float x[8];
-      exponentiate_sixteen<SOFTCAP>(change, k, scores + 8 * k, lse, p.scale_log2, x);
-#pragma unroll
-      for (int i = 0; i < 4; i++) packed[4 * k + i] = pack<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+      exponentiate_sixteen<Half, SOFTCAP>(change, k, scores + 8 * k, lse, p.scale_log2, packed + 4 * k);
     }
   }
   DEVICE void mask_partial(int rows) {
