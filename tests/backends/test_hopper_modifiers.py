@@ -32,11 +32,9 @@ from host_kernels import ON_HOST, host_library, write_sources
 from kernel_variants import BACKWARD_DIMS, VARIANTS
 
 HEADERS = (
-    "backward/element_modifiers.cuh",
     "common/modifiers.cuh",
     "common/shared_with_python.cuh",
     "common/types.cuh",
-    "forward/element_modifiers.cuh",
 )
 SEEDS = (0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF)
 RATE = 0.3

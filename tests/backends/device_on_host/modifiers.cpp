@@ -1,6 +1,5 @@
 // Dropout and ALiBi of whole score tiles, thread by thread, written where each element belongs.
-#include "backward/element_modifiers.cuh"
-#include "forward/element_modifiers.cuh"
+#include "common/modifiers.cuh"
 
 extern "C" {
 unsigned long long key_of(long long seed, long long first_head, int head) {

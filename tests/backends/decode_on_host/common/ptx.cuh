@@ -129,16 +129,14 @@ DEVICE int4 load_shared_i32x4(u32 a) { return load_shared<int4>(a); }
 DEVICE void store_shared_i32(u32 a, int v) { memcpy(at_shared(a), &v, sizeof v); }
 DEVICE void store_shared_i32x4(u32 a, int4 v) { memcpy(at_shared(a), &v, sizeof v); }
 // Four matrices of 8 x 8: the rows of matrix i are at the addresses of lanes 8 i to 8 i + 7; a lane has two elements of each.
-DEVICE void stmatrix(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  const u32 mine[4] = {x, y, z, w};
+DEVICE void stmatrix(u32 a, const u32* mine) {
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; i++) {
     const u32* addresses = exchange(a);
     store_shared_i32(addresses[8 * i + lane / 4] + lane % 4 * 4, (int)mine[i]);
   }
 }
-DEVICE void stmatrix_transposed(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  const u32 mine[4] = {x, y, z, w};
+DEVICE void stmatrix_transposed(u32 a, const u32* mine) {
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; i++) {
     const u32* addresses = exchange(a);

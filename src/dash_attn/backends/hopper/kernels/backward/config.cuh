@@ -119,35 +119,19 @@ struct StepNote {
   DEVICE bool partial() const { return rows & 1; }
 };
 
-// FULL: written, may be read. EMPTY: read, may be overwritten.
-struct BackwardBarriers {
-  u64 chain_full[2];    // the note of a chain
-  u64 chain_empty[2];   // all roles have finished a chain
-  u64 chain_loaded;     // every tile of a chain has been asked for
-  u64 k_full, v_full, kv_empty;
-  u64 q_full[STAGES];   // Q, LSE and the step's note
-  u64 q_empty[STAGES];
-  u64 do_full[STAGES];  // [DO_STAGES] dO and delta
-  u64 do_empty[STAGES];
-  u64 p_full, p_empty;  // wide heads
-  u64 ds_full[STAGES], ds_empty[STAGES];
-  u64 dq_full[2 * STAGES];  // by stage; wide heads: by stage and warpgroup
-  u64 dq_empty[STAGES];     // by stage; wide heads: by warpgroup
-  u64 note_full[NOTES];  // the note of a step
-  u64 note_empty[NOTES];
-};
-
 // The shared memory of a CTA.
 template <typename Config> struct BackwardStorage {
   typename Config::Tiles tiles;
   float lse[STAGES][Config::Q_ROWS], delta[Config::DO_STAGES][Config::Q_ROWS];
   StepNote step_notes[NOTES];
   ChainRecord chain_notes[2];
-  BackwardBarriers barriers;
+  u64 barriers[44];
 };
 
-template <int D, int DV = D> struct BackwardConfig : Choice<is_tall(DV), TallConfig<D, DV>, WideConfig<D>>::type {
-  using Storage = BackwardStorage<typename Choice<is_tall(DV), TallConfig<D, DV>, WideConfig<D>>::type>;
+template <int D, int DV, bool TALL = is_tall(DV)> struct ConfigOf : TallConfig<D, DV> {};
+template <int D, int DV> struct ConfigOf<D, DV, false> : WideConfig<D> {};
+template <int D, int DV = D> struct BackwardConfig : ConfigOf<D, DV> {
+  using Storage = BackwardStorage<ConfigOf<D, DV>>;
   static constexpr int V_PANELS = (DV + 63) / 64;
   // Which panel of K lies where. Last is the one of which both warpgroups have a half (dq_column).
   DEVICE static constexpr int k_panel(int place) { return is_tall(DV) && D == 192 && place > 0 ? 3 - place : place; }
@@ -167,30 +151,28 @@ enum NamedBarrier : int { BOTH = 1, FIRST_HALF = 2, SECOND_HALF = 3 };
 
 constexpr int CONSUMER_WARPS = 8, DRAINS = 2, LOADERS = 1;
 
-// Handles of the barriers. `shared`: address of the storage.
-#define BARRIER(name) \
-  Barrier { shared + C::BARRIERS + OFFSET_OF(BackwardBarriers, name) }
+// The barriers, one behind the other. FULL: written, may be read. EMPTY: read, may be overwritten. `shared`: address of the storage.
 template <typename C> struct Barriers {
   u32 shared;
 
-  DEVICE Barrier chain_full(u32 slot) const { return BARRIER(chain_full)[slot]; }
-  DEVICE Barrier chain_empty(u32 slot) const { return BARRIER(chain_empty)[slot]; }
-  DEVICE Barrier chain_loaded() const { return BARRIER(chain_loaded); }
-  DEVICE Barrier k_full() const { return BARRIER(k_full); }
-  DEVICE Barrier v_full() const { return BARRIER(v_full); }
-  DEVICE Barrier kv_empty() const { return BARRIER(kv_empty); }
-  DEVICE Barrier q_full(u32 stage) const { return BARRIER(q_full)[stage]; }
-  DEVICE Barrier q_empty(u32 stage) const { return BARRIER(q_empty)[stage]; }
-  DEVICE Barrier do_full(u32 stage) const { return BARRIER(do_full)[stage]; }
-  DEVICE Barrier do_empty(u32 stage) const { return BARRIER(do_empty)[stage]; }
-  DEVICE Barrier p_full() const { return BARRIER(p_full); }
-  DEVICE Barrier p_empty() const { return BARRIER(p_empty); }
-  DEVICE Barrier ds_full(u32 stage) const { return BARRIER(ds_full)[stage]; }
-  DEVICE Barrier ds_empty(u32 stage) const { return BARRIER(ds_empty)[stage]; }
-  DEVICE Barrier dq_full(u32 stage, u32 wg = 0) const { return BARRIER(dq_full)[stage * C::DQ_FULLS + wg]; }
-  DEVICE Barrier dq_empty(u32 stage_or_wg) const { return BARRIER(dq_empty)[stage_or_wg]; }
-  DEVICE Barrier note_full(u32 number) const { return BARRIER(note_full)[number % NOTES]; }
-  DEVICE Barrier note_empty(u32 number) const { return BARRIER(note_empty)[number % NOTES]; }
+  DEVICE Barrier chain_full(u32 slot) const { return at(0)[slot]; }  // the note of a chain
+  DEVICE Barrier chain_empty(u32 slot) const { return at(2)[slot]; }  // all roles have finished a chain
+  DEVICE Barrier chain_loaded() const { return at(4); }  // every tile of a chain has been asked for
+  DEVICE Barrier k_full() const { return at(5); }
+  DEVICE Barrier v_full() const { return at(6); }
+  DEVICE Barrier kv_empty() const { return at(7); }
+  DEVICE Barrier q_full(u32 stage) const { return at(8)[stage]; }  // Q, LSE and the step's note
+  DEVICE Barrier q_empty(u32 stage) const { return at(10)[stage]; }
+  DEVICE Barrier do_full(u32 stage) const { return at(12)[stage]; }  // [DO_STAGES] dO and delta
+  DEVICE Barrier do_empty(u32 stage) const { return at(14)[stage]; }
+  DEVICE Barrier p_full() const { return at(16); }  // wide heads
+  DEVICE Barrier p_empty() const { return at(17); }
+  DEVICE Barrier ds_full(u32 stage) const { return at(18)[stage]; }
+  DEVICE Barrier ds_empty(u32 stage) const { return at(20)[stage]; }
+  DEVICE Barrier dq_full(u32 stage, u32 wg = 0) const { return at(22)[stage * C::DQ_FULLS + wg]; }  // wide heads: by stage and warpgroup
+  DEVICE Barrier dq_empty(u32 stage_or_wg) const { return at(26)[stage_or_wg]; }  // by stage; wide heads: by warpgroup
+  DEVICE Barrier note_full(u32 number) const { return at(28)[number % NOTES]; }  // the note of a step
+  DEVICE Barrier note_empty(u32 number) const { return at(36)[number % NOTES]; }
 
   DEVICE void init() const {
     for (int s = 0; s < STAGES; s++) {
@@ -218,8 +200,10 @@ template <typename C> struct Barriers {
     mbarrier_init_fence();
     fence_async_all();
   }
+
+ private:
+  DEVICE Barrier at(u32 number) const { return {shared + C::BARRIERS + 8 * number}; }
 };
-#undef BARRIER
 
 // Every role counts chains and steps the same way. A chain always starts at stage 0; the phase of a stage's barriers
 // flips each time the stage is used, so an odd chain leaves the two stages with different phases.

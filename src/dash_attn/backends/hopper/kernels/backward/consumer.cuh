@@ -211,10 +211,7 @@ template <typename V> struct Consumer : ConsumerBase<V, Consumer<V>> {
     for (int k = 0; k < GROUPS / 2; k++) {
       constexpr int LSE = C::LSE + STAGE * C::ROW_BYTES;
       const float2 lse[2] = {row_pair(early, LSE, 2 * k), row_pair(early, LSE, 2 * k + 1)};
-      float x[8];
-      exponentiate_sixteen<SOFTCAP>(change, k, s + 8 * k, lse, p.scale_log2, x);
-#pragma unroll
-      for (int i = 0; i < 4; i++) probability[4 * k + i] = pack_kept<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+      exponentiate_sixteen<Half, SOFTCAP>(change, k, s + 8 * k, lse, p.scale_log2, probability + 4 * k);
     }
   }
   template <int STAGE> DEVICE void differentiate(const float2 (&early)[EARLY_DELTA]) {
@@ -234,8 +231,7 @@ template <typename V> struct Consumer : ConsumerBase<V, Consumer<V>> {
     const int chunk = (2 * warp + ((lane >> 3) & 1)) ^ (lane & 7);
     const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * PANEL_ROW + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < Q_ROWS / 16; k++)
-      stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    for (int k = 0; k < Q_ROWS / 16; k++) stmatrix_transposed(at + k * SIXTEEN_ROWS, ds + 4 * k);
   }
   template <int STAGE> DEVICE void put_dq(u32 phase) {
     bars.dq_empty(STAGE).wait(phase ^ 1);
@@ -269,7 +265,7 @@ template <typename V> struct Consumer : ConsumerBase<V, Consumer<V>> {
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(tile[8 * g + 2 * i] * factor, tile[8 * g + 2 * i + 1] * factor);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r);
     }
     fence_async_shared();
     this->sync_warpgroup();

@@ -2,7 +2,7 @@
 // 8 g + 2 (lane % 4) + e % 2; a group is four registers with one pair of row statistics.
 #pragma once
 #include "backward/config.cuh"
-#include "backward/element_modifiers.cuh"
+#include "common/modifiers.cuh"
 
 // P = exp2(S scale - LSE) of one group, packed; S becomes what dS needs: P, times the slope of the cap.
 template <typename Half, bool SOFTCAP> DEVICE void exponentiate_group(float* s, float2 lse, float scale, u32* packed) {
@@ -32,20 +32,19 @@ template <MaskKind MASK, typename C> DEVICE int more_keys(const Notes<C>& notes,
   return notes.keys(pipe) - mask.q_len;
 }
 
-// exponentiate_group for sixteen queries, registers 8 k to 8 k + 7. Returns P in x, with the signs of dropout; S becomes what dS needs.
-template <bool SOFTCAP, bool DROPOUT, bool ALIBI> DEVICE void exponentiate_sixteen(const ElementModifiers<DROPOUT, ALIBI>& m, int k,
-                                                                                   float* s, const float2 (&lse)[2], float scale,
-                                                                                   float (&x)[8]) {
+// exponentiate_group for sixteen queries, registers 8 k to 8 k + 7. P is packed with 0 where it is dropped; S becomes what dS needs, with
+// the signs of dropout.
+template <typename Half, bool SOFTCAP, bool DROPOUT, bool ALIBI> DEVICE void exponentiate_sixteen(const ElementModifiers<DROPOUT, ALIBI>& m,
+                                                                                                  int k, float* s, const float2 (&lse)[2],
+                                                                                                  float scale, u32* packed) {
+  float x[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] = exp2_approx(fmaf(s[i], scale, m.shift(k, i, (i & 1) ? lse[i / 4].y : lse[i / 4].x)));
   if constexpr (DROPOUT) m.flip(k, x);
 #pragma unroll
   for (int i = 0; i < 8; i++) s[i] = SOFTCAP ? x[i] * fmaf(-s[i], s[i], 1.f) : x[i];
-}
-// P of two elements, 0 where it is dropped.
-template <typename Half, bool DROPOUT> DEVICE u32 pack_kept(float low, float high) {
-  if constexpr (DROPOUT) return pack_positive<Half>(low, high);
-  return pack<Half>(low, high);
+#pragma unroll
+  for (int i = 0; i < 4; i++) packed[i] = pack<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
 }
 // dP - delta; of a dropped weight, which is negative, delta.
 DEVICE float dropped_difference(float weight, float dp, float rescale, float delta) {

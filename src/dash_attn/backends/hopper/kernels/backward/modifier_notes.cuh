@@ -2,7 +2,7 @@
 // generator come from seeds on the device.
 #pragma once
 #include "common/modifiers.cuh"
-#include "common/tile_place.cuh"
+#include "common/sequence.cuh"
 
 // One thread per dQ tile.
 template <bool PACKED> __global__ void __launch_bounds__(256) modifier_notes(const __grid_constant__ ModifierNotesParams p) {

@@ -239,13 +239,10 @@ template <typename V> struct NarrowValueConsumer : ConsumerBase<V, NarrowValueCo
       const float2 lse = row_pair(early, C::LSE + STAGE * C::ROW_BYTES, g);
       lift[g - 2 * k] = make_float2(lse.x - LIFT, lse.y - LIFT);
     }
-    float x[8];
-    exponentiate_sixteen<SOFTCAP>(change, k, s + 8 * k, lift, p.scale_log2, x);
+    exponentiate_sixteen<Half, SOFTCAP>(change, k, s + 8 * k, lift, p.scale_log2, probability + 4 * k);
+    if constexpr (HAS_WEIGHTS)
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      probability[4 * k + i] = pack_kept<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
-      if constexpr (HAS_WEIGHTS) weights[4 * k + i] = pack<f16>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-    }
+      for (int i = 4 * k; i < 4 * k + 4; i++) weights[i] = pack<f16>(s[2 * i], s[2 * i + 1]);
   }
   // dS = P (dP - delta), likewise.
   DEVICE void differentiate(int k, const float2 (&early)[EARLY_DELTA], const u32 (&weights)[PAIRS], const float (&dp)[SCORES],
@@ -275,8 +272,7 @@ template <typename V> struct NarrowValueConsumer : ConsumerBase<V, NarrowValueCo
     const int chunk = (2 * warp + ((lane >> 3) & 1)) ^ (lane & 7);
     const u32 at = shared + C::DS + STAGE * C::DS_BYTES + wg * C::Q_PANEL + ((lane >> 4) * 8 + (lane & 7)) * PANEL_ROW + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < Q_ROWS / 16; k++)
-      stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    for (int k = 0; k < Q_ROWS / 16; k++) stmatrix_transposed(at + k * SIXTEEN_ROWS, ds + 4 * k);
   }
   DEVICE u32 staging(int bytes_of_half) const { return shared + C::DQ + wg * bytes_of_half + opaque(thread) * 16; }
   // dV and dK, as they are in registers, through the dQ buffer: the steps behind those of the chain. What was there must have left it.
@@ -318,7 +314,7 @@ template <typename V> struct NarrowValueConsumer : ConsumerBase<V, NarrowValueCo
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(x[2 * i] * factor, x[2 * i + 1] * factor);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(shared + C::OUT + wg * (C::OUT_BYTES / 2) + (g / 4) * HALF_PANEL + row * PANEL_ROW + chunk * 16, r);
     }
     fence_async_shared();
     this->sync_warpgroup();

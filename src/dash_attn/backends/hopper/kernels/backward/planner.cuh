@@ -28,7 +28,7 @@ template <typename V> struct Planner : Role<V> {
       full.wait((chains >> 1) & 1);
       // The whole walk for one query head of the part after the other: chains that follow each other share Q tiles in the cache.
 #pragma unroll 1
-      for (int m = 0; m < load_shared_i32(notes.chain_at(slot) + MEMBERS); m++) counts = walk(notes.chain_at(slot), m, counts);
+      for (int m = 0; m < word(notes.chain_at(slot), &ChainRecord::members); m++) counts = walk(notes.chain_at(slot), m, counts);
       if (p.sums != nullptr) counts = end(notes.chain_at(slot), counts);
       counts.add_chain();
     }
@@ -43,26 +43,17 @@ template <typename V> struct Planner : Role<V> {
     DEVICE void add_chain() { bits += 2 * NOTES; }
     DEVICE void add_step() { bits = chains() * (2 * NOTES) + (bits + 1) % (2 * NOTES); }
   };
-  // Where the members of a chain's record are in its note.
-  enum : u32 {
-    KV_ROW = OFFSET_OF(ChainRecord, kv_row),
-    Q_PLANE = OFFSET_OF(ChainRecord, q_plane),
-    Q_HEAD = OFFSET_OF(ChainRecord, q_head),
-    MEMBERS = OFFSET_OF(ChainRecord, members),
-    FIRST_SUM = OFFSET_OF(ChainRecord, first_sum),
-    TURN = OFFSET_OF(ChainRecord, turn),
-    FIRST_RUN = OFFSET_OF(ChainRecord, first_run),
-    FIRST_DQ_TILE = OFFSET_OF(ChainRecord, first_dq_tile),
-    GANG_END = OFFSET_OF(ChainRecord, gang_end),
-    WALK = OFFSET_OF(ChainRecord, walk),
-  };
+  // A member of a chain's record, in its note.
+  static DEVICE int word(u32 chain, int ChainRecord::* member) {
+    return load_shared_i32(chain + (u32)(u64) & (((ChainRecord*)nullptr)->*member));
+  }
 
   // The next ticket is taken when the loader is through with the chain before, so that its tiles can follow at once. But a
   // chain of the gang this CTA still works for may only be taken by a CTA that is free to run it, else the gang could wait
   // for a chain that nobody runs. Tickets only grow: once they are past the gang, the next one is of another gang.
   DEVICE void await_turn(u32 chain) {
     bars.chain_loaded().wait(chain & 1);
-    if (load_acquire(p.next_ticket) < load_shared_i32(notes.chain_at(chain & 1) + GANG_END))
+    if (load_acquire(p.next_ticket) < word(notes.chain_at(chain & 1), &ChainRecord::gang_end))
       bars.chain_empty(chain & 1).wait((chain >> 1) & 1);
   }
 
@@ -74,20 +65,20 @@ template <typename V> struct Planner : Role<V> {
 
   // What belongs to the chain is read anew for every step: registers are scarcer than shared-memory loads.
   DEVICE Counts walk(u32 chain, int m, Counts counts) {
-    Walk table_walk(load_shared_i32(chain + FIRST_RUN));
+    Walk table_walk(word(chain, &ChainRecord::first_run));
 #pragma unroll 1
-    for (int i = 0; i < load_shared_i32(chain + WALK) >> 1; i++, counts.add_step()) {
+    for (int i = 0; i < word(chain, &ChainRecord::walk) >> 1; i++, counts.add_step()) {
       Step step;
       if constexpr (V::PACKED)
-        step = PackedWalk<C::Q_ROWS, C::KV_ROWS>::step(p.chains[load_shared_i32(chain + FIRST_RUN)], i);
+        step = PackedWalk<C::Q_ROWS, C::KV_ROWS>::step(p.chains[word(chain, &ChainRecord::first_run)], i);
       else
         step = table_walk.next(p.runs, p.entries);
       const u32 number = counts.steps();
       bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
-      const int member = load_shared_i32(chain + WALK) & 1 ? load_shared_i32(chain + MEMBERS) - 1 - m : m;
+      const int member = word(chain, &ChainRecord::walk) & 1 ? word(chain, &ChainRecord::members) - 1 - m : m;
       store_shared_i32x4(notes.step_at(number),
-                         make_int4(rows_of(chain, step, member), load_shared_i32(chain + Q_HEAD) + member,
-                                   load_shared_i32(chain + FIRST_DQ_TILE) + member * p.head_tiles + step.q_tile, step.turn));
+                         make_int4(rows_of(chain, step, member), word(chain, &ChainRecord::q_head) + member,
+                                   word(chain, &ChainRecord::first_dq_tile) + member * p.head_tiles + step.q_tile, step.turn));
       bars.note_full(number).arrive();
     }
     return counts;
@@ -96,8 +87,8 @@ template <typename V> struct Planner : Role<V> {
   DEVICE int rows_of(u32 chain, const Step& step, int member) {
     if constexpr (V::MASK != MaskKind::Bits) return StepNote::pack_rows(step.q_tile * C::Q_ROWS, step.partial);
     if (!step.partial) return 0;
-    return BitTables::note(BitTables{p.mask}.number(load_shared_i32(chain + KV_ROW) / C::KV_ROWS, step.q_tile,
-                                                    load_shared_i32(chain + Q_PLANE), load_shared_i32(chain + Q_HEAD) + member));
+    return BitTables::note(BitTables{p.mask}.number(word(chain, &ChainRecord::kv_row) / C::KV_ROWS, step.q_tile,
+                                                    word(chain, &ChainRecord::q_plane), word(chain, &ChainRecord::q_head) + member));
   }
 
   // dK and dV go to the sums of their KV tile as contributions to dQ go to dQ: in pieces, each in its turn.
@@ -106,7 +97,8 @@ template <typename V> struct Planner : Role<V> {
     for (int piece = 0; piece < C::SUM_PIECES; piece++, counts.add_step()) {
       const u32 number = counts.steps();
       bars.note_empty(number).wait(((number / NOTES) & 1) ^ 1);
-      store_shared_i32x4(notes.step_at(number), make_int4(0, 0, load_shared_i32(chain + FIRST_SUM) + piece, load_shared_i32(chain + TURN)));
+      store_shared_i32x4(notes.step_at(number),
+                         make_int4(0, 0, word(chain, &ChainRecord::first_sum) + piece, word(chain, &ChainRecord::turn)));
       bars.note_full(number).arrive();
     }
     return counts;

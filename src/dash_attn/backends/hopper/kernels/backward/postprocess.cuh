@@ -2,26 +2,26 @@
 // parts of a group made them, become dK and dV.
 #pragma once
 #include "backward/config.cuh"
-#include "common/tile_place.cuh"
+#include "common/sequence.cuh"
 
-// Row and column of element e of float4 `i` of an accumulator tile.
+// Row and column of element e of float4 `i` of 64 rows of dV or dK: the registers of a warpgroup.
+DEVICE int2 place_in_sum(int i, int e) {
+  const int group = i / 128, warp = i % 128 / 32, lane = i % 32;
+  return make_int2(16 * warp + (lane >> 2) + 8 * (e >> 1), 8 * group + 2 * (lane & 3) + (e & 1));
+}
+
+// The same of an accumulator tile.
 template <int D, int DV> DEVICE int2 place_in_tile(int i, int e) {
   using C = BackwardConfig<D, DV>;
   constexpr int SIZE = C::Q_ROWS * C::WIDTH / 8;  // float4s of a warpgroup
-  const int wg = i / SIZE, rest = i % SIZE, group = rest / 128, warp = rest % 128 / 32, lane = rest % 32;
-  const int m = 16 * warp + (lane >> 2) + 8 * (e >> 1), n = 8 * group + 2 * (lane & 3) + (e & 1);
+  const int2 in_part = place_in_sum(i % SIZE, e);
+  const int wg = i / SIZE, m = in_part.x, n = in_part.y;
   if constexpr (!is_tall(DV))
     return make_int2(m, n < 64 ? C::own_column(wg) + n : C::inner_column(wg) + n - 64);
   else if constexpr (C::DQ_TRANSPOSED)
     return make_int2(wg * (C::Q_ROWS / 2) + n, m);
   else
     return make_int2(m, C::dq_column(wg, n));
-}
-
-// Row and column of element e of float4 `i` of 64 rows of dV or dK: the registers of a warpgroup.
-DEVICE int2 place_in_sum(int i, int e) {
-  const int group = i / 128, warp = i % 128 / 32, lane = i % 32;
-  return make_int2(16 * warp + (lane >> 2) + 8 * (e >> 1), 8 * group + 2 * (lane & 3) + (e & 1));
 }
 
 // Blocks start where CTAs of the attention kernel have ended, while others still run: each waits for its tile only, until all

@@ -3,7 +3,7 @@
 #pragma once
 #include "common/plan_tables.cuh"
 #include "common/ptx.cuh"
-#include "common/tile_place.cuh"
+#include "common/sequence.cuh"
 
 // LANES threads sum a row, 16 bytes per lane.
 template <typename Half, int LANES, int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256)

@@ -2,7 +2,7 @@
 // fixed order, sequence by sequence, so that the sum of a sequence does not depend on its neighbours.
 #pragma once
 #include "common/ptx.cuh"
-#include "common/tile_place.cuh"
+#include "common/sequence.cuh"
 
 template <int Q_ROWS, bool PACKED> __global__ void __launch_bounds__(256) sink_gradient(const __grid_constant__ SinkGradientParams p) {
   __shared__ float sums[256];

@@ -188,10 +188,7 @@ template <typename V, bool VALUES> struct WideConsumer : ConsumerBase<V, WideCon
 #pragma unroll
     for (int k = 0; k < SCORES / 8; k++) {
       const float2 lse[2] = {row_pair(lse_of(j), 2 * k), row_pair(lse_of(j), 2 * k + 1)};
-      float x[8];
-      exponentiate_sixteen<SOFTCAP>(change, k, scores + 8 * k, lse, p.scale_log2, x);
-#pragma unroll
-      for (int i = 0; i < 4; i++) packed[4 * k + i] = pack_kept<Half, DROPOUT>(x[2 * i], x[2 * i + 1]);
+      exponentiate_sixteen<Half, SOFTCAP>(change, k, scores + 8 * k, lse, p.scale_log2, packed + 4 * k);
     }
   }
   DEVICE void mask_partial(int rows) {
@@ -231,8 +228,7 @@ template <typename V, bool VALUES> struct WideConsumer : ConsumerBase<V, WideCon
     const int chunk = (2 * warp + ((lane >> 3) & 1)) ^ (lane & 7);
     const u32 at = shared + C::DS + stage(j) * C::DS_BYTES + ((lane >> 4) * 8 + (lane & 7)) * PANEL_ROW + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < C::Q_ROWS / 16; k++)
-      stmatrix_transposed(at + k * SIXTEEN_ROWS, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    for (int k = 0; k < C::Q_ROWS / 16; k++) stmatrix_transposed(at + k * SIXTEEN_ROWS, ds + 4 * k);
   }
   static DEVICE void subtract_delta(float* dp, float2 delta) {
 #pragma unroll
@@ -296,7 +292,7 @@ template <typename V, bool VALUES> struct WideConsumer : ConsumerBase<V, WideCon
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(columns[8 * g + 2 * i] * factor, columns[8 * g + 2 * i + 1] * factor);
       const int row = warp * 16 + (lane & 15), chunk = (2 * g + (lane >> 4)) ^ (lane & 7);
-      stmatrix(at + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(at + row * PANEL_ROW + chunk * 16, r);
     }
   }
 };

@@ -173,21 +173,13 @@ DEVICE float tanh_half_log2(float x) {
   asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exp2_approx(x)));
   return fmaf(-2.f, y, 1.f);
 }
-template <typename Half> DEVICE u32 pack(float low, float high) {
+// POSITIVE: with 0 instead of negative numbers.
+template <typename Half, bool POSITIVE = false> DEVICE u32 pack(float low, float high) {
   u32 r;
-  if constexpr (Half::is_bf16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-// The same, with 0 instead of negative numbers.
-template <typename Half> DEVICE u32 pack_positive(float low, float high) {
-  u32 r;
-  if constexpr (Half::is_bf16)
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  if constexpr (Half::is_bf16 && !POSITIVE) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  if constexpr (Half::is_bf16 && POSITIVE) asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  if constexpr (!Half::is_bf16 && !POSITIVE) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  if constexpr (!Half::is_bf16 && POSITIVE) asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 template <typename Half> DEVICE float2 unpack(u32 pair) {
@@ -223,9 +215,12 @@ DEVICE float4 load_shared_f32x4(u32 a) {
 DEVICE void store_shared_f32x4(u32 a, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-DEVICE void stmatrix(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+// Four matrices of 8 x 8.
+DEVICE void stmatrix(u32 a, const u32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
-DEVICE void stmatrix_transposed(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+DEVICE void stmatrix_transposed(u32 a, const u32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }

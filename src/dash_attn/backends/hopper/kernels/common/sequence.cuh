@@ -12,3 +12,31 @@
 DEVICE Sequence sequence_of_batch(const MaskParams& mask, int sequence, int first_tile) {
   return {mask.q_len, mask.kv_len, 0, sequence, 0, sequence, first_tile, band_top(mask, mask.q_len, mask.kv_len)};
 }
+
+// From a dQ tile to the rows of the caller's tensors.
+struct TilePlace {
+  i64 batch, head, first_row;  // in the caller's tensor; packed sequences are one batch
+  int rows;                    // of the tile that exist; none if not positive
+  i64 first_lse;
+
+  DEVICE i64 offset(const i64 (&strides)[3], int row) const {
+    return batch * strides[0] + (first_row + row) * strides[1] + head * strides[2];
+  }
+};
+
+DEVICE int tile_count(const TilePlaces& places) { return places.batch * places.q_heads * places.head_tiles; }
+
+template <int Q_ROWS, bool PACKED> DEVICE TilePlace locate(const TilePlaces& places, int tile) {
+  const int head_of_batch = tile / places.head_tiles, q_tile = tile - head_of_batch * places.head_tiles;
+  const int sequence = head_of_batch / places.q_heads, head = head_of_batch - sequence * places.q_heads;
+  if constexpr (!PACKED) {
+    const int first = q_tile * Q_ROWS;
+    return {sequence, head, first, places.q_len - first, (i64)head_of_batch * places.q_len + first};
+  }
+  const int2 at = places.tile_places[q_tile];
+  if (at.x < 0) return {};
+  const Sequence& s = places.sequences[at.x];
+  const int first = at.y * Q_ROWS;
+  const i64 token = (i64)s.q_plane - s.q_len + first;  // plane is start + length
+  return {0, head, token, s.q_len - first, (i64)head * places.tokens + token};
+}

@@ -27,13 +27,6 @@ struct f16 {
 #define OFFSET_OF(type, member) ((u32) __builtin_offsetof(type, member))
 #endif
 
-template <bool FIRST, typename A, typename B> struct Choice {
-  using type = A;
-};
-template <typename A, typename B> struct Choice<false, A, B> {
-  using type = B;
-};
-
 constexpr int WARP = 32;
 constexpr int WARPGROUP = 128;
 constexpr int MOST_SHARED_BYTES = 232448;  // of a CTA

@@ -18,7 +18,7 @@ template <typename Half, int D, bool SOFTCAP> __global__ void __launch_bounds__(
   if (threadIdx.x == 0) Ring<C>::init(shared);
   __syncthreads();
   if (warp == C::CONSUMER_WARPS)
-    DecodeLoader<D>{p, &k_map, &v_map, unit, slots, shared, lane}.run();
+    DecodeLoader<D>{{p, unit, slots, shared, lane}, &k_map, &v_map}.run();
   else
     DecodeConsumer<Half, D, SOFTCAP>(p, unit, shared, warp, lane).run();
 }

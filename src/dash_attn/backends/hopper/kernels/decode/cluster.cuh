@@ -22,17 +22,17 @@ template <typename Half, int D, int COLUMNS, bool SOFTCAP> __global__ void __clu
   }
   cluster_sync();  // nobody sends to barriers that are not there yet
   if (warp < 4)
-    ClusterScores<Half, C, SOFTCAP, 0>(p, unit, shared, place, warp, lane).run();
+    ClusterScores<Half, C, SOFTCAP, 0>({p, unit, shared, place, warp, lane}).run();
   else if (warp < 8)
-    ClusterOutputs<Half, C>(p, unit, shared, place, warp - 4, lane).run();
+    ClusterOutputs<Half, C>({p, unit, shared, place, warp - 4, lane}).run();
   else if (warp < C::FIRST_LOADER)
-    ClusterScores<Half, C, SOFTCAP, 1>(p, unit, shared, place, warp - 8, lane).run();
+    ClusterScores<Half, C, SOFTCAP, 1>({p, unit, shared, place, warp - 8, lane}).run();
   else if (warp == C::FIRST_LOADER)
-    ClusterKeys<C>{p, &k_map, unit, slots, shared, place, lane}.run();
+    ClusterKeys<C>{{p, unit, slots, shared, lane}, &k_map, place}.run();
   else if (warp == C::FIRST_LOADER + 1)
     ClusterSums<C>{unit, {shared}, lane}.run();
   else
-    ClusterValues<C>{p, &v_map, unit, slots, shared, place, warp - C::FIRST_LOADER - 2, lane}.run();
+    ClusterValues<C>{{p, unit, slots, shared, lane}, &v_map, place, warp - C::FIRST_LOADER - 2}.run();
   __syncwarp();
   cluster_sync();  // nobody leaves while others still read from it or write to it
 }

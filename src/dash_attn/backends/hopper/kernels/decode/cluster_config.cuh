@@ -15,7 +15,7 @@
 #pragma once
 #include "common/cluster.cuh"
 #include "decode/config.cuh"
-#include "decode/rows.cuh"
+#include "decode/places.cuh"
 
 template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = COLUMNS_, CTAS = D / COLUMNS, LANES = sum_lanes(D);
@@ -45,7 +45,6 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
     u64 maxima_full[TOLD], message_full[MESSAGES], drafts_read[ROUNDS], round_read[ROUNDS];
   };
   static constexpr int Q = OFFSET_OF(Storage, q), K = OFFSET_OF(Storage, k), V = OFFSET_OF(Storage, v);
-  static constexpr int DRAFTS = OFFSET_OF(Storage, drafts), DRAFTS_READ = OFFSET_OF(Storage, drafts_read);
   static constexpr int MAXIMA = OFFSET_OF(Storage, maxima), MAXIMA_FULL = OFFSET_OF(Storage, maxima_full);
   static constexpr int WEIGHTS = OFFSET_OF(Storage, weights), SUMS = OFFSET_OF(Storage, sums);  // weights before they are rounded
   static constexpr int ROUND_READ = OFFSET_OF(Storage, round_read);
@@ -65,18 +64,10 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
     static constexpr int RING = OFFSET_OF(Storage, messages), KV_BYTES = MESSAGE_SLOT, SLOTS = MESSAGES;
     static constexpr int FULL = OFFSET_OF(Storage, message_full);
   };
-};
-
-// A place in a ring of N.
-template <int N> struct Turn {
-  u32 slot = 0, phase = 0;
-  DEVICE void next() {
-    slot++;
-    if (slot == N) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
+  struct DraftRing {  // a slot per round
+    static constexpr int RING = OFFSET_OF(Storage, drafts), KV_BYTES = MESSAGE_SLOT, SLOTS = ROUNDS;
+    static constexpr int EMPTY = OFFSET_OF(Storage, drafts_read);
+  };
 };
 
 // The tiles that a unit visits, in rounds of one per CTA.
@@ -88,7 +79,7 @@ template <typename C> struct Rounds {
   DEVICE int tiles_of(int round) const { return max(0, min(C::CTAS, visits - round * C::CTAS)); }
 };
 
-// Barriers that other CTAs know. `turn`: of a round, in the ring of rounds.
+// Barriers that other CTAs know. `turn`: the slot of a round in the ring of drafts.
 template <typename C> struct Mail {
   u32 shared;
 
@@ -97,8 +88,6 @@ template <typename C> struct Mail {
   DEVICE void await_maxima(int round) const { mbarrier_wait(maxima_full(round), round / C::TOLD & 1); }
   DEVICE u32 message(u32 slot) const { return shared + C::MessageRing::RING + slot * C::MESSAGE_SLOT; }
   DEVICE u32 message_full(u32 slot) const { return shared + C::MessageRing::FULL + 8 * slot; }
-  DEVICE u32 draft(u32 turn) const { return shared + C::DRAFTS + turn * C::MESSAGE_SLOT; }
-  DEVICE u32 draft_read(u32 turn) const { return shared + C::DRAFTS_READ + 8 * turn; }
   DEVICE Barrier round_read(u32 turn) const { return {shared + C::ROUND_READ + 8 * turn}; }
 
   DEVICE void expect_maxima(const Rounds<C>& rounds, int round, int place) const {
@@ -109,7 +98,7 @@ template <typename C> struct Mail {
   DEVICE void init(const Rounds<C>& rounds, int place) const {
     for (int i = 0; i < C::TOLD; i++) mbarrier_init(maxima_full(i), 1);
     for (int i = 0; i < C::ROUNDS; i++) {
-      mbarrier_init(draft_read(i), C::CTAS);
+      Barrier{shared + C::DraftRing::EMPTY}[i].init(C::CTAS);
       round_read(i).init(4);
     }
     for (int i = 0; i < C::MESSAGES; i++) mbarrier_init(message_full(i), 1);
@@ -129,3 +118,12 @@ constexpr u32 NOT_SWIZZLED = 0;
 // An address in a descriptor. In a cluster, bits 24 and up of a shared address are the CTA's place in it, where descriptors have a stride.
 DEVICE u32 matrix_address(u32 shared) { return (shared >> 4) & 0x3fff; }
 DEVICE u64 descriptor_of(u32 high, u32 low) { return ((u64)high << 32) | low; }
+
+// What a warp that computes knows.
+struct ClusterRole {
+  const DecodeParams& p;
+  const Unit& unit;
+  u32 shared;
+  int place, warp, lane;  // warp inside its warpgroup
+  u32 base = matrix_address(shared);
+};

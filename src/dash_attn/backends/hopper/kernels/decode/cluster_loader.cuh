@@ -3,13 +3,9 @@
 #include "decode/cluster_config.cuh"
 #include "decode/loader.cuh"
 
-template <typename C> struct ClusterKeys {
-  const DecodeParams& p;
+template <typename C> struct ClusterKeys : BoxLoader {
   const TensorMap* k_map;
-  const Unit& unit;
-  const CacheSlots& slots;
-  u32 shared;
-  int place, lane;
+  int place;
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
@@ -23,11 +19,7 @@ template <typename C> struct ClusterKeys {
       const Box next = find(rounds, round + 1, index);
       const int2 at_page = now.place.checked(p.cache, unit.sequence);
       const u32 bytes = now.count() * p.box_rows * PANEL_ROW;
-      ring.empty().wait(ring.phase ^ 1);
-      if (lane == 0) ring.full().arrive_expect(bytes);
-      __syncwarp();
-      if (now.mine) tma_load<false>(ring.address() + at, k_map, ring.full().address, panel * 64, unit.kv_head, at_page.y, at_page.x);
-      ring.next();
+      load<64>(ring, k_map, now.mine, bytes, at, panel, at_page);
       now = next;
     }
   }
@@ -40,13 +32,9 @@ template <typename C> struct ClusterKeys {
 };
 
 // Lanes issue their boxes one after the other, which takes longer than a tile may where pages are small: so these warps take turns.
-template <typename C> struct ClusterValues {
-  const DecodeParams& p;
+template <typename C> struct ClusterValues : BoxLoader {
   const TensorMap* v_map;
-  const Unit& unit;
-  const CacheSlots& slots;
-  u32 shared;
-  int place, first, lane;
+  int place, first;
 
   DEVICE void run() {
     const Rounds<C> rounds(unit);
@@ -59,13 +47,9 @@ template <typename C> struct ClusterValues {
       const Box next = find(rounds, visit + C::V_WARPS);
       const int2 at_page = now.place.checked(p.cache, unit.sequence);
       const u32 bytes = now.count() * p.box_rows * C::V_ROW;
-      ring.empty().wait(ring.phase ^ 1);
-      if (lane == 0) ring.full().arrive_expect(bytes);
-      __syncwarp();
-      if (now.mine)
-        tma_load<false>(ring.address() + at, v_map, ring.full().address, place * C::COLUMNS, unit.kv_head, at_page.y, at_page.x);
+      load<C::COLUMNS>(ring, v_map, now.mine, bytes, at, place, at_page);
 #pragma unroll
-      for (int i = 0; i < C::V_WARPS; i++) ring.next();
+      for (int i = 1; i < C::V_WARPS; i++) ring.next();
       now = next;
     }
   }

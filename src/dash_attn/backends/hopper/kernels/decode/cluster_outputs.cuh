@@ -6,24 +6,16 @@
 
 DEVICE float load_float(u32 shared) { return __int_as_float(load_shared_i32(shared)); }
 
-template <typename Half, typename C> struct ClusterOutputs {
-  const DecodeParams& p;
-  const Unit& unit;
-  u32 shared, base;
-  int place, warp, lane;
-  Mail<C> mail;
+template <typename Half, typename C> struct ClusterOutputs : ClusterRole {
+  Mail<C> mail{shared};
   float out[4];  // rows 2 (lane % 4) and the next, of columns 16 warp + lane / 4 and 8 further
 
-  DEVICE ClusterOutputs(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int place_of_cta, int warp_of_group,
-                        int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), place(place_of_cta), warp(warp_of_group),
-        lane(lane_of_warp), mail{shared_base} {}
-
+  DEVICE ClusterOutputs(const ClusterRole& role) : ClusterRole(role) {}
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     Ring<typename C::VRing> ring{shared};
     Ring<typename C::MessageRing> messages{shared};
-    Turn<C::ROUNDS> turn;
+    Ring<typename C::DraftRing> turn{shared};
 #pragma unroll
     for (int i = 0; i < 4; i++) out[i] = 0.f;
     u32 slot_before = 0;
@@ -73,7 +65,7 @@ template <typename Half, typename C> struct ClusterOutputs {
     wgmma_commit();
   }
   // A tile was read: its V, and with the last of a round also the messages.
-  DEVICE void release(u32 slot, int& tiles, Turn<C::ROUNDS>& turn) {
+  DEVICE void release(u32 slot, int& tiles, Ring<typename C::DraftRing>& turn) {
     __syncwarp();
     if (lane == 0) Barrier{shared + C::VRing::EMPTY}[slot].arrive();
     if (++tiles < C::CTAS) return;
@@ -111,7 +103,7 @@ template <typename C> struct ClusterSums {
   DEVICE void run() {
     const Rounds<C> rounds(unit);
     Ring<typename C::MessageRing> messages{mail.shared};
-    Turn<C::ROUNDS> turn;
+    Ring<typename C::DraftRing> drafts{mail.shared};
     float highest = MINUS_INFINITY, sum = 0.f;  // of row lane / 4
     int visit = 0;
 #pragma unroll 1
@@ -123,10 +115,10 @@ template <typename C> struct ClusterSums {
         read(messages.address(), highest, sum);
         messages.next();
       }
-      mail.round_read(turn.slot).wait(turn.phase);
+      mail.round_read(drafts.slot).wait(drafts.phase);
       __syncwarp();
-      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(mail.draft_read(turn.slot), lane));
-      turn.next();
+      if (lane < rounds.tiles_of(round)) arrive_in_cta(in_cta(drafts.empty().address, lane));
+      drafts.next();
     }
     store_shared_i32(mail.shared + C::SUMS + lane * 4, __float_as_int(highest));
     store_shared_i32(mail.shared + C::SUMS + (WARP + lane) * 4, __float_as_int(sum));

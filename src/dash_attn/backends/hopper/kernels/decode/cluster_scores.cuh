@@ -7,28 +7,20 @@
 #include "common/product.cuh"
 #include "decode/cluster_config.cuh"
 
-template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScores {
+template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScores : ClusterRole {
   static constexpr int D = C::D, HALVES = C::KV_ROWS / 64;  // of a tile's keys, 64 each
-  const DecodeParams& p;
-  const Unit& unit;
-  u32 shared, base;
-  int place, warp, lane;
-  Mail<C> mail;
+  Mail<C> mail{shared};
   float s[HALVES][4];
   float highest[2];  // in the tiles of all rounds before, of the CTA whose maxima this thread looks at
 
-  DEVICE ClusterScores(const DecodeParams& params, const Unit& of_cluster, u32 shared_base, int place_of_cta, int warp_of_group,
-                       int lane_of_warp)
-      : p(params), unit(of_cluster), shared(shared_base), base(matrix_address(shared_base)), place(place_of_cta), warp(warp_of_group),
-        lane(lane_of_warp), mail{shared_base} {}
-
+  DEVICE ClusterScores(const ClusterRole& role) : ClusterRole(role) {}
   DEVICE void run() {
     load_q();
     const Rounds<C> rounds(unit);
     const int row = unit.first_row + 2 * (lane & 3);
     const KeyRange kept[2] = {{p, row / p.group, unit.q_len, unit.keys}, {p, (row + 1) / p.group, unit.q_len, unit.keys}};
     Ring<typename C::KRing> ring{shared, GROUP};
-    Turn<C::ROUNDS> turn{GROUP};
+    Ring<typename C::DraftRing> drafts{shared, GROUP};
     highest[0] = highest[1] = MINUS_INFINITY;
 #pragma unroll 1
     for (int round = GROUP; place < rounds.tiles_of(round); round += C::GROUPS) {
@@ -53,14 +45,14 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
       look_at_maxima(tiles, round, before, largest);
 #pragma unroll
       for (int e = 0; e < 2; e++) rescale[e] = weigh(e, before[e], largest[e]);
-      wait_for_cluster(mail.draft_read(turn.slot), turn.phase ^ 1);
-      write(mail.draft(turn.slot), round > GROUP, rescale, largest);
+      wait_for_cluster(drafts.empty().address, drafts.phase ^ 1);
+      write(drafts.address(), round > GROUP, rescale, largest);
       if (warp == 0) {
-        add(mail.draft(turn.slot));
-        send(turn.slot);
+        add(drafts.address());
+        send(drafts.slot, drafts.address());
       }
 #pragma unroll
-      for (int i = 0; i < C::GROUPS; i++) turn.next();
+      for (int i = 0; i < C::GROUPS; i++) drafts.next();
     }
     if (warp != 0 && place < rounds.tiles_of(GROUP)) named_barrier_sync<READ + GROUP>(WARPGROUP);  // so that all arrivals are awaited
   }
@@ -147,8 +139,9 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
   DEVICE void write(u32 draft, bool again, const float (&rescale)[2], const float (&largest)[2]) {
     const int group = 2 * warp, row = 2 * (lane & 3);
     static_assert(HALVES == 2, "stmatrix");
-    stmatrix_transposed(draft + ((lane >> 4) * 8 + group + ((lane >> 3) & 1)) * C::P_GROUP + (lane & 7) * 16, pack<Half>(s[0][0], s[0][1]),
-                        pack<Half>(s[0][2], s[0][3]), pack<Half>(s[1][0], s[1][1]), pack<Half>(s[1][2], s[1][3]));
+    const u32 packed[4] = {pack<Half>(s[0][0], s[0][1]), pack<Half>(s[0][2], s[0][3]), pack<Half>(s[1][0], s[1][1]),
+                           pack<Half>(s[1][2], s[1][3])};
+    stmatrix_transposed(draft + ((lane >> 4) * 8 + group + ((lane >> 3) & 1)) * C::P_GROUP + (lane & 7) * 16, packed);
     if (warp == 0 && lane < 4) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -185,11 +178,10 @@ template <typename Half, typename C, bool SOFTCAP, int GROUP> struct ClusterScor
     for (int i = 0; i < C::LANES; i++)
       store_shared_i32(draft + C::PARTS + ((i * C::ROWS + row) * 4 + quarter) * 4, __float_as_int(part[i]));
   }
-  DEVICE void send(u32 turn) {
+  DEVICE void send(u32 turn, u32 draft) {
     const u32 slot = turn * C::CTAS + place;
     fence_async_shared();
     __syncwarp();
-    if (lane < C::CTAS)
-      copy_to_cta(in_cta(mail.message(slot), lane), mail.draft(turn), C::MESSAGE_BYTES, in_cta(mail.message_full(slot), lane));
+    if (lane < C::CTAS) copy_to_cta(in_cta(mail.message(slot), lane), draft, C::MESSAGE_BYTES, in_cta(mail.message_full(slot), lane));
   }
 };

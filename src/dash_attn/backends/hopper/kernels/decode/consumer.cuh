@@ -2,7 +2,7 @@
 // forward/consumer.cuh, in its order; tests compare the bits.
 #pragma once
 #include "decode/config.cuh"
-#include "decode/rows.cuh"
+#include "decode/places.cuh"
 #include "common/product.cuh"
 
 template <typename Half, int D, bool SOFTCAP> struct DecodeConsumer {

@@ -14,14 +14,28 @@ struct Box {
   DEVICE u32 count() const { return __popc(__ballot_sync(0xffffffffu, mine)); }
 };
 
-template <int D> struct DecodeLoader {
-  using C = DecodeConfig<D>;
+// A warp that loads boxes into a ring.
+struct BoxLoader {
   const DecodeParams& p;
-  const TensorMap *k_map, *v_map;
   const Unit& unit;
   const CacheSlots& slots;
   u32 shared;
   int lane;
+
+  // Boxes of COLUMNS columns. `at`: of this lane's box in a slot. `bytes`: of all boxes.
+  template <int COLUMNS, typename C>
+  DEVICE void load(Ring<C>& ring, const TensorMap* map, bool mine, u32 bytes, u32 at, int panel, int2 place) {
+    ring.empty().wait(ring.phase ^ 1);
+    if (lane == 0) ring.full().arrive_expect(bytes);
+    __syncwarp();
+    if (mine) tma_load<false>(ring.address() + at, map, ring.full().address, panel * COLUMNS, unit.kv_head, place.y, place.x);
+    ring.next();
+  }
+};
+
+template <int D> struct DecodeLoader : BoxLoader {
+  using C = DecodeConfig<D>;
+  const TensorMap *k_map, *v_map;
 
   DEVICE void run() {
     const int box = lane / C::PANELS, panel = lane - box * C::PANELS;
@@ -36,19 +50,12 @@ template <int D> struct DecodeLoader {
       const Box next = find(key, left > 1 ? box : C::KV_ROWS);
       const int2 place = now.place.checked(p.cache, unit.sequence);
       const u32 bytes = now.count() * p.box_rows * PANEL_ROW;
-      load(ring, k_map, now.mine, bytes, at, panel, place);
-      load(ring, v_map, now.mine, bytes, at, panel, place);
+      load<64>(ring, k_map, now.mine, bytes, at, panel, place);
+      load<64>(ring, v_map, now.mine, bytes, at, panel, place);
       now = next;
     }
   }
 
  private:
   DEVICE Box find(int key, int box) { return Box(p, unit, slots, key, box * p.box_rows < C::KV_ROWS); }
-  DEVICE void load(Ring<C>& ring, const TensorMap* map, bool mine, u32 bytes, u32 at, int panel, int2 place) {
-    ring.empty().wait(ring.phase ^ 1);
-    if (lane == 0) ring.full().arrive_expect(bytes);
-    __syncwarp();
-    if (mine) tma_load<false>(ring.address() + at, map, ring.full().address, panel * 64, unit.kv_head, place.y, place.x);
-    ring.next();
-  }
 };

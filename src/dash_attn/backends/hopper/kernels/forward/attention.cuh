@@ -5,22 +5,21 @@
 #pragma once
 #include "forward/consumer.cuh"
 #include "forward/loader.cuh"
-#include "forward/storer.cuh"
 
 template <typename V> DEVICE void run_forward(const ForwardMaps& maps, const ForwardParams& p, const ModifierParams* m = nullptr) {
   using C = typename V::C;
   const u32 shared = shared_memory();
   const int warp = warp_index(), lane = threadIdx.x % WARP;
-  const ForwardBarrierHandles bars{shared + C::BARRIERS};
-  if (threadIdx.x == 0) bars.init<C>();
+  const ForwardRole role{p, maps, shared, {shared + C::BARRIERS}, m};
+  if (threadIdx.x == 0) role.bars.init<C>();
   __syncthreads();
   if (warp < 4) {
     registers_decrease<C::LOADER_REGISTERS>();
-    if (warp == 0 && lane == 0) ForwardLoader<V>{p, maps, shared, bars, m}.run();
-    if (warp > 0 && warp <= C::CONSUMERS) ForwardStorer<V>{maps.out, shared, bars, warp - 1, lane}.run();
+    if (warp == 0 && lane == 0) ForwardLoader<V>{role}.run();
+    if (warp > 0 && warp <= C::CONSUMERS) ForwardStorer<V>{role, warp - 1, lane}.run();
   } else {
     registers_increase<C::CONSUMER_REGISTERS>();
-    ForwardConsumer<V>(p, shared, bars, warp, lane, m).run();
+    ForwardConsumer<V>(role, warp, lane).run();
   }
 }
 

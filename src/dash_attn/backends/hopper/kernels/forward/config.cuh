@@ -17,11 +17,6 @@ struct VisitNote {
   DEVICE bool partial() const { return word & 1; }
 };
 
-// Two of each, one per stage. FULL: written, may be read. EMPTY: read, may be overwritten.
-struct ForwardBarriers {
-  u64 tile_full[2], tile_empty[2], q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
-};
-
 template <int D_, int CONSUMERS_, int V_DIM_ = D_> struct ForwardConfig {
   static constexpr int D = D_, V_DIM = V_DIM_, CONSUMERS = CONSUMERS_;  // consumers: warpgroups of 64 queries
   static constexpr int KV_ROWS = forward_kv_rows(D), Q_ROWS = 64 * CONSUMERS, THREADS = WARPGROUP * (CONSUMERS + 1);
@@ -37,32 +32,20 @@ template <int D_, int CONSUMERS_, int V_DIM_ = D_> struct ForwardConfig {
   static constexpr int OUT_HALF = V_PANELS * PANEL;  // the output of one warpgroup
   // Wide values: the output leaves through the memory of its queries, whose size it has.
   static constexpr bool OUT_OVER_Q = V_DIM > 128;
+  static constexpr int OUT_BYTES = OUT_OVER_Q ? 0 : CONSUMERS * OUT_HALF;
   static_assert(V_DIM <= D && (!OUT_OVER_Q || Q_STAGES == 1), "an output fits into what is kept for it");
 
   // The shared memory of a CTA.
-  struct Tiles {
-    unsigned char q[Q_STAGES][Q_BYTES], k[STAGES][K_BYTES], v[STAGES][V_BYTES];
-  };
-  struct TilesAndOutput {
-    Tiles tiles;
-    unsigned char out[CONSUMERS * OUT_HALF];
-  };
-  template <typename AllTiles> struct Storage {
-    AllTiles tiles;
+  struct Storage {
+    unsigned char q[Q_STAGES][Q_BYTES], k[STAGES][K_BYTES], v_and_out[STAGES * V_BYTES + OUT_BYTES];
     TileNote tile_notes[2];
     VisitNote visit_notes[4];  // two are used; barriers are aligned behind them
-    ForwardBarriers barriers;
+    u64 barriers[16];
   };
-  template <typename AllTiles> struct Offsets {
-    static constexpr int TILE_NOTES = OFFSET_OF(Storage<AllTiles>, tile_notes);
-    static constexpr int VISIT_NOTES = OFFSET_OF(Storage<AllTiles>, visit_notes);
-    static constexpr int BARRIERS = OFFSET_OF(Storage<AllTiles>, barriers), SHARED_BYTES = sizeof(Storage<AllTiles>);
-  };
-  using Behind = typename Choice<OUT_OVER_Q, Offsets<Tiles>, Offsets<TilesAndOutput>>::type;
-  static constexpr int Q = OFFSET_OF(Tiles, q), K = OFFSET_OF(Tiles, k), V = OFFSET_OF(Tiles, v);
-  static constexpr int OUT = OUT_OVER_Q ? Q : (int)OFFSET_OF(TilesAndOutput, out);
-  static constexpr int TILE_NOTES = Behind::TILE_NOTES, VISIT_NOTES = Behind::VISIT_NOTES, BARRIERS = Behind::BARRIERS;
-  static constexpr int SHARED_BYTES = Behind::SHARED_BYTES;
+  static constexpr int Q = OFFSET_OF(Storage, q), K = OFFSET_OF(Storage, k), V = OFFSET_OF(Storage, v_and_out);
+  static constexpr int OUT = OUT_OVER_Q ? Q : V + STAGES * V_BYTES;
+  static constexpr int TILE_NOTES = OFFSET_OF(Storage, tile_notes), VISIT_NOTES = OFFSET_OF(Storage, visit_notes);
+  static constexpr int BARRIERS = OFFSET_OF(Storage, barriers), SHARED_BYTES = sizeof(Storage);
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
 };
 
@@ -77,18 +60,18 @@ struct ForwardMaps {
   const TensorMap *q, *k, *v, *out;
 };
 
-// Handles of the barriers, by the address of the first.
+// The barriers, by the address of the first: two of each, one per stage. FULL: written, may be read. EMPTY: read, may be overwritten.
 struct ForwardBarrierHandles {
   u32 first;
 
-  DEVICE Barrier tile_full(u32 slot) const { return at(OFFSET_OF(ForwardBarriers, tile_full))[slot]; }
-  DEVICE Barrier tile_empty(u32 slot) const { return at(OFFSET_OF(ForwardBarriers, tile_empty))[slot]; }
-  DEVICE Barrier q_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, q_full))[stage]; }
-  DEVICE Barrier q_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, q_empty))[stage]; }
-  DEVICE Barrier k_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, k_full))[stage]; }
-  DEVICE Barrier k_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, k_empty))[stage]; }
-  DEVICE Barrier v_full(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_full))[stage]; }
-  DEVICE Barrier v_empty(u32 stage) const { return at(OFFSET_OF(ForwardBarriers, v_empty))[stage]; }
+  DEVICE Barrier tile_full(u32 slot) const { return Barrier{first}[slot]; }
+  DEVICE Barrier tile_empty(u32 slot) const { return Barrier{first}[2][slot]; }
+  DEVICE Barrier q_full(u32 stage) const { return Barrier{first}[4][stage]; }
+  DEVICE Barrier q_empty(u32 stage) const { return Barrier{first}[6][stage]; }
+  DEVICE Barrier k_full(u32 stage) const { return Barrier{first}[8][stage]; }
+  DEVICE Barrier k_empty(u32 stage) const { return Barrier{first}[10][stage]; }
+  DEVICE Barrier v_full(u32 stage) const { return Barrier{first}[12][stage]; }
+  DEVICE Barrier v_empty(u32 stage) const { return Barrier{first}[14][stage]; }
 
   template <typename C> DEVICE void init() const {
     const int consumer_warps = 4 * C::CONSUMERS;
@@ -105,9 +88,15 @@ struct ForwardBarrierHandles {
     mbarrier_init_fence();
     fence_async_all();
   }
+};
 
- private:
-  DEVICE Barrier at(u32 offset) const { return {first + offset}; }
+// What every role knows.
+struct ForwardRole {
+  const ForwardParams& p;
+  const ForwardMaps& maps;
+  u32 shared;
+  ForwardBarrierHandles bars;
+  const ModifierParams* m;  // of dropout and ALiBi
 };
 
 // Read anew where it is needed: registers are scarcer than shared-memory loads.

@@ -2,7 +2,7 @@
 // work for another (most take turns); inside a warpgroup, P V of one KV tile runs under the softmax of the next.
 #pragma once
 #include "forward/config.cuh"
-#include "forward/element_modifiers.cuh"
+#include "common/modifiers.cuh"
 #include "common/product.cuh"
 #include "common/softmax.cuh"
 
@@ -49,15 +49,14 @@ template <typename V> struct ForwardConsumer {
   const ModifierParams* m;  // of dropout and ALiBi
   u32 shared, base;
   ForwardBarrierHandles bars;
-  int wg, warp, lane;
+  int wg, warp, lane;  // warp inside the warpgroup
   float s[C::SCORES], out[C::OUTPUTS];
   u32 weights[BUFFERS][C::SCORES / 2];  // P in 16 bits
   float row_max[2], row_sum[2];  // rows lane / 4 and lane / 4 + 8 of the warp; the sum over this thread's columns only
 
-  DEVICE ForwardConsumer(const ForwardParams& params, u32 shared_base, ForwardBarrierHandles barriers, int warp_of_block, int lane_of_warp,
-                         const ModifierParams* modifiers = nullptr)
-      : p(params), m(modifiers), shared(shared_base), base(shared_base >> 4), bars(barriers), wg(warp_of_block / 4 - 1),
-        warp(warp_of_block & 3), lane(lane_of_warp) {}
+  DEVICE ForwardConsumer(const ForwardRole& role, int warp_of_block, int lane_of_warp)
+      : p(role.p), m(role.m), shared(role.shared), base(shared >> 4), bars(role.bars), wg(warp_of_block / 4 - 1), warp(warp_of_block & 3),
+        lane(lane_of_warp) {}
 
   DEVICE void run() {
     u32 loads = 0;
@@ -121,9 +120,7 @@ template <typename V> struct ForwardConsumer {
     wgmma_wait<0>();
     take_scores(rows, note, bits, load & 1);
     find_maxima<BUFFERS == 2>(rescale, shift);
-    exponentiate(rescale, shift);
-    if constexpr (DROPOUT) modifiers_of(rows, note.kv_tile()).drop(s, m->threshold);  // behind the sum, which has all weights
-    pack_weights<0>();
+    make_weights<0>(rows, note, rescale, shift);
     rescale[0] = rescale[1] = 1.f;  // there is no output yet
     if (BUFFERS == 1 && load < last) await_k(load + 1);
 #pragma unroll 1
@@ -171,9 +168,7 @@ template <typename V> struct ForwardConsumer {
       take_output(now, true);
       rescale_output(rescale);
     }
-    exponentiate(rescale, shift);
-    if constexpr (DROPOUT) modifiers_of(rows, note.kv_tile()).drop(s, m->threshold);  // behind the sum, which has all weights
-    pack_weights<(B + 1) % BUFFERS>();
+    make_weights<(B + 1) % BUFFERS>(rows, note, rescale, shift);
   }
   DEVICE void await_k(u32 load) { bars.k_full(load & 1).wait((load >> 1) & 1); }
   // Waits for the output under way, if there is one, and gives back its V. ptxas moves such a wait up to the last branch before it. That
@@ -199,11 +194,6 @@ template <typename V> struct ForwardConsumer {
     else if (note.partial())
       mask_scores(rows, note.kv_tile());
   }
-  template <int B> DEVICE void pack_weights() {
-#pragma unroll
-    for (int i = 0; i < C::SCORES / 2; i++) weights[B][i] = pack<Half>(s[2 * i], s[2 * i + 1]);
-  }
-
   DEVICE Bits bits_of(VisitNote note) { return {p.mask, note.word, (u32)(wg * WARPGROUP + warp * WARP + lane)}; }
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
@@ -299,14 +289,17 @@ template <typename V> struct ForwardConsumer {
     }
     return most;
   }
-  // S becomes exp2((S - max) scale).
-  DEVICE void exponentiate(const float (&rescale)[2], const float (&shift)[2]) {
+  // P = exp2((S - max) scale), in 16 bits in buffer B.
+  template <int B> DEVICE void make_weights(const Rows& rows, VisitNote note, const float (&rescale)[2], const float (&shift)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float part[LANES];
       weigh(s, r, p.scale_log2, shift[r], part);
       row_sum[r] = add_to_sum(row_sum[r], rescale[r], part);
     }
+    if constexpr (DROPOUT) modifiers_of(rows, note.kv_tile()).drop(s, m->threshold);  // behind the sum, which has all weights
+#pragma unroll
+    for (int i = 0; i < C::SCORES / 2; i++) weights[B][i] = pack<Half>(s[2 * i], s[2 * i + 1]);
   }
 
   // Writes LSE. Returns what outputs must be multiplied by.
@@ -343,7 +336,7 @@ template <typename V> struct ForwardConsumer {
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = pack<Half>(out[8 * g + 2 * i] * factor[i & 1], out[8 * g + 2 * i + 1] * factor[i & 1]);
       const int row = warp * 16 + (lane & 15), chunk = (2 * (g % 4) + (lane >> 4)) ^ (lane & 7);
-      stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r[0], r[1], r[2], r[3]);
+      stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r);
     }
     fence_async_shared();
     arrive_for_others<OUTPUT>(wg, WARPGROUP + WARP);

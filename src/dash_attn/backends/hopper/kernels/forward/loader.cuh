@@ -1,16 +1,12 @@
-// One thread: takes Q tiles by ticket and loads Q, K and V by TMA.
+// Warps of the forward that bring and take tiles.
 #pragma once
 #include "forward/config.cuh"
 #include "common/modifiers.cuh"
 
-template <typename V> struct ForwardLoader {
+// One thread: takes Q tiles by ticket and loads Q, K and V by TMA.
+template <typename V> struct ForwardLoader : ForwardRole {
   using C = typename V::C;
   static constexpr bool PACKED = V::PACKED;
-  const ForwardParams& p;
-  const ForwardMaps& maps;
-  u32 shared;
-  ForwardBarrierHandles bars;
-  const ModifierParams* m = nullptr;  // of dropout and ALiBi
 
   DEVICE void run() {
     u32 loads = 0;  // KV tiles so far
@@ -142,5 +138,41 @@ template <typename V> struct ForwardLoader {
   template <int PANELS> DEVICE void load_tile(u32 at, const TensorMap* map, Barrier full, int kv_head, int row, int plane) {
     full.arrive_expect(PANELS * C::KV_PANEL);
     for (int i = 0; i < PANELS; i++) tma_load<PACKED>(shared + at + i * C::KV_PANEL, map, full.address, i * 64, kv_head, row, plane);
+  }
+};
+
+// One warp per consumer: stores its outputs by TMA, so that the consumer need not wait for them.
+template <typename V> struct ForwardStorer : ForwardRole {
+  using C = typename V::C;
+  int wg, lane;
+
+  DEVICE void run() {
+    tell_room();
+    for (u32 tiles = 0;; tiles++) {
+      const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot;
+      bars.tile_full(slot).wait((tiles >> 1) & 1);
+      const int4 a = load_shared_i32x4(at);
+      if (a.x < 0) break;
+      const int plane = load_shared_i32(at + 16);
+      arrive_as_warp(bars.tile_empty(slot), lane);
+      sync_with_others<OUTPUT>(wg, WARPGROUP + WARP);
+      if (lane == 0) {
+        for (int i = 0; i < C::V_PANELS; i++)
+          tma_store<V::PACKED>(maps.out, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, a.y, a.z + a.w + wg * 64, plane);
+        bulk_commit();
+        bulk_wait_read();
+      }
+      __syncwarp();
+      if constexpr (C::OUT_OVER_Q)
+        arrive_as_warp(bars.q_empty(0), lane);
+      else
+        tell_room();
+    }
+    if (lane == 0) bulk_wait();
+  }
+
+ private:
+  DEVICE void tell_room() {
+    if constexpr (!C::OUT_OVER_Q) arrive_for_others<ROOM>(wg, WARPGROUP + WARP);
   }
 };
