@@ -76,11 +76,16 @@ def mask_of(shape: Shape) -> Any:
 def yardstick_of(shape: Shape) -> Attend:
     """cuDNN on the same tensors, causal or full, whatever else the shape asks for: a measure of the clocks of this process."""
     causal = shape["mask"] != "full" and shape.get("q_seqlen", shape["seqlen"]) == shape["seqlen"]
+    attend = sdpa("CUDNN_ATTENTION" if DEVICE == "cuda" else "MATH", is_causal=causal, enable_gqa=True)
+    return lambda q, k, v, *sinks: attend(q, k, v)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH):
-            turned = (x.transpose(1, 2) for x in (q, k, v))
-            return scaled_dot_product_attention(*turned, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+def sdpa(backend: str, **options: Any) -> Attend:
+    """PyTorch's, of (batch, length, heads, head dim)."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
 
     return attend
 
