@@ -26,9 +26,8 @@ from dash_attn.tools.bench.report import save
 from dash_attn.tools.bench.shape import Shape
 from dash_attn.tools.machine import package_commit
 
-from .matrices import Matrix
 from .one_tree import HERE, gpu_and_torch, measured_in
-from .suites import SUITES, Cases
+from .suites import SUITES, Cases, Matrix
 
 RUNS = 12
 LIMIT = 0.01  # slower by more than this is told

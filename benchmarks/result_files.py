@@ -20,7 +20,7 @@ from dash_attn.tools.bench.candidates import OURS
 from dash_attn.tools.bench.report import FORMAT, Cells, Results, Row, Table, shape_of, tables, unique
 from dash_attn.tools.bench.shape import PASSES, Shape
 
-from .matrices import Matrix  # and masks that files name
+from .suites import Matrix  # and masks that files name
 
 # None, or not there: nobody to compare with.
 RATIOS = ("ratio_to_cudnn", "ratio_to_fastest_peer", "ratio_to_unordered", "ratio_to_equal_heads")

@@ -27,11 +27,10 @@ from dash_attn.tools.bench.shape import HOST_SUITE, PASSES, Suite
 
 from . import power, result_files
 from .cache_peers import decode_candidates
-from .matrices import with_planning
 from .peers import FLEX, equal_heads, peers
-from .pictures import draw, draw_cases, draw_schedules, draw_sustained
+from .pictures import draw, draw_schedules
 from .result_files import print_report
-from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose
+from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose, with_planning
 
 RESULTS = Path("benchmarks/results")
 BAD_INPUT = 2
@@ -92,7 +91,7 @@ def run(arguments: Arguments, of_child: list[str]) -> int:
     print_report(results)
     if arguments.plot:
         direction = "forward" if results["suite"] in DECODE_SUITES else arguments.plot_pass
-        _drawing_of(results)(results, arguments.plot, direction)
+        draw(results, arguments.plot, direction, _drawn_field(results))
         print(f"picture: {arguments.plot}")
     if arguments.plot_schedules:
         draw_schedules(results, arguments.plot_schedules)
@@ -116,10 +115,10 @@ def _check_options(arguments: Arguments) -> None:
             raise ValueError(f"{flag} does not go with {other}")
 
 
-def _drawing_of(results: Results) -> Any:
+def _drawn_field(results: Results) -> str:
     if any("sustained" in row for row in results["rows"]):
-        return draw_sustained
-    return draw if isinstance(SUITES.get(results["suite"]), Suite) else draw_cases
+        return "sustained"
+    return "ratio_to_cudnn" if isinstance(SUITES.get(results["suite"]), Suite) else "ratio_to_fastest_peer"
 
 
 def _list(arguments: Arguments) -> int:

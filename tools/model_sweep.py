@@ -71,24 +71,17 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return float(max(logits_off, gradients_off))
 
 
-def influence(model: Any, ids: Tensor, place: int) -> float:
-    """How far the logits of other tokens move when one token changes, as a part of the largest logit."""
-    before, moved = _moved(model, ids, changed(ids, place))
-    moved[..., place, :] = 0
-    return float(moved.max() / before.abs().max())
-
-
-def influence_of_source(model: Any, ids: Tensor) -> float:
-    """The same for a part of the source of an encoder-decoder model."""
-    before, moved = _moved(model, ids, ids, **source(model, ("",) * len(ids), another=True))
-    return float(moved.max() / before.abs().max())
-
-
-def _moved(model: Any, ids: Tensor, other: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+def influence(model: Any, ids: Tensor, place: int | None) -> float:
+    """How far the logits of other tokens move when the token at a place changes, as a part of the largest logit. None: when a part of the
+    source of an encoder-decoder model changes."""
+    other, given = (ids, source(model, ("",) * len(ids), another=True)) if place is None else (changed(ids, place), {})
     model.eval()
     with torch.no_grad():
         before = logits(model, ids)
-        return before, (before - logits(model, other, **arguments)).abs()
+        moved = (before - logits(model, other, **given)).abs()
+    if place is not None:
+        moved[..., place, :] = 0
+    return float(moved.max() / before.abs().max())
 
 
 def outcome(kind: str, model_type: str, side: str = "") -> Outcome:
@@ -100,7 +93,7 @@ def outcome(kind: str, model_type: str, side: str = "") -> Outcome:
         eager = build(kind, model_type, "eager")
         ids = tokens(eager)
         found, reach = step(eager, ids, side), influence(eager, ids, -3)
-        return found, min(reach, influence_of_source(eager, ids)) if kind == "encoder-decoder" else reach
+        return found, min(reach, influence(eager, ids, None)) if kind == "encoder-decoder" else reach
 
     def made(calls: list[str]) -> tuple[list[Tensor], int, float]:
         model = build(kind, model_type, "dash_attn")

@@ -132,9 +132,8 @@ def tiny_pair(name: str) -> Any:
     """The configuration of two models in one."""
     first, second = (CONFIG_MAPPING[part] for part in TWO_MODELS[name])
     decoder = tiny_config(second, is_decoder=True, add_cross_attention=True)
-    return transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_config(first), decoder, decoder_start_token_id=1, pad_token_id=0
-    )
+    together = transformers.EncoderDecoderConfig.from_encoder_decoder_configs
+    return together(tiny_config(first), decoder, decoder_start_token_id=1, pad_token_id=0)
 
 
 def tiny_config(config_class: type, model_type: str = "", **fixed: Any) -> Any:
@@ -285,12 +284,9 @@ def counted_calls() -> Iterator[list[str]]:
     def counting(name: str, original: Any) -> Any:
         return lambda *args, **kwargs: calls.append(name) or original(*args, **kwargs)  # type: ignore[func-returns-value]
 
+    places = ((huggingface, "flash_attn_func"), (huggingface, "flash_attn_varlen_func"), (_caches, "flash_attn_with_kvcache"))
     with contextlib.ExitStack() as stack:
-        for module, name in (
-            (huggingface, "flash_attn_func"),
-            (huggingface, "flash_attn_varlen_func"),
-            (_caches, "flash_attn_with_kvcache"),
-        ):
+        for module, name in places:
             stack.enter_context(patch.object(module, name, counting(name, getattr(module, name))))
         yield calls
 

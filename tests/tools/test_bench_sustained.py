@@ -167,7 +167,7 @@ def test_tables_and_pictures_of_sustained_runs(tmp_path: Path, capsys: pytest.Ca
     assert [points.get_offsets()[0, 0] for points in speed.collections] == pytest.approx([607.4, 527.0])
     assert [points.get_offsets()[0, 0] for points in work.collections] == pytest.approx([607.4 / 0.6896, 527.0 / 0.6896])
     with pytest.raises(ValueError, match="nothing to draw"):
-        pictures.draw_sustained(results, tmp_path / "f.svg", "forward")
+        pictures.draw(results, tmp_path / "f.svg", "forward", "sustained")
 
 
 @pytest.mark.parametrize(
