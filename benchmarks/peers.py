@@ -74,9 +74,10 @@ def equal_heads(backend: str = "auto") -> Candidate:
 
 def pytorch_peers() -> list[Candidate]:
     """Those of `dash-attn bench`, with the masks that their kernels know below scaled_dot_product_attention; cuDNN also with a tensor."""
+    needless = f"the mask needs no tensor: see {CUDNN}"
     return [
         plain_peers()[0],
-        Candidate(CUDNN_MASKED, _cudnn_masked, refuses=_refused_by_cudnn_masked),
+        Candidate(CUDNN_MASKED, _cudnn_masked, refuses=lambda shape: lacks(shape) or (needless if shape.plain else None)),
         Candidate(FLASH, _flash, refuses=_refused_by_flash),
         Candidate(f"{FLASH} deterministic", deterministic(_flash), True, ("backward",), refuses=_refused_by_flash),
     ]
@@ -87,10 +88,6 @@ def lacks_mask(shape: Shape) -> str | None:
     if not isinstance(shape.attended, IntervalMask):
         return "has no boolean matrices"
     return "has no prefix mask" if isinstance(shape.attended, Prefix) else None
-
-
-def _refused_by_cudnn_masked(shape: Shape) -> str | None:
-    return lacks(shape) or (f"the mask needs no tensor: see {CUDNN}" if shape.plain else None)
 
 
 def _refused_by_flash(shape: Shape) -> str | None:
