@@ -6,8 +6,8 @@ The keys and values of a shape are caches as servers have them: rows or pages, i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import cycle
@@ -65,13 +65,13 @@ def _paged(shape: Shape, tensors: Tensors, lengths: Tensor) -> Cache:
     return Cache(stored(tensors.k), stored(tensors.v), lengths, order.view(shape.batch, columns).int())
 
 
-def in_turn(calls: Sequence[Callable[[], Tensor]]) -> Runner:
+def in_turn(attend: Callable[[Cache], Tensor], copies: Iterable[Cache]) -> Runner:
     """A forward that reads the next copy each time. There is no backward."""
-    turn = cycle(calls)
+    turn = cycle(copies)
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return next(turn)()
+            return attend(next(turn))
 
     def backward() -> Any:
         raise NotImplementedError("attention to a cache has no backward")
@@ -99,7 +99,7 @@ def training_forward(shape: Shape, tensors: Tensors) -> Tensor:
 
 
 def _with_each_copy(attend: Callable[[Shape, Tensors, Cache], Tensor], shape: Shape, tensors: Tensors) -> Runner:
-    return in_turn([partial(attend, shape, tensors, cache) for cache in caches(shape, tensors)])
+    return in_turn(partial(attend, shape, tensors), caches(shape, tensors))
 
 
 def _ours(shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
@@ -123,8 +123,8 @@ def _refused_by_sdpa(shape: Shape) -> str | None:
 def _sdpa(backend: str, shape: Shape, tensors: Tensors) -> Runner:
     """Heads first, as models that call it keep their caches."""
     attend, q = sdpa(backend, shape), tensors.q.transpose(1, 2)
-    heads_first = [[x.transpose(1, 2).contiguous() for x in (cache.k, cache.v)] for cache in caches(shape, tensors)]
-    return in_turn([lambda pair=pair: attend(q, *pair).transpose(1, 2) for pair in heads_first])  # type: ignore[misc]
+    turned = (replace(one, k=one.k.transpose(1, 2).contiguous(), v=one.v.transpose(1, 2).contiguous()) for one in caches(shape, tensors))
+    return in_turn(lambda cache: attend(q, cache.k, cache.v).transpose(1, 2), turned)
 
 
 # ---- packages
@@ -162,14 +162,13 @@ def _of_version_4(of_rows: Callable[..., Any], of_pages: Callable[..., Any], sha
 
 
 def _flashinfer() -> Candidate:
+    def refuses(shape: Shape) -> str | None:
+        if not shape.page_size:
+            return "its kernel for decode takes pages"
+        return None if shape.q_seqlen == 1 else "its kernel for decode takes one query per sequence"
+
     wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper
-    return Candidate(FLASHINFER, partial(_planned, wrapper), passes=FORWARD, refuses=_refused_by_flashinfer)
-
-
-def _refused_by_flashinfer(shape: Shape) -> str | None:
-    if not shape.page_size:
-        return "its kernel for decode takes pages"
-    return None if shape.q_seqlen == 1 else "its kernel for decode takes one query per sequence"
+    return Candidate(FLASHINFER, partial(_planned, wrapper), passes=FORWARD, refuses=refuses)
 
 
 def _planned(wrapper: Callable[..., Any], shape: Shape, tensors: Tensors) -> Runner:
@@ -184,13 +183,7 @@ def _planned(wrapper: Callable[..., Any], shape: Shape, tensors: Tensors) -> Run
     sizes = shape.q_heads, shape.kv_heads, shape.head_dim, shape.page_size
     dtype, left = tensors.q.dtype, window_of(shape)[0]
     decode.plan(ends, table.flatten(), last, *sizes, window_left=left, q_data_type=dtype, kv_data_type=dtype)
-    q = tensors.q[:, 0]
-
-    def attend(cache: Cache) -> Tensor:
-        out: Tensor = decode.run(q, (cache.k, cache.v))
-        return out[:, None]
-
-    return in_turn([partial(attend, cache) for cache in made])
+    return in_turn(lambda cache: decode.run(tensors.q[:, 0], (cache.k, cache.v))[:, None], made)
 
 
 def _vllm() -> Candidate:

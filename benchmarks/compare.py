@@ -26,25 +26,19 @@ from dash_attn.tools.bench.report import save
 from dash_attn.tools.bench.shape import Shape
 from dash_attn.tools.machine import package_commit
 
-from .matrices import Matrix
 from .one_tree import HERE, gpu_and_torch, measured_in
-from .suites import SUITES, Cases
+from .suites import SUITES, Cases, Matrix
 
 RUNS = 12
 LIMIT = 0.01  # slower by more than this is told
-SHORT = tuple(
-    Shape("causal" if causal else "full", length, 16384 // length, 2048 // dim, 2048 // dim, dim)
-    for dim, length, causal in (
-        (128, 1024, False),
-        (128, 4096, False),
-        (128, 4096, True),
-        (128, 16384, True),
-        (64, 1024, True),
-        (64, 4096, True),
-        (64, 16384, False),
-        (256, 4096, True),
-    )
-)
+LENGTHS = {  # by head dim and mask
+    (128, "full"): (1024, 4096),
+    (128, "causal"): (4096, 16384),
+    (64, "causal"): (1024, 4096),
+    (64, "full"): (16384,),
+    (256, "causal"): (4096,),
+}
+SHORT = tuple(Shape(mask, n, 16384 // n, 2048 // dim, 2048 // dim, dim) for (dim, mask), lengths in LENGTHS.items() for n in lengths)
 MEMORY_HEADS = [(8, 1), (71, 1), (64, 8)]  # query and KV heads
 MEMORY_TOKENS, MEMORY_DIM = 32768, 128
 COMPARED = {"short": Cases(SHORT), **{name: SUITES[name] for name in ("paper", "ranks", "masks")}}

@@ -13,19 +13,15 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from functools import partial
 from importlib import import_module
 
 import torch
-from torch import Tensor
 
-from cached import CacheCase, Played
-from dash_attn import flash_attn_with_kvcache
+from cached import CacheCase, play
 from dash_attn.tools.bench.candidates import first_line, make_tensors
 from dash_attn.tools.bench.shape import Shape
-from graphs import capture
 from kernel_variants import VARIANTS
 
 from .cache_peers import copies_of, decode_candidates
@@ -46,27 +42,29 @@ def needed_kernels() -> set[tuple[str, str]]:
     return forwards | {variant for variant in VARIANTS if variant[0].startswith("decode/")}
 
 
-# ---- check. The last of a case's chunks is how many tokens come at once when the cache has all others.
+# ---- check
 
-BASE = CacheCase((300, 200), dims=(128, 128), chunks=(1,), device=DEVICE)
+BASE = CacheCase((300, 200), dims=(128, 128), chunks=(1, 1, 100), device=DEVICE)
+LARGE = replace(BASE, lengths=(4000, 100, 9000), heads=(32, 8), page_size=16, chunks=(1, 1, 3000))
 SMALL = (
     *(replace(BASE, lengths=lengths) for lengths in ((5,), (128,), (129,), (300,), (300, 1, 128, 77))),
-    *(replace(BASE, chunks=(chunk,)) for chunk in (3, 100)),
+    *(replace(BASE, chunks=(chunk, 100)) for chunk in (3, 90)),
     *(replace(BASE, page_size=size) for size in (128, 16, 48)),
     replace(BASE, page_size=256, chunks=(40,)),
     replace(BASE, most_padding=150),
     replace(BASE, options={"window_size": (70, 0)}),
-    replace(BASE, options={"window_size": (70, 0)}, page_size=16, chunks=(5,)),
+    replace(BASE, options={"window_size": (70, 0)}, page_size=16, chunks=(5, 100)),
     replace(BASE, options={"softcap": 5.0}),
     replace(BASE, sinks=True),
     replace(BASE, dtype=torch.float16),
     *(replace(BASE, dims=dims, page_size=16) for dims in ((64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256), (40, 64))),
-    *(replace(BASE, heads=heads, chunks=(3,)) for heads in ((1, 1), (8, 1), (7, 1), (32, 8), (71, 1), (130, 1))),
-    replace(BASE, lengths=(4000, 100, 9000), heads=(32, 8), page_size=64),
+    *(replace(BASE, heads=heads, chunks=(3, 100)) for heads in ((1, 1), (8, 1), (7, 1), (32, 8), (71, 1), (130, 1))),
+    *(replace(LARGE, seed=seed) for seed in range(20)),
 )
 
 
 def random_case(seed: int) -> CacheCase:
+    """A third of the longest at once brings single tokens to long caches."""
     source = random.Random(seed)
     longest = source.choice((40, 300, 300, 1000, 1000, 1000, 5000, 5000, 5000, 20000, 20000, LONGEST))
     chunk = source.choice((1, 1, 1, 1, 2, 4, 9, 64, 200))
@@ -80,7 +78,7 @@ def random_case(seed: int) -> CacheCase:
         150 if page_size == 0 and source.random() < 0.4 else 0,
         {"window_size": (source.choice((-1, -1, -1, 1, 50, 128, 700)), 0), "softcap": source.choice((0.0, 0.0, 4.0))},
         source.random() < 0.3,
-        (chunk,),
+        (chunk, chunk, max(chunk, longest // 3)),
         seed,
         DEVICE,
     )
@@ -91,99 +89,17 @@ def in_words(case: CacheCase) -> str:
     return ", ".join(f"{f.name}={getattr(case, f.name)}" for f in fields(case) if getattr(case, f.name) != getattr(BASE, f.name))
 
 
-def played(case: CacheCase) -> Played:
-    """Each sequence but its last tokens, one after the other; then those of all."""
-    made, chunk = Played(case), case.chunks[-1]
-    before = [max(0, length - chunk) for length in case.lengths]
-    for i, length in enumerate(before):
-        if length:
-            made.call([i], [0] * len(before), length)
-    for new in sorted({length - done for length, done in zip(case.lengths, before, strict=True)}):
-        made.call([i for i, done in enumerate(before) if case.lengths[i] - done == new], list(before), new)
-    return made
-
-
-def again(made: Played) -> Tensor:
-    """The last token of the first sequence once more, with nothing to append."""
-    case, length = made.case, torch.tensor([made.case.lengths[0] + made.padding[0]], dtype=torch.int32, device=DEVICE)
-    places = {"block_table": made.table[:1]} if case.page_size else {"cache_batch_idx": made.rows[:1]}
-    if case.most_padding:
-        places["cache_leftpad"] = torch.tensor(made.padding[:1], dtype=torch.int32, device=DEVICE)
-    q, options = made.tensors[0][0][:, -1:], {"causal": True, "sinks": made.sinks, **case.options}
-    out: Tensor = flash_attn_with_kvcache(q, *made.caches, cache_seqlens=length, **places, **options)
-    return out
-
-
-def wrong_with(case: CacheCase, repeats: int = 2) -> str:
-    made = played(case)
-    bad, last = made.differing(), made.out[0][-1][:, -1:]
-    if not all(torch.equal(again(made), last) for _ in range(repeats)):
-        bad.append("a call that appends nothing")
-    return ", ".join(bad)
-
-
-def check(count: int, seed: int) -> int:
+def check(cases: Iterable[CacheCase]) -> int:
+    """How many differ from the whole forward. tests/gpu/test_gpu_kv_cache.py also replays graphs."""
     bad = 0
-    controls: dict[str, Callable[[], str]] = {"graph": check_graph, "shifted keys differ": check_shift, "SDPA differs": check_sdpa}
-    controls["repeats"] = lambda: wrong_with(replace(BASE, lengths=(3000, 5000, 17), heads=(32, 8), page_size=16), 20)
-    cases = (*SMALL, *(random_case(seed + i) for i in range(count)))
-    checks = [(f"{number:4d} {in_words(case)}", partial(wrong_with, case)) for number, case in enumerate(cases)]
-    for place, (name, find) in enumerate((*checks, *controls.items())):
-        if place < len(checks) and bad > MOST_WRONG:
-            continue
-        wrong = find()
+    for number, case in enumerate(cases):
+        wrong = ", ".join(play(case))
         bad += bool(wrong)
-        print(f"{'BAD' if wrong else 'ok '} {name} {wrong}", flush=True)
+        print(f"{'BAD' if wrong else 'ok '} {number:4d} {in_words(case)} {wrong}", flush=True)
+        if bad > MOST_WRONG:
+            break
     print(f"{bad} wrong")
     return bad
-
-
-def check_graph() -> str:
-    """One graph, replayed with other lengths, pages and queries."""
-    made = [Played(replace(BASE, lengths=(700, 400 + 13 * i), heads=(8, 2), page_size=32, seed=i)) for i in range(3)]
-    rows, columns = max(len(one.caches[0]) for one in made), max(one.table.shape[1] for one in made)
-    held = [x.new_empty(rows, *x.shape[1:]) for x in made[0].caches]
-    q, k, v = (torch.cat([tensors[which][:, -1:] for tensors in made[0].tensors]) for which in range(3))
-    lengths, table = (torch.empty(shape, dtype=torch.int32, device=DEVICE) for shape in ((2,), (2, columns)))
-
-    def load(one: Played) -> None:
-        for i, length in enumerate(one.case.lengths):
-            one.call([i], [0, 0], length - 1)
-        for mine, its in ((table.fill_(-1).T, one.table.T), *((x.fill_(torch.nan), y) for x, y in zip(held, one.caches, strict=True))):
-            mine[: len(its)] = its
-        for which, mine in enumerate((q, k, v)):
-            mine.copy_(torch.cat([tensors[which][:, -1:] for tensors in one.tensors]))
-        lengths.copy_(torch.tensor([length - 1 for length in one.case.lengths]))
-
-    def call() -> Tensor:
-        out: Tensor = flash_attn_with_kvcache(q, *held, k, v, cache_seqlens=lengths, block_table=table, causal=True)
-        return out
-
-    load(made[0])
-    graph, out = capture(call) if DEVICE == "cuda" else (None, call())
-    for number, one in enumerate(made):
-        load(one)
-        out.copy_(call()) if graph is None else graph.replay()
-        if not torch.equal(out, torch.cat([one.whole(i)[0][:, -1:] for i in range(2)])):
-            return f"problem {number} has other bits"
-    return ""
-
-
-def check_shift() -> str:
-    """The control: the same keys, counted from another slot, have other bits."""
-    made = Played(replace(BASE, lengths=(1000,), dtype=torch.float16))
-    q, k, v = made.tensors[0]
-    shifted = (torch.cat((torch.zeros_like(x[:, :37]), x), 1) for x in (k, v))
-    moved = flash_attn_with_kvcache(q[:, -1:], *shifted, window_size=(999, 0))
-    return "bits are equal though keys moved on the tile grid" if torch.equal(moved, made.whole(0)[0][:, -1:]) else ""
-
-
-def check_sdpa() -> str:
-    """The control: PyTorch's attention of one query has other bits."""
-    made = Played(replace(BASE, lengths=(1000,), dtype=torch.float16))
-    q, k, v = (x.transpose(1, 2) for x in made.tensors[0])
-    decoded = torch.nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True).transpose(1, 2)
-    return "its bits are ours" if torch.equal(decoded, made.whole(0)[0][:, -1:]) else ""
 
 
 # ---- time
@@ -229,7 +145,7 @@ def main() -> int:
         import_module("dash_attn.backends.hopper.calls.decode").CLUSTERS = clusters
     bad = compile_ahead(needed_kernels()) if chosen.compile else 0
     if chosen.check is not None:
-        bad += check(chosen.check, chosen.seed)
+        bad += check((*SMALL, *(random_case(chosen.seed + i) for i in range(chosen.check))))
     if chosen.time:
         time_all(chosen.pages)
     return int(bad > 0)

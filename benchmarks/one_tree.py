@@ -40,13 +40,9 @@ def tensors_of(shape: Shape) -> tuple[list[Tensor], Tensor]:
     """q, k, v and perhaps sinks, which want gradients; and dO."""
     source = torch.Generator(DEVICE).manual_seed(0)
     sizes = [*sizes_of(shape), *([(shape["q_heads"],)] if shape.get("sinks") else [])]
-    q, k, v, dout, *sinks = (torch.randn(size, generator=source, device=DEVICE).to(_dtype(shape)) for size in sizes)
+    dtype = getattr(torch, shape.get("dtype", "bfloat16"))
+    q, k, v, dout, *sinks = (torch.randn(size, generator=source, device=DEVICE).to(dtype) for size in sizes)
     return [x.requires_grad_() for x in (q, k, v, *sinks)], dout
-
-
-def _dtype(shape: Shape) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, shape.get("dtype", "bfloat16"))
-    return dtype
 
 
 def attention_of(shape: Shape) -> Attend:
@@ -76,11 +72,16 @@ def mask_of(shape: Shape) -> Any:
 def yardstick_of(shape: Shape) -> Attend:
     """cuDNN on the same tensors, causal or full, whatever else the shape asks for: a measure of the clocks of this process."""
     causal = shape["mask"] != "full" and shape.get("q_seqlen", shape["seqlen"]) == shape["seqlen"]
+    attend = sdpa("CUDNN_ATTENTION" if DEVICE == "cuda" else "MATH", is_causal=causal, enable_gqa=True)
+    return lambda q, k, v, *sinks: attend(q, k, v)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH):
-            turned = (x.transpose(1, 2) for x in (q, k, v))
-            return scaled_dot_product_attention(*turned, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+def sdpa(backend: str, **options: Any) -> Attend:
+    """PyTorch's, of (batch, length, heads, head dim)."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
 
     return attend
 
@@ -112,7 +113,7 @@ def memory(shape: Shape) -> dict[str, Any]:
     """Bytes of the workspace that a causal backward tells of; on a GPU also by how much the memory in use rises, without gradients."""
     from dash_attn import explain, flash_attn_func
 
-    meta = [torch.empty(size, dtype=_dtype(shape), device="meta") for size in sizes_of(shape)[:3]]
+    meta = [torch.empty(size, dtype=getattr(torch, shape["dtype"]), device="meta") for size in sizes_of(shape)[:3]]
     found = {"workspace_bytes": explain(flash_attn_func, *meta, causal=True, backend="hopper", predict_time=False).workspace_bytes}
     if DEVICE == "cuda":
         inputs, dout = tensors_of(shape)

@@ -74,9 +74,10 @@ def equal_heads(backend: str = "auto") -> Candidate:
 
 def pytorch_peers() -> list[Candidate]:
     """Those of `dash-attn bench`, with the masks that their kernels know below scaled_dot_product_attention; cuDNN also with a tensor."""
+    needless = f"the mask needs no tensor: see {CUDNN}"
     return [
         plain_peers()[0],
-        Candidate(CUDNN_MASKED, _cudnn_masked, refuses=_refused_by_cudnn_masked),
+        Candidate(CUDNN_MASKED, _cudnn_masked, refuses=lambda shape: lacks(shape) or (needless if shape.plain else None)),
         Candidate(FLASH, _flash, refuses=_refused_by_flash),
         Candidate(f"{FLASH} deterministic", deterministic(_flash), True, ("backward",), refuses=_refused_by_flash),
     ]
@@ -87,10 +88,6 @@ def lacks_mask(shape: Shape) -> str | None:
     if not isinstance(shape.attended, IntervalMask):
         return "has no boolean matrices"
     return "has no prefix mask" if isinstance(shape.attended, Prefix) else None
-
-
-def _refused_by_cudnn_masked(shape: Shape) -> str | None:
-    return lacks(shape) or (f"the mask needs no tensor: see {CUDNN}" if shape.plain else None)
 
 
 def _refused_by_flash(shape: Shape) -> str | None:
@@ -118,12 +115,8 @@ def _flash(shape: Shape, tensors: Tensors) -> Runner:
 def _operator(shape: Shape, is_causal: bool = False, **window: Any) -> Attention:
     """The operator below scaled_dot_product_attention: it has windows, and aligns the last query with the last key."""
     lengths = shape.q_seqlen, shape.seqlen
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, None, None, *lengths, 0.0, is_causal, False, **window)[0]
-        return out
-
-    return attention
+    operator = torch.ops.aten._flash_attention_forward
+    return lambda q, k, v: operator(q, k, v, None, None, *lengths, 0.0, is_causal, False, **window)[0]
 
 
 def _varlen(shape: Shape) -> Attention:
@@ -132,21 +125,13 @@ def _varlen(shape: Shape) -> Attention:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-
-        def operator(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-            out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, 0.0, causal, False)[0]
-            return out
-
-        return operator
+        operator = torch.ops.aten._flash_attention_forward
+        return lambda q, k, v, ends, longest: operator(q, k, v, ends, ends, longest, longest, 0.0, causal, False)[0]
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"is_causal": causal} if "is_causal" in known else {"window_size": (-1, 0 if causal else -1)}
     if "enable_gqa" in known:
         options["enable_gqa"] = shape.group > 1
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-        return first(varlen_attn(q, k, v, ends, ends, longest, longest, **options))
-
-    return attention
+    return lambda q, k, v, ends, longest: first(varlen_attn(q, k, v, ends, ends, longest, longest, **options))
 
 
 # ---- FlashAttention packages, found by importing them. What a version can do is read off the arguments its functions take.

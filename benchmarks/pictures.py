@@ -106,14 +106,6 @@ class Lines(NamedTuple):
 # ---- ours and the peers, relative to cuDNN
 
 
-def draw(results: Results, path: Path, direction: str = "backward") -> None:
-    """Draw one pass of a results file: ours and the peers, without the schedules compared among each other."""
-    rows = [row for row in results["rows"] if row["pass"] == direction and row.get("ratio_to_cudnn") and not is_schedule(row["candidate"])]
-    if not rows:
-        raise ValueError(f"these results hold no {direction} speeds next to {CUDNN}: nothing to draw")
-    write(path, lambda: _figure(results, rows, direction))
-
-
 def _figure(results: Results, rows: list[Row], direction: str) -> Any:
     styles = _styles(rows, direction)
     labels = [*(name for name in (OURS, UNORDERED) if name in styles), BASELINE, *(n for n in styles if n not in (OURS, UNORDERED, CUDNN))]
@@ -242,27 +234,8 @@ SUSTAINED: dict[str, Callable[[Row], float]] = {
 }
 
 
-def draw_cases(results: Results, path: Path, direction: str = "backward") -> None:
-    """Relative to the fastest kernel that is not ours."""
-    rows = [row for row in _of_pass(results, direction) if row.get("ratio_to_fastest_peer")]
-    if not rows:
-        raise ValueError(f"these results hold no {direction} speeds of ours next to another kernel: nothing to draw")
-    write(path, lambda: cases_figure(results, rows, direction))
-
-
-def draw_sustained(results: Results, path: Path, direction: str = "backward") -> None:
-    """Speed on the left, work per joule on the right."""
-    rows = [row for row in _of_pass(results, direction) if "sustained" in row]
-    if not rows:
-        raise ValueError(f"these results hold no sustained {direction}: nothing to draw")
-    write(path, lambda: sustained_figure(results, rows, direction))
-
-
-def _of_pass(results: Results, direction: str) -> list[Row]:
-    return [row for row in results["rows"] if row["pass"] == direction and not is_schedule(row["candidate"])]
-
-
 def cases_figure(results: Results, rows: list[Row], direction: str) -> Any:
+    """Relative to the fastest kernel that is not ours."""
     ours = [row["ratio_to_fastest_peer"] for row in rows if row["candidate"] == OURS]
     seen = f": {min(ours):.2f} to {max(ours):.2f} times the fastest other kernel" if ours else ""
     title = f"{OURS}{TITLES.get(results['suite'], '')}, {direction} on {_gpu(results)}{seen}"
@@ -273,6 +246,7 @@ def cases_figure(results: Results, rows: list[Row], direction: str) -> Any:
 
 
 def sustained_figure(results: Results, rows: list[Row], direction: str) -> Any:
+    """Speed on the left, work per joule on the right."""
     watts = [row["sustained"]["watts"] for row in rows]
     seconds = max(row["sustained"]["seconds"] for row in rows)
     title = f"{OURS}, {direction} for {seconds:g} s on {_gpu(results)}, at {min(watts):.0f} to {max(watts):.0f} W"
@@ -324,3 +298,21 @@ def dot_style(name: str, names: list[str]) -> dict[str, Any]:
     colour = PEERS[family.index(name.removesuffix(" deterministic")) % len(PEERS)]
     filled = colour if name.endswith(" deterministic") else "none"
     return {"s": 60, "marker": "s", "facecolor": filled, "edgecolor": colour, "linewidth": 1.8, "zorder": 4}
+
+
+# ---- one pass of a results file, by the field of its rows that is drawn: what it is called, and the figure
+
+DRAWN: dict[str, tuple[str, Callable[[Results, list[Row], str], Any]]] = {
+    "ratio_to_cudnn": (f"{{}} speeds next to {CUDNN}", _figure),
+    "ratio_to_fastest_peer": ("{} speeds of ours next to another kernel", cases_figure),
+    "sustained": ("sustained {}", sustained_figure),
+}
+
+
+def draw(results: Results, path: Path, direction: str = "backward", field: str = "ratio_to_cudnn") -> None:
+    """Ours and the peers, without the schedules compared among each other."""
+    what, figure = DRAWN[field]
+    rows = [row for row in results["rows"] if row["pass"] == direction and row.get(field) and not is_schedule(row["candidate"])]
+    if not rows:
+        raise ValueError(f"these results hold no {what.format(direction)}: nothing to draw")
+    write(path, lambda: figure(results, rows, direction))

@@ -8,79 +8,126 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-SECONDS = 0.3  # of repeated steps, at least
-CHUNK = 0.01  # seconds of steps between two looks at the counter
+SECONDS = 0.5  # of repeated steps: 0.3 from one move of the energy counter to another
 SUSTAINED_SECONDS = 2.0
-WARM_UP = 0.5  # seconds of a sustained run until power and clock have settled
-SUSTAINED_CHUNK = 0.02  # seconds of steps between two looks at the counters
-PATIENCE = 10  # times SECONDS until a counter that stands still is given up
+PATIENCE = 10  # times the seconds of a run, until a counter that stands still is given up
 LIBRARY = "libnvidia-ml.so.1"
 SM_CLOCK = 1  # NVML_CLOCK_SM
+Counter = Callable[[], float]
+Wait = Callable[[], Any]
 
 
 class NoCounter(RuntimeError):
     """This machine does not count energy, or not that of this GPU."""
 
 
+class Sample(NamedTuple):
+    """What the counters showed when `steps` steps were done."""
+
+    seconds: float
+    steps: int
+    joules: float
+    megahertz: float
+
+
+class Measured(NamedTuple):
+    """Milliseconds and joules of a step, and the watts and the SM clock meanwhile."""
+
+    ms: float
+    watts: float
+    megahertz: float
+    joules: float
+
+
 @dataclass(frozen=True)
 class Meter:
-    """`joules` counts up; `synchronize` waits for all steps that were started."""
+    """`joules` counts up; `mark` notes what has been queued so far and returns the wait for it."""
 
-    joules: Callable[[], float]
-    synchronize: Callable[[], None]
-    clock: Callable[[], float] = field(default=time.perf_counter)
+    joules: Counter
+    mark: Callable[[], Wait]
+    megahertz: Counter = lambda: 0.0
+    seconds: float = SECONDS
+    clock: Counter = time.perf_counter
+    warm_up: ClassVar[float] = 0.0
+    chunk: ClassVar[float] = 0.01  # seconds of steps between two looks at the counters
 
     def readings(self, step: Callable[[], Any], expected_ms: float) -> dict[str, Any]:
-        """For a row of results: nothing where nothing was counted."""
-        joules = self.per_step(step, expected_ms)
-        return {} if joules is None else {"energy_j": joules}
-
-    def per_step(self, step: Callable[[], Any], expected_ms: float) -> float | None:
-        """Joules of one step; None if the counter stands still or fails.
-
-        The counter moves some ten times a second, so both ends of the measurement are waited for: steps are counted from
-        one of its moves to another.
-        """
-        chunk = max(1, round(CHUNK * 1000 / expected_ms))
+        """For a row of results: nothing if the counter stands still or fails."""
         try:
-            self._run_until_it_moves(step, chunk)
-            begun, start, steps = self.joules(), self.clock(), 0
-            while not steps or self.clock() - start < SECONDS:
-                steps += self._run_until_it_moves(step, chunk)
-            return (self.joules() - begun) / steps
+            return {"energy_j": self.of(step, expected_ms).joules}
         except NoCounter:
-            return None
+            return {}
 
-    def _run_until_it_moves(self, step: Callable[[], Any], chunk: int) -> int:
-        """How many steps that took."""
-        before, start, steps = self.joules(), self.clock(), 0
-        while self.clock() - start <= PATIENCE * SECONDS:
+    def of(self, step: Callable[[], Any], expected_ms: float) -> Measured:
+        """Run `step` again and again. The next steps are always queued before the last ones are waited for."""
+        chunk = max(1, round(self.chunk * 1000 / expected_ms))
+
+        def queue() -> Wait:
             for _ in range(chunk):
                 step()
-            self.synchronize()
-            steps += chunk
-            if self.joules() != before:
-                return steps
-        raise NoCounter("the GPU's energy counter stands still")
+            return self.mark()
+
+        begun, done, samples = self.clock() + self.warm_up, queue(), list[Sample]()
+        while not samples or not self._enough(samples[-1].seconds - begun, samples):
+            following = queue()
+            done()
+            done = following
+            samples.append(Sample(self.clock(), chunk * (len(samples) + 1), self.joules(), self.megahertz()))
+        done()
+        return summed_up([sample for sample in samples if sample.seconds >= begun])
+
+    def _enough(self, seconds: float, samples: Sequence[Sample]) -> bool:
+        """A counter that seldom moves is waited for."""
+        return seconds >= self.seconds and (len({sample.joules for sample in samples}) > 2 or seconds > PATIENCE * self.seconds)
 
 
-def gpu_meter() -> Meter:
-    """The counter of PyTorch's current GPU. Raises NoCounter."""
-    nvml = nvml_of_this_gpu()
-    nvml.joules()
-    return Meter(nvml.joules, torch.cuda.synchronize)
+class Endurance(Meter):
+    """What a GPU does once power and clock have settled."""
+
+    warm_up = 0.5
+    chunk = 0.02
+
+    def readings(self, step: Callable[[], Any], expected_ms: float) -> dict[str, Any]:
+        """Raises NoCounter if the counters do not tell."""
+        ms, watts, megahertz, joules = self.of(step, expected_ms)
+        return {"sustained": {"seconds": self.seconds, "ms": ms, "watts": watts, "sm_mhz": megahertz, "joules": joules}}
 
 
-def nvml_of_this_gpu() -> NvmlCounter:
+def summed_up(samples: Sequence[Sample]) -> Measured:
+    """From one move of the energy counter to another: it moves some ten times a second, in between it is old."""
+    moves = [after for before, after in pairwise(samples) if after.joules != before.joules]
+    if len(moves) < 2:
+        raise NoCounter("the GPU's energy counter stood still during a run; a longer one may show it moving")
+    first, last = moves[0], moves[-1]
+    seconds, steps, joules = last.seconds - first.seconds, last.steps - first.steps, last.joules - first.joules
+    return Measured(seconds / steps * 1000, joules / seconds, median(sample.megahertz for sample in samples), joules / steps)
+
+
+# ---- the counters of a GPU
+
+
+def gpu_meter(sustained: float | None = None) -> Meter:
+    """Of PyTorch's current GPU. sustained: seconds of a run without a pause. Raises NoCounter."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return NvmlCounter(_library(), f"GPU-{properties.uuid}")
+    nvml = NvmlCounter(_library(), f"GPU-{properties.uuid}")
+    nvml.joules()
+    if sustained is None:
+        return Meter(nvml.joules, _mark)
+    nvml.sm_megahertz()
+    return Endurance(nvml.joules, _mark, nvml.sm_megahertz, sustained)
+
+
+def _mark() -> Wait:
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
 
 
 def _library() -> Any:
@@ -112,80 +159,3 @@ class NvmlCounter:
         status = getattr(self._library, name)(*arguments)
         if status:
             raise NoCounter(f"NVML: {name} answered {status}")
-
-
-class Sample(NamedTuple):
-    """What the counters showed when `steps` steps were done."""
-
-    seconds: float
-    steps: int
-    joules: float
-    megahertz: float
-
-
-class Sustained(NamedTuple):
-    """Milliseconds and joules of a step, and the watts and the SM clock meanwhile."""
-
-    ms: float
-    watts: float
-    megahertz: float
-    joules: float
-
-
-@dataclass(frozen=True)
-class Endurance:
-    """`mark` notes what has been queued so far and returns the wait for it."""
-
-    joules: Callable[[], float]
-    megahertz: Callable[[], float]
-    mark: Callable[[], Callable[[], Any]]
-    seconds: float = SUSTAINED_SECONDS
-    clock: Callable[[], float] = field(default=time.perf_counter)
-
-    def readings(self, step: Callable[[], Any], expected_ms: float) -> dict[str, Any]:
-        """For a row of results. Raises NoCounter if the counters do not tell."""
-        ms, watts, megahertz, joules = self.of(step, expected_ms)
-        return {"sustained": {"seconds": self.seconds, "ms": ms, "watts": watts, "sm_mhz": megahertz, "joules": joules}}
-
-    def of(self, step: Callable[[], Any], expected_ms: float) -> Sustained:
-        """Run `step` again and again. The next steps are always queued before the last ones are waited for."""
-        chunk = max(1, round(SUSTAINED_CHUNK * 1000 / expected_ms))
-
-        def queue() -> Callable[[], Any]:
-            for _ in range(chunk):
-                step()
-            return self.mark()
-
-        begun, done, samples = self.clock(), queue(), list[Sample]()
-        while not samples or samples[-1].seconds - begun < WARM_UP + self.seconds:
-            following = queue()
-            done()
-            done = following
-            samples.append(Sample(self.clock(), chunk * (len(samples) + 1), self.joules(), self.megahertz()))
-        done()
-        return summed_up([sample for sample in samples if sample.seconds - begun >= WARM_UP])
-
-
-def summed_up(samples: Sequence[Sample]) -> Sustained:
-    """From one move of the energy counter to another: it moves some ten times a second, in between it is old."""
-    moves = [after for before, after in pairwise(samples) if after.joules != before.joules]
-    if len(moves) < 2:
-        raise NoCounter("the GPU's energy counter stood still during a sustained run; a longer one may show it moving")
-    first, last = moves[0], moves[-1]
-    seconds, steps, joules = last.seconds - first.seconds, last.steps - first.steps, last.joules - first.joules
-    clocks = [sample.megahertz for sample in samples]
-    return Sustained(seconds / steps * 1000, joules / seconds, median(clocks), joules / steps)
-
-
-def gpu_endurance(seconds: float) -> Endurance:
-    """The counters of PyTorch's current GPU. Raises NoCounter."""
-    nvml = nvml_of_this_gpu()
-    nvml.joules()
-    nvml.sm_megahertz()
-
-    def mark() -> Callable[[], Any]:
-        event = torch.cuda.Event()
-        event.record()
-        return event.synchronize
-
-    return Endurance(nvml.joules, nvml.sm_megahertz, mark, seconds)

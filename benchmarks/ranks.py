@@ -1,4 +1,4 @@
-"""Ranks that share a sequence, on one Hopper GPU: python -m benchmarks.ranks [--compile] [--check] [--long] [--time] [--json FILE]
+"""Ranks that share a sequence, on one Hopper GPU: python -m benchmarks.ranks [--compile] [--check] [--long] [--time] [--cost] [--json FILE]
 
 --compile: all kernels that the others need, in as many processes as there are cores. It needs no GPU.
 --check: one process plays all ranks; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
@@ -6,21 +6,28 @@ must change them. Small shapes come first, so that whatever is wrong shows early
 --long: the same from 16384 to 131072 tokens on 2 to 16 ranks.
 --time: each rank's part of the backward alone, with states already there, against the plain call divided by the number of ranks:
 launched from Python, and replayed from a CUDA graph, which leaves the host out.
+--cost: what it costs that ranks compare each call. Microseconds of the host, medians, on processes of this machine: of the comparison
+alone, while the GPU is idle and while it is busy; of all that comes before the first tensor travels, and of its part without messages; of
+small calls with and without the comparison. On a GPU all ranks share the first one; without one, tensors are on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func
@@ -29,17 +36,27 @@ from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kerne
 from dash_attn.backends.hopper.calls.tables import mask_kind
 from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
+from dash_attn.call.options import Choices
+from dash_attn.distributed import context_parallel_attention
+from dash_attn.distributed.context.asked import Asked, Given, Sharing
+from dash_attn.distributed.context.of_rank import OfRank
+from dash_attn.distributed.hosts import ATTENTION, Hosts
+from dash_attn.distributed.peers import Peers
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.tools.bench.report import save
 from inputs import make_inputs
 from played_devices import Case, play_devices, play_forward
+from processes import run_processes
 
 from .kernels import compile_ahead
-from .timing import milliseconds, replayed, timed
+from .timing import host_milliseconds, milliseconds, replayed, timed
+from .training import surroundings
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 ROUNDS = 7
+COMPARISONS, CALLS, CALL_ROUNDS, WARM_UP = 500, 20, 10, 5  # of --cost
+AHEAD = 300_000_000  # cycles that the GPU sleeps while hosts compare
 
 
 def case_of(tokens: int, count: int, heads: tuple[int, int] = (4, 4), together: int = 0, sharding: str = "zigzag", **rest: Any) -> Case:
@@ -203,6 +220,70 @@ def time_of(call: Callable[[], Any]) -> float:
     return milliseconds([call], ROUNDS, lead_in=0)[0]
 
 
+# ---- what it costs that ranks compare each call
+
+
+def microseconds(action: Callable[[], object], count: int) -> list[float]:
+    return [1e3 * host_milliseconds(action) for _ in range(count)]
+
+
+def uncompared(self: Hosts, call: str, numbers: Sequence[int], refused: bool = False) -> list[list[int]]:
+    """In place of Hosts.begin: all ranks are taken to tell what this one does."""
+    self.number += 1
+    return [list(numbers)] * self.count
+
+
+def while_busy(compare: Callable[[], object]) -> float | None:
+    """None: the GPU was idle before the last comparison ended."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(AHEAD)
+    behind = torch.cuda.current_stream().record_event()
+    found = median(microseconds(compare, 50))
+    return None if behind.query() else found
+
+
+def costs_of_rank(_: int) -> dict[str, float | None]:
+    """Microseconds of this rank's host."""
+    peers, device = Peers.of(None), "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (torch.ones(1, 256, 2, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+
+    def compare() -> object:
+        return peers.hosts.begin(ATTENTION, [1, 2, 3])
+
+    def call() -> None:
+        out = context_parallel_attention(q, k, v, causal=True)
+        out.sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    microseconds(compare, WARM_UP)
+    microseconds(call, WARM_UP)
+    asked = Asked(q, k, v, Given(), Choices(causal=True), Sharing("zigzag", 1, None), peers.count)
+    found: dict[str, float | None] = {"comparison": median(microseconds(compare, COMPARISONS))}
+    found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked, peers, True), COMPARISONS))
+    found["its own checks alone"] = median(microseconds(lambda: asked.part(peers.rank, True), COMPARISONS))
+    if device == "cuda":
+        found["comparison, GPU busy"] = while_busy(compare)
+    times: dict[str, list[float]] = {"forward and backward": [], "without comparison": []}
+    for _ in range(CALL_ROUNDS):  # in turn: a machine has better and worse seconds
+        times["forward and backward"] += microseconds(call, CALLS)
+        with patch.object(Hosts, "begin", uncompared):
+            times["without comparison"] += microseconds(call, CALLS)
+    dist.barrier()
+    return found | {name: median(some) for name, some in times.items()}
+
+
+def costs(count: int, file: Path | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_processes(costs_of_rank, count, Path(folder), limit=3600)[0]
+    for name, value in found.items():
+        print(f"{name:24} {'-' if value is None else f'{value:.0f} us'}")
+    if file:
+        save({"environment": surroundings(), "ranks": count, "microseconds": found}, file)
+
+
 def asked(chosen: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """The part of the results, and what is to be found for it, case by case."""
     for cases in (*([checked_cases()] if chosen.check else []), *([long_cases(chosen.least)] if chosen.long else [])):
@@ -217,10 +298,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--long", action="store_true", help="compare bits of long sequences")
     parser.add_argument("--least", type=int, default=0, help="long sequences of so many tokens or more")
     parser.add_argument("--time", action="store_true", help="time the slowest rank")
+    parser.add_argument("--cost", action="store_true", help="time what hosts do; nothing else")
+    parser.add_argument("--ranks", type=int, default=2, metavar="P", help="processes of --cost (default: 2)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--json", type=Path, help="write what was found there, after every case")
     chosen = parser.parse_args(arguments)
     began = time.time()
+    if chosen.cost:
+        return costs(chosen.ranks, chosen.json)
     if chosen.compile:
         compile_ahead(set.union(*map(kernels_of, [*(case for case, _ in checked_cases()), *timed_cases()])))
     if not (chosen.check or chosen.long or chosen.time):

@@ -20,14 +20,10 @@ from dash_attn.tools.bench.candidates import OURS
 from dash_attn.tools.bench.report import FORMAT, Cells, Results, Row, Table, shape_of, tables, unique
 from dash_attn.tools.bench.shape import PASSES, Shape
 
-from .matrices import Matrix  # and masks that files name
+from .suites import Matrix  # and masks that files name
 
-RATIOS = (
-    "ratio_to_cudnn",
-    "ratio_to_fastest_peer",
-    "ratio_to_unordered",
-    "ratio_to_equal_heads",
-)  # None, or not there: nobody to compare with
+# None, or not there: nobody to compare with.
+RATIOS = ("ratio_to_cudnn", "ratio_to_fastest_peer", "ratio_to_unordered", "ratio_to_equal_heads")
 SUSTAINED = ("seconds", "ms", "watts", "sm_mhz", "joules", "tflops")
 MEASURED, HOST_MEASURED = ("median_ms", "tflops", "ratio_to_cudnn"), ("median_us", "p20_us", "p80_us")
 COSTS = {"mask": "BooleanMask", "forward": "first forward", "backward": "first backward", "elements": "elements alone"}
@@ -71,26 +67,24 @@ def _check_row(row: Any, names: tuple[str, ...], measured: tuple[str, ...]) -> N
     read_fields(row, "a row", (*names, *needed), tuple(row))
     for name in ("candidate", "status"):
         as_text(row[name], name)
-    for name in (*MEASURED, *HOST_MEASURED, *RATIOS, "energy_j"):
-        if row.get(name) is not None:
-            _check_positive(row[name], name)
-    for name in SUSTAINED if "sustained" in row else ():
-        _check_positive(as_object(row["sustained"], "sustained").get(name), f"sustained.{name}")
-    for value in as_list(row.get("process_ms", []), "process_ms"):
-        _check_positive(value, "process_ms")
-    for name, ends in as_object(row.get("spread", {}), "spread").items():
-        if len(as_list(ends, f"spread.{name}")) != 2:
-            raise ValueError(f"spread.{name} must have a lowest and a highest; got {shortened(ends)}")
-        for value in ends:
-            _check_positive(value, f"spread.{name}")
+    for name, value in _numbers(row):
+        if as_number(value, name) <= 0:
+            raise ValueError(f"{name} must be a number > 0; got {value}")
     missing = [name for name in needed if name not in RATIOS and row["status"] == "ok" and row[name] is None]
     if missing:
         raise ValueError(f"a row of status ok lacks {missing[0]}")
 
 
-def _check_positive(value: Any, name: str) -> None:
-    if as_number(value, name) <= 0:
-        raise ValueError(f"{name} must be a number > 0; got {value}")
+def _numbers(row: Row) -> Iterator[tuple[str, Any]]:
+    """What must be above 0, by name."""
+    yield from ((name, row[name]) for name in (*MEASURED, *HOST_MEASURED, *RATIOS, "energy_j") if row.get(name) is not None)
+    if "sustained" in row:
+        yield from ((f"sustained.{name}", as_object(row["sustained"], "sustained").get(name)) for name in SUSTAINED)
+    yield from (("process_ms", value) for value in as_list(row.get("process_ms", []), "process_ms"))
+    for name, ends in as_object(row.get("spread", {}), "spread").items():
+        if len(as_list(ends, f"spread.{name}")) != 2:
+            raise ValueError(f"spread.{name} must have a lowest and a highest; got {shortened(ends)}")
+        yield from ((f"spread.{name}", value) for value in ends)
 
 
 def case_names(rows: list[Row]) -> dict[Shape, str]:
@@ -118,17 +112,12 @@ def measured_anew(words: Sequence[str], count: int, run: Child | None = None) ->
     for number in range(1, count + 1):
         print(f"process {number} of {count}", file=sys.stderr, flush=True)
         with TemporaryDirectory() as folder:
-            path = _run_one([*words, "--output", folder], Path(folder), run or _run)
-            runs.append(read(path))
-        yield path.name, merged(runs)
-
-
-def _run_one(words: list[str], folder: Path, run: Child) -> Path:
-    status = run(words)
-    written = sorted(folder.glob("*.json"))
-    if status not in (0, OURS_FAILED) or len(written) != 1:
-        raise ValueError(f"a process of this benchmark ended with exit code {status} and {len(written)} files of results, not one")
-    return written[0]
+            status = (run or _run)([*words, "--output", folder])
+            written = list(Path(folder).glob("*.json"))
+            if status not in (0, OURS_FAILED) or len(written) != 1:
+                raise ValueError(f"a process of this benchmark ended with exit code {status} and {len(written)} files of results, not one")
+            runs.append(read(written[0]))
+        yield written[0].name, merged(runs)
 
 
 def _run(words: list[str]) -> int:
@@ -180,30 +169,24 @@ class Ratio(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of(cls, ours: list[float], theirs: list[float]) -> Ratio:
+        """A ratio is taken inside each process."""
+        ratios = [other / mine for mine, other in zip(ours, theirs, strict=True)]
+        return cls(median(ratios), min(ratios), max(ratios))
+
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 def ours_over(results: Results, direction: str) -> dict[Shape, dict[str, Ratio]]:
-    """By shape, and by the name of the other kernel. A ratio is taken inside each process."""
-    rows = [row for row in results["rows"] if row["pass"] == direction and "median_ms" in row and not is_schedule(row["candidate"])]
-    found: dict[Shape, dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault(shape_of(row), {})[row["candidate"]] = row
-    return {
-        shape: {name: _ratio(by_name[OURS], row) for name, row in by_name.items() if name != OURS}
-        for shape, by_name in found.items()
-        if OURS in by_name
-    }
-
-
-def _ratio(ours: Row, other: Row) -> Ratio:
-    ratios = [theirs / mine for mine, theirs in zip(_times(ours), _times(other), strict=True)]
-    return Ratio(median(ratios), min(ratios), max(ratios))
-
-
-def _times(row: Row) -> list[float]:
-    return row.get("process_ms") or [row["median_ms"]]
+    """By shape, and by the name of the other kernel."""
+    times: dict[Shape, dict[str, list[float]]] = {}
+    for row in results["rows"]:
+        if row["pass"] == direction and "median_ms" in row and not is_schedule(row["candidate"]):
+            times.setdefault(shape_of(row), {})[row["candidate"]] = row.get("process_ms") or [row["median_ms"]]
+    with_ours = {shape: (by_name.pop(OURS), by_name) for shape, by_name in times.items() if OURS in by_name}
+    return {shape: {name: Ratio.of(ours, theirs) for name, theirs in others.items()} for shape, (ours, others) in with_ours.items()}
 
 
 def relative_table(results: Results, direction: str) -> tuple[list[str], list[list[str]]]:

@@ -27,25 +27,34 @@ from dash_attn.tools.bench.shape import HOST_SUITE, PASSES, Suite
 
 from . import power, result_files
 from .cache_peers import decode_candidates
-from .matrices import with_planning
 from .peers import FLEX, equal_heads, peers
-from .pictures import draw, draw_cases, draw_schedules, draw_sustained
+from .pictures import draw, draw_schedules
 from .result_files import print_report
-from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose
+from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose, with_planning
 
 RESULTS = Path("benchmarks/results")
 BAD_INPUT = 2
 Arguments = argparse.Namespace
 
 
+def parser_of_parent() -> argparse.ArgumentParser:
+    """What is done with results, and how many processes measure: each of those gets all other options."""
+    parser = argparse.ArgumentParser(add_help=False)
+    processes_help = "repeat everything in that many fresh processes; medians, and the lowest and highest of each ratio"
+    parser.add_argument("--processes", type=int, metavar="N", help=processes_help)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw relative speeds, or sustained ones, as .png or .svg")
+    parser.add_argument("--plot-pass", choices=PASSES, default="backward", help="the pass to draw (default: backward)")
+    parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the schedules relative to the unordered backward")
+    return parser
+
+
 def parser_of_suites() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    style: Any = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(prog="benchmarks.suite", parents=[parser_of_parent()], **style)
     names = (*SUITES, HOST_SUITE)
     parser.add_argument("suite", nargs="?", choices=names, default="quick", help="which shapes (default: quick)")
     bench.add_options(parser, RESULTS)
     parser.add_argument("--list", action="store_true", help="list the cases and which kernels can run each; needs no GPU")
-    processes_help = "repeat everything in that many fresh processes; medians, and the lowest and highest of each ratio"
-    parser.add_argument("--processes", type=int, metavar="N", help=processes_help)
     seconds = power.SUSTAINED_SECONDS
     sustained_help = f"also run each kernel that long without a pause (default: {seconds:g}): TFLOP/s, W, SM clock, J per step"
     parser.add_argument("--sustained", type=float, nargs="?", const=seconds, metavar="SECONDS", help=sustained_help)
@@ -53,24 +62,22 @@ def parser_of_suites() -> argparse.ArgumentParser:
     parser.add_argument("--without", type=bench.words, default=[], metavar="NAME,NAME", help=without_help)
     energy_help = "do not measure energy, which takes half a second per kernel"
     parser.add_argument("--no-energy", dest="energy", action="store_false", help=energy_help)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw relative speeds, or sustained ones, as .png or .svg")
-    parser.add_argument("--plot-pass", choices=PASSES, default="backward", help="the pass to draw (default: backward)")
-    parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the schedules relative to the unordered backward")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show earlier results; needs no GPU")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Bad input is one line on stderr."""
-    arguments = parser_of_suites().parse_args(words)
+    words = sys.argv[1:] if words is None else words
     try:
-        return run(arguments)
+        return run(parser_of_suites().parse_args(words), parser_of_parent().parse_known_args(words)[1])
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"benchmarks.suite: error: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
-def run(arguments: Arguments) -> int:
+def run(arguments: Arguments, of_child: list[str]) -> int:
+    """of_child: the words of one of several processes."""
     check_picture("--plot", arguments.plot)
     check_picture("--plot-schedules", arguments.plot_schedules)
     check_different(arguments, "plot", "plot_schedules", "source")
@@ -80,11 +87,11 @@ def run(arguments: Arguments) -> int:
     if arguments.source:
         path, results = arguments.source, result_files.read(arguments.source)
     else:
-        path, results = measure_anew(arguments) if arguments.processes else measure_here(arguments)
+        path, results = measure_anew(arguments, of_child) if arguments.processes else measure_here(arguments)
     print_report(results)
     if arguments.plot:
         direction = "forward" if results["suite"] in DECODE_SUITES else arguments.plot_pass
-        _drawing_of(results)(results, arguments.plot, direction)
+        draw(results, arguments.plot, direction, _drawn_field(results))
         print(f"picture: {arguments.plot}")
     if arguments.plot_schedules:
         draw_schedules(results, arguments.plot_schedules)
@@ -108,10 +115,10 @@ def _check_options(arguments: Arguments) -> None:
             raise ValueError(f"{flag} does not go with {other}")
 
 
-def _drawing_of(results: Results) -> Any:
+def _drawn_field(results: Results) -> str:
     if any("sustained" in row for row in results["rows"]):
-        return draw_sustained
-    return draw if isinstance(SUITES.get(results["suite"]), Suite) else draw_cases
+        return "sustained"
+    return "ratio_to_cudnn" if isinstance(SUITES.get(results["suite"]), Suite) else "ratio_to_fastest_peer"
 
 
 def _list(arguments: Arguments) -> int:
@@ -167,38 +174,27 @@ def measure_here(arguments: Arguments) -> tuple[Path, Results]:
 
 def _scale(arguments: Arguments) -> tuple[Any, dict[str, Any]]:
     """What weighs each kernel: the GPU's energy counter, or why there is none. A sustained run does not go without."""
-    if arguments.sustained is not None:
-        return power.gpu_endurance(arguments.sustained), {"seconds": arguments.sustained}
-    if not arguments.energy:
+    if not arguments.energy and arguments.sustained is None:
         return None, {"missing": "--no-energy"}
     try:
-        return power.gpu_meter(), {"seconds": power.SECONDS}
+        meter = power.gpu_meter(arguments.sustained)
     except power.NoCounter as error:
+        if arguments.sustained is not None:
+            raise
         return None, {"missing": str(error)}
+    return meter, {"seconds": meter.seconds}
 
 
-def measure_anew(arguments: Arguments) -> tuple[Path, Results]:
+def measure_anew(arguments: Arguments, of_child: list[str]) -> tuple[Path, Results]:
     """Run the suite in fresh processes; results are on disk after every process."""
     check_folder("--output", arguments.output)
     choose(arguments.suite, arguments.seqlens, arguments.head_dims, arguments.masks)
     bench.require_gpu(arguments.backend)
     path, results = arguments.output, dict[str, Any]()
-    for name, results in result_files.measured_anew(words_of(arguments), arguments.processes):
+    for name, results in result_files.measured_anew(of_child, arguments.processes):
         path = arguments.output / name
         save(results, path)
     return path, results
-
-
-def words_of(arguments: Arguments) -> list[str]:
-    """The options of one of several processes: those that say what is measured, and how."""
-    lists = {"--seqlens": arguments.seqlens, "--head-dims": arguments.head_dims, "--masks": arguments.masks, "--passes": arguments.passes}
-    lists["--without"] = arguments.without
-    flags = {"--schedules": arguments.schedules, "--no-peers": arguments.no_peers, "--no-energy": not arguments.energy}
-    words = [arguments.suite, "--repeats", str(arguments.repeats)]
-    words += [] if arguments.backend == "auto" else ["--backend", arguments.backend]
-    words += [word for flag, values in lists.items() if values for word in (flag, ",".join(map(str, values)))]
-    words += [flag for flag, given in flags.items() if given]
-    return words if arguments.sustained is None else [*words, "--sustained", str(arguments.sustained)]
 
 
 if __name__ == "__main__":

@@ -62,9 +62,4 @@ def replayed(prepare: Callable[[], Call]) -> Call:
         with torch.cuda.graph(graph, stream=stream):
             call()
     torch.cuda.synchronize()
-
-    def replay(_kept: Call = call) -> None:
-        """`_kept` holds the memory that the graph reads."""
-        graph.replay()
-
-    return replay
+    return lambda _kept=call: graph.replay()  # which holds the memory that the graph reads

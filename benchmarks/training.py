@@ -29,8 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import dash_attn
 import dash_attn.nn
@@ -38,6 +36,7 @@ from dash_attn.ledgers import compare_runs
 from dash_attn.tools.bench.report import save
 from dash_attn.tools.machine import gpu_environment
 
+from . import one_tree
 from .peers import first
 from .timing import timed
 
@@ -51,39 +50,27 @@ LEDGERS = ("none", "default", "detail")  # the last, which is slow, only beside 
 Attend = Callable[..., Tensor]
 
 
-def of_dash_attn() -> Attend:
-    return dash_attn.flash_attn_func
-
-
-def of_sdpa(backend: SDPBackend) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-
-    return attend
-
-
-def of_flash_attention_4(deterministic: bool) -> Attend:
-    from flash_attn.cute import flash_attn_func
-
-    return lambda q, k, v, *_, **__: first(flash_attn_func(q, k, v, causal=True, deterministic=deterministic))
-
-
-# Name -> attention, and whether all of PyTorch is deterministic.
-VARIANTS: dict[str, tuple[Callable[[], Attend], bool]] = {
-    "dash_attn, deterministic": (of_dash_attn, True),
-    "cuDNN": (lambda: of_sdpa(SDPBackend.CUDNN_ATTENTION), False),
-    "PyTorch flash": (lambda: of_sdpa(SDPBackend.FLASH_ATTENTION), False),
-    "PyTorch flash, deterministic": (lambda: of_sdpa(SDPBackend.FLASH_ATTENTION), True),
-    "FlashAttention-4": (lambda: of_flash_attention_4(False), False),
-    "FlashAttention-4, deterministic": (lambda: of_flash_attention_4(True), True),
+# Whether all of PyTorch is deterministic.
+VARIANTS = {
+    "dash_attn, deterministic": True,
+    "cuDNN": False,
+    "PyTorch flash": False,
+    "PyTorch flash, deterministic": True,
+    "FlashAttention-4": False,
+    "FlashAttention-4, deterministic": True,
 }
 
 
-def without_ledger(*_: Any, **__: Any) -> Any:
-    """In place of dash_attn.ledger."""
-    nothing = SimpleNamespace(watch=lambda *_: None, step=lambda *_, **__: None)
-    return nullcontext(nothing)
+def attention_of(name: str, deterministic: bool) -> Attend:
+    """Of a variant; raises where it is not installed."""
+    if name.startswith("dash_attn"):
+        return dash_attn.flash_attn_func
+    if name.startswith("FlashAttention-4"):
+        from flash_attn.cute import flash_attn_func
+
+        return lambda q, k, v, *_, **__: first(flash_attn_func(q, k, v, causal=True, deterministic=deterministic))
+    kernel = one_tree.sdpa("CUDNN_ATTENTION" if name == "cuDNN" else "FLASH_ATTENTION", is_causal=True)
+    return lambda q, k, v, *_, **__: kernel(q, k, v)
 
 
 def of_every_second_step(*given: Any, **named: Any) -> dash_attn.ledgers.Ledger:
@@ -94,7 +81,9 @@ def of_every_second_step(*given: Any, **named: Any) -> dash_attn.ledgers.Ledger:
     return ledger
 
 
-LEDGER_OF: dict[str, Callable[..., Any]] = {"none": without_ledger, "every second step": of_every_second_step}
+NO_LEDGER = SimpleNamespace(watch=lambda *_: None, step=lambda *_, **__: None)
+# In place of dash_attn.ledger.
+LEDGER_OF: dict[str, Callable[..., Any]] = {"none": lambda *_, **__: nullcontext(NO_LEDGER), "every second step": of_every_second_step}
 
 
 def example() -> ModuleType:
@@ -147,11 +136,10 @@ def neighbours(folder: Path, settings: dict[str, Any], attend: Attend, determini
 
 
 def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    make, deterministic = VARIANTS[name]
-    is_ours = make is of_dash_attn
+    deterministic, is_ours = VARIANTS[name], name.startswith("dash_attn")
     ledgers = LEDGERS if is_ours else LEDGERS[:2]
     try:
-        attend = make()
+        attend = attention_of(name, deterministic)
         found = {ledger: train(folder / ledger, settings, attend, deterministic, ledger) for ledger in ledgers}
         again, _ = train(folder / "again", settings, attend, deterministic, "default")
         in_turns = neighbours(folder / "in turns", settings, attend, deterministic) if is_ours else None

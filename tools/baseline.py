@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,8 @@ def blocks(device: str) -> Any:
 def cpu_calls() -> Iterator[tuple[str, Call]]:
     """A grid: masks, schedules, groups, dtypes, modifiers."""
     masks = ("full", "causal", "window:70,0", "window:40,90", "documents:100,60,97", "prefix:50")
-    for mask in masks:
-        for heads in ((2, 2), (4, 1), (6, 2)):
-            for dtype in ("float32", "bfloat16"):
-                yield f"{mask} heads {heads} {dtype}", partial(dense, (257, 257), heads, 32, mask=mask, dtype=dtype)
+    for mask, heads, dtype in product(masks, ((2, 2), (4, 1), (6, 2)), ("float32", "bfloat16")):
+        yield f"{mask} heads {heads} {dtype}", partial(dense, (257, 257), heads, 32, mask=mask, dtype=dtype)
     for schedule in FULL_SCHEDULES:
         yield f"full schedule {schedule}", partial(dense, (300, 420), (4, 2), 32, dtype="float32", schedule=schedule)
     for schedule in CAUSAL_SCHEDULES:
@@ -179,20 +177,18 @@ def cpu_calls() -> Iterator[tuple[str, Call]]:
 
 def h200_calls() -> Iterator[tuple[str, Call]]:
     square, many = (1024, 1024), (8, 8)
-    for dim, v_dim in ((64, 0), (80, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (40, 0), (128, 64), (64, 256)):
-        for causal in (True, False):
-            yield f"dim {dim} {v_dim} {'causal' if causal else 'full'}", partial(dense, square, many, dim, v_dim=v_dim, causal=causal)
+    dims = ((64, 0), (80, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (40, 0), (128, 64), (64, 256))
+    for (dim, v_dim), mask in product(dims, ("causal", "full")):
+        yield f"dim {dim} {v_dim} {mask}", partial(dense, square, many, dim, v_dim=v_dim, causal=mask == "causal")
     for dim in (64, 128, 256):
         yield f"float16 dim {dim}", partial(dense, square, many, dim, dtype="float16", causal=True)
-    for mask in ("window:300,0", "window:100,200", "window:-1,70", "documents:300,24,700", "prefix:400"):
-        for dim in (64, 128):
-            yield f"{mask} dim {dim}", partial(dense, square, many, dim, mask=mask)
+    for mask, dim in product(("window:300,0", "window:100,200", "window:-1,70", "documents:300,24,700", "prefix:400"), (64, 128)):
+        yield f"{mask} dim {dim}", partial(dense, square, many, dim, mask=mask)
     yield "blocks", partial(dense, square, many, 128, mask=blocks)
     for dim in (64, 128):
         yield f"boolean dim {dim}", partial(dense, square, many, dim, mask=scattered)
-    for heads in ((8, 1), (8, 2), (6, 2), (10, 2)):
-        for lengths in ((512, 512), (2048, 2048)):
-            yield f"groups {heads} {lengths}", partial(dense, lengths, heads, 128, causal=True)
+    for heads, lengths in product(((8, 1), (8, 2), (6, 2), (10, 2)), ((512, 512), (2048, 2048))):
+        yield f"groups {heads} {lengths}", partial(dense, lengths, heads, 128, causal=True)
     for lengths in ((1, 1000), (100, 3000), (3000, 100), (4096, 4096), (16384, 16384)):
         yield f"lengths {lengths}", partial(dense, lengths, (4, 2), 128, batch=1, causal=True)
     yield "lengths (8192, 8192) full", partial(dense, (8192, 8192), (4, 4), 128, batch=1)
@@ -211,15 +207,13 @@ def h200_calls() -> Iterator[tuple[str, Call]]:
 
 def _h200_packed_and_cached() -> Iterator[tuple[str, Call]]:
     lengths = (1000, 1, 37, 2048, 512)
-    for dim in (64, 128, 192):
-        for causal in (True, False):
-            yield f"packed dim {dim} {'causal' if causal else 'full'}", partial(packed, lengths, (8, 2), dim, causal=causal)
+    for dim, mask in product((64, 128, 192), ("causal", "full")):
+        yield f"packed dim {dim} {mask}", partial(packed, lengths, (8, 2), dim, causal=mask == "causal")
     yield "packed window", partial(packed, lengths, (8, 2), 128, causal=True, window_size=(200, 0))
     yield "packed dropout", partial(packed, (1000, 1048), (8, 2), 128, causal=True, dropout_p=0.1, dropout_seed=SEEDS)
     held = (1000, 1, 3000, 257, 40)
-    for dim in (64, 128, 256):
-        for queries in (1, 5):
-            yield f"cache dim {dim} queries {queries}", partial(cached, held, queries, (8, 2), dim, causal=True, append=True)
+    for dim, queries in product((64, 128, 256), (1, 5)):
+        yield f"cache dim {dim} queries {queries}", partial(cached, held, queries, (8, 2), dim, causal=True, append=True)
     yield "cache of many", partial(cached, held * 20, 1, (8, 2), 128, causal=True)
     yield "cache pages", partial(cached, held, 3, (8, 2), 128, causal=True, page=64, append=True)
     yield "cache padded window", partial(cached, held, 1, (8, 2), 128, padding=(17, 0, 1000, 256, 3), window_size=(300, 0))

@@ -32,6 +32,7 @@ class Box(NamedTuple):
     width: float = WIDTH
 
 
+KERNELS = "preprocess.cuh  ->  attention.cuh (planner, loader, consumer, drain: the hand-over between SMs)  ->  postprocess.cuh"
 BOXES = {
     "functions": Box(LEFT, 7.6, "attention/functions.py", "flash_attn_func"),
     "options": Box(LEFT, 6.5, "call/options.py, tensor_checks.py", "arguments -> AttentionOptions"),
@@ -48,13 +49,7 @@ BOXES = {
     "arguments": Box(RIGHT, 6.35, "cli/arguments.py", "--mask, --seqlen, ... -> Problem"),
     "simulate": Box(RIGHT, 3.85, "simulation/simulate.py", "when every task runs, and what waits"),
     "views": Box(RIGHT, 2.6, "cli/table.py, viewing/gantt.py", "a table, a Gantt chart, a trace"),
-    "kernels": Box(
-        LEFT,
-        0.3,
-        "backends/hopper/kernels/backward/",
-        "preprocess.cuh  ->  attention.cuh (planner, loader, consumer, drain: the hand-over between SMs)  ->  postprocess.cuh",
-        RIGHT + WIDTH - LEFT,
-    ),
+    "kernels": Box(LEFT, 0.3, "backends/hopper/kernels/backward/", KERNELS, RIGHT + WIDTH - LEFT),
 }
 DOWN = [  # straight down, in one column
     *[("functions", "options", BOUND), ("options", "autograd", BOUND), ("autograd", "calls", BOUND)],
@@ -83,8 +78,10 @@ def _figure() -> Any:
     for above, below, colour in DOWN:
         x = BOXES[above].x + WIDTH / 2
         _arrow(axes, (x, BOXES[above].y), (x, BOXES[below].y + HEIGHT), colour)
-    for start, end, colour in ACROSS:
-        _across(axes, BOXES[start], BOXES[end], colour)
+    for one, other, colour in ACROSS:
+        start, end = BOXES[one], BOXES[other]
+        shifts, y = (start.width, 0) if start.x < end.x else (0, end.width), start.y + HEIGHT / 2
+        _arrow(axes, (start.x + shifts[0], y), (end.x + shifts[1], y), colour)
     _to_the_plan(axes)
     return figure
 
@@ -101,12 +98,6 @@ def _box(axes: Any, box: Box) -> None:
 
 def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
     axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0})
-
-
-def _across(axes: Any, start: Box, end: Box, colour: str) -> None:
-    to_the_right = start.x < end.x
-    y = start.y + HEIGHT / 2
-    _arrow(axes, (start.x + (start.width if to_the_right else 0), y), (end.x + (0 if to_the_right else end.width), y), colour)
 
 
 def _to_the_plan(axes: Any) -> None:

@@ -64,12 +64,14 @@ def write_kernel(folder: Path) -> None:
     for backend, described in BACKENDS.items():
         variant = folder / "build" / f"torch-{backend}"
         name = f"_dash_attn_{backend}_{hashlib.sha256(sums.encode()).hexdigest()[:12]}"
-        written = {path: _renamed(content, name) if path.endswith(".py") else content for path, content in files.items()}
-        for path, content in written.items():
-            if path.endswith(".py"):
-                check_source(path, content.decode())
+        written = dict(files)
+        for path, content in files.items():
+            if path.endswith(".py"):  # operators are global, and the installed package may be there too
+                text = content.decode().replace("dash_attn::", f"{name}::").replace("torch.ops.dash_attn.", f"torch.ops.{name}.")
+                check_source(path, text)
+                written[path] = text.encode()
             (variant / path).parent.mkdir(parents=True, exist_ok=True)
-            (variant / path).write_bytes(content)
+            (variant / path).write_bytes(written[path])
         (variant / "metadata.json").write_text(json.dumps(_metadata(name, described, written), indent=2) + "\n")
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
     (folder / "README.md").write_text(CARD.format(version=version))
@@ -101,11 +103,6 @@ def _files() -> Iterator[tuple[str, bytes]]:
             path = file.relative_to(PACKAGE).as_posix()
             if file.suffix in KINDS and path not in LEFT_OUT:
                 yield path, file.read_bytes()
-
-
-def _renamed(content: bytes, name: str) -> bytes:
-    """Operators are global, and the installed package may be there too."""
-    return content.replace(b"dash_attn::", f"{name}::".encode()).replace(b"torch.ops.dash_attn.", f"torch.ops.{name}.".encode())
 
 
 def _metadata(name: str, backend: dict[str, Any], files: dict[str, bytes]) -> dict[str, Any]:

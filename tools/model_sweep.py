@@ -45,11 +45,14 @@ def logits(model: Any, ids: Tensor, sides: tuple[str, ...] = (), **arguments: An
     torch.manual_seed(2)
     if "use_cache" not in arguments and getattr(model.config, "use_cache", None):
         arguments["use_cache"] = False
+    return model(**{**given(model, ids, sides), **arguments}).logits
+
+
+def given(model: Any, ids: Tensor, sides: tuple[str, ...]) -> dict[str, Tensor]:
+    """The decoder of an encoder-decoder model may begin with no tokens."""
     if model.config.is_encoder_decoder:
-        given = {**source(model, sides or ("",) * len(ids)), "decoder_input_ids": ids}
-    else:
-        given = {"input_ids": ids, **({"attention_mask": padding(sides)} if sides else {})}
-    return model(**{**given, **arguments}).logits
+        return {**source(model, sides or ("",) * len(ids)), **({"decoder_input_ids": ids} if ids.shape[1] else {})}
+    return {"input_ids": ids, **({"attention_mask": padding(sides)} if sides else {})}
 
 
 def step(model: Any, ids: Tensor, side: str = "") -> list[Tensor]:
@@ -71,24 +74,17 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return float(max(logits_off, gradients_off))
 
 
-def influence(model: Any, ids: Tensor, place: int) -> float:
-    """How far the logits of other tokens move when one token changes, as a part of the largest logit."""
-    before, moved = _moved(model, ids, changed(ids, place))
-    moved[..., place, :] = 0
-    return float(moved.max() / before.abs().max())
-
-
-def influence_of_source(model: Any, ids: Tensor) -> float:
-    """The same for a part of the source of an encoder-decoder model."""
-    before, moved = _moved(model, ids, ids, **source(model, ("",) * len(ids), another=True))
-    return float(moved.max() / before.abs().max())
-
-
-def _moved(model: Any, ids: Tensor, other: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+def influence(model: Any, ids: Tensor, place: int | None) -> float:
+    """How far the logits of other tokens move when the token at a place changes, as a part of the largest logit. None: when a part of the
+    source of an encoder-decoder model changes."""
+    other, more = (ids, source(model, ("",) * len(ids), another=True)) if place is None else (changed(ids, place), {})
     model.eval()
     with torch.no_grad():
         before = logits(model, ids)
-        return before, (before - logits(model, other, **arguments)).abs()
+        moved = (before - logits(model, other, **more)).abs()
+    if place is not None:
+        moved[..., place, :] = 0
+    return float(moved.max() / before.abs().max())
 
 
 def outcome(kind: str, model_type: str, side: str = "") -> Outcome:
@@ -100,7 +96,7 @@ def outcome(kind: str, model_type: str, side: str = "") -> Outcome:
         eager = build(kind, model_type, "eager")
         ids = tokens(eager)
         found, reach = step(eager, ids, side), influence(eager, ids, -3)
-        return found, min(reach, influence_of_source(eager, ids)) if kind == "encoder-decoder" else reach
+        return found, min(reach, influence(eager, ids, None)) if kind == "encoder-decoder" else reach
 
     def made(calls: list[str]) -> tuple[list[Tensor], int, float]:
         model = build(kind, model_type, "dash_attn")
@@ -129,18 +125,13 @@ def decoded(model: Any, sides: tuple[str, ...], choices: dict[str, Any]) -> tupl
     told = {name: choice for name, choice in choices.items() if name != "prompt"}
     special = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1}  # none ends a row
     model.generation_config = transformers.GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, **special, **told)
-    given = inputs(model, sides, choices.get("prompt", 0))
-    torch.manual_seed(2)
-    made = transformers.GenerationMixin.generate(model.eval(), **given, return_dict_in_generate=True, output_logits=True)
-    return made.sequences, torch.stack(made.logits)
-
-
-def inputs(model: Any, sides: tuple[str, ...], prompt: int) -> dict[str, Tensor]:
-    """prompt: how many tokens the decoder of an encoder-decoder model begins with, or 0."""
     ids = tokens(model, len(sides))
-    if not model.config.is_encoder_decoder:
-        return {"input_ids": ids, "attention_mask": padding(sides)}
-    return {**source(model, sides), **({"decoder_input_ids": ids[:, :prompt]} if prompt else {})}
+    if model.config.is_encoder_decoder:
+        ids = ids[:, : choices.get("prompt", 0)]
+    inputs = given(model, ids, sides)
+    torch.manual_seed(2)
+    made = transformers.GenerationMixin.generate(model.eval(), **inputs, return_dict_in_generate=True, output_logits=True)
+    return made.sequences, torch.stack(made.logits)
 
 
 def decoding(kind: str, model_type: str) -> dict[str, Outcome]:
@@ -150,8 +141,8 @@ def decoding(kind: str, model_type: str) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for way, (sides, choices) in (SOURCES if kind == "encoder-decoder" else WAYS).items():
         refused = choices and found["left"].status != "matches"
-        given = PLAIN if refused else sides, choices
-        found[way] = compared(partial(decoded, eager, *given), lambda _, given=given: decoded(ours, *given), partial(_judged, given[0]))
+        asked = PLAIN if refused else sides, choices
+        found[way] = compared(partial(decoded, eager, *asked), lambda _, asked=asked: decoded(ours, *asked), partial(_judged, asked[0]))
     return found
 
 

@@ -32,15 +32,9 @@ STATUS = {"refused": "raises", "no comparison": "does not run with eager here ei
 def page() -> str:
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     header = ["", "match eager", "decode as eager", "raise an error", "no comparison", "anything else"]
-    lines = [
-        "# Models of Hugging Face transformers",
-        "",
-        *INTRODUCTION.format(version=record["transformers"], but=", but for the last table" if _changed(record) else "")
-        .strip()
-        .splitlines(),
-        "",
-        *table(header, [_counts(kind, record) for kind in TITLES]),
-    ]
+    introduction = INTRODUCTION.format(version=record["transformers"], but=", but for the last table" if _changed(record) else "")
+    counts = table(header, [_counts(kind, record) for kind in TITLES])
+    lines = ["# Models of Hugging Face transformers", "", introduction.strip(), "", *counts]
     for kind, title in TITLES.items():
         refused, missing = ([[code(name), record[kind][name][1]] for name in _with(record[kind], status)] for status in STATUS)
         blocks = [_matching(kind, record), table(["raise an error", "which"], refused)]

@@ -56,19 +56,16 @@ def calls(backend: str) -> dict[str, Passed]:
     return found
 
 
-def hopper_calls() -> dict[str, Passed]:
-    from dash_attn import backends
-    from launchless import launchless_driver
-
-    with launchless_driver(), patch.dict(backends.DEVICE_OF, hopper="cpu"):
-        return calls("hopper")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="name the modules")
     arguments = parser.parse_args()
-    for backend, found in (("hopper", hopper_calls()), ("cpu", calls("cpu"))):
+    from dash_attn import backends
+    from launchless import launchless_driver
+
+    with launchless_driver(), patch.dict(backends.DEVICE_OF, hopper="cpu"):
+        hopper = calls("hopper")
+    for backend, found in (("hopper", hopper), ("cpu", calls("cpu"))):
         for what, passed in found.items():
             modules = sorted({module for module, _ in passed})
             print(f"{backend} {what}: {len(modules)} modules, {len(passed)} functions")

@@ -125,17 +125,13 @@ def _parts(figure: Any) -> Iterator[Any]:
     yield from (text.get_text() for text in figure.texts)
     yield from (text.get_text() for legend in figure.legends for text in legend.get_texts())
     for axes in figure.axes:
-        yield from _words(axes)
+        yield from (axes.get_title(loc=place) for place in ("left", "center", "right"))
+        for axis in (axes.xaxis, axes.yaxis):
+            yield axis.get_label_text()
+            yield from _ticks(axis)
+        yield from (text.get_text() for text in axes.texts)
         if axes.get_label() != "<colorbar>":  # which Matplotlib draws
             yield from _data(axes)
-
-
-def _words(axes: Any) -> Iterator[Any]:
-    yield from (axes.get_title(loc=place) for place in ("left", "center", "right"))
-    for axis in (axes.xaxis, axes.yaxis):
-        yield axis.get_label_text()
-        yield from _ticks(axis)
-    yield from (text.get_text() for text in axes.texts)
 
 
 def _ticks(axis: Any) -> Iterator[Any]:

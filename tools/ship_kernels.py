@@ -84,15 +84,9 @@ def keep_apart(clear: bool) -> Path:
     return folder
 
 
-def fill_cache(variants: Sequence[tuple[str, str]]) -> None:
-    """In several processes: NVRTC compiles one kernel at a time in each."""
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for _ in pool.map(compile_kernel, *zip(*variants, strict=True)):
-            pass
-
-
 if __name__ == "__main__":
     print(f"kernels are kept in {keep_apart('--clear' in sys.argv[1:])}")
-    fill_cache(SHIPPED)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # NVRTC compiles one kernel at a time in each
+        list(pool.map(compile_kernel, *zip(*SHIPPED, strict=True)))
     size = ship(SHIPPED, FOLDER)
     print(f"shipped {len(SHIPPED)} kernels of NVRTC {exact_compiler()}, {size / 2**20:.1f} MiB")

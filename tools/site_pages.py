@@ -24,7 +24,11 @@ COMMENT = re.compile(r"  # (.+)$")
 
 def on_files(files: Any, config: Any) -> Any:
     for page, source in PAGES.items():
-        files.append(File.generated(config, page, content=_as_page((ROOT / source).read_text(encoding="utf-8"))))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        for other, its_source in PAGES.items():
+            text = text.replace(f"]({its_source}", f"]({other}")
+        text = text.replace("](docs/", "](").replace("](README.md", "](index.md")
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -33,12 +37,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for page, source in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({page}")
     return markdown
-
-
-def _as_page(text: str) -> str:
-    for page, source in PAGES.items():
-        text = text.replace(f"]({source}", f"]({page}")
-    return text.replace("](docs/", "](").replace("](README.md", "](index.md")
 
 
 class OurDocstrings(griffe.Extension):

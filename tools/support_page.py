@@ -48,6 +48,7 @@ class Question:
     lengths: tuple[int, int] = (LENGTH, LENGTH)
     dims: tuple[int, int] = (64, 64)
     dtype: torch.dtype | None = None
+    packed: bool = False  # as a packed batch of one sequence
 
     def tensors(self, backend: str) -> tuple[torch.Tensor, ...]:
         (q_len, kv_len), (q_heads, kv_heads), (dim, v_dim) = self.lengths, self.heads, self.dims
@@ -140,30 +141,18 @@ def asked(call: Callable[..., object]) -> Callable[..., str | None]:
 @asked
 def refusal(backend: str, question: Question, run: bool = True) -> None:
     """`run=False`: explain the call on every backend."""
-    q, k, v = question.tensors(backend)
-    options = {name: value(q.device) if callable(value) else value for name, value in question.options.items()}
+    tensors = question.tensors(backend)
+    options = {name: value(tensors[0].device) if callable(value) else value for name, value in question.options.items()}
+    function: Callable[..., Any] = flash_attn_func
+    rest: tuple[Any, ...] = ()
+    if question.packed:
+        ends = torch.tensor([0, LENGTH], dtype=torch.int32)
+        function, rest, tensors = dash_attn.flash_attn_varlen_func, (ends, ends, LENGTH, LENGTH), tuple(x[0] for x in tensors)
     if backend != "cpu" or not run:
-        dash_attn.explain(flash_attn_func, q, k, v, backend=backend, predict_time=False, **options)
+        dash_attn.explain(function, *tensors, *rest, backend=backend, predict_time=False, **options)
         return
-    result = flash_attn_func(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), **options)
+    result = function(*(x.requires_grad_() for x in tensors), *rest, **options)
     (result[0] if isinstance(result, tuple) else result).sum().backward()
-
-
-@asked
-def refusal_of_packed(backend: str, question: Question) -> None:
-    """Of a packed batch of one sequence."""
-    q, k, v = (tensor[0] for tensor in question.tensors(backend))
-    ends = torch.tensor([0, LENGTH], dtype=torch.int32)
-    if backend == "cpu":
-        dash_attn.flash_attn_varlen_func(q.requires_grad_(), k, v, ends, ends, LENGTH, LENGTH, **question.options).sum().backward()
-    else:
-        varlen = dash_attn.flash_attn_varlen_func
-        dash_attn.explain(varlen, q, k, v, ends, ends, LENGTH, LENGTH, backend=backend, predict_time=False, **question.options)
-
-
-@asked
-def refusal_of_cache(backend: str, _: Question) -> None:
-    import_cache(backend)
 
 
 @asked
@@ -229,9 +218,9 @@ def arguments() -> list[str]:
 
 def packed_sequences() -> list[str]:
     """Masks apply to every sequence; those that fix its length do not fit a packed batch and are left out."""
-    questions = [Question(name, {"mask": mask}) for name, mask in MASKS.items() if not isinstance(mask, (Documents, TileMap))]
-    questions.append(Question("a named `schedule`", {"mask": Causal(), "schedule": "descending"}))
-    return by_backend("call", questions, refusal_of_packed)
+    asked = {name: {"mask": mask} for name, mask in MASKS.items() if not isinstance(mask, (Documents, TileMap))}
+    asked["a named `schedule`"] = {"mask": Causal(), "schedule": "descending"}
+    return by_backend("call", [Question(name, options, packed=True) for name, options in asked.items()])
 
 
 def page() -> str:
@@ -239,6 +228,7 @@ def page() -> str:
     for backend in ("hopper", "triton"):
         taken = [f"{major}.{minor}" for major, minor in CAPABILITIES if refusal_of_gpu(backend, major, minor) is None]
         hardware.append([code(backend), DEVICE_OF[backend], f"compute capability {', '.join(taken)}"])
+    caches = by_backend("call", [Question("a cache of keys and values")], asked(lambda backend, _: import_cache(backend)))
     dtypes = [Question(code(str(dtype)), dtype=dtype) for dtype in DTYPES]
     which = '`backend="auto"` takes `hopper` on compute capability 9.0 and `triton` on every other GPU. Their bits differ.'
     # Which backend `auto` takes, and whose tiles the Triton backend takes.
@@ -259,6 +249,6 @@ def page() -> str:
         *section("Schedules", SCHEDULE_NOTES, schedules()),
         *section("Arguments of `flash_attn_func`", ["Decided before any backend is asked."], arguments()),
         *section("Variable lengths: `flash_attn_varlen_func`", packed_sequences()),
-        *section("Caches: `flash_attn_with_kvcache`", by_backend("call", [Question("a cache of keys and values")], refusal_of_cache)),
+        *section("Caches: `flash_attn_with_kvcache`", caches),
     ]
     return "\n".join(lines) + "\n"

@@ -97,18 +97,14 @@ TWO_MODELS = {"bert2bert": ("bert", "bert"), "bert2gpt2": ("bert", "gpt2")}  # a
 TASKS = {"causal": ("CAUSAL_LM",), "masked": ("MASKED_LM",), "encoder-decoder": ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")}
 
 
-def _names(kind: str) -> list[str]:
-    names = [name for task in TASKS[kind] for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")]
-    return names if kind != "encoder-decoder" else [*sorted({*filter(_has_an_encoder, names)}), *TWO_MODELS]
-
-
 def _has_an_encoder(name: str) -> bool:
     """The others of these tables are decoders that are given sounds. Two models in one are in TWO_MODELS."""
     config: Any = CONFIG_MAPPING[name]
     return getattr(config, "is_encoder_decoder", False) and not name.endswith("encoder-decoder")
 
 
-NAMES = {kind: _names(kind) for kind in TASKS}
+NAMES = {kind: [name for task in of for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")] for kind, of in TASKS.items()}
+NAMES["encoder-decoder"] = [*sorted({*filter(_has_an_encoder, NAMES["encoder-decoder"])}), *TWO_MODELS]
 # Eager takes the softmax in float32 also of float64 scores; gemma4, with the largest scores, is off by 2e-5, by 3e-14 from sdpa.
 TOLERANCE = 5e-5
 SHARPER = 4.0  # times the initial weights, with which scores are all nearly 0 and any mask is nearly right
@@ -132,9 +128,8 @@ def tiny_pair(name: str) -> Any:
     """The configuration of two models in one."""
     first, second = (CONFIG_MAPPING[part] for part in TWO_MODELS[name])
     decoder = tiny_config(second, is_decoder=True, add_cross_attention=True)
-    return transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_config(first), decoder, decoder_start_token_id=1, pad_token_id=0
-    )
+    together = transformers.EncoderDecoderConfig.from_encoder_decoder_configs
+    return together(tiny_config(first), decoder, decoder_start_token_id=1, pad_token_id=0)
 
 
 def tiny_config(config_class: type, model_type: str = "", **fixed: Any) -> Any:
@@ -285,12 +280,9 @@ def counted_calls() -> Iterator[list[str]]:
     def counting(name: str, original: Any) -> Any:
         return lambda *args, **kwargs: calls.append(name) or original(*args, **kwargs)  # type: ignore[func-returns-value]
 
+    places = ((huggingface, "flash_attn_func"), (huggingface, "flash_attn_varlen_func"), (_caches, "flash_attn_with_kvcache"))
     with contextlib.ExitStack() as stack:
-        for module, name in (
-            (huggingface, "flash_attn_func"),
-            (huggingface, "flash_attn_varlen_func"),
-            (_caches, "flash_attn_with_kvcache"),
-        ):
+        for module, name in places:
             stack.enter_context(patch.object(module, name, counting(name, getattr(module, name))))
         yield calls
 

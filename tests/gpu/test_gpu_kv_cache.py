@@ -75,7 +75,7 @@ def test_packed_queries_and_pages() -> None:
 
 
 def test_a_graph_follows_lengths_on_the_device() -> None:
-    """Sixteen steps by one graph: lengths grow on the device, pages were dealt before."""
+    """Sixteen steps by one graph: lengths grow on the device, pages are dealt before, and once more midway."""
     case = CacheCase((200, 150), (8, 2), page_size=16, chunks=(100,), device="cuda")
     played = Played(case)
     wholes = [played.whole(i) for i in range(2)]
@@ -101,6 +101,11 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
     for number in range(16):
         for which, memory in enumerate((q, k, v)):
             memory.copy_(torch.cat([t[which][:, d + number : d + number + 1] for t, d in zip(played.tensors, done, strict=True)]))
+        if number == 8:
+            dealt = torch.randperm(len(played.caches[0]), device="cuda")
+            for cache in played.caches:
+                cache[dealt] = cache.clone()
+            played.table.copy_(torch.where(played.table < 0, played.table, dealt[played.table.long()].int()))
         graph.replay()
         for i in range(2):
             assert same_bits(out[i : i + 1], wholes[i][0][:, done[i] + number : done[i] + number + 1]), f"step {number}, sequence {i}"

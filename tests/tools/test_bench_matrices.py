@@ -10,10 +10,9 @@ import torch
 
 from bench_results import made_up_row
 from bench_stand_ins import fake_times
-from benchmarks.matrices import DRAWN, Matrix, planning_ms
 from benchmarks.peers import peers, rule_of
 from benchmarks.result_files import planning_costs, tile_rates
-from benchmarks.suites import choose
+from benchmarks.suites import DRAWN, Matrix, choose, planning_ms
 from dash_attn.masks import TileMap, TilePattern
 from dash_attn.tools.bench.candidates import make_tensors, ours, who_runs
 from dash_attn.tools.bench.checks import dropped_keys

@@ -17,7 +17,7 @@ import torch
 from bench_results import failed, made_up_results, made_up_row
 from bench_stand_ins import SMALL, fake_times, math_attention, spoiled
 from benchmarks import pictures, power, result_files, suite
-from benchmarks.power import SUSTAINED_CHUNK, WARM_UP, Endurance, NoCounter, NvmlCounter, Sample, summed_up
+from benchmarks.power import Endurance, NoCounter, NvmlCounter, Sample, summed_up
 from benchmarks.result_files import merged, ours_over, print_report, read
 from benchmarks.suite import main
 from benchmarks.suites import SUITES, Cases
@@ -55,7 +55,7 @@ class BusyGpu:
             self.now, self.done = end, self.done + 1
 
     def endurance(self, seconds: float = 2.0) -> Endurance:
-        return Endurance(lambda: self.shown, lambda: 1200.0 if self.now >= self.settled else 1980.0, self.mark, seconds, lambda: self.now)
+        return Endurance(lambda: self.shown, self.mark, lambda: 1200.0 if self.now >= self.settled else 1980.0, seconds, lambda: self.now)
 
 
 @pytest.mark.parametrize("ms", [0.04, 1.0, 7.0, 60.0])
@@ -66,20 +66,20 @@ def test_a_settled_gpu_is_measured(ms: float) -> None:
     assert found.watts == pytest.approx(690.0, rel=0.05), "what was drawn before the limit does not count"
     assert found.megahertz == 1200.0
     assert found.joules == pytest.approx(0.69 * ms, rel=0.05)
-    assert WARM_UP + 2.0 <= gpu.now < WARM_UP + 2.0 + 4 * max(SUSTAINED_CHUNK, ms / 1000)
+    assert 2.0 <= gpu.now - Endurance.warm_up < 2.0 + 4 * max(Endurance.chunk, ms / 1000)
 
 
 def test_the_gpu_never_waits_for_the_host() -> None:
     gpu = BusyGpu(1.0)
     gpu.endurance().of(gpu.step, 1.0)
     assert gpu.idle_waits == 1, "only the last wait leaves nothing to do"
-    assert gpu.most_queued <= 3 * SUSTAINED_CHUNK * 1000
+    assert gpu.most_queued <= 3 * Endurance.chunk * 1000
     assert gpu.queued == gpu.done
 
 
 def test_without_the_warm_up_it_would_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the first tenths of a second are unlike the rest."""
-    monkeypatch.setattr(power, "WARM_UP", 0.0)
+    monkeypatch.setattr(Endurance, "warm_up", 0.0)
     gpu = BusyGpu(1.0)
     assert gpu.endurance(0.6).of(gpu.step, 1.0).watts < 600
 
@@ -167,7 +167,7 @@ def test_tables_and_pictures_of_sustained_runs(tmp_path: Path, capsys: pytest.Ca
     assert [points.get_offsets()[0, 0] for points in speed.collections] == pytest.approx([607.4, 527.0])
     assert [points.get_offsets()[0, 0] for points in work.collections] == pytest.approx([607.4 / 0.6896, 527.0 / 0.6896])
     with pytest.raises(ValueError, match="nothing to draw"):
-        pictures.draw_sustained(results, tmp_path / "f.svg", "forward")
+        pictures.draw(results, tmp_path / "f.svg", "forward", "sustained")
 
 
 @pytest.mark.parametrize(
@@ -274,15 +274,14 @@ def parsed(words: list[str]) -> argparse.Namespace:
 def test_a_process_gets_every_option_that_measures() -> None:
     """An option that is new must be passed on, or be named here."""
     words = "ranks --seqlens 4096,8192 --head-dims 128 --masks causal --passes backward --repeats 7 --without cuDNN"
-    asked = parsed(
-        [*words.split(), "--schedules", "--no-peers", "--no-energy", "--sustained", "1.5", "--processes", "3", "--backend", "triton"]
-    )
-    again = vars(parsed(suite.words_of(asked)))
-    stays = {"processes", "output", "plot", "plot_pass", "plot_schedules", "source", "list", "run"}
+    given = [*words.split(), "--schedules", "--no-peers", "--no-energy", "--sustained", "1.5", "--backend", "triton"]
+    given += ["--processes", "3", "--plot", "a.svg", "--plot-pass", "forward", "--plot-schedules", "b.svg"]
+    asked = parsed(given)
+    again = vars(parsed(suite.parser_of_parent().parse_known_args(given)[1]))
+    stays = {"processes", "plot", "plot_pass", "plot_schedules"}
     assert {name: again[name] for name in again if name not in stays} == {n: v for n, v in vars(asked).items() if n not in stays}
     default = vars(parsed([]))
-    assert [name for name in default if name not in stays and default[name] == again[name]] == []
-    assert suite.words_of(parsed([])) == ["quick", "--repeats", "30", "--passes", "forward,backward"]
+    assert {name for name in default if default[name] == again[name]} == {*stays, "output", "list", "source"}
 
 
 @pytest.mark.parametrize(
@@ -334,14 +333,14 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_the_whole_command_sustained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["ranks", "--passes", "backward", "--no-peers", "--repeats", "2", "--output", str(tmp_path)]
     gpu = BusyGpu(50.0)
-    monkeypatch.setattr(power, "SUSTAINED_CHUNK", 0.001)  # one real step for each of the made-up GPU
+    monkeypatch.setattr(Endurance, "chunk", 0.001)  # one real step for each of the made-up GPU
 
     def endurance(seconds: float) -> Endurance:
         assert seconds == 0.5
         real = gpu.endurance(seconds)
-        return Endurance(real.joules, real.megahertz, lambda: (gpu.step(), gpu.mark())[1], seconds, real.clock)
+        return Endurance(real.joules, lambda: (gpu.step(), gpu.mark())[1], real.megahertz, seconds, real.clock)
 
-    monkeypatch.setattr(power, "gpu_endurance", endurance)
+    monkeypatch.setattr(power, "gpu_meter", endurance)
     assert main([*common, "--sustained", "0.5"]) == 0
     rows = read(tmp_path / "n100-ranks-sustained.json")["rows"]
     assert all(row["sustained"]["watts"] > 600 for row in rows)
@@ -354,7 +353,7 @@ def test_no_nvml_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return power._library()  # type: ignore[no-any-return]
 
     monkeypatch.setattr(power, "LIBRARY", "libnothing-of-this-name.so")
-    monkeypatch.setattr(power, "gpu_endurance", none)
+    monkeypatch.setattr(power, "gpu_meter", none)
     assert main(["ranks", "--no-peers", "--sustained", "--output", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "--sustained needs the GPU's energy counter and its clock (NVML): there is no NVML here" in err
@@ -366,8 +365,8 @@ def test_a_counter_that_stands_still_ends_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ticks = iter(range(10**6))
-    still = Endurance(lambda: 1.0, lambda: 1.0, lambda: lambda: None, 0.5, lambda: next(ticks) / 10)
-    monkeypatch.setattr(power, "gpu_endurance", lambda seconds: still)
+    still = Endurance(lambda: 1.0, lambda: lambda: None, lambda: 1.0, 0.5, lambda: next(ticks) / 10)
+    monkeypatch.setattr(power, "gpu_meter", lambda seconds: still)
     assert main(["ranks", "--no-peers", "--sustained", "--output", str(tmp_path)]) == 2
     assert "stood still" in capsys.readouterr().err
 
@@ -380,5 +379,5 @@ def test_samples_count_steps_in_order() -> None:
         samples.append(gpu.done)
         return gpu.shown
 
-    Endurance(joules, lambda: 1.0, gpu.mark, 0.5, lambda: gpu.now).of(gpu.step, 3.0)
-    assert {after - before for before, after in pairwise(samples)} == {round(SUSTAINED_CHUNK * 1000 / 3.0)}
+    Endurance(joules, gpu.mark, lambda: 1.0, 0.5, lambda: gpu.now).of(gpu.step, 3.0)
+    assert {after - before for before, after in pairwise(samples)} == {round(Endurance.chunk * 1000 / 3.0)}

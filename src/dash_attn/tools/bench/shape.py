@@ -31,7 +31,7 @@ class DrawnMask(Mask):
         raise NotImplementedError
 
 
-OTHER_MASKS: dict[str, Callable[[str], Mask]] = {}  # by the first word of their text; benchmarks/matrices.py has some
+OTHER_MASKS: dict[str, Callable[[str], Mask]] = {}  # by the first word of their text; benchmarks/suites.py has some
 
 
 @dataclass(frozen=True)
