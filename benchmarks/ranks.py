@@ -46,7 +46,7 @@ from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.tools.bench.report import save
 from inputs import make_inputs
-from played_devices import Case, play_devices, play_forward
+from played_ranks import Case, play_forward, play_ranks
 from processes import run_processes
 
 from .kernels import compile_ahead
@@ -125,7 +125,7 @@ def play(case: Case, tensors: tuple[Tensor, ...], overlap: bool, change: Callabl
     """O, LSE, dQ, dK and dV of the whole sequence."""
     q, k, v, dout = tensors
     out, lse = play_forward(case, q, k, v)
-    return [out, lse, *play_devices(case, (dout, q, k, v, out, lse), change=change, overlap=overlap).gradients]
+    return [out, lse, *play_ranks(case, (dout, q, k, v, out, lse), change=change, overlap=overlap).gradients]
 
 
 def check_bits(case: Case, repeats: int) -> dict[str, Any]:

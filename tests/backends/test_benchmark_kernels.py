@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import decode, ranks
 from dash_attn.backends.hopper.calls.decode import APPEND
-from dash_attn.backends.hopper.calls.kernel_names import Variant, cluster_kernel, decode_kernel, forward_kernel
+from dash_attn.backends.hopper.calls.kernel_names import Variant, decode_kernel, forward_kernel
 from dash_attn.backends.hopper.tiles import CLUSTERS, CONSUMER_CHOICES, FORWARD_DIMS, KERNEL_DIMS, kernel_dim
 from kernel_variants import VARIANTS
 
@@ -17,7 +17,7 @@ def test_kernels_of_decode() -> None:
     needed = decode.needed_kernels()
     flags = [(dtype, softcap) for dtype in ("bf16", "f16") for softcap in (False, True)]
     asked = [APPEND, *(decode_kernel(dtype, dim, softcap) for dtype, softcap in flags for dim in KERNEL_DIMS)]
-    asked += [cluster_kernel(dtype, dim, columns, softcap) for dtype, softcap in flags for dim, columns, _ in CLUSTERS]
+    asked += [decode_kernel(dtype, dim, softcap, columns) for dtype, softcap in flags for dim, columns, _ in CLUSTERS]
     for (dtype, softcap), (dim, v_dim) in product(flags, FORWARD_DIMS):
         variant = Variant(dtype, dim, softcap, "Band")
         asked += [forward_kernel(variant, consumers, v_dim) for consumers in CONSUMER_CHOICES[kernel_dim(dim)]]

@@ -1,6 +1,6 @@
-"""One of several devices on a Hopper GPU, without one: its tables and launches drive kernels that are emulated in numpy.
+"""One of several ranks on a Hopper GPU, without one: its tables and launches drive kernels that are emulated in numpy.
 
-What the kernels themselves compute is tested on a GPU (tests/gpu/test_gpu_devices.py). Here every address, record, run, rank, mask and
+What the kernels themselves compute is tested on a GPU (tests/gpu/test_gpu_played_ranks.py). Here every address, record, run, rank, mask and
 turn is used as they would use it, and memory that was not made for it is refused.
 """
 
@@ -29,11 +29,11 @@ from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import heads_that_fill, in_legs
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
-from played_devices import Case, Played, in_random_order, play_devices
+from played_ranks import Case, Played, in_random_order, play_ranks
 
 NAMES = ("rank_backward", "kernel_names", "leg_tables", "tables", "backward_setup")
 calls, kernel_names, leg_tables, tables, setups = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
-devices = import_module("dash_attn.backends.hopper.ranks")
+of_hopper = import_module("dash_attn.backends.hopper.ranks")
 workspaces = import_module("dash_attn.backends.hopper.driver.workspace")
 recently_used = import_module("dash_attn.backends.kept")
 
@@ -109,7 +109,7 @@ CASES = {
     "window ahead": Case(Window(150, 90), UNEVEN, (3, 1), (192, 128), head_offset=1),
     "full": Case(Full(), Sharding.contiguous(2560, 2), (2, 1), (64, 64)),
     "full, few tiles": Case(Full(), Sharding.zigzag(512, 2), (2, 1), (256, 256)),
-    "full, one device, many chunks": Case(Full(), Sharding((640,) * 4, (0,) * 4), (2, 2), (64, 64), together=2),
+    "full, one rank, many chunks": Case(Full(), Sharding((640,) * 4, (0,) * 4), (2, 2), (64, 64), together=2),
     "padded head dims": Case(Causal(), Sharding.zigzag(512, 2), (2, 2), (59, 40)),
     "values of another dim": Case(Causal(), Sharding.zigzag(512, 2), (2, 1), (96, 40)),
     "head dim 192": Case(Causal(), Sharding.zigzag(512, 2), (4, 2), (192, 192), together=2),
@@ -122,11 +122,11 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def play(case: Case, memory: Memory, inputs: tuple[Tensor, ...], **rest: Any) -> Played:
     """On emulated kernels, which know what memory there is."""
-    return play_devices(case, inputs, made=memory.add_tensor, **rest)
+    return play_ranks(case, inputs, made=memory.add_tensor, **rest)
 
 
 def inputs_of(case: Case, sinks: Tensor | None = None) -> tuple[tuple[Tensor, ...], list[Tensor], Tensor | None]:
-    """What the devices get, and what float32 on the CPU says of it; dlse, where there are sinks."""
+    """What the ranks get, and what float32 on the CPU says of it; dlse, where there are sinks."""
     torch.manual_seed(0)
     (q_heads, kv_heads), (dim, v_dim), rows = case.heads, case.dims, case.sharding.rows
     shapes = [(q_heads, dim), (kv_heads, dim), (kv_heads, v_dim), (q_heads, v_dim)]
@@ -147,14 +147,14 @@ def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @each_case
-def test_all_devices_together_are_the_whole_call(memory: Memory, case: Case, overlap: bool) -> None:
+def test_all_ranks_together_are_the_whole_call(memory: Memory, case: Case, overlap: bool) -> None:
     inputs, expected, _ = inputs_of(case)
     played = play(case, memory, inputs, overlap=overlap)
     assert_near(played.gradients, expected)
 
 
 def test_what_a_launch_may_overlap(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the first one, and none whose states come from another device; those that come from here are waited for."""
+    """Not the first one, and none whose states come from another rank; those that come from here are waited for."""
     case, seen = CASES["causal"], []
     walk = calls.RankBackward._walk
 
@@ -165,13 +165,13 @@ def test_what_a_launch_may_overlap(memory: Memory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(calls.RankBackward, "_walk", note)
     played = play(case, memory, inputs_of(case)[0], overlap=True)
     legs, begun = [unit for unit in played.shared.units if unit.leg is not None], set()
-    for unit, (device, overlaps, awaited) in zip(legs, seen, strict=True):
-        assert device == unit.rank
-        semaphores = played.backwards[device].legs.host.semaphore_of
+    for unit, (rank, overlaps, awaited) in zip(legs, seen, strict=True):
+        assert rank == unit.rank
+        semaphores = played.backwards[rank].legs.host.semaphore_of
         comes_from = None if unit.before is None else played.shared.units[unit.before].rank
-        assert overlaps == (device in begun and comes_from in (None, device))
+        assert overlaps == (rank in begun and comes_from in (None, rank))
         assert awaited == (semaphores[unit.before] if overlaps and unit.before is not None else -1)
-        begun.add(device)
+        begun.add(rank)
     assert {overlaps for _, overlaps, _ in seen} == {0, 1}
     assert max(awaited for *_, awaited in seen) > 0
 
@@ -220,14 +220,14 @@ def test_the_first_launch_waits_for_the_preprocess(memory: Memory, monkeypatch: 
 def test_endings_that_wait_are_bounded(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["a group in parts"]
     inputs, expected, _ = inputs_of(case)
-    monkeypatch.setattr(calls, "MOST_WAITING", 4 * devices.tile_size(64, 64) * 30)
+    monkeypatch.setattr(calls, "MOST_WAITING", 4 * of_hopper.tile_size(64, 64) * 30)
     assert_near(play(case, memory, inputs, overlap=True).gradients, expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.exhaustive
 def test_units_in_another_sequence(memory: Memory, seed: int) -> None:
-    """A device may run its units in any sequence in which each comes behind those that it waits for."""
+    """A rank may run its units in any sequence in which each comes behind those that it waits for."""
     case = CASES["a group in parts"]
     inputs, expected, _ = inputs_of(case)
     assert_near(play(case, memory, inputs, units=in_random_order(case.shared, seed)).gradients, expected)
@@ -240,7 +240,7 @@ def test_two_states_swapped_would_be_seen(memory: Memory) -> None:
 
     def swap(unit: Any, state: Tensor) -> None:
         if unit.before is not None and unit.leg is not None:
-            halves = state.view(2, -1) if state.numel() // devices.tile_size(*case.dims) > 1 else state.view(1, -1)
+            halves = state.view(2, -1) if state.numel() // of_hopper.tile_size(*case.dims) > 1 else state.view(1, -1)
             state.copy_(halves.flip(0).flatten())
 
     with pytest.raises(AssertionError, match="dk: off by"):
@@ -286,7 +286,7 @@ def test_sinks_and_gradients_of_the_lse(memory: Memory) -> None:
     played = play(case, memory, inputs, dlse=dlse)
     assert_near(played.gradients, expected)
     tile = case.problem.tile_q
-    place = np.argsort(np.concatenate([leg_tables.RankRows(case.problem, case.sharding, device).q_tiles for device in range(2)]))
+    place = np.argsort(np.concatenate([leg_tables.RankRows(case.problem, case.sharding, rank).q_tiles for rank in range(2)]))
     rows = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, torch.from_numpy(place)]
     assert rows.shape == (2, 2, 4, 1024 // tile, tile)
     logits = sinks.clone().requires_grad_()
@@ -302,8 +302,8 @@ def test_records_stay_inside_of_their_tables(case: Case) -> None:
     shared, plan = case.shared, case.plan
     dims = import_module("dash_attn.backends.hopper.tiles").backward_dims(*case.dims)
     tiles = import_module("dash_attn.backends.hopper.tiles").backward_tiles(*dims)
-    for device in range(case.sharding.ranks):
-        made = leg_tables.LegTables(plan, shared, device, tiles)
+    for rank in range(case.sharding.ranks):
+        made = leg_tables.LegTables(plan, shared, rank, tiles)
         sizes, records = made.sizes, {name: made.records[:, i] for i, name in enumerate(leg_tables.CHAIN_FIELDS)}
         assert (made.runs[:, leg_tables.LENGTH] > 0).all()
         assert (records["first_run"] < len(made.runs)).all()
@@ -323,11 +323,11 @@ def test_records_stay_inside_of_their_tables(case: Case) -> None:
 
 @each_case
 def test_legs_put_together_are_the_whole_walk(case: Case) -> None:
-    """Every task of the plan is in one leg of one device, with its rank."""
+    """Every task of the plan is in one leg of one rank, with its turn."""
     shared, plan = case.shared, case.plan
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for device in range(case.sharding.ranks):
-        rows = leg_tables.RankRows(case.problem, case.sharding, device)
+    for rank in range(case.sharding.ranks):
+        rows = leg_tables.RankRows(case.problem, case.sharding, rank)
         own = rows.q_tiles
         for kind, trips in enumerate(shared.trips):
             for column in trips.columns:
@@ -395,7 +395,7 @@ def test_states_that_do_not_fit_are_refused(small: tuple[Case, Any, SharedSchedu
     _, backward, shared = small
     unit = shared.by_rank[0][0]
     state = backward.new_state(unit)
-    assert state.numel() == backward.state_size(unit) == shared.state_tiles(unit) * devices.tile_size(64, 64)
+    assert state.numel() == backward.state_size(unit) == shared.state_tiles(unit) * of_hopper.tile_size(64, 64)
     for wrong in (state[:-4], state.double(), state.bfloat16()):
         with pytest.raises(ValueError, match="float32 numbers on cpu; got"):
             backward.run(unit, wrong)
@@ -434,7 +434,7 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
     with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
         calls.RankBackward(blocks.plan, blocks.shared, 0, blocks.options, (rows, rows, rows), (lse, None))
     with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
-        devices.forward(Call(rows, rows, rows, blocks.options), blocks.problem, blocks.sharding, 0)
+        of_hopper.forward(Call(rows, rows, rows, blocks.options), blocks.problem, blocks.sharding, 0)
 
 
 # The forward
@@ -459,7 +459,7 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
 @pytest.mark.parametrize("rows", [range(256), range(256, 512), range(768, 1000)], ids=str)
 def test_the_mask_of_some_rows(mask: Mask, rows: range) -> None:
     """Aligned with the last key of those that are given, it keeps what the mask of the whole keeps there."""
-    own, keys = devices.mask_of_rows(mask, rows, 1000)
+    own, keys = of_hopper.mask_of_rows(mask, rows, 1000)
     whole = mask.keep(slice(rows.start, rows.stop), slice(0, 1000), 1000, 1000)
     some = own.keep(slice(0, len(rows)), slice(0, keys), len(rows), keys)
     assert np.array_equal(whole[:, :keys], some)
@@ -479,14 +479,14 @@ def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch, mask: Mask, ke
         seen.append((call.q.shape[1], call.k.shape[1], call.options.mask, call.options.schedule))
         return Saved(*flash_attn_func(*call.tensors, mask=call.options.mask, sinks=call.sinks, return_lse=True))
 
-    monkeypatch.setattr(devices, "forward_of_batch", plain)
+    monkeypatch.setattr(of_hopper, "forward_of_batch", plain)
     case = Case(mask, UNEVEN, (2, 1), schedule="alternating")
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, UNEVEN.rows, heads, 64) for heads in (2, 1, 1))
     out, lse = flash_attn_func(q, k, v, mask=case.mask, return_lse=True)
-    for device in range(UNEVEN.ranks):
-        mine = torch.from_numpy(UNEVEN.rows_of(device).copy()).long()
-        found = devices.forward(Call(q[:, mine], k, v, case.options), case.problem, UNEVEN, device)
+    for rank in range(UNEVEN.ranks):
+        mine = torch.from_numpy(UNEVEN.rows_of(rank).copy()).long()
+        found = of_hopper.forward(Call(q[:, mine], k, v, case.options), case.problem, UNEVEN, rank)
         torch.testing.assert_close(found, (out[:, mine], lse[:, :, mine]))
     assert [entry[:2] for entry in seen] == list(zip((128, 200, 256, 256, 128, 128), keys, strict=True))
     assert {entry[3] for entry in seen} == {"auto"}, "a forward needs no schedule"
@@ -501,7 +501,7 @@ def test_heads_of_a_unit_fill_the_machine(batch: int, mask: Mask, ranks: int) ->
     problem = Problem(mask, 16384, 16384, 64, 128, 8, 4, batch)
     sharding = Sharding.zigzag(16384, ranks)
     expected = heads_that_fill(schedule_for(problem, "auto", 132), sharding, 132)
-    assert expected / 1.5 <= devices.heads_together(problem, sharding) <= expected * 1.5
+    assert expected / 1.5 <= of_hopper.heads_together(problem, sharding) <= expected * 1.5
 
 
 @pytest.fixture
@@ -513,13 +513,13 @@ def plain_forward(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
         out, lse = flash_attn_func(q, k, v, mask=call.options.mask, return_lse=True)
         return Saved(out.to(call.q.dtype), lse)
 
-    monkeypatch.setattr(devices, "forward_of_batch", plain)
+    monkeypatch.setattr(of_hopper, "forward_of_batch", plain)
     for name in ("states", "rows"):
         memory.add(name, 0, 2**62)
 
 
 @pytest.mark.usefixtures("plain_forward")
-def test_ranks_drive_devices() -> None:
+def test_processes_drive_ranks() -> None:
     """What context_parallel_attention does with a backend, in one process: gathers of keys, states that are copied on their way."""
     case = Case(Causal(), Sharding.zigzag(1024, 2), (12, 6))
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
@@ -547,7 +547,7 @@ SLOW_ROWS = ("causal, batch, contiguous", "full, gangs")
     "case",
     [pytest.param(row, id=name, marks=pytest.mark.exhaustive if name in SLOW_ROWS else ()) for name, row in ROWS_OF_DOCUMENTS.items()],
 )
-def test_ranks_drive_devices_of_documents(case: Case) -> None:
+def test_processes_drive_ranks_of_documents(case: Case) -> None:
     (dout, q, k, v, *_), expected, _ = inputs_of(case)
     assert isinstance(case.mask, Documents)
     row = SharedCall.of((q, k, v), of_a_document(case.options), case.sharding, case.mask.lengths, backend="hopper")
@@ -587,5 +587,5 @@ def test_in_legs_on_few_workers(
 
 def test_the_machine_code_has_a_name() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
-    assert devices.machine_code() == devices.machine_code()
-    assert "NVRTC" in devices.machine_code()
+    assert of_hopper.machine_code() == of_hopper.machine_code()
+    assert "NVRTC" in of_hopper.machine_code()

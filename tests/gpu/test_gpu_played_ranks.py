@@ -20,7 +20,7 @@ from dash_attn.scheduling.ranks.units import Unit
 from dense import Results, assert_same_bits
 from gpu_helpers import DEVICE, hopper, patched_backend, poisoned_memory
 from inputs import make_inputs
-from played_devices import Case, in_random_order, play_devices, play_forward
+from played_ranks import Case, in_random_order, play_forward, play_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,7 @@ def shared_call(case: Case, tensors: tuple[Tensor, ...], **rest: object) -> Resu
     """The same from devices that have their own rows alone."""
     q, k, v, dout = tensors
     out, lse = play_forward(case, q, k, v)
-    return Results(out, lse, *play_devices(case, (dout, q, k, v, out, lse), **rest).gradients)  # type: ignore[arg-type]
+    return Results(out, lse, *play_ranks(case, (dout, q, k, v, out, lse), **rest).gradients)  # type: ignore[arg-type]
 
 
 def assert_same(case: Case, **rest: object) -> None:
@@ -152,10 +152,10 @@ def test_sinks_and_gradients_of_the_lse(dims: tuple[int, int]) -> None:
     *expected, dsinks = torch.autograd.grad([out, lse], inputs, [dout, dlse])
     q, k, v, sinks, out, lse = (x.detach() for x in (q, k, v, sinks, out, lse))
     assert all(torch.equal(a, b) for a, b in zip((out, lse), play_forward(case, q, k, v, sinks), strict=True))
-    played = play_devices(case, (dout, q, k, v, out, lse), dlse=dlse)
+    played = play_ranks(case, (dout, q, k, v, out, lse), dlse=dlse)
     assert all(torch.equal(a, b) for a, b in zip(expected, played.gradients, strict=True))
     leg_tables = import_module("dash_attn.backends.hopper.calls.leg_tables")
-    tiles = [leg_tables.RankRows(case.problem, case.sharding, device).q_tiles for device in range(4)]
+    tiles = [leg_tables.RankRows(case.problem, case.sharding, rank).q_tiles for rank in range(4)]
     place = torch.from_numpy(np.argsort(np.concatenate(tiles))).to(DEVICE)
     gathered = torch.cat([backward.rows_of_sinks for backward in played.backwards], dim=3)[:, :, :, place]
     total = torch.zeros(4, device=DEVICE)

@@ -1,4 +1,4 @@
-"""One process plays all devices that share a sequence, on backend 'hopper': on a GPU, or on kernels that are emulated."""
+"""One process plays all ranks that share a sequence, on backend 'hopper': on a GPU, or on kernels that are emulated."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Case:
         tiles = import_module("dash_attn.backends.hopper.ranks").backward_tiles(*self.dims)
         return Problem(self.mask, rows, rows, *tiles, kv_heads, q_heads // kv_heads, self.batch, self.head_offset)
 
-    def rows_of(self, device: int) -> Tensor:
-        return torch.from_numpy(self.sharding.rows_of(device).copy()).long()
+    def rows_of(self, rank: int) -> Tensor:
+        return torch.from_numpy(self.sharding.rows_of(rank).copy()).long()
 
     @property
     def plan(self) -> Plan:
@@ -71,7 +71,7 @@ def shared_of(case: Case) -> SharedSchedule:
 
 @dataclass
 class Played:
-    """The whole sequence's dQ, dK and dV, and what the devices did."""
+    """The whole sequence's dQ, dK and dV, and what the ranks did."""
 
     gradients: list[Tensor]
     backwards: list[Any]
@@ -79,16 +79,16 @@ class Played:
 
 
 def play_forward(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the whole sequence, each device with its own rows."""
+    """Output and LSE of the whole sequence, each rank with its own rows."""
     out, lse = (
         q.new_full((*q.shape[:3], v.shape[-1]), torch.nan),
         q.new_full((len(q), q.shape[2], q.shape[1]), torch.nan, dtype=torch.float32),
     )
-    for device in range(case.sharding.ranks):
-        mine = case.rows_of(device).to(q.device)
+    for rank in range(case.sharding.ranks):
+        mine = case.rows_of(rank).to(q.device)
         forward = import_module("dash_attn.backends.hopper.ranks").forward
         own = Call(q[:, mine], k, v, case.options, sinks=sinks)
-        out[:, mine], lse[:, :, mine] = forward(own, case.problem, case.sharding, device)
+        out[:, mine], lse[:, :, mine] = forward(own, case.problem, case.sharding, rank)
     return out, lse
 
 
@@ -110,7 +110,7 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def play_devices(
+def play_ranks(
     case: Case,
     inputs: tuple[Tensor, ...],
     gathers: int = 1,
@@ -120,18 +120,18 @@ def play_devices(
     units: Iterable[Unit] | None = None,
     overlap: bool = False,
 ) -> Played:
-    """One process plays all devices. inputs: dout, q, k, v, out and LSE of the whole sequence.
+    """One process plays all ranks. inputs: dout, q, k, v, out and LSE of the whole sequence.
 
     gathers: tensors in which keys come. change: of the states before each unit. made: told of memory. units: in another order.
     """
     dout, q, k, v, out, lse = inputs
     shared, plan, sharding = case.shared, case.plan, case.sharding
-    rows = [case.rows_of(device).to(q.device) for device in range(sharding.ranks)]
+    rows = [case.rows_of(rank).to(q.device) for rank in range(sharding.ranks)]
     backwards = []
-    for device, mine in enumerate(rows):
+    for rank, mine in enumerate(rows):
         of_rows = [None if x is None else made("rows", x[:, :, mine].contiguous()) for x in (lse, dlse)]
         own = dout[:, mine], q[:, mine], out[:, mine]
-        backward = calls().RankBackward(plan, shared, device, case.options, own, of_rows, overlap)
+        backward = calls().RankBackward(plan, shared, rank, case.options, own, of_rows, overlap)
         for some in torch.arange(case.heads[1]).chunk(gathers):
             first, end = int(some[0]), int(some[-1]) + 1
             backward.take_keys(k[:, :, first:end], v[:, :, first:end], first)
