@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,11 +149,11 @@ def _package(name: str, module: str) -> list[Candidate]:
     return [package.candidate(name, False), package.candidate(f"{name} deterministic", True)]
 
 
-class Package:
+class Package(NamedTuple):
     """The two functions of a package: of rows, and of packed tokens."""
 
-    def __init__(self, of_rows: Callable[..., Any], of_tokens: Callable[..., Any] | None) -> None:
-        self.of_rows, self.of_tokens = of_rows, of_tokens
+    of_rows: Callable[..., Any]
+    of_tokens: Callable[..., Any] | None
 
     def candidate(self, name: str, deterministic: bool) -> Candidate:
         passes = ("backward",) if deterministic else PASSES

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -156,9 +156,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     jobs = [Job(dim, name, chosen) for dim in dims for name, of_name in SWEEP[dim].items() for chosen in of_name]
     # The same kernels on no memory: no length decides them.
     launches = [one for job in jobs for one in job.launches((1, 256, 1), Causal(), partial(torch.empty, dtype=BF16, device="meta"))]
-    kernels = {(launch.kernel, str(launch.constants), launch.tile): launch for launch in launches}
-    longest_first = sorted(kernels.values(), key=lambda launch: launch.kernel != "gradients")
-    troubles = compile_all(longest_first, arguments.processes)
+    troubles = compile_all(distinct(launches), arguments.processes)
     rows, failures = measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats)
     limits = limits_of(json.loads(arguments.limits.read_text(encoding="utf-8"))["rows"]) if arguments.limits else {}
     architecture, chosen = architecture_of(DEVICE), choose_tiles(jobs, rows, limits)
@@ -254,7 +252,7 @@ def compile_one(launch: Launch) -> str | None:
 def compile_all(launches: list[Launch], processes: int) -> list[str]:
     """By the current GPU, of which each process makes a context. What cannot be compiled, and why."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return [trouble for trouble in pool.map(compile_one, map(without_memory, launches), chunksize=1) if trouble]
+        return [trouble for trouble in pool.map(compile_one, launches, chunksize=1) if trouble]
 
 
 def without_memory(launch: Launch) -> Launch:
@@ -263,25 +261,23 @@ def without_memory(launch: Launch) -> Launch:
     return replace(launch, numbers=given)
 
 
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """Each kernel once, on no memory; those that take longest to compile first."""
+    found: dict[Any, Launch] = {}
+    for launch in map(without_memory, launches):
+        dtypes = tuple(str(value) for value in launch.numbers.values() if value is None or isinstance(value, torch.dtype))
+        found.setdefault((launch.kernel, str(launch.constants), launch.tile, dtypes), launch)
+    return sorted(found.values(), key=lambda launch: (-launch.constants.get("BLOCK_DIM", 0), launch.kernel != "gradients"))
+
+
 def warm(arguments: argparse.Namespace) -> int:
     """Compiles side by side what tests, checks, times and sweeps will ask for one by one."""
-    launches = launches_to_warm(architecture_of(DEVICE))
+    with patch.object(passes, "architecture_of", return_value=architecture_of(DEVICE)):
+        launches = distinct(launch for call in calls() for launch in every_launch(call))
     began = time.perf_counter()
     failed = compile_all(launches, arguments.processes)
     print(f"{len(launches)} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} cannot: {failed[:5]}")
     return 0
-
-
-def launches_to_warm(architecture: str) -> list[Launch]:
-    """Each kernel once, those that take longest to compile first."""
-    found: dict[Any, Launch] = {}
-    with patch.object(passes, "architecture_of", return_value=architecture):
-        for call in calls():
-            for launch in every_launch(call):
-                numbers = without_memory(launch).numbers.values()
-                dtypes = tuple(str(value) for value in numbers if value is None or isinstance(value, torch.dtype))
-                found.setdefault((launch.kernel, str(launch.constants), launch.tile, dtypes), launch)
-    return sorted(found.values(), key=lambda launch: -launch.constants.get("BLOCK_DIM", 0))
 
 
 def every_launch(call: passes.Passes) -> Iterator[Launch]:

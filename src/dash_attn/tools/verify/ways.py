@@ -23,7 +23,7 @@ from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import documents_in, rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
-from ...masks import Causal, Full, Mask, Window
+from ...masks import Causal, Full, Window
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from .cases import DTYPES, Case, Extras, Inputs, Results, attend, poisoned_memory, results_of
@@ -40,8 +40,9 @@ def can_decode(case: Case, device: str) -> bool:
     return alone and (device == "cpu" or case.head_dim % 8 == 0)
 
 
-def through_caches(case: Case, inputs: Inputs, plain: Results, sinks: Tensor | None = None) -> Iterator[tuple[str, Results]]:
+def through_caches(case: Case, inputs: Inputs, plain: Results, extras: Extras | None = None) -> Iterator[tuple[str, Results]]:
     """What each kind of cache gives, in words and in bits, with the gradients of `plain`."""
+    sinks = None if extras is None else extras.sinks
     for page_size in PAGE_SIZES:
         with poisoned_memory(), torch.no_grad():
             out, lse = _Decoding(case, inputs, page_size, sinks).run()
@@ -82,7 +83,10 @@ class _Decoding:
         self.caches = [torch.full((columns * count + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(self.device) for x in self._keys]
         dealt = torch.arange(columns * count, 0, -1, dtype=torch.int32).view(columns, count).t().contiguous()
         self.places = {"block_table": dealt} if self.page_size else {"cache_batch_idx": dealt[:, 0].contiguous()}
-        self.options = {**_mask_arguments(self.case.read_mask()), "sinks": self.sinks, "return_softmax_lse": True}
+        mask = self.case.read_mask()
+        window = (mask.left, 0) if isinstance(mask, Window) else (-1, -1)
+        self.options = {"causal": isinstance(mask, (Causal, Window)), "window_size": window}
+        self.options |= {"sinks": self.sinks, "return_softmax_lse": True}
 
     @property
     def _keys(self) -> tuple[Tensor, Tensor]:
@@ -130,12 +134,6 @@ class _Decoding:
         return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self._keys), strict=True))
 
 
-def _mask_arguments(mask: Mask) -> dict[str, Any]:
-    if isinstance(mask, Window):
-        return {"causal": True, "window_size": (mask.left, 0)}
-    return {"causal": isinstance(mask, Causal)}
-
-
 def name_of(ranks: Sequence[int]) -> str:
     """The guarantee as a certificate reports it: no more ranks than were played."""
     return f"{CONTEXT_PARALLEL_INVARIANT} ({', '.join(map(str, ranks))} ranks)"
@@ -181,7 +179,7 @@ def _play(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None)
 
 def _alone(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None) -> Results:
     """One rank shares nothing, and plans nothing to share."""
-    return attend(inputs, case.read_mask(), case.schedule, partial(context_parallel_attention, sharding=sharding), extras)
+    return attend(case, inputs, partial(context_parallel_attention, sharding=sharding), extras)
 
 
 def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
@@ -193,7 +191,7 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
     for rank in range(ranks):
         own, rows = torch.zeros_like(dout), rows_of(sharding, rank, dout.device)
         own[:, rows] = dout[:, rows]
-        found = attend(Inputs(q, k, v, own), case.read_mask(), case.schedule)
+        found = attend(case, Inputs(q, k, v, own))
         dk += found.dk
         dv += found.dv
     return plain._replace(dk=dk.to(plain.dk.dtype), dv=dv.to(plain.dv.dtype))
