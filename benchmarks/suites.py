@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -234,7 +234,4 @@ SUITES: dict[str, Shapes] = {
 FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds per shape: not in the short ones
 EQUAL_HEADS_SUITES = ("ranks",)
 DECODE_SUITES = ("decode",)  # of caches: a forward only, and other candidates
-
-
-def choose(name: str, seqlens: Numbers = None, head_dims: Numbers = None, masks: tuple[str, ...] | None = None) -> list[Shape]:
-    return chosen(SUITES, name, seqlens, head_dims, masks)
+choose = partial(chosen, SUITES)

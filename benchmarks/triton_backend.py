@@ -151,11 +151,15 @@ class Job(NamedTuple):
             return passes.gradient_launches(call, out, passes.RowValues(-lse.abs() - 20, delta), (dq, dk, dv))
 
 
+Jobs = dict[tuple[int, str], list[Job]]  # by head dim and direction
+
+
 def sweep(arguments: argparse.Namespace) -> int:
     dims = arguments.head_dims or tuple(SWEEP)
-    jobs = [Job(dim, name, chosen) for dim in dims for name, of_name in SWEEP[dim].items() for chosen in of_name]
+    jobs = {(dim, name): [Job(dim, name, one) for one in listed] for dim in dims for name, listed in SWEEP[dim].items()}
     # The same kernels on no memory: no length decides them.
-    launches = [one for job in jobs for one in job.launches((1, 256, 1), Causal(), partial(torch.empty, dtype=BF16, device="meta"))]
+    memory = partial(torch.empty, dtype=BF16, device="meta")
+    launches = (launch for some in jobs.values() for job in some for launch in job.launches((1, 256, 1), Causal(), memory))
     troubles = compile_all(distinct(launches), arguments.processes)
     rows, failures = measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats)
     limits = limits_of(json.loads(arguments.limits.read_text(encoding="utf-8"))["rows"]) if arguments.limits else {}
@@ -173,15 +177,14 @@ def sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_tiles(jobs: list[Job], lengths: tuple[int, ...], repeats: int) -> tuple[list[Row], dict[str, str]]:
+def measure_tiles(jobs: Jobs, lengths: tuple[int, ...], repeats: int) -> tuple[list[Row], dict[str, str]]:
     """A row for each direction, head dim, length and mask; and the tiles that cannot run, with the reason."""
     rows: list[Row] = []
     failures: dict[str, str] = {}
     memory = partial(torch.randn, device=DEVICE, dtype=BF16)
-    places = dict.fromkeys((job.dim, job.name) for job in jobs)
-    for (dim, name), length, mask in product(places, lengths, (Causal(), Full())):
+    for (dim, name), length, mask in product(jobs, lengths, (Causal(), Full())):
         times: dict[str, float] = {}
-        for job in (job for job in jobs if (job.dim, job.name) == (dim, name)):
+        for job in jobs[dim, name]:
             what = f"{dim} {name} {job.key}"
             if what in failures:
                 continue
@@ -196,13 +199,13 @@ def measure_tiles(jobs: list[Job], lengths: tuple[int, ...], repeats: int) -> tu
     return rows, failures
 
 
-def choose_tiles(jobs: list[Job], rows: list[Row], limits: Limits) -> list[Job]:
+def choose_tiles(jobs: Jobs, rows: list[Row], limits: Limits) -> list[Job]:
     """Of the tiles that ran everywhere: those that keep most limits (milliseconds, see `limits_of`), then by the geometric mean over
     lengths and masks; the first listed of equals."""
     chosen = []
-    for dim, name in dict.fromkeys((row["dim"], row["pass"]) for row in rows):
-        of_pass = [row for row in rows if (row["dim"], row["pass"]) == (dim, name)]
-        able = [job for job in jobs if (job.dim, job.name) == (dim, name) and all(job.key in row["ms"] for row in of_pass)]
+    for place, some in jobs.items():
+        of_pass = [row for row in rows if (row["dim"], row["pass"]) == place]
+        able = [job for job in some if all(job.key in row["ms"] for row in of_pass)]
 
         def cost(job: Job, of_pass: list[Row] = of_pass) -> tuple[int, float]:
             missed = sum(row["ms"][job.key] > limits.get(place_of(row), inf) for row in of_pass)

@@ -68,8 +68,8 @@ def test_numbers_in_words(numbers: list[int], text: str) -> None:
 def test_every_misuse_says_what_is_allowed(call: str) -> None:
     found = errors_page.outcome(call)
     assert found is not None
-    assert 15 < len(found.message) < 300  # a sentence, not a dump of a tensor
-    assert found.error in {
+    assert 15 < len(str(found)) < 300  # a sentence, not a dump of a tensor
+    assert type(found).__name__ in {
         "ValueError",
         "TypeError",
         "Unsupported",

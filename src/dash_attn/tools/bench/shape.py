@@ -228,11 +228,11 @@ class Suite:
     heads: tuple[tuple[int, int], ...] = ()  # query and KV heads; none: as many as make heads x head dim 2048
 
     def shapes(self) -> list[Shape]:
-        made = []
-        for head_dim, mask, seqlen in product(self.head_dims, self.masks, self.seqlens):
-            for q_heads, kv_heads in self.heads or ((2048 // head_dim,) * 2,):
-                made.append(Shape(mask, seqlen, max(1, TOKENS // seqlen), q_heads, kv_heads, head_dim))
-        return made
+        return [
+            Shape(mask, seqlen, max(1, TOKENS // seqlen), *heads, head_dim)
+            for head_dim, mask, seqlen in product(self.head_dims, self.masks, self.seqlens)
+            for heads in self.heads or ((2048 // head_dim,) * 2,)
+        ]
 
     def chosen(self, name: str, seqlens: Numbers, head_dims: Numbers, masks: tuple[str, ...] | None) -> list[Shape]:
         """The lists replace those of the grid."""

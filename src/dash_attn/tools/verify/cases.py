@@ -210,7 +210,3 @@ def sha256(tensors: Iterable[Tensor]) -> str:
     for x in tensors:
         digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def hashes(results: Results) -> dict[str, str]:
-    return {name: sha256([x]) for name, x in results.named.items()}

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -41,7 +42,6 @@ def other_work(device: str) -> Iterator[None]:
     # Every thread has a current device of its own.
     prepare = partial(_gpu_work, torch.cuda.current_device()) if device == "cuda" else _cpu_work
     stop, begun = threading.Event(), [threading.Event() for _ in range(WORKERS)]
-    failures: list[BaseException] = []
 
     def run(ready: threading.Event) -> None:
         try:
@@ -49,21 +49,18 @@ def other_work(device: str) -> Iterator[None]:
             while not stop.is_set():
                 once()
                 ready.set()
-        except BaseException as error:
-            failures.append(error)
+        finally:
             ready.set()
 
-    threads = [threading.Thread(target=run, args=(ready,), daemon=True) for ready in begun]
-    for thread in threads:
-        thread.start()
-    try:
-        if not all(ready.wait(PATIENCE) for ready in begun):
-            raise RuntimeError("the other work has not begun")
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        running = [pool.submit(run, ready) for ready in begun]
+        try:
+            if not all(ready.wait(PATIENCE) for ready in begun):
+                raise RuntimeError("the other work has not begun")
+            yield
+        finally:
+            stop.set()
+    failures = [error for one in running if (error := one.exception()) is not None]
     if failures:
         raise RuntimeError(f"the other work failed, so nothing ran beside it: {failures[0]}") from failures[0]
 

@@ -7,7 +7,7 @@ Its sequence on several ranks: one process plays them all, on the backend under 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -73,24 +73,17 @@ class _Decoding:
     inputs: Inputs
     page_size: int
     sinks: Tensor | None
-    caches: list[Tensor] = field(init=False)
-    places: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.device = self.inputs[0].device
+        self.device, self.keys = self.inputs[0].device, (self.inputs[1].detach(), self.inputs[2].detach())
         count, slots = self.case.batch, self.case.seqlen + 5
         columns, size = (-(-slots // self.page_size), self.page_size) if self.page_size else (1, slots)
-        self.caches = [torch.full((columns * count + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(self.device) for x in self._keys]
+        self.caches = [torch.full((columns * count + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(self.device) for x in self.keys]
         dealt = torch.arange(columns * count, 0, -1, dtype=torch.int32).view(columns, count).t().contiguous()
         self.places = {"block_table": dealt} if self.page_size else {"cache_batch_idx": dealt[:, 0].contiguous()}
         mask = self.case.read_mask()
         window = (mask.left, 0) if isinstance(mask, Window) else (-1, -1)
-        self.options = {"causal": isinstance(mask, (Causal, Window)), "window_size": window}
-        self.options |= {"sinks": self.sinks, "return_softmax_lse": True}
-
-    @property
-    def _keys(self) -> tuple[Tensor, Tensor]:
-        return self.inputs[1].detach(), self.inputs[2].detach()
+        self.options: dict[str, Any] = {"causal": isinstance(mask, (Causal, Window)), "window_size": window, "sinks": self.sinks}
 
     def run(self) -> tuple[Tensor, Tensor]:
         q, case = self.inputs[0].detach(), self.case
@@ -121,17 +114,17 @@ class _Decoding:
         k_cache, v_cache = self.caches
         places: dict[str, Any] = {name: values[chosen].to(self.device) for name, values in self.places.items()}
         places["cache_seqlens"] = torch.tensor(kept, dtype=torch.int32, device=self.device)
-        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **places, **self.options)
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **places, **self.options, return_softmax_lse=True)
         return out, lse
 
     def _kept_and_new(self, chosen: list[int], done: list[int], count: int) -> tuple[list[int], dict[str, Any]]:
         """Lengths before the call, and what it appends: with a full mask all keys, before any query."""
         if not isinstance(self.case.read_mask(), Full):
-            new = (torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self._keys)
+            new = (torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self.keys)
             return done, dict(zip("kv", new, strict=True))
         if any(done):
             return [self.case.seqlen] * len(chosen), {}
-        return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self._keys), strict=True))
+        return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self.keys), strict=True))
 
 
 def name_of(ranks: Sequence[int]) -> str:
