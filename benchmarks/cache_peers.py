@@ -50,10 +50,6 @@ def caches(shape: Shape, tensors: Tensors) -> list[Cache]:
     lengths = torch.full((shape.batch,), shape.seqlen, dtype=torch.int32, device=tensors.k.device)
     if not shape.page_size:
         return [Cache(tensors.k.clone(), tensors.v.clone(), lengths) for _ in range(count)]
-    return [_paged(shape, tensors, lengths) for _ in range(count)]
-
-
-def _paged(shape: Shape, tensors: Tensors, lengths: Tensor) -> Cache:
     columns = -(-shape.seqlen // shape.page_size)
     order = torch.randperm(shape.batch * columns, generator=torch.Generator().manual_seed(0)).to(tensors.k.device)
 
@@ -62,7 +58,7 @@ def _paged(shape: Shape, tensors: Tensors, lengths: Tensor) -> Cache:
         pages = filled.reshape(len(order), shape.page_size, *x.shape[2:])
         return torch.empty_like(pages).index_copy_(0, order, pages)
 
-    return Cache(stored(tensors.k), stored(tensors.v), lengths, order.view(shape.batch, columns).int())
+    return [Cache(stored(tensors.k), stored(tensors.v), lengths, order.view(shape.batch, columns).int()) for _ in range(count)]
 
 
 def in_turn(attend: Callable[[Cache], Tensor], copies: Iterable[Cache]) -> Runner:
@@ -102,10 +98,9 @@ def _with_each_copy(attend: Callable[[Shape, Tensors, Cache], Tensor], shape: Sh
     return in_turn(partial(attend, shape, tensors), caches(shape, tensors))
 
 
-def _ours(shape: Shape, tensors: Tensors, cache: Cache) -> Tensor:
+def _ours(shape: Shape, tensors: Tensors, cache: Cache) -> Any:
     options: dict[str, Any] = {"causal": not shape.attended.is_full, "window_size": window_of(shape)}
-    out: Tensor = flash_attn_with_kvcache(tensors.q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, **options)
-    return out
+    return flash_attn_with_kvcache(tensors.q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, **options)
 
 
 # ---- PyTorch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,10 +63,8 @@ def equal_heads(backend: str = "auto") -> Candidate:
 
         return replace(made, folded=folded)
 
-    def refuses(shape: Shape) -> str | None:
-        return None if shape.group > 1 else f"its heads are equal already: see {OURS}"
-
-    return Candidate(EQUAL_HEADS, prepare, True, ("backward",), refuses=refuses)
+    needless = f"its heads are equal already: see {OURS}"
+    return Candidate(EQUAL_HEADS, prepare, True, ("backward",), refuses=lambda shape: None if shape.group > 1 else needless)
 
 
 # ---- PyTorch
@@ -149,11 +147,11 @@ def _package(name: str, module: str) -> list[Candidate]:
     return [package.candidate(name, False), package.candidate(f"{name} deterministic", True)]
 
 
-class Package:
+class Package(NamedTuple):
     """The two functions of a package: of rows, and of packed tokens."""
 
-    def __init__(self, of_rows: Callable[..., Any], of_tokens: Callable[..., Any] | None) -> None:
-        self.of_rows, self.of_tokens = of_rows, of_tokens
+    of_rows: Callable[..., Any]
+    of_tokens: Callable[..., Any] | None
 
     def candidate(self, name: str, deterministic: bool) -> Candidate:
         passes = ("backward",) if deterministic else PASSES
@@ -233,10 +231,9 @@ def attention_of(shape: Shape, device: torch.device, attend: Callable[..., Any])
     if cap:
         options["score_mod"] = lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
         if not sinks:
-            out: Tensor = attend(q, k, v, **options)
-            return out
+            return attend(q, k, v, **options)
         out, more = attend(q, k, v, return_aux=AuxRequest(lse=True), **options)
         share = torch.sigmoid(more.lse - sinks[0].float()[:, None])  # of the softmax that the sink leaves to the keys
         return (out * share[..., None]).to(q.dtype)

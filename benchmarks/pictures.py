@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from dash_attn.tools.bench.candidates import CUDNN, EQUAL_HEADS, OURS, UNORDERED, is_ours
 from dash_attn.tools.bench.report import Results, Row, kind, shape_of, unique
-from dash_attn.tools.calibrate.pictures import GRID, OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
+from dash_attn.tools.calibrate.pictures import OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
 from dash_attn.viewing.style import INK
 
 from .result_files import case_names, is_schedule, schedule_name
@@ -99,8 +99,7 @@ class Lines(NamedTuple):
                 axes.plot(*zip(*points, strict=True), **style)
         axes.set_xticks(range(len(seqlens)), [thousands(n) for n in seqlens])
         axes.margins(x=0.05)
-        axes.grid(axis="y", color=GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
+        axes.grid(axis="y")
 
 
 # ---- ours and the peers, relative to cuDNN
@@ -272,8 +271,7 @@ def _dots(rows: list[Row], measures: dict[str, Callable[[Row], float]], size: tu
             axes.scatter([value(row) for row in mine], heights, label=None if number else name, **dot_style(name, names))
         axes.set_xlim(0, 1.05 * axes.dataLim.x1)  # room for half a dot
         axes.tick_params(axis="y", length=0)
-        axes.grid(color=GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
+        axes.grid()
         axes.set_xlabel(label)
     figure.text(0.012, 1 - 0.12 / height, texts[0], size=16, weight="bold", va="top")
     figure.text(0.012, 1 - 0.55 / height, texts[1], size=12, va="top")

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -160,12 +160,12 @@ class Cases:
 
     def chosen(self, name: str, seqlens: Numbers, head_dims: Numbers, masks: tuple[str, ...] | None) -> list[Shape]:
         """The lists keep the cases that fit."""
-        fits: list[Callable[[Shape], bool]] = [
-            lambda shape: not seqlens or shape.seqlen in seqlens,
-            lambda shape: not head_dims or shape.head_dim in head_dims,
-            lambda shape: not masks or shape.mask.partition(":")[0] in masks,
-        ]
-        found = [shape for shape in self.cases if all(fit(shape) for fit in fits)]
+
+        def fits(shape: Shape) -> bool:
+            each = (seqlens, shape.seqlen), (head_dims, shape.head_dim), (masks, shape.mask.partition(":")[0])
+            return all(not wanted or one in wanted for wanted, one in each)
+
+        found = list(filter(fits, self.cases))
         if not found:
             known = sorted({shape.mask.partition(":")[0] for shape in self.cases})
             raise ValueError(f"no case of suite {name} has these lengths, head dims and masks; its masks are {', '.join(known)}")
@@ -234,7 +234,4 @@ SUITES: dict[str, Shapes] = {
 FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds per shape: not in the short ones
 EQUAL_HEADS_SUITES = ("ranks",)
 DECODE_SUITES = ("decode",)  # of caches: a forward only, and other candidates
-
-
-def choose(name: str, seqlens: Numbers = None, head_dims: Numbers = None, masks: tuple[str, ...] | None = None) -> list[Shape]:
-    return chosen(SUITES, name, seqlens, head_dims, masks)
+choose = partial(chosen, SUITES)

@@ -50,15 +50,9 @@ LEDGERS = ("none", "default", "detail")  # the last, which is slow, only beside 
 Attend = Callable[..., Tensor]
 
 
-# Whether all of PyTorch is deterministic.
-VARIANTS = {
-    "dash_attn, deterministic": True,
-    "cuDNN": False,
-    "PyTorch flash": False,
-    "PyTorch flash, deterministic": True,
-    "FlashAttention-4": False,
-    "FlashAttention-4, deterministic": True,
-}
+# Their names tell whether all of PyTorch is deterministic.
+PEERS = ("PyTorch flash", "PyTorch flash, deterministic", "FlashAttention-4", "FlashAttention-4, deterministic")
+VARIANTS = ("dash_attn, deterministic", "cuDNN", *PEERS)
 
 
 def attention_of(name: str, deterministic: bool) -> Attend:
@@ -136,7 +130,7 @@ def neighbours(folder: Path, settings: dict[str, Any], attend: Attend, determini
 
 
 def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    deterministic, is_ours = VARIANTS[name], name.startswith("dash_attn")
+    deterministic, is_ours = name.endswith(", deterministic"), name.startswith("dash_attn")
     ledgers = LEDGERS if is_ours else LEDGERS[:2]
     try:
         attend = attention_of(name, deterministic)
@@ -197,7 +191,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--size", type=int, help="sequences per micro-batch: with more, a slow host bounds less")
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ledger-step", action="store_true", help="what one step of a ledger costs, and nothing else")
     arguments = parser.parse_args()

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -151,14 +151,16 @@ class Job(NamedTuple):
             return passes.gradient_launches(call, out, passes.RowValues(-lse.abs() - 20, delta), (dq, dk, dv))
 
 
+Jobs = dict[tuple[int, str], list[Job]]  # by head dim and direction
+
+
 def sweep(arguments: argparse.Namespace) -> int:
     dims = arguments.head_dims or tuple(SWEEP)
-    jobs = [Job(dim, name, chosen) for dim in dims for name, of_name in SWEEP[dim].items() for chosen in of_name]
+    jobs = {(dim, name): [Job(dim, name, one) for one in listed] for dim in dims for name, listed in SWEEP[dim].items()}
     # The same kernels on no memory: no length decides them.
-    launches = [one for job in jobs for one in job.launches((1, 256, 1), Causal(), partial(torch.empty, dtype=BF16, device="meta"))]
-    kernels = {(launch.kernel, str(launch.constants), launch.tile): launch for launch in launches}
-    longest_first = sorted(kernels.values(), key=lambda launch: launch.kernel != "gradients")
-    troubles = compile_all(longest_first, arguments.processes)
+    memory = partial(torch.empty, dtype=BF16, device="meta")
+    launches = (launch for some in jobs.values() for job in some for launch in job.launches((1, 256, 1), Causal(), memory))
+    troubles = compile_all(distinct(launches), arguments.processes)
     rows, failures = measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats)
     limits = limits_of(json.loads(arguments.limits.read_text(encoding="utf-8"))["rows"]) if arguments.limits else {}
     architecture, chosen = architecture_of(DEVICE), choose_tiles(jobs, rows, limits)
@@ -175,15 +177,14 @@ def sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_tiles(jobs: list[Job], lengths: tuple[int, ...], repeats: int) -> tuple[list[Row], dict[str, str]]:
+def measure_tiles(jobs: Jobs, lengths: tuple[int, ...], repeats: int) -> tuple[list[Row], dict[str, str]]:
     """A row for each direction, head dim, length and mask; and the tiles that cannot run, with the reason."""
     rows: list[Row] = []
     failures: dict[str, str] = {}
     memory = partial(torch.randn, device=DEVICE, dtype=BF16)
-    places = dict.fromkeys((job.dim, job.name) for job in jobs)
-    for (dim, name), length, mask in product(places, lengths, (Causal(), Full())):
+    for (dim, name), length, mask in product(jobs, lengths, (Causal(), Full())):
         times: dict[str, float] = {}
-        for job in (job for job in jobs if (job.dim, job.name) == (dim, name)):
+        for job in jobs[dim, name]:
             what = f"{dim} {name} {job.key}"
             if what in failures:
                 continue
@@ -198,13 +199,13 @@ def measure_tiles(jobs: list[Job], lengths: tuple[int, ...], repeats: int) -> tu
     return rows, failures
 
 
-def choose_tiles(jobs: list[Job], rows: list[Row], limits: Limits) -> list[Job]:
+def choose_tiles(jobs: Jobs, rows: list[Row], limits: Limits) -> list[Job]:
     """Of the tiles that ran everywhere: those that keep most limits (milliseconds, see `limits_of`), then by the geometric mean over
     lengths and masks; the first listed of equals."""
     chosen = []
-    for dim, name in dict.fromkeys((row["dim"], row["pass"]) for row in rows):
-        of_pass = [row for row in rows if (row["dim"], row["pass"]) == (dim, name)]
-        able = [job for job in jobs if (job.dim, job.name) == (dim, name) and all(job.key in row["ms"] for row in of_pass)]
+    for place, some in jobs.items():
+        of_pass = [row for row in rows if (row["dim"], row["pass"]) == place]
+        able = [job for job in some if all(job.key in row["ms"] for row in of_pass)]
 
         def cost(job: Job, of_pass: list[Row] = of_pass) -> tuple[int, float]:
             missed = sum(row["ms"][job.key] > limits.get(place_of(row), inf) for row in of_pass)
@@ -254,7 +255,7 @@ def compile_one(launch: Launch) -> str | None:
 def compile_all(launches: list[Launch], processes: int) -> list[str]:
     """By the current GPU, of which each process makes a context. What cannot be compiled, and why."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return [trouble for trouble in pool.map(compile_one, map(without_memory, launches), chunksize=1) if trouble]
+        return [trouble for trouble in pool.map(compile_one, launches, chunksize=1) if trouble]
 
 
 def without_memory(launch: Launch) -> Launch:
@@ -263,25 +264,23 @@ def without_memory(launch: Launch) -> Launch:
     return replace(launch, numbers=given)
 
 
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """Each kernel once, on no memory; those that take longest to compile first."""
+    found: dict[Any, Launch] = {}
+    for launch in map(without_memory, launches):
+        dtypes = tuple(str(value) for value in launch.numbers.values() if value is None or isinstance(value, torch.dtype))
+        found.setdefault((launch.kernel, str(launch.constants), launch.tile, dtypes), launch)
+    return sorted(found.values(), key=lambda launch: (-launch.constants.get("BLOCK_DIM", 0), launch.kernel != "gradients"))
+
+
 def warm(arguments: argparse.Namespace) -> int:
     """Compiles side by side what tests, checks, times and sweeps will ask for one by one."""
-    launches = launches_to_warm(architecture_of(DEVICE))
+    with patch.object(passes, "architecture_of", return_value=architecture_of(DEVICE)):
+        launches = distinct(launch for call in calls() for launch in every_launch(call))
     began = time.perf_counter()
     failed = compile_all(launches, arguments.processes)
     print(f"{len(launches)} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} cannot: {failed[:5]}")
     return 0
-
-
-def launches_to_warm(architecture: str) -> list[Launch]:
-    """Each kernel once, those that take longest to compile first."""
-    found: dict[Any, Launch] = {}
-    with patch.object(passes, "architecture_of", return_value=architecture):
-        for call in calls():
-            for launch in every_launch(call):
-                numbers = without_memory(launch).numbers.values()
-                dtypes = tuple(str(value) for value in numbers if value is None or isinstance(value, torch.dtype))
-                found.setdefault((launch.kernel, str(launch.constants), launch.tile, dtypes), launch)
-    return sorted(found.values(), key=lambda launch: -launch.constants.get("BLOCK_DIM", 0))
 
 
 def every_launch(call: passes.Passes) -> Iterator[Launch]:

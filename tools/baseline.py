@@ -257,11 +257,6 @@ def differences(found: list[str], recorded: list[str]) -> list[str]:
     return [f"{name}: {was.get(name, 'nothing')} became {now.get(name, 'nothing')}" for name in names if was.get(name) != now.get(name)]
 
 
-def surroundings(kind: str) -> str:
-    where = torch.cuda.get_device_name() if kind == "h200" else platform.machine()
-    return f"# PyTorch {torch.__version__}, {where}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=("orders", *CALLS))
@@ -273,7 +268,8 @@ def main() -> int:
     file = arguments.file or FILES[arguments.kind]
     found = lines_of(arguments.kind, arguments.source, arguments.jobs)
     if arguments.write:
-        head = [] if arguments.kind == "orders" else [surroundings(arguments.kind)]
+        where = torch.cuda.get_device_name() if arguments.kind == "h200" else platform.machine()
+        head = [] if arguments.kind == "orders" else [f"# PyTorch {torch.__version__}, {where}"]
         file.write_text("\n".join([*head, *found]) + "\n")
         print(f"{len(found)} lines in {file}")
         return 0

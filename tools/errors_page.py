@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,11 +21,6 @@ from page_parts import cells, code, row
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
 
-class Outcome(NamedTuple):
-    error: str  # name of the exception
-    message: str
-
-
 def namespace() -> dict[str, Any]:
     """What calls find: our names, and what the first block of code on the page prepares."""
     names: dict[str, Any] = {name: getattr(dash_attn, name) for name in dash_attn.__all__}
@@ -36,12 +31,12 @@ def namespace() -> dict[str, Any]:
     return names
 
 
-def outcome(call: str) -> Outcome | None:
+def outcome(call: str) -> Exception | None:
     """What the call raises; None if it raises nothing."""
     try:
         exec(call, namespace())
     except Exception as error:
-        return Outcome(type(error).__name__, str(error))
+        return error
     return None
 
 
@@ -70,4 +65,4 @@ def _filled(line: str) -> str:
         return row([entry[0], code(str(eval(call, namespace())))])
     found = outcome(call)
     assert found is not None, f"{call} raises nothing"
-    return row([entry[0], f"{found.error}: {' '.join(found.message.split())}", entry[2]])
+    return row([entry[0], f"{type(found).__name__}: {' '.join(str(found).split())}", entry[2]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import count, takewhile
 
 
 def code(text: str) -> str:
@@ -31,17 +32,11 @@ def cells(line: str) -> list[str]:
 
 def numbers_in_words(numbers: Sequence[int]) -> str:
     """Ascending numbers, evenly spaced stretches of four and more as "8 to 256 in steps of 8"."""
-    parts, first = [], 0
-    while first < len(numbers):
-        last = first
-        while last + 2 < len(numbers) and numbers[last + 2] - numbers[last + 1] == numbers[first + 1] - numbers[first]:
-            last += 1
-        last = min(last + 1, len(numbers) - 1)
-        if last - first < 3:
-            parts.append(str(numbers[first]))
-            first += 1
-        else:
-            step = numbers[first + 1] - numbers[first]
-            parts.append(f"{numbers[first]} to {numbers[last]}" + (f" in steps of {step}" if step > 1 else ""))
-            first = last + 1
+    parts, rest = [], list(numbers)
+    while rest:
+        step = rest[1] - rest[0] if len(rest) > 1 else 1
+        even = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(rest, count(rest[0], step))))
+        long = even > 3
+        parts.append(f"{rest[0]} to {rest[even - 1]}" + (f" in steps of {step}" if step > 1 else "") if long else str(rest[0]))
+        rest = rest[even if long else 1 :]
     return ", ".join(parts) or "none"

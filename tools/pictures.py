@@ -1,4 +1,5 @@
 """The committed pictures of docs/: what draws each, and what each shows. `make pages` draws those again that show something else now.
+And the page docs/tutorial/schedules.md, which draws some: the script beside it, cell by cell, with what each cell prints.
 
 docs/images/shown.txt has a line for each picture: its file, a hash of what its figure shows, and a hash of the file itself.
 Tests draw the figures, without rendering them, and compare. What a figure shows are its texts, and the numbers behind its lines, shapes
@@ -12,6 +13,7 @@ import io
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
@@ -23,12 +25,13 @@ from unittest.mock import patch
 import numpy as np
 
 import call_picture
-import tutorial_page
 from benchmarks import suite
 from dash_attn.cli.main import main
 from dash_attn.viewing import style
 
 DOCS = Path(__file__).parent.parent / "docs"
+TUTORIAL = "tutorial/schedules.md"
+SCRIPT = (DOCS / TUTORIAL).with_suffix(".py")
 LIST = DOCS / "images" / "shown.txt"
 DIGITS = 6  # behind the point of the numbers of a figure: more would be rounding
 SUITE = "python -m benchmarks.suite "  # in the root of the repository
@@ -47,10 +50,35 @@ def run_command(command: str, folder: Path) -> None:
         assert (suite.main if of_suite else main)([*words, *(["--output", str(folder)] if words[0] == "demo" else [])]) == 0, command
 
 
+def tutorial_page(pictures: Path) -> str:
+    """Run every cell, draw the pictures into that directory, and return the page."""
+    namespace: dict[str, Any] = {"__name__": "tutorial", "__file__": str(SCRIPT)}
+    parts = []
+    with patch.object(sys, "argv", [str(SCRIPT), str(pictures)]):
+        for is_text, cell in cells(SCRIPT.read_text(encoding="utf-8")):
+            prose = "\n".join(line.removeprefix("#").removeprefix(" ") for line in cell.splitlines())
+            parts.append(prose if is_text else _code(cell, namespace))
+    return "\n\n".join(parts) + "\n"
+
+
+def cells(source: str) -> list[tuple[bool, str]]:
+    """(whether it is text, content) of every cell; what is before the first one is for those who open the script."""
+    _, *found = re.split(r"^# %%(?=[ \n])", source, flags=re.M)
+    return [(cell.startswith(" [markdown]"), cell.split("\n", 1)[1].strip("\n")) for cell in found]
+
+
+def _code(cell: str, namespace: dict[str, Any]) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(cell, str(SCRIPT), "exec"), namespace)
+    output = printed.getvalue().rstrip()
+    return f"```python\n{cell.strip()}\n```" + (f"\n\n```text\n{output}\n```" if output else "")
+
+
 DRAWINGS: dict[str, Callable[[Path], object]] = {  # by picture, or by the page that has several
     **{f"images/{name}": partial(run_command, command) for name, command in COMMANDS.items()},
     "images/how-a-call-runs.png": lambda folder: call_picture.draw(folder / "how-a-call-runs.png"),
-    "tutorial/schedules.md": tutorial_page.page,
+    TUTORIAL: tutorial_page,
 }
 
 

@@ -27,16 +27,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
 
 
-def import_without_torch() -> None:
-    """These packages import PyTorch in their __init__; what is needed of them does not."""
+if find_spec("torch") is None:  # these packages import PyTorch in their __init__; what is needed of them does not
     for name in ("dash_attn.backends", "dash_attn.backends.hopper"):
-        package = ModuleType(name)
+        sys.modules[name] = package = ModuleType(name)
         package.__path__ = [str(ROOT / "src" / name.replace(".", "/"))]
-        sys.modules[name] = package
-
-
-if find_spec("torch") is None:
-    import_without_torch()
 
 from dash_attn.backends.hopper.driver.compile import (  # noqa: E402
     FOLDER,

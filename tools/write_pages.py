@@ -9,7 +9,6 @@ import errors_page
 import models_page
 import pictures
 import support_page
-import tutorial_page
 from dash_attn.cli.explore import START, answer
 from dash_attn.viewing.explore.server import saved_page
 
@@ -20,14 +19,13 @@ PAGES = {
     "models.md": models_page.page,
     "support.md": support_page.page,
 }
-TUTORIAL = "tutorial/schedules.md"
 
 
 def main() -> None:
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
     with TemporaryDirectory() as folder:
-        (DOCS / TUTORIAL).write_text(tutorial_page.page(Path(folder)), encoding="utf-8")
+        (DOCS / pictures.TUTORIAL).write_text(pictures.tutorial_page(Path(folder)), encoding="utf-8")
     pictures.refresh()
 
 

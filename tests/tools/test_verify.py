@@ -91,7 +91,7 @@ def test_the_command_passes_with_fresh_processes(capsys: pytest.CaptureFixture[s
     ]
     assert entry["guarantees"][5]["detail"] == "2 compared"
     assert len(entry["explain"]["order_hash"]) >= 16
-    results = attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+    results = attend(SMALL_CASE, make_inputs(SMALL_CASE, "cpu"))
     assert entry["sha256"] == {name: sha256([x]) for name, x in zip(NAMES, results, strict=False)}
 
 
@@ -172,7 +172,7 @@ def test_what_changes_under_load_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_fresh_processes_are_compared() -> None:
     test = CaseTest(SMALL_CASE, "cpu", 2)
-    here = attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+    here = attend(SMALL_CASE, make_inputs(SMALL_CASE, "cpu"))
 
     def outcome_of(found: Results) -> Outcome:
         results = dict(zip(PROCESSES, (here, found), strict=True))
@@ -248,7 +248,7 @@ def test_settings_are_restored() -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        attend(make_inputs(SMALL_CASE, "cpu"), SMALL_CASE.read_mask())
+        attend(SMALL_CASE, make_inputs(SMALL_CASE, "cpu"))
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -454,7 +454,7 @@ def test_inputs_are_those_documented_and_the_results_are_attention() -> None:
     draw = torch.randint(-(2**20), 2**20, (4, 1, 400, 1, 16), generator=torch.Generator("cpu").manual_seed(0))
     assert torch.equal(inputs[0], (draw.sum(0).double() / 2**20).float())
     assert sha256(inputs) == "d0c6cb7f6b80cc334059742b0335f99f07c6f927878df4ef089eeea791bb07f5"  # of any machine
-    results = attend(inputs, SMALL_CASE.read_mask())
+    results = attend(SMALL_CASE, inputs)
     out, _ = dense(*(x.double() for x in inputs[:3]), SMALL_CASE.read_mask())
     assert largest_error(results.out, out) < 1e-5
 

@@ -94,7 +94,7 @@ def test_a_gradient_of_the_sinks_that_is_wrong_is_seen(monkeypatch: pytest.Monke
 def test_sinks_and_a_gradient_of_the_lse_matter() -> None:
     """The control: else nothing would have been tested with them."""
     inputs, extras = make_inputs(SMALL_CASE, "cpu"), make_extras(SMALL_CASE, "cpu")
-    plain = attend(inputs, SMALL_CASE.read_mask(), extras=extras)
+    plain = attend(SMALL_CASE, inputs, extras=extras)
     assert plain.dsinks is not None
     (_, found), (_, other) = on_ranks(SMALL_CASE, inputs, [2], extras)
     assert difference(found, plain) is difference(other, plain) is None

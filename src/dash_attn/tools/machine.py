@@ -136,12 +136,7 @@ def _output(command: list[str], folder: Path | None = None, seconds: float = 20)
 
 
 def _versions() -> dict[str, str | None]:
-    return {
-        "python": platform.python_version(),
-        "dash_attn": __version__,
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-    }
+    return {"python": platform.python_version(), "dash_attn": __version__, "torch": str(torch.__version__), "cuda": torch.version.cuda}
 
 
 def is_distributed() -> bool:

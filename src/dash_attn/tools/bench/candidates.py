@@ -120,10 +120,9 @@ def packed(attention: Callable[..., Tensor], shape: Shape, device: torch.device)
     ends = torch.tensor([0, *accumulate(shape.sequences)], dtype=torch.int32, device=device)
     longest = max(shape.sequences)
 
-    def of_rows(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+    def of_rows(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
         tokens = (x.flatten(0, 1) for x in (q, k, v))
-        rows: Tensor = attention(*tokens, ends, longest, *rest).unflatten(0, (shape.batch, shape.seqlen))
-        return rows
+        return attention(*tokens, ends, longest, *rest).unflatten(0, (shape.batch, shape.seqlen))
 
     return of_rows
 
@@ -135,32 +134,27 @@ def ours(schedules: bool, backend: str = "auto") -> list[Candidate]:
     return [_ours(OURS, backend=backend), *unordered, *(_ours(f"{OURS}: {name}", schedule=name, backend=backend) for name in names)]
 
 
-def _ours(name: str, schedule: str = "auto", accumulation: str = "ordered", backend: str = "auto") -> Candidate:
-    chosen: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "backend": backend}
+def _ours(name: str, **chosen: Any) -> Candidate:
+    """chosen: the backend, and what is not as by default."""
 
     def prepare(shape: Shape, tensors: Tensors) -> Runner:
         rest: dict[str, Any] = {**chosen, **({"softcap": shape.softcap} if shape.softcap else {})}
 
-        def of_rows(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-            extra: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
-            out: Tensor = flash_attn_func(q, k, v, mask=shape.argument, **rest, **extra)
-            return out
+        def of_rows(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
+            return flash_attn_func(q, k, v, mask=shape.argument, sinks=sinks[0] if sinks else None, **rest)
 
-        def of_tokens(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-            out: Tensor = flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, causal=shape.mask == "causal", **rest)
-            return out
+        def of_tokens(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Any:
+            return flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, causal=shape.mask == "causal", **rest)
 
         return runner(packed(of_tokens, shape, tensors.q.device) if shape.lengths else of_rows, tensors)
 
     passes = PASSES if name == OURS else ("backward",)
-    return Candidate(name, prepare, accumulation == "ordered", passes, partial(identity, **chosen))
+    return Candidate(name, prepare, "accumulation" not in chosen, passes, partial(identity, **chosen))
 
 
-def identity(shape: Shape, tensors: Tensors, schedule: str, accumulation: str, backend: str = "auto") -> dict[str, Any]:
+def identity(shape: Shape, tensors: Tensors, **chosen: Any) -> dict[str, Any]:
     """What decides our bits, for the record: the explanation of a call. Empty off the GPU, and for packed sequences."""
     if tensors.q.device.type != "cuda" or shape.lengths:
         return {}
-    options: dict[str, Any] = {"schedule": schedule, "accumulation": accumulation, "softcap": shape.softcap, "backend": backend}
-    return asdict(
-        explain(flash_attn_func, tensors.q, tensors.k, tensors.v, mask=shape.argument, sinks=tensors.sinks, predict_time=False, **options)
-    )
+    options: dict[str, Any] = {"mask": shape.argument, "softcap": shape.softcap, "sinks": tensors.sinks, **chosen}
+    return asdict(explain(flash_attn_func, tensors.q, tensors.k, tensors.v, predict_time=False, **options))

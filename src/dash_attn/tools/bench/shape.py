@@ -80,16 +80,9 @@ class Shape:
 
     def to_json(self) -> dict[str, Any]:
         """What is special is named only where it is there."""
-        special = {
-            "softcap": self.softcap,
-            "sinks": self.sinks,
-            "lengths": list(self.lengths),
-            "q_seqlen": self.q_seqlen if self.q_seqlen != self.seqlen else 0,
-            "v_head_dim": self.v_head_dim if self.v_head_dim != self.head_dim else 0,
-            "cache": self.cache,
-        }
-        common = {name: value for name, value in asdict(self).items() if name not in special}
-        return common | {name: value for name, value in special.items() if value}
+        usual = {"softcap": 0.0, "sinks": False, "lengths": [], "q_seqlen": self.seqlen, "v_head_dim": self.head_dim, "cache": ""}
+        found = asdict(self) | {"lengths": list(self.lengths)}
+        return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shape:
@@ -235,11 +228,11 @@ class Suite:
     heads: tuple[tuple[int, int], ...] = ()  # query and KV heads; none: as many as make heads x head dim 2048
 
     def shapes(self) -> list[Shape]:
-        made = []
-        for head_dim, mask, seqlen in product(self.head_dims, self.masks, self.seqlens):
-            for q_heads, kv_heads in self.heads or ((2048 // head_dim,) * 2,):
-                made.append(Shape(mask, seqlen, max(1, TOKENS // seqlen), q_heads, kv_heads, head_dim))
-        return made
+        return [
+            Shape(mask, seqlen, max(1, TOKENS // seqlen), *heads, head_dim)
+            for head_dim, mask, seqlen in product(self.head_dims, self.masks, self.seqlens)
+            for heads in self.heads or ((2048 // head_dim,) * 2,)
+        ]
 
     def chosen(self, name: str, seqlens: Numbers, head_dims: Numbers, masks: tuple[str, ...] | None) -> list[Shape]:
         """The lists replace those of the grid."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,15 +136,13 @@ def calibrate(device: Device, head_dim: int, sweep: Sweep, progress: Progress | 
             runs.append((schedule, device.record(call, grads)))
         measured = runs[-1][1].makespan if device.time is None else device.time(call, grads)
         observations.append(Observation(schedule, measured))
-    found = fit(observations, estimate(runs), device.free)
-    return found, list(_rows(head_dim, observations, found))
-
-
-def _rows(head_dim: int, observations: Sequence[Observation], found: Fit) -> Iterator[dict[str, Any]]:
+    found, rows = fit(observations, estimate(runs), device.free), []
     for (schedule, measured), error in zip(observations, found.errors, strict=True):
         problem = schedule.problem
         row = {"head_dim": head_dim, "mask": str(problem.mask), "seqlen": problem.q_len, "batch": problem.batch, "schedule": schedule.name}
-        yield {**row, "measured_us": round(measured, 1), "predicted_us": round(measured * (1 + error), 1), "error": round(error, 4)}
+        times = {"measured_us": round(measured, 1), "predicted_us": round(measured * (1 + error), 1)}
+        rows.append({**row, **times, "error": round(error, 4)})
+    return found, rows
 
 
 def make_call(problem: Problem, head_dim: int, device: Device, schedule: str) -> tuple[Call, Grads]:

@@ -28,6 +28,7 @@ SCHEDULE_LOOKS = {
 }
 OTHER_LOOK = ("#888888", "*")
 STYLE: Any = {**plot_style.STYLE, "font.size": 13, "axes.titlesize": 14, "legend.fontsize": 13}
+STYLE |= {"axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.7}
 PREDICTION_NOTE = """Backward kernel alone, bf16. The constants per head dim were fitted to measured times like these.
 Shaded: within 10 %. Labels: mask, length, head dim, error of the prediction"""
 ERRORS_NOTE = "Error of the predicted time; left of 0 the kernel took longer. A dot is a shape, the bar their median. Shaded: within 10 %"
@@ -122,8 +123,7 @@ def _scales(axes: Any, times: list[float]) -> None:
         ticks = [tick for tick in TICKS if first <= tick <= high]
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
+    axes.grid()
     ends = [left, high]
     # error = predicted / measured - 1
     axes.fill_between(ends, [x / (1 + CLOSE) for x in ends], [x / (1 - CLOSE) for x in ends], color=BAND, zorder=1)
@@ -158,8 +158,7 @@ def errors_figure(prediction: dict[str, Any]) -> Any:
     axes.set_ylim(len(errors) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("predicted / measured \N{MINUS SIGN} 1 (%)")
-    axes.grid(axis="x", color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
+    axes.grid(axis="x")
     figure.text(0.012, 1 - 0.12 / height, _errors_title(prediction), size=16, weight="bold", va="top")
     figure.text(0.012, 1 - 0.5 / height, ERRORS_NOTE, size=11, va="top")
     return figure

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ..machine import Snapshot
-from .checks import CHECKS, SEVERITIES, Finding
+from .checks import CHECKS, SEVERITIES, Finding, look
 
 __all__ = ["CHECKS", "Finding", "Snapshot", "doctor", "examine", "print_findings", "to_json"]
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -29,7 +29,7 @@ def doctor(show: bool = False) -> list[Finding]:
 
 def examine(process: Snapshot) -> list[Finding]:
     """What is wrong, errors first."""
-    found = [finding for id, check in CHECKS.items() if (finding := check.finding(id, process)) is not None]
+    found = [finding for check in CHECKS.values() if (finding := look(check, process)) is not None]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 

@@ -17,7 +17,6 @@ from ...attention.functions import flash_attn_func
 from ...call.options import SCHEDULES, in_words, is_given, read_given
 from ...masks import Mask, parse_mask
 from ...scheduling.problem import whole_number
-from ...scheduling.schedule import Schedule
 from ..machine import bits_of, deterministic_algorithms
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,9 +102,8 @@ def default_cases(device: str) -> tuple[Case, ...]:
             Case(640, heads=2, kv_heads=1, mask="documents:150,490", dtype="fp64"),
             Case(17 * 128, heads=1, kv_heads=1, head_dim=16, batch=1, mask="full"),  # KV tiles wait for each other in a circle
         )
-    base = default_case(device)
     return (
-        base,
+        default_case(device),
         Case(2048, 8, 8, 64, 4, "full", "bf16"),
         Case(2000, 8, 2, 128, 4, "window:1000,0", "fp16"),
         Case(2048, 8, 4, 64, 2, "documents:500,1548", "bf16"),
@@ -159,20 +157,15 @@ class Results(NamedTuple):
         return {name: x for name, x in self._asdict().items() if x is not None}
 
 
-def attend(
-    inputs: Inputs,
-    mask: Mask,
-    schedule: str | Schedule = "auto",
-    function: Callable[..., Any] = flash_attn_func,
-    extras: Extras | None = None,
-) -> Results:
+def attend(case: Case, inputs: Inputs, function: Callable[..., Any] = flash_attn_func, extras: Extras | None = None) -> Results:
     """Forward and backward, with every new tensor filled with NaN before a kernel sees it."""
     *tensors, dout = inputs
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     sinks = [] if extras is None else [extras.sinks.detach().requires_grad_()]
+    options: dict[str, Any] = {"mask": case.read_mask(), "schedule": case.schedule, "sinks": sinks[0] if sinks else None}
     with poisoned_memory(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="accumulation='unordered'")  # the control is meant to be unordered
-        out, lse = function(q, k, v, mask=mask, schedule=schedule, sinks=sinks[0] if sinks else None, return_lse=True)
+        out, lse = function(q, k, v, **options, return_lse=True)
         used, gradients_of_used = ([out], [dout]) if extras is None else ([out, lse], [dout, extras.dlse])
         gradients = torch.autograd.grad(used, [q, k, v, *sinks], gradients_of_used)
     return results_of(out, lse, *gradients)
@@ -217,7 +210,3 @@ def sha256(tensors: Iterable[Tensor]) -> str:
     for x in tensors:
         digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def hashes(results: Results) -> dict[str, str]:
-    return {name: sha256([x]) for name, x in results.named.items()}

@@ -16,7 +16,7 @@ from ...call.kv_cache import DECODE_EQUALS_TRAINING
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
 from ..machine import device_facts, version_facts
-from .cases import INPUT_GENERATOR, SEED, Case, Results, hashes, sha256
+from .cases import INPUT_GENERATOR, SEED, Case, Results, sha256
 from .guarantees import CaseTest, Status, comparisons, worst
 from .surroundings import fresh_results
 from .ways import check_ranks
@@ -72,7 +72,7 @@ def _entry(test: CaseTest, fresh: dict[str, Results]) -> dict[str, Any]:
         "guarantees": [asdict(outcome) for outcome in test.outcomes(fresh)],
         "explain": json.loads(json.dumps(asdict(test.explain()))),  # tuples become lists, as in a file
         "inputs_sha256": sha256(test.inputs),
-        "sha256": hashes(test.reference),
+        "sha256": {name: sha256([x]) for name, x in test.reference.named.items()},
     }
 
 

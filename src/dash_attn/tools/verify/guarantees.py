@@ -54,16 +54,16 @@ class CaseTest:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        self.mask, self.inputs = self.case.read_mask(), make_inputs(self.case, self.device)
+        self.inputs = make_inputs(self.case, self.device)
         self.reference = self._run()
 
     def _run(self, inputs: Inputs | None = None, accumulation: str = "ordered") -> Results:
         function = partial(flash_attn_func, accumulation=accumulation, backend=self.backend)
-        return attend(self.inputs if inputs is None else inputs, self.mask, self.case.schedule, function)
+        return attend(self.case, self.inputs if inputs is None else inputs, function)
 
     def explain(self) -> Explanation:
         q, k, v, _ = self.inputs
-        options = {"mask": self.mask, "schedule": self.case.schedule, "backend": self.backend}
+        options = {"mask": self.case.read_mask(), "schedule": self.case.schedule, "backend": self.backend}
         told: Explanation = explain(flash_attn_func, q, k, v, predict_time=False, **options)
         return told
 
@@ -138,14 +138,12 @@ class CaseTest:
 
     def _decoded(self) -> Compared:
         """Every token through every kind of cache."""
-        return self._with_and_without_extras(
-            lambda plain, extras: through_caches(self.case, self.inputs, plain, None if extras is None else extras.sinks)
-        )
+        return self._with_and_without_extras(partial(through_caches, self.case, self.inputs))
 
     def _with_and_without_extras(self, run: Callable[[Results, Extras | None], Iterator[tuple[str, Results]]]) -> Compared:
         """As it is, and with sinks and a gradient of the LSE. `run` gets what is expected."""
         extras = make_extras(self.case, self.device)
-        with_extras = attend(self.inputs, self.mask, self.case.schedule, extras=extras)
+        with_extras = attend(self.case, self.inputs, extras=extras)
         for how, expected, given in (("", self.reference, None), (", with sinks", with_extras, extras)):
             for what, result in run(expected, given):
                 yield f"{what}{how}", result, expected

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -41,7 +42,6 @@ def other_work(device: str) -> Iterator[None]:
     # Every thread has a current device of its own.
     prepare = partial(_gpu_work, torch.cuda.current_device()) if device == "cuda" else _cpu_work
     stop, begun = threading.Event(), [threading.Event() for _ in range(WORKERS)]
-    failures: list[BaseException] = []
 
     def run(ready: threading.Event) -> None:
         try:
@@ -49,21 +49,18 @@ def other_work(device: str) -> Iterator[None]:
             while not stop.is_set():
                 once()
                 ready.set()
-        except BaseException as error:
-            failures.append(error)
+        finally:
             ready.set()
 
-    threads = [threading.Thread(target=run, args=(ready,), daemon=True) for ready in begun]
-    for thread in threads:
-        thread.start()
-    try:
-        if not all(ready.wait(PATIENCE) for ready in begun):
-            raise RuntimeError("the other work has not begun")
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        running = [pool.submit(run, ready) for ready in begun]
+        try:
+            if not all(ready.wait(PATIENCE) for ready in begun):
+                raise RuntimeError("the other work has not begun")
+            yield
+        finally:
+            stop.set()
+    failures = [error for one in running if (error := one.exception()) is not None]
     if failures:
         raise RuntimeError(f"the other work failed, so nothing ran beside it: {failures[0]}") from failures[0]
 
@@ -83,13 +80,9 @@ def _gpu_work(index: int) -> Callable[[], None]:
     return once
 
 
-def _cpu_work() -> Callable[[], None]:
+def _cpu_work() -> Callable[[], object]:
     matrix = np.full((SIZE, SIZE), 1 / SIZE, dtype=np.float32)
-
-    def once() -> None:
-        matrix @ matrix
-
-    return once
+    return lambda: matrix @ matrix
 
 
 def fresh_results(cases: Sequence[Case], device: str, backend: str = "auto") -> dict[str, list[Results]]:
@@ -114,7 +107,7 @@ def _one_process(folder: Path, device: str, backend: str, cases: int) -> list[Re
 def _main(folder: Path, device: str, backend: str) -> None:
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text(encoding="utf-8"))]
     for i, case in enumerate(cases):
-        results = attend(make_inputs(case, device), case.read_mask(), case.schedule, partial(flash_attn_func, backend=backend))
+        results = attend(case, make_inputs(case, device), partial(flash_attn_func, backend=backend))
         torch.save(list(results), folder / f"{i}.pt")
 
 

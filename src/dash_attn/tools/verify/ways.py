@@ -7,7 +7,7 @@ Its sequence on several ranks: one process plays them all, on the backend under 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ...distributed.context.loopback import play_all_ranks
 from ...distributed.context.rows import documents_in, rows_of
 from ...distributed.context.shared_call import SharedCall
 from ...distributed.context.ulysses import outer_sharding
-from ...masks import Causal, Full, Mask, Window
+from ...masks import Causal, Full, Window
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from ...scheduling.ranks.sharding import SHARDINGS, Sharding
 from .cases import DTYPES, Case, Extras, Inputs, Results, attend, poisoned_memory, results_of
@@ -40,8 +40,9 @@ def can_decode(case: Case, device: str) -> bool:
     return alone and (device == "cpu" or case.head_dim % 8 == 0)
 
 
-def through_caches(case: Case, inputs: Inputs, plain: Results, sinks: Tensor | None = None) -> Iterator[tuple[str, Results]]:
+def through_caches(case: Case, inputs: Inputs, plain: Results, extras: Extras | None = None) -> Iterator[tuple[str, Results]]:
     """What each kind of cache gives, in words and in bits, with the gradients of `plain`."""
+    sinks = None if extras is None else extras.sinks
     for page_size in PAGE_SIZES:
         with poisoned_memory(), torch.no_grad():
             out, lse = _Decoding(case, inputs, page_size, sinks).run()
@@ -72,21 +73,17 @@ class _Decoding:
     inputs: Inputs
     page_size: int
     sinks: Tensor | None
-    caches: list[Tensor] = field(init=False)
-    places: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.device = self.inputs[0].device
+        self.device, self.keys = self.inputs[0].device, (self.inputs[1].detach(), self.inputs[2].detach())
         count, slots = self.case.batch, self.case.seqlen + 5
         columns, size = (-(-slots // self.page_size), self.page_size) if self.page_size else (1, slots)
-        self.caches = [torch.full((columns * count + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(self.device) for x in self._keys]
+        self.caches = [torch.full((columns * count + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(self.device) for x in self.keys]
         dealt = torch.arange(columns * count, 0, -1, dtype=torch.int32).view(columns, count).t().contiguous()
         self.places = {"block_table": dealt} if self.page_size else {"cache_batch_idx": dealt[:, 0].contiguous()}
-        self.options = {**_mask_arguments(self.case.read_mask()), "sinks": self.sinks, "return_softmax_lse": True}
-
-    @property
-    def _keys(self) -> tuple[Tensor, Tensor]:
-        return self.inputs[1].detach(), self.inputs[2].detach()
+        mask = self.case.read_mask()
+        window = (mask.left, 0) if isinstance(mask, Window) else (-1, -1)
+        self.options: dict[str, Any] = {"causal": isinstance(mask, (Causal, Window)), "window_size": window, "sinks": self.sinks}
 
     def run(self) -> tuple[Tensor, Tensor]:
         q, case = self.inputs[0].detach(), self.case
@@ -117,23 +114,17 @@ class _Decoding:
         k_cache, v_cache = self.caches
         places: dict[str, Any] = {name: values[chosen].to(self.device) for name, values in self.places.items()}
         places["cache_seqlens"] = torch.tensor(kept, dtype=torch.int32, device=self.device)
-        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **places, **self.options)
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **places, **self.options, return_softmax_lse=True)
         return out, lse
 
     def _kept_and_new(self, chosen: list[int], done: list[int], count: int) -> tuple[list[int], dict[str, Any]]:
         """Lengths before the call, and what it appends: with a full mask all keys, before any query."""
         if not isinstance(self.case.read_mask(), Full):
-            new = (torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self._keys)
+            new = (torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self.keys)
             return done, dict(zip("kv", new, strict=True))
         if any(done):
             return [self.case.seqlen] * len(chosen), {}
-        return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self._keys), strict=True))
-
-
-def _mask_arguments(mask: Mask) -> dict[str, Any]:
-    if isinstance(mask, Window):
-        return {"causal": True, "window_size": (mask.left, 0)}
-    return {"causal": isinstance(mask, Causal)}
+        return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self.keys), strict=True))
 
 
 def name_of(ranks: Sequence[int]) -> str:
@@ -181,7 +172,7 @@ def _play(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None)
 
 def _alone(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None) -> Results:
     """One rank shares nothing, and plans nothing to share."""
-    return attend(inputs, case.read_mask(), case.schedule, partial(context_parallel_attention, sharding=sharding), extras)
+    return attend(case, inputs, partial(context_parallel_attention, sharding=sharding), extras)
 
 
 def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
@@ -193,7 +184,7 @@ def added_up(case: Case, inputs: Inputs, ranks: int, plain: Results) -> Results:
     for rank in range(ranks):
         own, rows = torch.zeros_like(dout), rows_of(sharding, rank, dout.device)
         own[:, rows] = dout[:, rows]
-        found = attend(Inputs(q, k, v, own), case.read_mask(), case.schedule)
+        found = attend(case, Inputs(q, k, v, own))
         dk += found.dk
         dv += found.dv
     return plain._replace(dk=dk.to(plain.dk.dtype), dv=dv.to(plain.dv.dtype))
