@@ -272,10 +272,10 @@ def test_time_goes_step_by_step(page: Page) -> None:
     events = sorted({float(time) for times in ends for time in times})
     seen = []
     for _ in range(6):
-        page.browser.run("document.querySelector('[data-do=step-on]').click()\n1")
+        page.browser.run("document.querySelector('[data-key=\".\"]').click()\n1")
         seen.append(page.browser.run("explore.state.moment"))
     assert seen == events[:6]
-    page.browser.run("document.querySelector('[data-do=step-back]').click()\n1")
+    page.browser.run("document.querySelector('[data-key=\",\"]').click()\n1")
     assert page.browser.run("explore.state.moment") == events[4]
     moment = 40.0
     page.browser.run(f"explore.state.setMoment({moment})\n1")
@@ -460,8 +460,8 @@ for (const path of [false, true]) {
   state.togglePath(path)
   for (const share of [1, 0.5, 0.1, 0.01, 0.001]) {
     measure(`${share} ${path}`, (i) => {
-      const span = share * state.whole
-      state.view.from = (state.whole - span) * (i / 7)
+      const span = share * state.view.whole
+      state.view.from = (state.view.whole - span) * (i / 7)
       state.view.to = state.view.from + span
     })
   }

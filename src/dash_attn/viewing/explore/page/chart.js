@@ -22,8 +22,6 @@ class Chart extends CanvasChart {
       pointerup: (event) => this.released(event),
       pointercancel: () => this.drop(),
       wheel: (event) => this.wheeled(event),
-      focus: () => this.focus(this.lower.matches(":focus-visible")),
-      blur: () => this.focus(false),
     });
   }
 
@@ -39,9 +37,10 @@ class Chart extends CanvasChart {
     drawOverlay(this);
   }
 
-  focus(focused) {
-    this.focused = focused;
-    drawOverlay(this);
+  legend() {
+    const { run, palette, theme } = this;
+    const bound = run.bound === null ? [] : [["lower bound", [theme.bound]]];
+    return [...run.legend(palette, theme), ["idle", [theme.idle]], ["makespan", [theme.ink]], ...bound];
   }
 
   get laneHeight() {
@@ -78,11 +77,6 @@ class Chart extends CanvasChart {
   /** The chosen task, if it is one of this chart. */
   get chosen() {
     return this.state.chosen?.chart === this ? this.state.chosen.item : null;
-  }
-
-  /** The task to show: the chosen one of this chart, else the one under the pointer. */
-  shown() {
-    return this.state.chosen === null ? this.hovered : this.chosen;
   }
 
   moved(event) {
@@ -126,7 +120,7 @@ class Chart extends CanvasChart {
     if (item === this.hovered) return;
     this.hovered = item;
     drawOverlay(this);
-    this.state.hovered(this);
+    if (this.state.chosen === null) showDetails(byId("details"), this, item);
   }
 
   zoomLanes(factor, share = 0.5) {
@@ -150,7 +144,6 @@ class Chart extends CanvasChart {
       ArrowDown: () => this.across(1),
       ArrowUp: () => this.across(-1),
       "+": () => state.zoom(0.7),
-      "=": () => state.zoom(0.7),
       "-": () => state.zoom(1 / 0.7),
       v: () => this.zoomLanes(0.7),
       V: () => this.zoomLanes(1 / 0.7),

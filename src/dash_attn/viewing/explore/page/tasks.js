@@ -30,11 +30,6 @@ class Run {
     }
     return found.reverse();
   }
-
-  /** What each phase of a task or unit waits for, with the time from which on that is no hindrance; `last`: the one that came last. */
-  needs(item) {
-    return this.needsInTicks(item).map((need) => ({ ...need, at: need.at / this.ticks }));
-  }
 }
 
 class TaskRun extends Run {
@@ -178,11 +173,12 @@ class TaskRun extends Run {
     return [computes, reduces, ["stall", [theme.stall]], ["start of a chain", [theme.startup]], ...(this.adds.count ? [["add dK and dV", [theme.add]]] : [])];
   }
 
-  needsInTicks(item) {
+  /** What each phase of a task waits for, with the time from which on that is no hindrance; `last`: the one that came last. */
+  needs(item) {
     const [place, before, rival] = [this.placeOf(item), this.chainBefore[this.chainOf[item]], this.turnBefore(item)];
-    const need = (phase, other, of, cause, words) => ({ phase, item: other, of, cause, words, at: (of === COMPUTE ? this.computeEnd : this.reduceEnd)[other] });
+    const need = (phase, other, of, cause, words) => ({ phase, item: other, of, cause, words, at: this.span(other, of)[1] });
     const found = [need(REDUCE, item, COMPUTE, "compute", "its own compute")];
-    if (rival >= 0) found.push({ ...need(REDUCE, rival, REDUCE, "turn", `turn ${this.turn[rival]}`), at: this.handedOver(rival) });
+    if (rival >= 0) found.push({ ...need(REDUCE, rival, REDUCE, "turn", `turn ${this.turn[rival]}`), at: this.hand_over === null ? this.span(rival, REDUCE)[1] : (this.reduceStart[rival] + this.hand_over) / this.ticks });
     if (place === 0 && before >= 0 && this.chains.tasks[before]) found.push(need(COMPUTE, this.lastOf(before), REDUCE, "worker", "its worker, which ran"));
     for (const { phase, of, back, cause, needs } of this.inChain) if (place >= back) found.push(need(phase, item - back, of, cause, needs));
     return this.phases.flatMap((phase) => markLast(found.filter((each) => each.phase === phase)));
@@ -190,10 +186,6 @@ class TaskRun extends Run {
 
   causeWithoutNeeds() {
     return "start";
-  }
-
-  handedOver(item) {
-    return this.hand_over === null ? this.reduceEnd[item] : this.reduceStart[item] + this.hand_over;
   }
 
   /** The task of a chain whose reduce ended last. */

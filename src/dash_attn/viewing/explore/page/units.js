@@ -17,16 +17,11 @@ class UnitRun extends Run {
     this.readPath();
   }
 
-  readWaits(waits) {
-    this.waitsFor = Array.from({ length: this.items }, () => []);
-    this.waitedBy = Array.from({ length: this.items }, () => []);
-    const offsets = offsetsOf(waits.count);
-    for (let unit = 0; unit < this.items; unit++) {
-      for (const other of waits.unit.subarray(offsets[unit], offsets[unit + 1])) {
-        this.waitsFor[unit].push(other);
-        this.waitedBy[other].push(unit);
-      }
-    }
+  readWaits({ count, unit }) {
+    const offsets = offsetsOf(count);
+    this.waitsFor = Array.from(count, (_, item) => [...unit.subarray(offsets[item], offsets[item + 1])]);
+    this.waitedBy = this.waitsFor.map(() => []);
+    this.waitsFor.forEach((others, item) => others.forEach((other) => this.waitedBy[other].push(item)));
   }
 
   makeBars() {
@@ -37,10 +32,6 @@ class UnitRun extends Run {
         if (this.laneOf(unit) === lane) this.bars.add(this.u.start[unit], this.u.end[unit], unit, COMPUTE, this.colourOf(unit));
       }
     }
-  }
-
-  itemOf(index) {
-    return index;
   }
 
   /** By kind and heads: shades tell the heads of one kind apart. */
@@ -88,7 +79,7 @@ class UnitRun extends Run {
     return [["units, by heads; a number is the chunk of their keys", css.slice(0, 8)]];
   }
 
-  needsInTicks(item) {
+  needs(item) {
     const [{ u }, start, earlier] = [this, this.u.start[item], this.earlierOnRank(item)];
     const need = (cause, words, other, at = u.end[other]) => ({ phase: COMPUTE, item: other, cause, words, at, last: false });
     const found = this.waitsFor[item].map((other) => need("turns", "turns of", other));
@@ -98,7 +89,7 @@ class UnitRun extends Run {
     const decides = ({ at }) => Math.abs(at - start) <= TOLERANCE; // overlapped units take turns over while they run
     const beside = Math.max(...earlier.filter((other) => u.end[other] > start)); // its workers became free one by one
     if (beside >= 0 && !found.some(decides)) found.push(need("rank", "its rank, which ran", beside, start));
-    return [...markLast(found.filter(decides)), ...found.filter((each) => !decides(each))];
+    return [...markLast(found.filter(decides)), ...found.filter((each) => !decides(each))].map((each) => ({ ...each, at: each.at / this.ticks }));
   }
 
   /** The latest first. They have lower numbers, as all that a unit may wait for, so a path back ends. */
