@@ -42,15 +42,19 @@ def gantt_of_ranks(runs: Sequence[RankTimeline], path: str | Path, title: str) -
     style.check_chart(runs, path)
     from matplotlib import rc_context
 
-    row = 0.42 if runs[0].ranks <= 8 else 0.26
-    horizon = 1.015 * max(run.makespan for run in runs)
     with rc_context(style.SMALL_STYLE):
-        figure, all_axes = style.panels([row * run.ranks for run in runs], 0.75 * len(runs) + 1.5, title)
-        for axes, run in zip(all_axes, runs, strict=True):
-            _draw(axes, run, horizon)
-        all_axes[-1].set_xlabel("microseconds")
-        _explain(figure, runs)
-        style.save(figure, path)
+        style.save(_figure(runs, title), path)
+
+
+def _figure(runs: Sequence[RankTimeline], title: str) -> Any:
+    row = 0.42 if runs[0].ranks <= 8 else 0.26
+    figure, all_axes = style.panels([row * run.ranks for run in runs], 0.75 * len(runs) + 1.5, title)
+    horizon = 1.015 * max(run.makespan for run in runs)
+    for axes, run in zip(all_axes, runs, strict=True):
+        _draw(axes, run, horizon)
+    all_axes[-1].set_xlabel("microseconds")
+    _explain(figure, runs)
+    return figure
 
 
 def _draw(axes: Any, run: RankTimeline, horizon: float) -> None:

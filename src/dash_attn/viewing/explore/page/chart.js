@@ -138,18 +138,20 @@ class Chart extends CanvasChart {
   actions() {
     const { state } = this;
     if (!this.run.items) return {};
+    const item = this.current();
+    const from = (move) => (this.chosen === null ? this.go(item) : move()); // where nothing is chosen, an arrow chooses the current task
     return {
-      ArrowRight: () => this.along(1),
-      ArrowLeft: () => this.along(-1),
-      ArrowDown: () => this.across(1),
-      ArrowUp: () => this.across(-1),
+      ArrowRight: () => from(() => this.along(item, 1)),
+      ArrowLeft: () => from(() => this.along(item, -1)),
+      ArrowDown: () => from(() => this.across(item, 1)),
+      ArrowUp: () => from(() => this.across(item, -1)),
       "+": () => state.zoom(0.7),
       "-": () => state.zoom(1 / 0.7),
       v: () => this.zoomLanes(0.7),
       V: () => this.zoomLanes(1 / 0.7),
       0: () => state.showAll(),
-      w: () => this.follow(this.run.needs(this.current()).filter((need) => need.last && need.item !== this.current())),
-      n: () => this.follow(this.run.neededBy(this.current())),
+      w: () => this.follow(this.run.needs(item).filter((need) => need.last && need.item !== item)),
+      n: () => this.follow(this.run.neededBy(item)),
       c: () => state.alongPath(this, 1),
       C: () => state.alongPath(this, -1),
       ".": () => state.step(1),
@@ -169,20 +171,16 @@ class Chart extends CanvasChart {
     return 0;
   }
 
-  /** Where nothing is chosen, an arrow chooses the current task. */
-  along(by) {
-    const [item, { bars }] = [this.current(), this.run];
-    if (this.chosen === null) return this.go(item);
-    const lane = this.run.laneOf(item);
+  along(item, by) {
+    const [{ bars }, lane] = [this.run, this.run.laneOf(item)];
     const inLane = (bar) => bar >= bars.first[lane] && bar < bars.first[lane + 1];
     let bar = this.barAtStart(item, lane);
     while (inLane(bar) && bars.item[bar] === item) bar += by;
-    return inLane(bar) ? this.go(bars.item[bar]) : undefined;
+    if (inLane(bar)) this.go(bars.item[bar]);
   }
 
-  across(by) {
-    const [item, { bars }] = [this.current(), this.run];
-    if (this.chosen === null) return this.go(item);
+  across(item, by) {
+    const { bars } = this.run;
     for (let lane = this.run.laneOf(item) + by; lane >= 0 && lane < this.run.lanes; lane += by) {
       const [first, end] = [bars.first[lane], bars.first[lane + 1]];
       if (end > first) return this.go(bars.item[Math.min(end - 1, Math.max(first, this.barAtStart(item, lane)))]);

@@ -141,7 +141,6 @@ let theme = "system";
 function applyTheme() {
   document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
   byId("theme").textContent = `Colours: ${theme}`;
-  byId("theme").setAttribute("aria-label", `Colours: ${theme}`);
   resized();
 }
 
