@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dash_attn.cli import bench
-from dash_attn.cli.files import check_different, check_folder, check_picture
+from dash_attn.cli.files import check_files, check_folder
 from dash_attn.tools.bench.candidates import Candidate, ours, who_runs
 from dash_attn.tools.bench.report import Results, save
 from dash_attn.tools.bench.shape import HOST_SUITE, PASSES, Suite
@@ -78,9 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def run(arguments: Arguments, of_child: list[str]) -> int:
     """of_child: the words of one of several processes."""
-    check_picture("--plot", arguments.plot)
-    check_picture("--plot-schedules", arguments.plot_schedules)
-    check_different(arguments, "plot", "plot_schedules", "source")
+    check_files(arguments, "plot", "plot_schedules", read="source")
     _check_options(arguments)
     if arguments.list:
         return _list(arguments)

@@ -20,11 +20,15 @@ from chromium import Chromium, needs_chromium
 from dash_attn import Causal
 from dash_attn.cli import explore
 from dash_attn.scheduling import GENERATORS, Problem, generate
+from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.share import share
 from dash_attn.simulation import Machine, Timeline, simulate
+from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.simulation.critical_path import turn_predecessors
 from dash_attn.simulation.machines import SHIPPED
+from dash_attn.viewing.explore.runs import recorded, shared_run
 from dash_attn.viewing.explore.server import PageServer, saved_page, served_page
-from dash_attn.viewing.task_times import times_of
+from dash_attn.viewing.task_times import Noted, times_from, times_of
 
 LARGE = {"seqlen": "16384", "heads": "16", "schedule": "ascending,auto", "machine": "h200"}
 MOST_MS = 100.0
@@ -200,6 +204,66 @@ def test_the_critical_path_is_the_simulators(page: Page, name: str) -> None:
     assert page.details.splitlines()[0] == tasks[3]
 
 
+def path_of(browser: Chromium, file: Path, run: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """What a page finds where the simulator has no exact path: phases, tasks or units, causes."""
+    file.write_text(saved_page({"title": [], "refused": [], "command": "", "runs": [run]}))
+    browser.problems.clear()
+    browser.open(file.as_uri())
+    found = browser.run("explore.state.charts[0].run.path.map((e) => [e.phase ? 'reduce' : 'compute', e.item, e.cause])")
+    assert browser.problems == []
+    return [tuple(event) for event in found]
+
+
+@pytest.mark.parametrize("machine", [Machine(compute=3, reduce=1), Machine(compute=2, reduce=0.5, overlap=2)])
+def test_the_path_of_a_record_has_no_holes(browser: Chromium, tmp_path: Path, machine: Machine) -> None:
+    """A simulation without latencies is a recording in which each event begins when the last of its needs has ended."""
+    timeline = simulate(generate("ascending", Problem.from_tiles("causal", 8, 4, heads=3), 5), machine)
+    spans = times_of(timeline)
+    noted = Noted(spans.worker_of_task, spans.compute_start, spans.compute_end, spans.reduce_start, spans.reduce_end)
+    times = times_from(timeline.schedule, noted, machine.overlap)
+    sent = recorded(timeline.schedule, times)
+    assert sent["source"] == "measured"
+    path = path_of(browser, tmp_path / "page.html", sent)
+    begin = [float(getattr(times, f"{phase}_start")[index]) for phase, index, _ in path]
+    end = [float(getattr(times, f"{phase}_end")[index]) for phase, index, _ in path]
+    assert begin == pytest.approx([0.0, *end[:-1]])
+    assert end[-1] == timeline.makespan
+    assert path[0][2] == "start"
+    assert "turn" in {cause for *_, cause in path}
+
+
+def test_a_late_task_is_on_the_path_of_a_record(browser: Chromium, tmp_path: Path) -> None:
+    timeline = simulate(generate("alternating", Problem.from_tiles("causal", 8, 4, heads=3), 5), Machine(compute=3, reduce=1))
+    spans = times_of(timeline)
+    last = int(np.argmax(spans.reduce_end))
+    assert path_of(browser, tmp_path / "page.html", recorded(timeline.schedule, spans))[-1][:2] == ("reduce", last)
+    other = (last + 7) % len(spans.reduce_end)
+    later = spans.reduce_end.copy()
+    later[other] += 1000
+    noted = Noted(spans.worker_of_task, spans.compute_start, spans.compute_end, spans.reduce_start, later)
+    sent = recorded(timeline.schedule, times_from(timeline.schedule, noted, 0))
+    assert path_of(browser, tmp_path / "page.html", sent)[-1][:2] == ("reduce", other)
+
+
+@pytest.mark.parametrize("execution", ["launch", "overlap"])
+def test_the_path_of_ranks(browser: Chromium, tmp_path: Path, execution: str) -> None:
+    shared = share(generate("auto", Problem(Causal(), 2048, 2048, heads=4), 16), Sharding.zigzag(2048, 2), 2)
+    run = simulate_ranks(shared, Cluster(workers=16), execution)
+    path = path_of(browser, tmp_path / "page.html", shared_run(run))
+    assert path[0][2] == "keys"  # gathered before anything runs
+    assert path[-1][1] == int(np.argmax(run.end))
+    starts = [float(run.start[number]) for _, number, _ in path]
+    assert starts == sorted(starts)
+    if execution == "launch":  # each ends before the next one starts
+        assert all(run.end[a] <= run.start[b] + 0.02 for (_, a, _), (_, b, _) in pairwise(path))
+
+
+def test_one_rank_starts_at_once(browser: Chromium, tmp_path: Path) -> None:
+    problem = Problem(Causal(), 1024, 1024, heads=2)
+    run = simulate_ranks(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
+    assert path_of(browser, tmp_path / "page.html", shared_run(run))[0][2] == "start"
+
+
 def test_time_goes_step_by_step(page: Page) -> None:
     timeline = small_timeline()
     page.show({**explore.START, "schedule": "ascending"})
@@ -208,10 +272,10 @@ def test_time_goes_step_by_step(page: Page) -> None:
     events = sorted({float(time) for times in ends for time in times})
     seen = []
     for _ in range(6):
-        page.browser.run("document.querySelector('[data-do=step-on]').click()\n1")
+        page.browser.run("document.querySelector('[data-key=\".\"]').click()\n1")
         seen.append(page.browser.run("explore.state.moment"))
     assert seen == events[:6]
-    page.browser.run("document.querySelector('[data-do=step-back]').click()\n1")
+    page.browser.run("document.querySelector('[data-key=\",\"]').click()\n1")
     assert page.browser.run("explore.state.moment") == events[4]
     moment = 40.0
     page.browser.run(f"explore.state.setMoment({moment})\n1")
@@ -396,8 +460,8 @@ for (const path of [false, true]) {
   state.togglePath(path)
   for (const share of [1, 0.5, 0.1, 0.01, 0.001]) {
     measure(`${share} ${path}`, (i) => {
-      const span = share * state.whole
-      state.view.from = (state.whole - span) * (i / 7)
+      const span = share * state.view.whole
+      state.view.from = (state.view.whole - span) * (i / 7)
       state.view.to = state.view.from + span
     })
   }

@@ -1,4 +1,4 @@
-"""Runs as a page gets them: the numbers of the simulator, critical paths of runs that have no exact one, the page as one file."""
+"""Runs as a page gets them: the numbers of the simulator, the page as one file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import re
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from dash_attn.scheduling.ranks.share import share
 from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.cluster import Cluster, simulate_ranks
 from dash_attn.viewing.explore import runs
-from dash_attn.viewing.explore.runs import EXACT, encoded, path_of_ranks, path_of_record, shared_run
+from dash_attn.viewing.explore.runs import EXACT, encoded, shared_run
 from dash_attn.viewing.explore.server import as_text, saved_page, served_page
-from dash_attn.viewing.task_times import Noted, task_table, times_from, times_of
+from dash_attn.viewing.task_times import task_table, times_of
 
 KINDS = {"B": "u1", "H": "<u2", "i": "<i4", "d": "<f8"}
 PLAIN = Machine(compute=3, reduce=1)
@@ -82,39 +81,6 @@ def test_a_large_problem_is_refused_before_it_is_sent() -> None:
         runs.check_size(2_000_001)
 
 
-@pytest.mark.parametrize("machine", [PLAIN, Machine(compute=2, reduce=0.5, overlap=2)])
-def test_the_path_of_a_record_has_no_holes(machine: Machine) -> None:
-    """A simulation without latencies is a recording in which each event begins when the last of its needs has ended."""
-    timeline = timeline_of(machine)
-    spans = times_of(timeline)
-    noted = Noted(spans.worker_of_task, spans.compute_start, spans.compute_end, spans.reduce_start, spans.reduce_end)
-    times = times_from(timeline.schedule, noted, machine.overlap)
-    path = path_of_record(timeline.schedule, times)
-    starts = {"compute": times.compute_start, "reduce": times.reduce_start}
-    ends = {"compute": times.compute_end, "reduce": times.reduce_end}
-    begin = [float(starts[phase][index]) for (phase, index), _ in path]
-    end = [float(ends[phase][index]) for (phase, index), _ in path]
-    assert begin == pytest.approx([0.0, *end[:-1]])
-    assert end[-1] == timeline.makespan
-    assert path[0][1] == "start"
-    assert "turn" in {cause for _, cause in path}
-    sent = runs.recorded(timeline.schedule, times)
-    assert sent["source"] == "measured"
-    assert decoded(sent["path"]["index"]).tolist() == [index for (_, index), _ in path]
-
-
-def test_a_late_task_is_on_the_path_of_a_record() -> None:
-    timeline = timeline_of(PLAIN, "alternating")
-    spans = times_of(timeline)
-    last = int(np.argmax(spans.reduce_end))
-    assert path_of_record(timeline.schedule, spans)[-1][0] == ("reduce", last)
-    other = (last + 7) % len(spans.reduce_end)
-    later = spans.reduce_end.copy()
-    later[other] += 1000
-    noted = Noted(spans.worker_of_task, spans.compute_start, spans.compute_end, spans.reduce_start, later)
-    assert path_of_record(timeline.schedule, times_from(timeline.schedule, noted, 0))[-1][0] == ("reduce", other)
-
-
 @pytest.mark.parametrize("execution", ["launch", "overlap"])
 def test_units_of_ranks(execution: str) -> None:
     problem = Problem(Causal(), 2048, 2048, heads=4)
@@ -127,19 +93,6 @@ def test_units_of_ranks(execution: str) -> None:
     assert [sent["units"]["names"][number] for number in units["name"]] == [shared.describe(unit) for unit in shared.units]
     counts, waits = decoded(sent["waits"]["count"]), decoded(sent["waits"]["unit"])
     assert counts.sum() == len(waits)
-    path = path_of_ranks(run)
-    assert path[0][1] == "keys"  # gathered before anything runs
-    assert path[-1][0] == int(np.argmax(run.end))
-    starts = [float(run.start[number]) for number, _ in path]
-    assert starts == sorted(starts)
-    if execution == "launch":  # each ends before the next one starts
-        assert all(run.end[a] <= run.start[b] + 0.02 for (a, _), (b, _) in pairwise(path))
-
-
-def test_one_rank_starts_at_once() -> None:
-    problem = Problem(Causal(), 1024, 1024, heads=2)
-    run = simulate_ranks(share(generate("auto", problem, 8), Sharding.zigzag(1024, 1), 1), Cluster(workers=8))
-    assert path_of_ranks(run)[0][1] == "start"
 
 
 def policy_of(page: str) -> str:

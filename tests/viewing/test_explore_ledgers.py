@@ -21,9 +21,9 @@ from dash_attn.viewing.explore.server import PageServer, saved_page
 from flipped_runs import FLIPPED, train
 
 CELLS = """
-const { tree } = explore.state.ledgers
-const steps = [...tree.steps.keys()]
-return tree.directions.map((_, direction) => tree.modules.map((_, module) => steps.map((step) => tree.cell(direction, module, step))))
+const { tree } = explore.state.charts[0]
+const cells = (direction, module) => [...tree.steps.keys()].map((step) => tree.counts(module, step, step + 1, [direction]))
+return tree.directions.map((_, direction) => tree.modules.map((_, module) => cells(direction, module)))
 """
 
 
@@ -70,7 +70,7 @@ def test_it_shows_where_the_runs_part(browser: Chromium, tmp_path: Path, runs: t
 def test_agreeing_runs_are_one_colour(browser: Chromium, tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
     """And the control, the same of runs that part."""
     count = """
-const { ledgers: chart } = explore.state
+const [chart] = explore.state.charts
 const want = rgb(chart.theme.stall)
 const { data } = chart.context.getImageData(0, 0, chart.lower.width, chart.lower.height)
 let found = 0
@@ -87,19 +87,19 @@ return found
 
 def test_keys_go_through_modules_and_steps(browser: Chromium, tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
     opened(browser, tmp_path, ledgers_answer(runs[0], runs[2]))
-    browser.run("explore.state.ledgers.lower.focus()\n1")
+    browser.run("explore.state.charts[0].lower.focus()\n1")
     browser.press("ArrowLeft")
     assert details(browser)[:2] == ["second.0", "step 1"]
     assert details(browser)[2] == "forward"
     assert browser.run('document.getElementById("spoken").textContent').startswith("second.0, step 1: forward: all")
     browser.press("ArrowUp")
     assert details(browser)[0] == "second"
-    rows = browser.run("explore.state.ledgers.rows.length")
+    rows = browser.run("explore.state.charts[0].rows.length")
     browser.press("Enter")
-    assert browser.run("explore.state.ledgers.rows.length") == rows - 2
+    assert browser.run("explore.state.charts[0].rows.length") == rows - 2
     browser.press("Enter")
     browser.press("+")
-    assert browser.run("explore.state.ledgers.view.to - explore.state.ledgers.view.from") < 4
+    assert browser.run("explore.state.charts[0].view.to - explore.state.charts[0].view.from") < 4
     browser.press("0")
     browser.press("f")
     assert details(browser)[:2] == ["second.0", "step 2: here the runs part"]
@@ -119,7 +119,7 @@ def test_a_long_run_is_redrawn_within_a_tenth_of_a_second(browser: Chromium, tmp
     opened(browser, tmp_path, answer)
     times = browser.run(
         """
-const chart = explore.state.ledgers
+const chart = explore.state.charts[0]
 const times = []
 chart.tree.open.add(chart.tree.number.get("blocks"))
 chart.measure()

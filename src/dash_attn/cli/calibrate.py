@@ -11,7 +11,7 @@ from typing import Any
 
 from ..simulation.machines import Calibrated
 from .device import add_device, choose
-from .files import check_different, check_file, check_picture
+from .files import check_files
 from .table import LONG_WORK, progress_bar
 
 HELP = "fit the simulator's constants to this machine"
@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..tools.calibrate.pictures import errors_figure, prediction_figure, read, write
 
-    check_picture("--plot", arguments.plot)
-    check_picture("--plot-schedules", arguments.plot_schedules)
-    check_different(arguments, "plot", "plot_schedules", *(("output",) if arguments.source is None else ("source",)))
+    check_files(arguments, "plot", "plot_schedules", *(("output",) if arguments.source is None else ()), read="source")
     asked = ((arguments.plot, prediction_figure), (arguments.plot_schedules, errors_figure))
     pictures = {path: figure for path, figure in asked if path is not None}
     if arguments.source is None:
@@ -57,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace) -> None:
     """Calibrate every head dim and write the file."""
-    check_file("--output", arguments.output)
     from ..tools.calibrate.measured import CPU_SWEEP, GPU_SWEEP, calibrate
 
     device = choose(arguments)

@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ValueError(f"--steps must be at least 1; got {arguments.steps}")
     check_folder("--output", arguments.output)
-    for picture in (PICTURE, PICTURE_OF_RUNS):
-        check_picture("--output", arguments.output / picture if arguments.output.is_dir() else None)
+    for picture in (PICTURE, PICTURE_OF_RUNS) if arguments.output.is_dir() else ():
+        check_picture("--output", arguments.output / picture)
     agrees = _show_training(arguments.steps, arguments.device, arguments.output)
     _show_schedules(arguments.output)
     return 0 if agrees else 1

@@ -20,7 +20,7 @@ from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, si
 from ..viewing.explore.server import Answering, PageServer, saved_page, served_page
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
-from .files import check_file
+from .files import check_files
 from .plan import plan
 
 HELP = "look at schedules, or at where two runs part, on a local page"
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_file("--save", arguments.save)
+    check_files(arguments, "save")
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"--port must be a number from 0 to 65535; got {arguments.port}")
     make_page, answering = _page_of_ledgers(arguments) if arguments.ledgers is not None else _page_of_schedules(arguments)

@@ -7,11 +7,27 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from .arguments import flag_of
 
-def check_file(flag: str, path: Path | None) -> None:
-    """Raise unless a file can be written there; what is there stays as it is. None: no file was asked for."""
-    if path is None:
-        return
+PICTURES = ("gantt", "plot", "plot_schedules")
+
+
+def check_files(arguments: argparse.Namespace, *written: str, read: str | None = None) -> None:
+    """Raise unless all files that were asked for can be written, and none is another one or the one that is read."""
+    seen: dict[Path, str] = {}
+    for name in (*written, *filter(None, [read])):
+        flag, path = flag_of(name), getattr(arguments, name)
+        if path is None:
+            continue
+        if name in written:
+            (check_picture if name in PICTURES else check_file)(flag, path)
+        other = seen.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise ValueError(f"{flag} and {other} name the same file, {path}: one would overwrite the other")
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Raise unless a file can be written there; what is there stays as it is."""
     folder = path.parent
     if path.is_dir():
         raise ValueError(f"{flag}: cannot write {path}: it is a directory; name a file")
@@ -20,10 +36,8 @@ def check_file(flag: str, path: Path | None) -> None:
     _try_to_write(path, f"{flag}: cannot write {path}")
 
 
-def check_picture(flag: str, path: Path | None) -> None:
+def check_picture(flag: str, path: Path) -> None:
     """The same for a picture, whose name decides the format. Also says what is missing to draw one."""
-    if path is None:
-        return
     from ..viewing.style import check_format
 
     check_format(path, f"{flag}: a picture")
@@ -39,19 +53,6 @@ def check_folder(flag: str, path: Path) -> None:
     if not there.is_dir():
         raise ValueError(f"{flag}: cannot write to {path}: {there} is not a directory")
     _try_to_write(there / "file", f"{flag}: cannot write to {path}: {there}")
-
-
-def check_different(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise if two files that will be written are one."""
-    seen: dict[Path, str] = {}
-    for name in names:
-        path = getattr(arguments, name)
-        if path is None:
-            continue
-        flag, place = f"--{name.replace('_', '-')}", path.resolve()
-        if place in seen:
-            raise ValueError(f"{flag} and {seen[place]} name the same file, {path}: one would overwrite the other")
-        seen[place] = flag
 
 
 def _try_to_write(path: Path, complaint: str) -> None:

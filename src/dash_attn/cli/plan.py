@@ -22,7 +22,7 @@ from ..viewing.words import counted, describe_machine, describe_problem, figures
 from .arguments import COSTS, ONLY_WITH_RANKS, add_question, either, flag_of, read_machine, read_problem, read_schedules, refuse
 from .cluster import plan_ranks
 from .device import choose
-from .files import check_different, check_file, check_picture
+from .files import check_files
 from .table import Refusals, Report, print_report, progress_bar
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ EXAMPLES = """examples:
 """
 COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
 DEFAULT_HEAD_DIM = 128
+FILES = ("gantt", "trace", "save")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
         return _run_ranks(arguments)
     names = read_schedules(arguments.schedule or ["all"])
-    _check_files(arguments, names)
+    if arguments.save is not None and len(names) != 1:
+        raise ValueError(f"--save writes one schedule; name it with --schedule (got {len(names)})")
+    check_files(arguments, *FILES)
     planned = plan(arguments, names)
     if len(names) == 1 and planned.refused:
         raise ScheduleError(planned.refused[0][1])
@@ -64,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_ranks(arguments: argparse.Namespace) -> int:
-    check_picture("--gantt", arguments.gantt)
+    check_files(arguments, "gantt")
     planned = plan_ranks(arguments)
     print_report(planned.report(), arguments.json)
     if arguments.gantt is not None:
@@ -224,16 +227,6 @@ def _values(planned: Planned) -> list[dict[str, Any]]:
     ]
 
 
-def _check_files(arguments: argparse.Namespace, names: list[str]) -> None:
-    """Complain about files before the work, not after it."""
-    if arguments.save is not None and len(names) != 1:
-        raise ValueError(f"--save writes one schedule; name it with --schedule (got {len(names)})")
-    check_picture("--gantt", arguments.gantt)
-    check_file("--trace", arguments.trace)
-    check_file("--save", arguments.save)
-    check_different(arguments, "gantt", "trace", "save")
-
-
 def _write_files(arguments: argparse.Namespace, planned: Planned) -> None:
     """Measured runs stand beside the simulated ones."""
     runs = planned.runs
@@ -250,6 +243,6 @@ def _write_files(arguments: argparse.Namespace, planned: Planned) -> None:
             write_trace(traced, arguments.trace, progress)
     if arguments.save is not None:
         arguments.save.write_text(runs[0].timeline.schedule.to_json() + "\n", encoding="utf-8")
-    for path in (arguments.gantt, arguments.trace, arguments.save):
-        if path is not None:
+    for name in FILES:
+        if (path := getattr(arguments, name)) is not None:
             print(f"wrote {path}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
 from .device import BACKENDS, choose_served
-from .files import check_different, check_file
+from .files import check_files
 from .table import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.runs is not None and arguments.runs < 2:
         raise ValueError(f"--runs must be at least 2; got {arguments.runs}")
-    check_file("--output", arguments.output)
-    check_different(arguments, "output", "against")
+    check_files(arguments, "output", read="against")
     theirs = read(arguments.against) if arguments.against else None
     if theirs is not None:
         refuse_failed(theirs, arguments.against)

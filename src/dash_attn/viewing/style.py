@@ -91,19 +91,15 @@ def save(figure: Any, path: str | Path, exact: Sequence[str] | None = None) -> N
 
 def _few_colours(figure: Any, exact: Sequence[str]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
     from PIL import Image
 
     figure.set_dpi(DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    return _with_exact(picture, exact) if exact else picture.quantize(256, dither=Image.Dither.NONE)
-
-
-def _with_exact(picture: Any, exact: Sequence[str]) -> Any:
-    from matplotlib.colors import to_rgb
-    from PIL import Image
-
+    if not exact:
+        return picture.quantize(256, dither=Image.Dither.NONE)
     reserved = [tuple(round(255 * c) for c in to_rgb(name)) for name in exact]
     frequent = picture.quantize(256 - len(reserved)).getpalette() or []
     colours = [c for colour in reserved for c in colour] + frequent

@@ -65,25 +65,19 @@ def served_page(start: dict[str, Any]) -> str:
 
 
 def _page(data: str, encoding: str, connect: str) -> str:
-    style, script = _style(), _script()
+    style, script = _read("style.css"), _read(*(f"{name}.js" for name in SCRIPTS))
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {connect}; img-src data:;"
         " base-uri 'none'; form-action 'none'"
     )
     parts = {"policy": policy, "style": style, "script": script, "data": data, "encoding": encoding}
-    page = (FOLDER / "page.html").read_text(encoding="utf-8")
-    before, *others = page.split("{{")  # one pass: what is put in is not looked at again
+    before, *others = _read("page.html").split("{{")  # one pass: what is put in is not looked at again
     return before + "".join(parts[name] + rest for name, _, rest in (other.partition("}}") for other in others))
 
 
 @cache
-def _style() -> str:
-    return (FOLDER / "style.css").read_text(encoding="utf-8")
-
-
-@cache
-def _script() -> str:
-    return "".join((FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+def _read(*names: str) -> str:
+    return "".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
 def _hash(text: str) -> str:

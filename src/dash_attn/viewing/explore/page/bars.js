@@ -21,7 +21,7 @@ class Bars {
     let at = this.count++;
     this.first[this.lane + 1] = this.count;
     while (at > this.first[this.lane] && this.start[at - 1] > start) {
-      this.copy(at - 1, at);
+      for (const column of [this.start, this.end, this.item, this.phase, this.colour]) column[at] = column[at - 1];
       at--;
     }
     this.start[at] = start;
@@ -29,10 +29,6 @@ class Bars {
     this.item[at] = item;
     this.phase[at] = phase;
     this.colour[at] = colour;
-  }
-
-  copy(from, to) {
-    for (const column of [this.start, this.end, this.item, this.phase, this.colour]) column[to] = column[from];
   }
 
   beginLane(lane) {

@@ -25,6 +25,10 @@ class Stretch {
     return Math.min(this.whole, Math.max(this.least, span));
   }
 
+  showAll() {
+    this.show(0, this.whole);
+  }
+
   showAround(middle) {
     this.show(middle - this.span / 2, middle + this.span / 2);
   }
@@ -54,9 +58,9 @@ class CanvasChart {
     for (const [name, handle] of Object.entries(handlers)) this.lower.addEventListener(name, handle, { passive: false });
   }
 
-  /** Whether the key meant something. */
+  /** Whether the key meant something. Buttons press keys, too. */
   pressedKey(key) {
-    const action = this.actions()[key];
+    const action = this.actions()[key === "=" ? "+" : key];
     action?.();
     return action !== undefined;
   }

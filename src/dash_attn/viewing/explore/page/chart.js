@@ -22,8 +22,6 @@ class Chart extends CanvasChart {
       pointerup: (event) => this.released(event),
       pointercancel: () => this.drop(),
       wheel: (event) => this.wheeled(event),
-      focus: () => this.focus(this.lower.matches(":focus-visible")),
-      blur: () => this.focus(false),
     });
   }
 
@@ -39,9 +37,10 @@ class Chart extends CanvasChart {
     drawOverlay(this);
   }
 
-  focus(focused) {
-    this.focused = focused;
-    drawOverlay(this);
+  legend() {
+    const { run, palette, theme } = this;
+    const bound = run.bound === null ? [] : [["lower bound", [theme.bound]]];
+    return [...run.legend(palette, theme), ["idle", [theme.idle]], ["makespan", [theme.ink]], ...bound];
   }
 
   get laneHeight() {
@@ -78,11 +77,6 @@ class Chart extends CanvasChart {
   /** The chosen task, if it is one of this chart. */
   get chosen() {
     return this.state.chosen?.chart === this ? this.state.chosen.item : null;
-  }
-
-  /** The task to show: the chosen one of this chart, else the one under the pointer. */
-  shown() {
-    return this.state.chosen === null ? this.hovered : this.chosen;
   }
 
   moved(event) {
@@ -126,7 +120,7 @@ class Chart extends CanvasChart {
     if (item === this.hovered) return;
     this.hovered = item;
     drawOverlay(this);
-    this.state.hovered(this);
+    if (this.state.chosen === null) showDetails(byId("details"), this, item);
   }
 
   zoomLanes(factor, share = 0.5) {
@@ -144,19 +138,20 @@ class Chart extends CanvasChart {
   actions() {
     const { state } = this;
     if (!this.run.items) return {};
+    const item = this.current();
+    const from = (move) => (this.chosen === null ? this.go(item) : move()); // where nothing is chosen, an arrow chooses the current task
     return {
-      ArrowRight: () => this.along(1),
-      ArrowLeft: () => this.along(-1),
-      ArrowDown: () => this.across(1),
-      ArrowUp: () => this.across(-1),
+      ArrowRight: () => from(() => this.along(item, 1)),
+      ArrowLeft: () => from(() => this.along(item, -1)),
+      ArrowDown: () => from(() => this.across(item, 1)),
+      ArrowUp: () => from(() => this.across(item, -1)),
       "+": () => state.zoom(0.7),
-      "=": () => state.zoom(0.7),
       "-": () => state.zoom(1 / 0.7),
       v: () => this.zoomLanes(0.7),
       V: () => this.zoomLanes(1 / 0.7),
       0: () => state.showAll(),
-      w: () => this.follow(this.run.needs(this.current()).filter((need) => need.last && need.item !== this.current())),
-      n: () => this.follow(this.run.neededBy(this.current())),
+      w: () => this.follow(this.run.needs(item).filter((need) => need.last && need.item !== item)),
+      n: () => this.follow(this.run.neededBy(item)),
       c: () => state.alongPath(this, 1),
       C: () => state.alongPath(this, -1),
       ".": () => state.step(1),
@@ -176,20 +171,16 @@ class Chart extends CanvasChart {
     return 0;
   }
 
-  /** Where nothing is chosen, an arrow chooses the current task. */
-  along(by) {
-    const [item, { bars }] = [this.current(), this.run];
-    if (this.chosen === null) return this.go(item);
-    const lane = this.run.laneOf(item);
+  along(item, by) {
+    const [{ bars }, lane] = [this.run, this.run.laneOf(item)];
     const inLane = (bar) => bar >= bars.first[lane] && bar < bars.first[lane + 1];
     let bar = this.barAtStart(item, lane);
     while (inLane(bar) && bars.item[bar] === item) bar += by;
-    return inLane(bar) ? this.go(bars.item[bar]) : undefined;
+    if (inLane(bar)) this.go(bars.item[bar]);
   }
 
-  across(by) {
-    const [item, { bars }] = [this.current(), this.run];
-    if (this.chosen === null) return this.go(item);
+  across(item, by) {
+    const { bars } = this.run;
     for (let lane = this.run.laneOf(item) + by; lane >= 0 && lane < this.run.lanes; lane += by) {
       const [first, end] = [bars.first[lane], bars.first[lane + 1]];
       if (end > first) return this.go(bars.item[Math.min(end - 1, Math.max(first, this.barAtStart(item, lane)))]);

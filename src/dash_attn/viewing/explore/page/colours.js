@@ -7,9 +7,7 @@ const REDUCE_SHADE = 0.62; // a reduce has its Q tile's colour, darker
 const NAMES = ["ink", "muted", "paper", "panel", "line", "idle", "stall", "stall-pale", "bound", "chosen", "startup", "add", "chain", "agree"];
 
 function rgbOf(hex) {
-  const digits = hex.trim().replace("#", "");
-  const wide = digits.length === 3 ? [...digits].map((d) => d + d).join("") : digits;
-  return [0, 2, 4].map((at) => parseInt(wide.slice(at, at + 2), 16));
+  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
 /** A colour between the stops, at a share from 0 to 1. */

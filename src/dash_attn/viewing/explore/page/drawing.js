@@ -7,13 +7,14 @@ const BAND = 0.36; // share of a lane for reduces that go on behind the computes
 const LEAST_CRISP = 5; // pixels of a lane
 
 function drawChart(chart) {
-  const { context, plot, ratio } = chart;
+  const { context, run, theme, plot, ratio } = chart;
   chart.clear(context);
   chart.crisp = isCrisp(chart);
   if (!chart.crisp) context.putImageData(averagedImage(chart), Math.round(plot.left * ratio), Math.round(plot.top * ratio));
   drawClipped(context, plot, () => {
     if (chart.crisp) drawBars(chart);
-    drawMarks(chart);
+    drawTime(chart, context, run.makespan, theme.ink, 1.6);
+    if (run.bound !== null) drawTime(chart, context, run.bound, theme.bound, 1.6, [5, 3]); // what no run can beat
   });
   drawAxes(chart);
 }
@@ -98,13 +99,6 @@ function hatching(context, theme) {
   }
   brush.stroke();
   return context.createPattern(tile, "repeat");
-}
-
-/** The end of the run, and the bound that it cannot beat. */
-function drawMarks(chart) {
-  const { context, run, theme } = chart;
-  drawTime(chart, context, run.makespan, theme.ink, 1.6);
-  if (run.bound !== null) drawTime(chart, context, run.bound, theme.bound, 1.6, [5, 3]);
 }
 
 function drawTime(chart, context, time, ...look) {

@@ -43,19 +43,14 @@ class ModuleTree {
     return this.modules[place].split(".").at(-1) || "the model";
   }
 
-  cell(direction, module, step) {
-    const at = module * this.steps.length + step;
-    return [this.compared[direction][at], this.differing[direction][at]];
-  }
-
   /** Tensors that were compared and that differ in some steps, of some directions. */
   counts(module, first, end, directions = this.directions.keys()) {
     let [compared, differing] = [0, 0];
+    const row = module * this.steps.length;
     for (const direction of directions) {
-      for (let step = first; step < end; step++) {
-        const [all, other] = this.cell(direction, module, step);
-        compared += all;
-        differing += other;
+      for (let at = row + first; at < row + end; at++) {
+        compared += this.compared[direction][at];
+        differing += this.differing[direction][at];
       }
     }
     return [compared, differing];
@@ -63,7 +58,7 @@ class ModuleTree {
 
   words(module, step) {
     return this.directions.map((direction, place) => {
-      const [compared, differing] = this.cell(place, module, step);
+      const [compared, differing] = this.counts(module, step, step + 1, [place]);
       const found = differing ? `${plain(differing)} of ${plain(compared)} tensors differ` : `all ${plain(compared)} tensors agree`;
       return [direction, compared ? found : "not recorded"];
     });
@@ -222,9 +217,8 @@ class LedgerChart extends CanvasChart {
       ArrowUp: () => go(-1),
       Enter: () => this.toggle(module) ?? this.draw(),
       "+": () => this.zoom(0.6),
-      "=": () => this.zoom(0.6),
       "-": () => this.zoom(1 / 0.6),
-      0: () => this.view.show(0, this.tree.steps.length),
+      0: () => this.view.showAll(),
       f: () => first && this.choose(first.module, first.step),
     };
   }
@@ -259,7 +253,7 @@ function showLedgers(answer) {
   byId("refused").textContent = answer.comparison.notes.map((note) => `Note: ${note}.`).join(" ");
   byId("charts").replaceChildren(chart.figure, ...changesOf(answer.comparison));
   byId("command").replaceChildren("The same in words: ", element("code", {}, answer.command), element("br"), `In the chart: ${LEDGER_KEYS} Shift and the wheel zoom.`);
-  state.ledgers = chart;
+  state.charts = [chart];
   resized();
   chart.choose(chart.chosen.module, chart.chosen.step);
 }

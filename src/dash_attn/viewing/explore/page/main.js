@@ -10,15 +10,9 @@ const state = {
   moment: null,
   showPath: false,
   playing: false,
-  ledgers: null, // the chart of two runs, where the page is about those
-
-  get whole() {
-    return this.view.whole;
-  },
 
   showAll() {
-    for (const chart of this.charts) chart.lanes.show(0, chart.run.lanes);
-    this.view.show(0, this.whole);
+    for (const stretch of [...this.charts.map((chart) => chart.lanes), this.view]) stretch.showAll();
   },
 
   /** Keyboard and buttons zoom around the chosen task, else around the middle. */
@@ -41,10 +35,6 @@ const state = {
 
   redrawOverlays() {
     for (const chart of this.charts) drawOverlay(chart);
-  },
-
-  hovered(chart) {
-    if (this.chosen === null) showDetails(byId("details"), chart, chart.hovered);
   },
 
   choose(chart, item) {
@@ -72,12 +62,14 @@ const state = {
   },
 
   setMoment(moment) {
-    this.moment = Math.min(this.whole, Math.max(0, moment));
-    byId("time").value = String((1000 * this.moment) / this.whole);
+    const { whole } = this.view;
+    this.moment = Math.min(whole, Math.max(0, moment));
+    byId("time").value = String((1000 * this.moment) / whole);
     const words = withUnit(this.charts[0].run, this.moment);
     byId("time").setAttribute("aria-valuetext", words);
     byId("now").textContent = words;
-    showMoment(byId("at-moment"), this.charts, this.moment);
+    byId("at-moment").hidden = false;
+    byId("at-moment").replaceChildren(element("h3", {}, `At ${words}`), ...this.charts.map(({ run }) => momentOf(run, this.moment)));
     this.redrawOverlays();
   },
 
@@ -92,21 +84,17 @@ const state = {
     this.playing = !this.playing;
     byId("play").textContent = this.playing ? "Pause" : "Play";
     if (!this.playing) return;
+    const { whole } = this.view;
     let before = performance.now();
-    this.setMoment(this.moment === null || this.moment >= this.whole ? 0 : this.moment);
+    this.setMoment(this.moment === null || this.moment >= whole ? 0 : this.moment);
     const tick = (now) => {
       if (!this.playing) return;
-      this.setMoment(this.moment + ((now - before) / 1000 / PLAY_SECONDS) * this.whole);
+      this.setMoment(this.moment + ((now - before) / 1000 / PLAY_SECONDS) * whole);
       before = now;
-      if (this.moment >= this.whole) this.play();
+      if (this.moment >= whole) this.play();
       else requestAnimationFrame(tick);
     };
     requestAnimationFrame(tick);
-  },
-
-  /** The chart that keys of the toolbar act on. */
-  active() {
-    return this.chosen?.chart ?? this.charts[0];
   },
 };
 
@@ -141,19 +129,10 @@ function figuresOf(runs) {
   return tableOf([runs[0].itemWord === "task" ? "schedule" : "", ...names], rows);
 }
 
-function legendOf({ run, palette, theme }) {
-  const bound = run.bound === null ? [] : [["lower bound", [theme.bound]]];
-  return [...run.legend(palette, theme), ["idle", [theme.idle]], ["makespan", [theme.ink]], ...bound];
-}
-
 function resized() {
   for (const chart of state.charts) chart.measure();
-  if (state.charts.length) showLegend(legendOf(state.charts[0]));
+  if (state.charts.length) showLegend(state.charts[0].legend());
   state.redraw();
-  if (state.ledgers === null) return;
-  state.ledgers.measure();
-  showLegend(state.ledgers.legend());
-  state.ledgers.draw();
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -162,24 +141,15 @@ let theme = "system";
 function applyTheme() {
   document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
   byId("theme").textContent = `Colours: ${theme}`;
-  byId("theme").setAttribute("aria-label", `Colours: ${theme}`);
   resized();
 }
 
 function listen() {
-  const actions = {
-    in: () => state.zoom(0.6),
-    out: () => state.zoom(1 / 0.6),
-    all: () => state.showAll(),
-    "path-on": () => state.alongPath(state.active(), 1),
-    "path-back": () => state.alongPath(state.active(), -1),
-    "step-on": () => state.step(1),
-    "step-back": () => state.step(-1),
-  };
-  for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", () => state.charts.length && actions[button.dataset.do]());
+  for (const button of document.querySelectorAll("[data-key]")) {
+    button.addEventListener("click", () => (state.chosen?.chart ?? state.charts[0])?.pressedKey(button.dataset.key));
+  }
   byId("show-path").addEventListener("click", () => state.togglePath(!state.showPath));
-  byId("play").addEventListener("click", () => state.charts.length && state.play());
-  byId("time").addEventListener("input", () => state.charts.length && state.setMoment((Number(byId("time").value) / 1000) * state.whole));
+  byId("time").addEventListener("input", () => state.charts.length && state.setMoment((Number(byId("time").value) / 1000) * state.view.whole));
   byId("path").addEventListener("toggle", () => showPath(state));
   byId("theme").addEventListener("click", () => {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];

@@ -7,13 +7,10 @@ function drawOverlay(chart) {
   chart.clear(context);
   drawClipped(context, plot, () => {
     if (state.showPath) drawPath(chart);
-    const shown = chart.shown();
+    const shown = state.chosen === null ? chart.hovered : chart.chosen;
     if (shown !== null) drawLinks(chart, shown);
     if (state.moment !== null) drawTime(chart, context, state.moment, theme.chosen, 1.2);
   });
-  if (!chart.focused) return;
-  [context.strokeStyle, context.lineWidth] = [theme.bound, 2];
-  context.strokeRect(plot.left, plot.top, plot.width, plot.height);
 }
 
 /** Left, top, width and height of a phase of a task. */

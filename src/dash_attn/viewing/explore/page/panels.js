@@ -49,11 +49,6 @@ function withUnit(run, time) {
   return `${plain(Number(time.toPrecision(7)))}${run.unit === "microseconds" ? " us" : ""}`;
 }
 
-function showMoment(section, charts, moment) {
-  section.hidden = false;
-  section.replaceChildren(element("h3", {}, `At ${withUnit(charts[0].run, moment)}`), ...charts.map(({ run }) => momentOf(run, moment)));
-}
-
 function momentOf(run, moment) {
   const lanes = Array.from({ length: run.lanes }, (_, lane) => ({ lane, bar: run.bars.at(lane, moment * run.ticks) })).filter(({ bar }) => bar >= 0);
   const inPhase = (phase) => lanes.filter(({ bar }) => run.bars.phase[bar] === phase);

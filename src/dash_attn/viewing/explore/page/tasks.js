@@ -10,17 +10,25 @@ class Run {
 
   /** The events that decide the makespan, and the start and end of each. */
   readPath() {
-    const path = decodedAll(this.path);
-    this.path = Array.from(path.index, (index, place) => {
-      const phase = path.phase[place];
-      return { item: this.itemOf(index, phase), phase, index, cause: path.causes[path.cause[place]] };
-    });
+    this.path = this.path ? this.sentPath(decodedAll(this.path)) : this.pathByNeeds();
     this.pathSpans = Float64Array.from(this.path.flatMap(({ item, phase, index }) => this.span(item, phase, index)));
   }
 
-  /** What each phase of a task or unit waits for, with the time from which on that is no hindrance; `last`: the one that came last. */
-  needs(item) {
-    return this.needsInTicks(item).map((need) => ({ ...need, at: need.at / this.ticks }));
+  sentPath({ index, phase, cause, causes }) {
+    return Array.from(index, (index, place) => ({ item: this.itemOf(index, phase[place]), phase: phase[place], index, cause: causes[cause[place]] }));
+  }
+
+  /** Back from what ended last: the latest of all that an event needs counts as its cause. Measurements and ranks have no exact ties. */
+  pathByNeeds() {
+    const [found, phase] = [[], this.phases.at(-1)];
+    const ends = Float64Array.from({ length: this.items }, (_, item) => this.span(item, phase)[1]);
+    let at = this.items ? { item: ends.indexOf(ends.reduce((most, end) => Math.max(most, end))), phase } : null;
+    while (at) {
+      const need = this.needs(at.item).find((each) => each.last && each.phase === at.phase);
+      found.push({ ...at, index: at.item, cause: need?.cause ?? this.causeWithoutNeeds(at.item) });
+      at = need && { item: need.item, phase: need.of ?? COMPUTE };
+    }
+    return found.reverse();
   }
 }
 
@@ -165,18 +173,19 @@ class TaskRun extends Run {
     return [computes, reduces, ["stall", [theme.stall]], ["start of a chain", [theme.startup]], ...(this.adds.count ? [["add dK and dV", [theme.add]]] : [])];
   }
 
-  needsInTicks(item) {
+  /** What each phase of a task waits for, with the time from which on that is no hindrance; `last`: the one that came last. */
+  needs(item) {
     const [place, before, rival] = [this.placeOf(item), this.chainBefore[this.chainOf[item]], this.turnBefore(item)];
-    const need = (phase, other, of, words) => ({ phase, item: other, of, words, at: (of === COMPUTE ? this.computeEnd : this.reduceEnd)[other] });
-    const found = [need(REDUCE, item, COMPUTE, "its own compute")];
-    if (rival >= 0) found.push({ ...need(REDUCE, rival, REDUCE, `turn ${this.turn[rival]}`), at: this.handedOver(rival) });
-    if (place === 0 && before >= 0 && this.chains.tasks[before]) found.push(need(COMPUTE, this.lastOf(before), REDUCE, "its worker, which ran"));
-    for (const { phase, of, back, needs } of this.inChain) if (place >= back) found.push(need(phase, item - back, of, needs));
+    const need = (phase, other, of, cause, words) => ({ phase, item: other, of, cause, words, at: this.span(other, of)[1] });
+    const found = [need(REDUCE, item, COMPUTE, "compute", "its own compute")];
+    if (rival >= 0) found.push({ ...need(REDUCE, rival, REDUCE, "turn", `turn ${this.turn[rival]}`), at: this.hand_over === null ? this.span(rival, REDUCE)[1] : (this.reduceStart[rival] + this.hand_over) / this.ticks });
+    if (place === 0 && before >= 0 && this.chains.tasks[before]) found.push(need(COMPUTE, this.lastOf(before), REDUCE, "worker", "its worker, which ran"));
+    for (const { phase, of, back, cause, needs } of this.inChain) if (place >= back) found.push(need(phase, item - back, of, cause, needs));
     return this.phases.flatMap((phase) => markLast(found.filter((each) => each.phase === phase)));
   }
 
-  handedOver(item) {
-    return this.hand_over === null ? this.reduceEnd[item] : this.reduceStart[item] + this.hand_over;
+  causeWithoutNeeds() {
+    return "start";
   }
 
   /** The task of a chain whose reduce ended last. */
@@ -207,11 +216,11 @@ class TaskRun extends Run {
 
 /** Which phase of a task needs which one of the task some places back in its chain, and words for both ends. */
 function needsInChain(drains) {
-  if (!drains) return [{ phase: COMPUTE, of: REDUCE, back: 1, needs: "the reduce before", neededBy: "the next compute" }];
+  if (!drains) return [{ phase: COMPUTE, of: REDUCE, back: 1, cause: "buffer", needs: "the reduce before", neededBy: "the next compute" }];
   return [
-    { phase: COMPUTE, of: COMPUTE, back: 1, needs: "the compute before", neededBy: "the next compute" },
-    { phase: REDUCE, of: REDUCE, back: drains, needs: "a free drain, the reduce of", neededBy: "its drain, the reduce of" },
-    { phase: COMPUTE, of: REDUCE, back: 1 + drains, needs: "a free buffer, the reduce of", neededBy: "its buffer, the compute of" },
+    { phase: COMPUTE, of: COMPUTE, back: 1, cause: "compute", needs: "the compute before", neededBy: "the next compute" },
+    { phase: REDUCE, of: REDUCE, back: drains, cause: "drain", needs: "a free drain, the reduce of", neededBy: "its drain, the reduce of" },
+    { phase: COMPUTE, of: REDUCE, back: 1 + drains, cause: "buffer", needs: "a free buffer, the reduce of", neededBy: "its buffer, the compute of" },
   ];
 }
 

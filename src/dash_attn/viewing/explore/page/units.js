@@ -1,6 +1,8 @@
 // A run of several ranks that share a sequence: units on ranks.
 
 const ENDING = -1;
+const TOLERANCE = 20; // ticks: the tile model rounds what links deliver up to one of its own
+const MOST_BESIDE = 64; // units that can have held the workers of another
 
 class UnitRun extends Run {
   constructor(data) {
@@ -15,16 +17,11 @@ class UnitRun extends Run {
     this.readPath();
   }
 
-  readWaits(waits) {
-    this.waitsFor = Array.from({ length: this.items }, () => []);
-    this.waitedBy = Array.from({ length: this.items }, () => []);
-    const offsets = offsetsOf(waits.count);
-    for (let unit = 0; unit < this.items; unit++) {
-      for (const other of waits.unit.subarray(offsets[unit], offsets[unit + 1])) {
-        this.waitsFor[unit].push(other);
-        this.waitedBy[other].push(unit);
-      }
-    }
+  readWaits({ count, unit }) {
+    const offsets = offsetsOf(count);
+    this.waitsFor = Array.from(count, (_, item) => [...unit.subarray(offsets[item], offsets[item + 1])]);
+    this.waitedBy = this.waitsFor.map(() => []);
+    this.waitsFor.forEach((others, item) => others.forEach((other) => this.waitedBy[other].push(item)));
   }
 
   makeBars() {
@@ -35,10 +32,6 @@ class UnitRun extends Run {
         if (this.laneOf(unit) === lane) this.bars.add(this.u.start[unit], this.u.end[unit], unit, COMPUTE, this.colourOf(unit));
       }
     }
-  }
-
-  itemOf(index) {
-    return index;
   }
 
   /** By kind and heads: shades tell the heads of one kind apart. */
@@ -86,15 +79,29 @@ class UnitRun extends Run {
     return [["units, by heads; a number is the chunk of their keys", css.slice(0, 8)]];
   }
 
-  needsInTicks(item) {
-    const [u, found] = [this.u, []];
-    if (u.before[item] >= 0) found.push({ phase: COMPUTE, item: u.before[item], words: "states of", at: u.arrival[item] });
-    const earlier = this.rankBefore[item];
-    if (earlier >= 0 && u.end[earlier] <= u.start[item]) found.push({ phase: COMPUTE, item: earlier, words: "its rank, which ran", at: u.end[earlier] });
-    for (const other of this.waitsFor[item]) found.push({ phase: COMPUTE, item: other, words: "turns of", at: u.end[other] });
-    const inTime = found.filter((need) => need.at <= u.start[item] + 1); // overlapped units take turns over while they run
-    const late = found.filter((need) => need.at > u.start[item] + 1).map((need) => ({ ...need, last: false }));
-    return [...markLast(inTime), ...late];
+  needs(item) {
+    const [{ u }, start, earlier] = [this, this.u.start[item], this.earlierOnRank(item)];
+    const need = (cause, words, other, at = u.end[other]) => ({ phase: COMPUTE, item: other, cause, words, at, last: false });
+    const found = this.waitsFor[item].map((other) => need("turns", "turns of", other));
+    if (u.before[item] >= 0) found.push(need("states", "states of", u.before[item], u.arrival[item]));
+    const ended = earlier.filter((other) => u.end[other] <= start + TOLERANCE);
+    if (ended.length) found.push(need("rank", "its rank, which ran", ended.reduce((a, b) => (u.end[b] >= u.end[a] ? b : a))));
+    const decides = ({ at }) => Math.abs(at - start) <= TOLERANCE; // overlapped units take turns over while they run
+    const beside = Math.max(...earlier.filter((other) => u.end[other] > start)); // its workers became free one by one
+    if (beside >= 0 && !found.some(decides)) found.push(need("rank", "its rank, which ran", beside, start));
+    return [...markLast(found.filter(decides)), ...found.filter((each) => !decides(each))].map((each) => ({ ...each, at: each.at / this.ticks }));
+  }
+
+  /** The latest first. They have lower numbers, as all that a unit may wait for, so a path back ends. */
+  earlierOnRank(item) {
+    const found = [];
+    let other = this.rankBefore[item];
+    for (let count = 0; other >= 0 && count < MOST_BESIDE; count++, other = this.rankBefore[other]) if (other < item) found.push(other);
+    return found;
+  }
+
+  causeWithoutNeeds(item) {
+    return this.u.start[item] > TOLERANCE ? "keys" : "start";
   }
 
   neededBy(item) {
