@@ -44,10 +44,10 @@ read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_plain(mask_function: MaskFunction, kind: str) -> bool:
-    """kind: "causal" or "bidirectional"."""
-    from transformers import masking_utils
+    """kind: "causal" or "bidirectional". By names: a program that is traced cannot import transformers' modules (PyTorch 2.11)."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    return mask_function is getattr(masking_utils, f"{kind}_mask_function")
+    return mask_function is (causal_mask_function if kind == "causal" else bidirectional_mask_function)
 
 
 def is_plain_window(mask_function: MaskFunction, arguments: dict[str, Any]) -> bool:
