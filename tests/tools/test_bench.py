@@ -16,7 +16,8 @@ from benchmarks.suites import SUITES, choose
 from dash_attn.masks import Causal
 from dash_attn.tools.bench.candidates import Candidate, Runner, Tensors, make_tensors, ours
 from dash_attn.tools.bench.checks import dense
-from dash_attn.tools.bench.measure import CALLS, WARM_UP, host_time, interleaved, measure, measure_host
+from dash_attn.tools.bench.host import CALLS, measure_host, round_time
+from dash_attn.tools.bench.measure import WARM_UP, interleaved, measure
 from dash_attn.tools.bench.shape import Shape
 from dash_attn.tools.machine import deterministic_algorithms, short_name
 
@@ -198,15 +199,17 @@ def test_host_time_counts_calls_only() -> None:
         nonlocal now
         now += 1.0
 
-    assert host_time(step, synchronize, CALLS, lambda: now).median == pytest.approx(25.0)
+    assert round_time(step, synchronize, CALLS, lambda: now) == pytest.approx(25.0)
 
 
 def test_host_suite_runs_ours_and_flash() -> None:
     rows = {row["candidate"]: row for row in measure_host(CPU, lambda: None, calls=2)}
-    assert rows["dash-attn"]["status"] == rows["PyTorch flash"]["status"] == "ok"
-    assert rows["dash-attn"]["median_us"] > 0
-    assert rows["dash-attn, without autograd"]["status"] == rows["dash-attn, one thread"]["status"] == "ok"
-    assert rows["cuDNN"]["status"] == "unavailable"
+    for kind in ("dash-attn", "dash-attn, packed", "dash-attn, boolean tensor", "PyTorch flash"):
+        for what in ("forward without gradients", "forward", "backward"):
+            assert rows[f"{kind}, {what}"]["status"] == "ok", rows[f"{kind}, {what}"]
+            assert rows[f"{kind}, {what}"]["median_us"] > 0
+    assert rows["dash-attn, cache"]["status"] == "ok"
+    assert rows["cuDNN, forward"]["status"] == rows["dash-attn, compiled, forward"]["status"] == "unavailable"
 
 
 def test_without_leaves_a_peer_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_the_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("dash_attn.tools.bench.measure.measure_host", lambda device, wait: [{"candidate": "dash-attn", **HOST}])
+    monkeypatch.setattr("dash_attn.tools.bench.host.measure_host", lambda device, wait: [{"candidate": "dash-attn", **HOST}])
     assert command(["bench", "--suite", "host", "--output", str(tmp_path)]) == 0
     assert read(tmp_path / "n100-host.json")["host"][0]["median_us"] == 123.4
     assert "123.4" in capsys.readouterr().out

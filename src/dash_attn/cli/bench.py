@@ -95,7 +95,8 @@ def measure_suite(results: Results, path: Path, shapes: Sequence[Shape], kernels
     import torch
 
     from ..tools.bench.candidates import who_runs
-    from ..tools.bench.measure import SHAPE, cuda_times, measure, measure_host
+    from ..tools.bench.host import SHAPE, measure_host
+    from ..tools.bench.measure import cuda_times, measure
     from ..tools.bench.report import save
 
     if results["suite"] == HOST_SUITE:

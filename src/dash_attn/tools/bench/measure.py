@@ -1,38 +1,25 @@
 """Prepare, check and time all candidates of one shape.
 
 Timing is interleaved: every repetition runs every candidate once, so that clocks and heat meet all of them alike.
-Beside it, what a call costs the host: microseconds of a warm forward and backward, the GPU left to follow.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...attention.autograd import attention_backward, attention_forward
-from ...call.call import Call, Grads
-from ...call.options import AttentionOptions
-from .candidates import CUDNN, EQUAL_HEADS, OURS, UNORDERED, Candidate, Runner, first_line, is_ours, make_tensors, ours
+from .candidates import CUDNN, EQUAL_HEADS, UNORDERED, Candidate, Runner, first_line, is_ours, make_tensors
 from .checks import Reference, not_as_promised, repeats_differ
-from .pytorch_peers import FLASH, pytorch_peers
 from .shape import PASSES, Shape
 
 LEAD_IN = 2_000_000  # cycles, about 1 ms: the GPU sleeps while the host queues the call, so launches cost no candidate anything
 WARM_UP = 2
 OK, FAILED, UNAVAILABLE = "ok", "failed check", "unavailable"
-# Of the host's time.
-SHAPE = Shape("causal", 128, 1, 2, 2, 64)
-CALLS, ROUNDS = 200, 7
-COMPARED = (OURS, CUDNN, FLASH)
-ONE_THREAD = "{}, one thread"  # autograd runs the backward in the caller's thread, as torch.autograd.set_multithreading_enabled lets it
-OURS_ALONE = f"{OURS}, without autograd"
 Step = Callable[[], Any]
 Timer = Callable[[Sequence[Step]], Sequence[float]]  # runs steps one after the other; milliseconds of each
 
@@ -170,58 +157,3 @@ def _to_json(rows: list[Row]) -> list[dict[str, Any]]:
     own = {"ratio_to_unordered": medians.get(UNORDERED), "ratio_to_equal_heads": medians.get(EQUAL_HEADS)}
     for_ours = others | {name: ms for name, ms in own.items() if ms}
     return [row.to_json(for_ours if is_ours(row.candidate.name) else others) for row in rows]
-
-
-def measure_host(device: torch.device, synchronize: Callable[[], None], calls: int = CALLS) -> list[dict[str, Any]]:
-    compared = [candidate for candidate in (*ours(schedules=False), *pytorch_peers()) if candidate.name in COMPARED]
-    steps: dict[str, Callable[[], Step]] = {candidate.name: partial(_training_step, candidate, device) for candidate in compared}
-    steps |= {ONE_THREAD.format(name): partial(_in_one_thread, make) for name, make in steps.items()}
-    steps[OURS_ALONE] = partial(_step_alone, device)
-    return [_row(name, make, synchronize, calls) for name, make in steps.items()]
-
-
-def _row(name: str, make: Callable[[], Step], synchronize: Callable[[], None], calls: int) -> dict[str, Any]:
-    row = {"candidate": name, "calls": calls, "rounds": ROUNDS}
-    try:
-        median, low, high = host_time(make(), synchronize, calls)
-    except Exception as error:
-        return {**row, "status": UNAVAILABLE, "reason": first_line(error)}
-    return {**row, "status": OK, "median_us": median, "p20_us": low, "p80_us": high}
-
-
-def _training_step(candidate: Candidate, device: torch.device) -> Step:
-    """Forward and backward as a training loop calls them: a new graph every time."""
-    tensors = make_tensors(SHAPE, device)
-    runner = candidate.prepare(SHAPE, tensors)
-    return lambda: torch.autograd.grad(runner.forward(), runner.leaves, tensors.dout)
-
-
-def _in_one_thread(make: Callable[[], Step]) -> Step:
-    step = make()
-
-    def run() -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return step()
-
-    return run
-
-
-def _step_alone(device: torch.device) -> Step:
-    """What we do ourselves, without autograd: look-up, descriptors, allocations, launches."""
-    tensors = make_tensors(SHAPE, device)
-    call = Call(tensors.q, tensors.k, tensors.v, AttentionOptions(SHAPE.attended, SHAPE.head_dim**-0.5))
-
-    return lambda: attention_backward(call, attention_forward(call), Grads(tensors.dout))
-
-
-def host_time(step: Step, synchronize: Callable[[], None], calls: int, clock: Callable[[], float] = time.perf_counter) -> Spread:
-    """Microseconds per call, over rounds of `calls`; the GPU catches up between rounds."""
-    return spread([_round(step, synchronize, calls, clock) for _ in range(ROUNDS + 1)][1:])  # the first round warms up
-
-
-def _round(step: Step, synchronize: Callable[[], None], calls: int, clock: Callable[[], float]) -> float:
-    synchronize()
-    start = clock()
-    for _ in range(calls):
-        step()
-    return (clock() - start) / calls * 1e6

@@ -45,7 +45,7 @@ def tables(results: Results) -> Iterator[Table]:
             yield f"{direction}: {key}", *table([row for row in rows if row["pass"] == direction and kind(row) == key])
     if results.get("host"):
         cells = [host_cells(row) for row in results["host"]]
-        yield "host time of a warm forward and backward", ["", "us per call", "20-80 %"], cells
+        yield "host time of warm calls", ["", "us per call", "20-80 %"], cells
 
 
 def table(rows: list[Row]) -> tuple[list[str], Cells]:
