@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..masks import BooleanMask, Full
 from ..masks.boolean_mask import check_shape
+
+MOST_VIEWS = 16  # of one tensor whose masks are kept
+_lock = threading.Lock()
+_seen = WeakTensorKeyDictionary()  # as long as the tensor is there whose memory it is: its views, each with the version that was read
 
 
 def take_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, BooleanMask | None]:
@@ -20,8 +26,32 @@ def take_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, BooleanMask | None]
         return Full(), None  # nobody attends anything
     if isinstance(mask, Tensor):
         _refuse_unreadable(mask)
-        mask = BooleanMask(mask.expand(*mask.shape[:-2], q.shape[1], k.shape[1]))
+        mask = _mask_of(mask, q.shape[1], k.shape[1])
     return mask.pattern, mask if mask.has_partial_blocks else None
+
+
+def _mask_of(tensor: Tensor, q_len: int, kv_len: int) -> BooleanMask:
+    """A tensor that was seen before has the mask that it had, unless it was changed since: PyTorch counts changes of tensors in place
+    (not those by kernels that it does not know, nor through `.data`). Else the host reads it, and waits for it.
+    """
+    if tensor.is_inference():  # nobody counts
+        return _read(tensor, q_len, kv_len)
+    owner = tensor if tensor._base is None else tensor._base
+    key = tensor.data_ptr(), tensor.shape, tensor.stride(), q_len, kv_len
+    with _lock:
+        of_owner: dict[Any, tuple[int, BooleanMask]] = _seen.setdefault(owner, {})
+        version, mask = of_owner.pop(key, (-1, None))
+    if mask is None or version != tensor._version:
+        version, mask = tensor._version, _read(tensor, q_len, kv_len)
+    with _lock:
+        of_owner[key] = version, mask  # the last one used is the last to go
+        if len(of_owner) > MOST_VIEWS:
+            del of_owner[next(iter(of_owner))]
+    return mask
+
+
+def _read(tensor: Tensor, q_len: int, kv_len: int) -> BooleanMask:
+    return BooleanMask(tensor.expand(*tensor.shape[:-2], q_len, kv_len))
 
 
 def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:

@@ -212,7 +212,7 @@ class BooleanMask:
     def nbytes(self) -> int:
         return sum(matrix.nbytes for matrix in self.matrices)
 
-    @property
+    @cached_property
     def has_partial_blocks(self) -> bool:
         """Whether the elements say more than the pattern."""
         return any((matrix.blocks == PARTIAL).any() for matrix in self.matrices)
