@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.attention.torch_ops import VERSION, Arguments
+from dash_attn.call.call import Call
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from dash_attn.masks.encoding import decode_mask, encode_mask
 from dash_attn.nn import SelfAttention
@@ -121,11 +123,11 @@ def test_opcheck_of_the_backward(arguments: tuple[Any, ...]) -> None:
 def test_opcheck_finds_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a result that is laid out otherwise than the trace was told."""
 
-    def transposed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return q.new_zeros(2, 4, 150, 6).transpose(1, 2), q.new_zeros(2, 4, 150)
+    def transposed(call: Call) -> tuple[Tensor, Tensor]:
+        return call.q.new_zeros(2, 4, 150, 6).transpose(1, 2), call.q.new_zeros(2, 4, 150)
 
-    monkeypatch.setattr("dash_attn.attention.torch_ops.attention_forward", transposed)
-    with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError):
+    monkeypatch.setattr("dash_attn.attention.known.attention_forward", transposed)
+    with pytest.raises(OpCheckError, match="Stride"):
         torch.library.opcheck(torch.ops.dash_attn.attention.default, dense_arguments(Causal(), False), test_utils="test_faketensor")
 
 

@@ -149,6 +149,9 @@ class Recorder:
         self.calls.append(call)
         return Saved(torch.empty_like(call.q), call.q.new_empty(call.q.shape[1], len(call.q), dtype=torch.float32))
 
+    def prepared(self, call: Call) -> None:
+        """Nothing."""
+
     def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients:
         self.calls.append(call)
         return Gradients(*(x.clone() for x in call.tensors))

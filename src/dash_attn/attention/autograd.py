@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ class FirstGradientsOnly(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Attention.apply(q, k, v, sinks, options, offsets, modifiers) -> (out, lse). Differentiable once, through both."""
+    """Attention.apply(q, k, v, sinks, options, offsets, modifiers) -> (out, lse). Differentiable once, through both.
+
+    A last argument says how to run the forward of a kind of call that is known.
+    """
 
     @staticmethod
     def forward(
@@ -70,8 +74,9 @@ class Attention(torch.autograd.Function):
         options: AttentionOptions,
         offsets: SequenceOffsets | None,
         modifiers: Modifiers | None,
+        run_forward: Callable[[Call], Saved] = attention_forward,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attention_forward(Call(q, k, v, options, offsets, sinks, modifiers))
+        out, lse = run_forward(Call(q, k, v, options, offsets, sinks, modifiers))
         # Saved like the other tensors, so that changing them in place before the backward is noticed.
         ends = (None, None) if offsets is None else (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *ends, *(modifiers or Modifiers())[:2])
@@ -84,7 +89,7 @@ class Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse, _, _, *given = ctx.saved_tensors
         if dout is None:
             if dlse is None:
-                return (None,) * 7
+                return (None,) * 8
             dout = torch.zeros_like(out)  # only the LSE was used
         call = Call(q, k, v, ctx.options, ctx.offsets, sinks, _as_recomputed(ctx.modifiers, *given))
         gradients: tuple[Tensor | None, ...]
@@ -95,7 +100,7 @@ class Attention(torch.autograd.Function):
                 gradients = attention_backward(call, Saved(out, lse), Grads(dout, dlse))
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
         wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None, None, None
+        return *wanted, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

@@ -14,6 +14,7 @@ from ..masks import BooleanMask, Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
+from .known import Kind, kind_of
 from .pytorch import is_traced, refuse_transforms
 from .signatures import AnyResults, Keywords, OutAndLse, OutLseNone
 from .torch_ops import traced_attention
@@ -98,9 +99,6 @@ def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttent
     Where a query attends nothing, out is 0 and lse the sink, or -inf without one.
     """
     refuse_transforms()
-    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
-    check_dropout(dropout_p)
-    check_determinism(deterministic, accumulation)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -114,19 +112,42 @@ def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttent
         dropout_p=dropout_p,
         alibi=alibi_slopes is not None,
     )
-    if is_traced(q, k, v, sinks, dropout_seed, alibi_slopes, mask if isinstance(mask, Tensor) else None):
-        check_strided(q=q, k=k, v=v)
-        modifiers = modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes)
-        out, lse = traced_attention(q, k, v, sinks, None, choices, modifiers)
+    plain = sinks is None and dropout_seed is None and alibi_slopes is None
+    kind = kind_of((q, k, v), choices, deterministic, return_attn_probs, return_lse) if plain else None
+    if kind is not None and kind.options is not None:
+        out, lse = kind.attention(q, k, v)
     else:
-        options, elements = options_of(q, k, v, sinks, choices)
-        modifiers = modifiers_of(q, q.shape[0], dropout_p, dropout_seed, alibi_slopes)
-        if elements is not None:
-            modifiers = with_elements(modifiers, elements)
-        out, lse = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
+        check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
+        check_determinism(deterministic, accumulation)
+        out, lse = new_attention(q, k, v, sinks, choices, dropout_seed, alibi_slopes, kind)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
+
+
+def new_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    choices: Choices,
+    dropout_seed: Tensor | None,
+    alibi_slopes: Tensor | None,
+    kind: Kind | None,
+) -> tuple[Tensor, Tensor]:
+    """Of a call that is looked at for the first time, or each time anew."""
+    check_dropout(choices.dropout_p)
+    if is_traced(q, k, v, sinks, dropout_seed, alibi_slopes, choices.mask if isinstance(choices.mask, Tensor) else None):
+        check_strided(q=q, k=k, v=v)
+        modifiers = modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes)
+        return traced_attention(q, k, v, sinks, None, choices, modifiers)
+    options, elements = options_of(q, k, v, sinks, choices)
+    modifiers = with_elements(modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes), elements)
+    if kind is not None and modifiers is None:
+        kind.options = options
+        return kind.attention(q, k, v)
+    result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
+    return result
 
 
 def options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> tuple[AttentionOptions, BooleanMask | None]:

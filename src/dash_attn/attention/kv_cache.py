@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ..backends import cache_backend_for, resolve
-from ..call.call import Saved
+from ..backends import resolve
 from ..call.kv_cache import CacheCall, check_cache
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, BackendName, Choices, choose_mask, is_zero, options_for
 from ..call.tensor_checks import check_flags, check_strided
 from ..masks import Mask, is_whole
 from ..masks.encoding import decode_mask, encode_mask
-from .call_log import LOG_CALLS, log_cache_call
+from .known import CacheKind, Kind, attend, has_gradient, kind_for
 from .pytorch import is_traced, refuse_transforms
 from .signatures import CacheKeywords, OutAndLse
 from .torch_ops import check_version, empty_results, has_symbols, offsets_of
@@ -106,6 +105,13 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     Returns out, (batch, new queries, q_heads, dim of v); (out, lse) with `return_softmax_lse`, lse as in flash_attn_func.
     """
     refuse_transforms()
+    kind, tensors = None, (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    if cache_seqlens is not None and sinks is None and rotary_cos is None and rotary_sin is None and alibi_slopes is None:
+        flags = causal, num_splits, return_softmax_lse, rotary_interleaved
+        kind = _kind_of(tensors, first_position, window_size, *flags, softmax_scale, softcap, backend)
+    if kind is not None and kind.options is not None:
+        out, lse = kind.forward(CacheCall(q, k_cache, v_cache, kind.options, k, v, None, *tensors[5:]))  # type: ignore[arg-type]
+        return (out, lse) if return_softmax_lse else out
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
@@ -122,7 +128,7 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
         first_position=first_position,
     )
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = _run(with_lengths(call, cache_seqlens), None, choices)
+    out, lse = _run(with_lengths(call, cache_seqlens), None, choices, kind)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -140,7 +146,19 @@ def with_lengths(call: CacheCall, cache_seqlens: int | Tensor | None) -> CacheCa
     return call._replace(cache_seqlens=cache_seqlens)
 
 
-def _run(call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
+def _kind_of(tensors: tuple[Any, ...], first_position: Any, window_size: Any, *choices: Any) -> Kind | None:
+    """None where a gradient would be refused, or a number says where keys are: it would be another one in every step."""
+    there = tuple([x for x in tensors if x is not None])
+    if torch.compiler.is_compiling() or type(first_position) is not int or first_position or type(window_size) is not tuple:
+        return None
+    if not all([isinstance(x, Tensor) for x in there]) or has_gradient(*there):  # noqa: C419 (quicker so)
+        return None
+    return kind_for(there, *[x is None for x in tensors], *window_size, *choices, of=CacheKind)
+
+
+def _run(
+    call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices, kind: Kind | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and LSE. packed: SequenceOffsets' fields."""
     if is_traced(*(x for x in (*call, *(packed or ())) if isinstance(x, Tensor))):
         check_strided(q=call.q, k_cache=call.k_cache, v_cache=call.v_cache)
@@ -148,7 +166,11 @@ def _run(call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choice
     if packed is not None:
         call = call._replace(offsets=SequenceOffsets(*packed))
     check_cache(call)
-    return attend(call._replace(options=options_for(choices, call.q.shape[-1])))
+    call = call._replace(options=options_for(choices, call.q.shape[-1]))
+    if kind is None:
+        return attend(call)
+    kind.options = call.options
+    return kind.forward(call)
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
@@ -232,13 +254,6 @@ class CacheArguments(NamedTuple):
     softcap: float
     backend: str
     version: int
-
-
-def attend(call: CacheCall) -> Saved:
-    """Of a call that was checked."""
-    if LOG_CALLS:
-        log_cache_call(call)
-    return cache_backend_for(call.options.backend, call.q.device).attention_with_cache(call)
 
 
 def run_traced(call: CacheCall, offsets: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from ..masks import check_mask
 from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
+from .known import Kind, kind_for
 
 TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
 MORE_TENSORS = TENSORS.count("Tensor?")
@@ -125,7 +126,8 @@ def schedule_text(schedule: str | Schedule) -> str:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attention_forward(_call(q, k, v, sinks, Arguments(*rest)))
+    call, kind = _call(q, k, v, sinks, Arguments(*rest))
+    out, lse = attention_forward(call) if kind is None else kind.forward(call)
     return out, lse
 
 
@@ -133,18 +135,30 @@ def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    dq, dk, dv, dsinks = attention_backward(_call(q, k, v, sinks, Arguments(*rest)), Saved(out, lse), Grads(dout, dlse))
+    call, _ = _call(q, k, v, sinks, Arguments(*rest))
+    dq, dk, dv, dsinks = attention_backward(call, Saved(out, lse), Grads(dout, dlse))
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments) -> Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments) -> tuple[Call, Kind | None]:
+    """And its kind, where no other tensors come with it than those of packed sequences."""
+    ends, others, numbers = arguments[:2], arguments[2:MORE_TENSORS], arguments[MORE_TENSORS:]
+    kind = None
+    if sinks is None and others == (None, None, None):
+        packed = () if ends[0] is None else ends
+        kind = kind_for((q, k, v, *packed), "operator", *numbers[:3], tuple(arguments.mask_sizes), *numbers[4:])
+    if kind is not None and kind.options is not None:
+        offsets = None if ends[0] is None else SequenceOffsets.known(*ends, *numbers[:2])  # type: ignore[arg-type]
+        return Call(q, k, v, kind.options, offsets), kind
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
     modifiers = arguments.modifiers
     if arguments.mask_tensor is not None:  # what it keeps is known when a program runs: in every run it is planned anew
         mask, elements = take_mask(arguments.mask_tensor, q, k)
         options, modifiers = replace(options, mask=mask), with_elements(modifiers, elements)
-    return Call(q, k, v, options, offsets, sinks, modifiers)
+    if kind is not None:
+        kind.options = options
+    return Call(q, k, v, options, offsets, sinks, modifiers), kind
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from ..masks import Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
+from .known import Kind, kind_of
 from .kv_cache import attention_of_pages
 from .pytorch import is_traced, refuse_transforms
 from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
@@ -114,9 +115,6 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
     gradients go through it.
     """
     refuse_transforms()
-    check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
-    check_dropout(dropout_p)
-    check_determinism(deterministic, accumulation)
     choices = Choices(
         mask=mask,
         causal=causal,
@@ -131,19 +129,48 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
         alibi=alibi_slopes is not None,
     )
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if block_table is not None:
-        out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
-    elif is_traced(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, dropout_seed, alibi_slopes):
-        check_strided(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
-        out, lse = traced_attention(q, k, v, sinks, packed, choices, modifiers)
+    plain = sinks is None and dropout_seed is None and alibi_slopes is None and block_table is None
+    flags = deterministic, return_attn_probs, return_lse
+    kind = kind_of((q, k, v, cu_seqlens_q, cu_seqlens_k), choices, max_seqlen_q, max_seqlen_k, *flags) if plain else None
+    if kind is not None and kind.options is not None:
+        out, lse = kind.attention(q, k, v, SequenceOffsets.known(*packed))
     else:
-        options, offsets = packed_options_of(q, k, v, sinks, packed, choices)
-        modifiers = modifiers_of(q, len(cu_seqlens_q) - 1, dropout_p, dropout_seed, alibi_slopes)
-        out, lse = Attention.apply(q, k, v, sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
+        check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
+        check_determinism(deterministic, accumulation)
+        check_dropout(dropout_p)
+        if block_table is not None:
+            out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
+        else:
+            out, lse = new_attention(q, k, v, sinks, packed, choices, dropout_seed, alibi_slopes, kind)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
+
+
+def new_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    packed: tuple[Tensor, Tensor, int, int],
+    choices: Choices,
+    dropout_seed: Tensor | None,
+    alibi_slopes: Tensor | None,
+    kind: Kind | None,
+) -> tuple[Tensor, Tensor]:
+    """Of a call that is looked at for the first time, or each time anew. packed: SequenceOffsets' fields."""
+    ends = packed[:2]
+    if is_traced(q, k, v, sinks, *ends, dropout_seed, alibi_slopes):
+        check_strided(q=q, k=k, v=v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+        modifiers = modifiers_of(q, len(ends[0]) - 1, choices.dropout_p, dropout_seed, alibi_slopes)
+        return traced_attention(q, k, v, sinks, packed, choices, modifiers)
+    options, offsets = packed_options_of(q, k, v, sinks, packed, choices)
+    modifiers = modifiers_of(q, len(ends[0]) - 1, choices.dropout_p, dropout_seed, alibi_slopes)
+    if kind is not None and modifiers is None:
+        kind.options = options
+        return kind.attention(q, k, v, offsets)
+    result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
+    return result
 
 
 def packed_options_of(

@@ -5,10 +5,11 @@ Backends never import each other, and an explicit request never falls back to an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ DEVICE_OF = {"cpu": "cpu", "hopper": "cuda", "triton": "cuda"}
 ALWAYS_ORDERED = ("triton",)  # backends in which no sum could be unordered
 
 
+class Prepared(Protocol):
+    """What a backend keeps for calls with certain shapes, strides, dtype, device and options."""
+
+    def forward(self, call: Any) -> Saved | None:
+        """Of a Call or a CacheCall. None where tensors lie so that it cannot be used, or a graph is captured."""
+
+
 class Backend(Protocol):
     """Calls have at least one query and one key. Documents in a row come as packed sequences (run.py)."""
 
@@ -33,6 +41,9 @@ class Backend(Protocol):
 
     def forward(self, call: Call) -> Saved: ...
     def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients: ...
+
+    def prepared(self, call: Call) -> Callable[[], Prepared | None] | None:
+        """How to come back to what was prepared for a call, as long as it is kept. None: nothing is prepared."""
 
     def check_schedule(self, call: Call) -> None:
         """Raise where a schedule that was given does not fit."""
@@ -110,6 +121,9 @@ class Cache(Protocol):
 
     def attention_with_cache(self, call: CacheCall) -> Saved:
         """Appends the new keys and values in place, then as `Backend.forward`."""
+
+    def prepared(self, call: CacheCall) -> Callable[[], Prepared | None] | None:
+        """As `Backend.prepared`."""
 
     def explain_cache(self, call: CacheCall) -> CacheExplanation:
         """What `attention_with_cache` of these tensors, which may be on the meta device, would do."""

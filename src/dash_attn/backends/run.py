@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from ..call.parts import (
     runs_packed,
 )
 from ..masks import Documents, PatternPerHead
-from . import Backend, backend_for
+from . import Backend, Prepared, backend_for
 from .kept import Kept, refuse_capture_of, upload
 
 MOST_OFFSETS = 64
@@ -44,6 +45,13 @@ def _forward(backend: Backend, call: Call) -> Saved:
     if call.options.gives_schedule:
         backend.check_schedule(call)  # a backward would find too late that it does not fit
     return backend.forward(call)
+
+
+def prepared(call: Call) -> Callable[[], Prepared | None] | None:
+    """What the backend keeps for calls like this one, where it runs them whole and has nothing more to check."""
+    options = call.options
+    splits = isinstance(options.mask, (Documents, PatternPerHead)) or options.gives_schedule or no_pairs(call)
+    return None if splits else backend_for(options.backend, call.q.device).prepared(call)
 
 
 def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:

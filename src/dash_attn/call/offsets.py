@@ -40,6 +40,13 @@ class SequenceOffsets:
         if entries[0] != entries[1]:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length; got {entries[0]} and {entries[1]}")
 
+    @classmethod
+    def known(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> SequenceOffsets:
+        """Where tensors and numbers like these have passed the checks before."""
+        offsets = cls.__new__(cls)
+        vars(offsets).update(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        return offsets
+
     def check_device(self, device: torch.device) -> None:
         for name, ends in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
             if ends.device != device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...call.call import Call
 from .explain import explain, order_in_words
 from .passes import backward, forward
 from .passes import backward_plan as check_schedule
@@ -9,4 +10,8 @@ from .passes import backward_plan as check_schedule
 HEADS_AT_ONCE = False
 EXACT_PARTS = True
 
-__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words"]
+__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words", "prepared"]
+
+
+def prepared(call: Call) -> None:
+    """Nothing: what is kept is found again by each call."""

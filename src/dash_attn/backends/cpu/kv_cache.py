@@ -27,6 +27,10 @@ from .tiles import TILE_KV, TILE_Q, arithmetic
 MOST_KEYS = 2**30  # positions are 32-bit numbers on a GPU
 
 
+def prepared(call: CacheCall) -> None:
+    """Nothing: what a call needs is in its values."""
+
+
 def attention_with_cache(call: CacheCall) -> Saved:
     """Appends what is new, then output and LSE. Everything is checked before anything is written."""
     q, cache, v_cache, options = call[:4]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from .calls.backward import backward
 from .calls.explain import backward_plan as check_schedule
 from .calls.explain import explain, order_in_words
-from .calls.forward import forward
+from .calls.forward import forward, prepared
 
 HEADS_AT_ONCE = False
 EXACT_PARTS = False
 
-__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words"]
+__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words", "prepared"]

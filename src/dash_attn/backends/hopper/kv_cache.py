@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .calls.decode import attention_with_cache
+from .calls.decode import attention_with_cache, prepared
 from .calls.explain import explain_cache
 
-__all__ = ["attention_with_cache", "explain_cache"]
+__all__ = ["attention_with_cache", "explain_cache", "prepared"]

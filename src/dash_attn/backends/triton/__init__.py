@@ -5,6 +5,7 @@ Each sum belongs to one program, which adds in a fixed order: nothing is handed 
 
 from __future__ import annotations
 
+from ...call.call import Call
 from .explain import explain, order_in_words
 from .passes import backward, forward
 from .support import check_call as check_schedule  # there is none here: whatever is given is refused
@@ -12,4 +13,8 @@ from .support import check_call as check_schedule  # there is none here: whateve
 HEADS_AT_ONCE = True
 EXACT_PARTS = False
 
-__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words"]
+__all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words", "prepared"]
+
+
+def prepared(call: Call) -> None:
+    """Nothing: what is kept is found again by each call."""

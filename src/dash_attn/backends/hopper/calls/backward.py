@@ -103,8 +103,13 @@ class BackwardCall:
                 dlse = dlse.contiguous()
             stream = current_stream(index)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
-                for tensor_map, tensor in zip(self.maps, (q, k, v, dout, dk, dv), strict=True):
-                    tensor_map.point_to(tensor.data_ptr())
+                for_q, for_k, for_v, for_dout, for_dk, for_dv = self.maps
+                for_q.point_to(q.data_ptr())
+                for_k.point_to(k.data_ptr())
+                for_v.point_to(v.data_ptr())
+                for_dout.point_to(dout.data_ptr())
+                for_dk.point_to(dk.data_ptr())
+                for_dv.point_to(dv.data_ptr())
                 self.params.point_to(at, out, dout, lse, dlse)
                 self._point_to(at, dq, dk, dv)
                 held = None if self.bits is None else self.bits.give(self.main.mask, call.elements)

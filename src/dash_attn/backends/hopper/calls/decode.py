@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from ctypes import addressof
 from dataclasses import dataclass
 from math import gcd
@@ -33,6 +35,11 @@ APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
 def attention_with_cache(call: CacheCall) -> Saved:
     """Appends what is new, then output and LSE."""
     return _calls.find(_key(call), lambda: _prepare(call)).run(call)
+
+
+def prepared(call: CacheCall) -> Callable[[], DecodeCall | None]:
+    """Weakly, so that it goes when the cache lets it go."""
+    return weakref.ref(_calls.find(_key(call), lambda: _prepare(call)))
 
 
 def _prepare(call: CacheCall) -> DecodeCall:
@@ -138,12 +145,18 @@ class DecodeCall:
         self.lse_shape = (*q.shape[:-3], q_heads, q.shape[-3])
         self.lock = threading.Lock()
 
+    def forward(self, call: CacheCall) -> Saved | None:
+        """Of a call of the kind that this was prepared for."""
+        if (call.k_cache.data_ptr() | call.v_cache.data_ptr()) % 16 or torch.cuda.is_current_stream_capturing():
+            return None
+        return self.run(call)
+
     def run(self, call: CacheCall) -> Saved:
         raise_if_troubled()
         with on_device(self.index):
             q, sinks, offsets = tma_ready(call.q), call.sinks, call.offsets
             out = q.new_empty(self.out_shape)
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
             logits = None if sinks is None else sinks.detach().float().contiguous()
             stream = current_stream(self.index)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them

@@ -21,6 +21,7 @@ from ..support import DTYPES
 from ..tiles import decode_tiles
 from .backward_setup import BackwardSetup, backward_setup
 from .decode import APPEND, Work, check_cache_call
+from .few_queries import are_few, as_cache
 from .forward import ForwardSetup, forward_setup
 from .kernel_names import BackwardKernels, KernelName
 from .rank_backward import BackwardInLegs
@@ -106,7 +107,7 @@ def _explain_packed(call: Call) -> Explanation:
 
 def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: BackwardInLegs | None = None) -> dict[str, Any]:
     """What this backend adds to an explanation."""
-    names = {"forward": ahead.kernel(), **_by_name(behind.kernels() if in_legs is None else in_legs.kernels())}
+    names = {"forward": _forward_kernel(call, ahead), **_by_name(behind.kernels() if in_legs is None else in_legs.kernels())}
     loaded = {} if call.q.is_meta else _load(names, behind.layout.device)
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
@@ -115,6 +116,14 @@ def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: Bac
         "kernels": {name: kernel.sha256 for name, kernel in loaded.items()},
         "kernel_origins": {name: kernel.origin for name, kernel in loaded.items()},
     }
+
+
+def _forward_kernel(call: Call, ahead: ForwardSetup) -> KernelName:
+    layout, options = ahead.layout, ahead.options
+    if not are_few(layout, options):
+        return ahead.kernel()
+    run = call if layout.packed == (call.offsets is not None) else as_packed(call)
+    return Work.of(as_cache(run, layout, None)).kernel(layout.dtype, bool(options.softcap))
 
 
 def _by_name(kernels: BackwardKernels) -> dict[str, KernelName]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from ctypes import addressof
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..driver.trouble import raise_if_troubled
 from ..driver.workspace import Workspace
 from ..support import is_modified, sm_count
 from ..tiles import CONSUMER_CHOICES, forward_dims, forward_tiles
+from .few_queries import FewQueries, are_few
 from .kernel_names import PACKED, KernelName, Variant, forward_kernel
 from .layout import CallCache, Layout, cut, empty_contiguous, kernel_scales
 from .mask_bits import MaskBits
@@ -36,6 +39,12 @@ LAST_ROUNDS = 4  # Q tiles of the last heads per SM: enough to end together, the
 def forward(call: Call) -> Saved:
     prepared, tensors = _calls.find(call)
     return prepared.run(tensors, call)
+
+
+def prepared(call: Call) -> Callable[[], ForwardCall | FewQueries | None] | None:
+    """Weakly, so that it goes when the cache lets it go. Copies for TMA are made call by call."""
+    found, tensors = _calls.find(call)
+    return weakref.ref(found) if all(own is given for own, given in zip(tensors, call.tensors, strict=True)) else None
 
 
 class ForwardSetup:
@@ -90,7 +99,7 @@ class ForwardCall:
         )
         self.out_shape = (*q.shape[:-1], v.shape[-1])
         self.out_like_q = self.out_shape == tuple(q.shape)
-        self.lse_shape = layout.lse_shape
+        self.lse_shape, self.lse_strides = layout.lse_shape, layout.lse_strides
         out = q.new_empty(self.out_shape)
         boxes = ((q, CONSUMER_ROWS), (k, self.setup.kv_rows), (v, self.setup.kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
@@ -136,13 +145,20 @@ class ForwardCall:
         heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
 
+    def forward(self, call: Call) -> Saved | None:
+        """Of a call of the kind that this was prepared for."""
+        q, k, v = call.tensors
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or torch.cuda.is_current_stream_capturing():
+            return None
+        return self.run((q, k, v), call)
+
     def run(self, tensors: tuple[Tensor, ...], call: Call) -> Saved:
         raise_if_troubled()
         (q, k, v), sinks = tensors, call.sinks
         index = self.layout.device
         with on_device(index):
             out = empty_contiguous(q) if self.out_like_q else q.new_empty(self.out_shape)
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+            lse = torch.empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32, device=self.device)
             logits = None if sinks is None else sinks.detach().float().contiguous()
             if self.some_attend_nothing:
                 out.zero_()
@@ -150,8 +166,11 @@ class ForwardCall:
             stream = current_stream(index)
             memory, at = self._tickets(stream)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
-                for tensor_map, tensor in zip(self.maps, (q, k, v, out), strict=True):
-                    tensor_map.point_to(tensor.data_ptr())
+                for_q, for_k, for_v, for_out = self.maps
+                for_q.point_to(q.data_ptr())
+                for_k.point_to(k.data_ptr())
+                for_v.point_to(v.data_ptr())
+                for_out.point_to(out.data_ptr())
                 params = self.params
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
                 params.next_ticket = at["next_ticket"]
@@ -176,4 +195,11 @@ class ForwardCall:
         return memory, at
 
 
-_calls = CallCache(ForwardCall)
+def prepare(layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> ForwardCall | FewQueries:
+    if not are_few(layout, options):
+        return ForwardCall(layout, tensors, options)
+    setup = ForwardSetup(layout, options)
+    return FewQueries(layout, tensors, options, (setup.q_rows, setup.kv_rows))
+
+
+_calls = CallCache(prepare)

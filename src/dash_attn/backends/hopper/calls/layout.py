@@ -76,6 +76,10 @@ class Layout:
     def lse_shape(self) -> tuple[int, ...]:
         return (self.q_heads, self.q_len) if self.packed else (self.batch, self.q_heads, self.q_len)
 
+    @property
+    def lse_strides(self) -> tuple[int, ...]:
+        return (self.q_heads * self.q_len, self.q_len, 1)[-len(self.lse_shape) :]
+
     def tiles_of_queries(self, rows: int) -> int:
         """Q tiles of a head; of packed sequences, room for those of all."""
         return self._tiles(self.q_len, rows)
@@ -144,7 +148,7 @@ class CallCache(Generic[Made]):
         tensors = (*call.tensors, *others)
         key = _key(call, tensors)
         prepared = self._kept.get(key)
-        if prepared is not None and all(t.data_ptr() % 16 == 0 for t in tensors):
+        if prepared is not None and not any(t.data_ptr() % 16 for t in tensors):
             return prepared, tensors
         layout = Layout.of(call)
         tensors = tuple(tma_ready(t) for t in tensors)
@@ -169,7 +173,7 @@ def _key(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """tensors: padded to whole units, where those of the call are not; so their head dims count, too."""
     q, k, v, options, offsets, *_ = call
     packed = None if offsets is None else (len(offsets.cu_seqlens_q), *_longest(q, k, offsets))
-    return options, packed, q.shape[-1], v.shape[-1], q.dtype, q.device, *((t.shape, t.stride()) for t in tensors)
+    return options, packed, q.shape[-1], v.shape[-1], q.dtype, q.device, *[(t.shape, t.stride()) for t in tensors]
 
 
 def _longest(q: Tensor, k: Tensor, offsets: SequenceOffsets) -> tuple[int, int]:

@@ -1,0 +1,110 @@
+"""Calls that were made before: one look-up finds their options, checked, and what the backend has prepared for them.
+
+Shapes, strides, dtypes, devices and choices decide all of it. What remains per call is addresses, allocations and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..backends import Prepared, cache_backend_for, run
+from ..call.call import Call, Saved
+from ..call.kv_cache import CacheCall
+from ..call.offsets import SequenceOffsets
+from ..call.options import AttentionOptions, Choices
+from ..masks import Mask
+from .autograd import Attention, attention_forward
+from .call_log import LOG_CALLS, log_cache_call
+from .observers import observers
+
+MOST_KINDS = 1024
+
+
+class Kind:
+    """Of calls. `options` are there once one of this kind has passed all checks."""
+
+    __slots__ = ("options", "prepared")
+    run_new: Callable[[Any], Saved] = staticmethod(attention_forward)
+    prepare: Callable[[Any], Callable[[], Prepared | None] | None] = staticmethod(run.prepared)
+
+    def __init__(self) -> None:
+        self.options: AttentionOptions | None = None
+        self.prepared: Callable[[], Prepared | None] = _nothing
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, offsets: SequenceOffsets | None = None) -> tuple[Tensor, Tensor]:
+        """Of a kind that has options."""
+        options = self.options
+        assert options is not None
+        if has_gradient(q, k, v):
+            result: tuple[Tensor, Tensor] = apply_attention(q, k, v, None, options, offsets, None, self.forward)  # type: ignore[no-untyped-call]
+            return result
+        return self.forward(Call(q, k, v, options, offsets))
+
+    def forward(self, call: Call | CacheCall) -> Saved:
+        prepared = self.prepared()
+        saved = None if prepared is None or observers or LOG_CALLS else prepared.forward(call)
+        if saved is None:
+            saved = self.run_new(call)
+            if call.options.ordered:  # unordered sums look at PyTorch's settings each time
+                self.prepared = self.prepare(call) or _nothing
+        return saved
+
+
+def attend(call: CacheCall) -> Saved:
+    """Of a call with a cache that was checked."""
+    if LOG_CALLS:
+        log_cache_call(call)
+    return cache_backend_for(call.options.backend, call.q.device).attention_with_cache(call)
+
+
+class CacheKind(Kind):
+    """Of calls with a cache."""
+
+    __slots__ = ()
+    run_new = staticmethod(attend)
+
+    @staticmethod
+    def prepare(call: CacheCall) -> Callable[[], Prepared | None] | None:
+        return cache_backend_for(call.options.backend, call.q.device).prepared(call)
+
+
+def has_gradient(*tensors: Tensor) -> bool:
+    """Whether somebody may differentiate the call. Within forward-mode levels every call goes through autograd, which refuses them."""
+    return forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
+# Attention.apply without what it does for torch.func's transforms, which are refused before.
+apply_attention = super(torch.autograd.Function, Attention).apply
+
+
+def _nothing() -> None:
+    """Is prepared where no call was made yet, or where the backend prepares none."""
+
+
+def kind_of(tensors: tuple[Tensor, ...], choices: Choices, *others: Any) -> Kind | None:
+    """Of calls with tensors like these and these choices; None where they are not all plain values, or the call is traced."""
+    mask = choices.mask
+    if torch.compiler.is_compiling() or not isinstance(choices.schedule, str) or not (mask is None or isinstance(mask, Mask)):
+        return None
+    try:
+        return kind_for(tensors, *choices, *choices.window_size, *others)
+    except TypeError:  # no pair is a window
+        return None
+
+
+def kind_for(tensors: tuple[Tensor, ...], *decides: Any, of: type[Kind] = Kind) -> Kind | None:
+    try:
+        return _kind(of, tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, t.layout) for t in tensors]), *decides)  # type: ignore[arg-type]
+    except (TypeError, AttributeError, RuntimeError):  # no tensor, one without strides, or something without a hash
+        return None
+
+
+@lru_cache(maxsize=MOST_KINDS, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
+def _kind(of: type[Kind], *decides: Any) -> Kind:
+    return of()

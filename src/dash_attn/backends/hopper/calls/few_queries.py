@@ -1,0 +1,86 @@
+"""A forward of few queries on many keys. The kernel for caches runs it: it reads K and V once for all query heads of a group, where the
+kernel for whole sequences fills tiles of 128 queries. The bits are the same.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from ....call.call import Call, Saved
+from ....call.kv_cache import CacheCall
+from ....call.offsets import SequenceOffsets
+from ....call.options import AttentionOptions
+from ..driver.launch import current_stream, on_device
+from ..driver.workspace import Workspace
+from ..support import is_modified
+from ..tiles import DECODE_ROWS
+from .decode import DecodeCall
+from .layout import Layout, cut
+from .packed import SequenceLayout, sequence_sizes
+from .tables import mask_on_device
+
+FEW, MANY = 16, 512  # queries and keys of a sequence: with more queries, or fewer keys, the other kernel is as fast
+
+
+def are_few(layout: Layout, options: AttentionOptions) -> bool:
+    """Whether all queries of a sequence and a KV head are one unit of the kernel for caches."""
+    queries, keys = layout.longest
+    fits = queries <= FEW and queries * layout.group <= DECODE_ROWS and keys >= MANY
+    return fits and options.mask.sides is not None and not is_modified(options)
+
+
+def as_cache(call: Call, layout: Layout, row: Tensor | None) -> CacheCall:
+    """Packed keys are one row of a cache, in which each sequence has its stretch. row: its number, for each sequence."""
+    q, k, v, options, offsets, sinks, _ = call
+    if offsets is None:
+        return CacheCall(q, k, v, options, sinks=sinks, cache_seqlens=layout.kv_len)
+    ends = offsets.cu_seqlens_k
+    return CacheCall(
+        *(q, k[None], v[None], options),
+        sinks=sinks,
+        cache_seqlens=ends[1:],
+        cache_leftpad=ends[:-1],
+        cache_batch_idx=row,
+        offsets=SequenceOffsets.known(offsets.cu_seqlens_q, ends, *layout.longest),
+    )
+
+
+class FewQueries:
+    """Everything about a call that does not change with the addresses of its tensors."""
+
+    holds_tables = False
+
+    def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions, tile: tuple[int, int]) -> None:
+        """tile: rows of the forward's, for which there is a kernel that looks at cu_seqlens."""
+        self.layout, self.device, self.lock = layout, tensors[0].device, threading.Lock()
+        self.decode: DecodeCall | None = None  # made by the first call, which has offsets
+        self.row: Tensor | None = None
+        if layout.packed:
+            self.row = torch.zeros(layout.count, dtype=torch.int32, device=self.device)
+            mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, self.device)
+            tiles = layout.tiles_of_queries(tile[0])
+            self.lengths = SequenceLayout(layout, mask, "{}, {}".format(*tile), tiles, tickets_are_chains=False)
+            self.workspace = Workspace(next_ticket=8, **sequence_sizes(layout))
+
+    def forward(self, call: Call) -> Saved | None:
+        """Of a call of the kind that this was prepared for."""
+        q, k, v = call.tensors
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or torch.cuda.is_current_stream_capturing():
+            return None
+        return self.run((q, k, v), call)
+
+    def run(self, tensors: tuple[Tensor, ...], call: Call) -> Saved:
+        q, k, v = tensors
+        cache = as_cache(call._replace(q=q, k=k, v=v), self.layout, self.row)
+        with on_device(self.layout.device), self.lock:
+            if call.offsets is not None:  # a sequence that is not one would leave rows unwritten
+                memory, at = self.workspace.allocate(self.device)
+                self.lengths.launch(call.offsets, at, current_stream(self.layout.device))
+                del memory  # stream order keeps it alive long enough
+            if self.decode is None:
+                self.decode = DecodeCall(cache)
+        out, lse = self.decode.run(cache)
+        return Saved(cut(out, self.layout.v_dim), lse)
