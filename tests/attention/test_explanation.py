@@ -179,5 +179,6 @@ def test_the_log_has_one_line_for_every_kind_of_call() -> None:
     assert packed.endswith("float32, full in 2 packed sequences: cpu on cpu, ordered, planned sequence by sequence")
 
 
+@pytest.mark.exhaustive
 def test_the_log_is_off_unless_asked_for() -> None:
     assert lines_of(None) == lines_of("0") == []
