@@ -1,4 +1,4 @@
-"""Calls of a kind that was seen before take a short way. It has the bits of the long one, and refuses what that refuses."""
+"""Calls whose shapes and choices were seen before take a short way. It has the bits of the long one, and refuses what that refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dash_attn import BooleanMask, Causal, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.attention import known
 from dash_attn.attention.observers import observers
 from dash_attn.call import boolean_masks
 
@@ -21,11 +20,6 @@ ENDS = torch.tensor([0, 9, 20], dtype=torch.int32)
 def inputs(*shape: int, gradients: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(*shape, generator=generator).requires_grad_(gradients) for _ in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known() -> None:
-    known._kind.cache_clear()
 
 
 CALLS: dict[str, Any] = {
@@ -83,7 +77,7 @@ def test_what_equals_a_known_choice_but_is_none_is_refused(asked: dict[str, Any]
         flash_attn_func(q, k, v, **asked)
 
 
-def test_a_known_kind_is_not_differentiated_forward() -> None:
+def test_a_known_call_is_not_differentiated_forward() -> None:
     q, k, v = inputs(1, 20, 2, 8)
     flash_attn_func(q, k, v)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):

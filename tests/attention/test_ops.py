@@ -126,7 +126,7 @@ def test_opcheck_finds_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     def transposed(call: Call) -> tuple[Tensor, Tensor]:
         return call.q.new_zeros(2, 4, 150, 6).transpose(1, 2), call.q.new_zeros(2, 4, 150)
 
-    monkeypatch.setattr("dash_attn.attention.known.attention_forward", transposed)
+    monkeypatch.setattr("dash_attn.attention.known.KnownCall.run_new", staticmethod(transposed))
     with pytest.raises(OpCheckError, match="Stride"):
         torch.library.opcheck(torch.ops.dash_attn.attention.default, dense_arguments(Causal(), False), test_utils="test_faketensor")
 

@@ -168,8 +168,8 @@ def hopper_on_host(machine: Machine, columns: int = 0) -> Iterator[tuple[Any, An
         (torch.cuda, "current_stream", lambda device=None: STREAM),
         (torch.cuda, "Event", Event),
     ]
-    kinds = import_module("dash_attn.attention.known")._kind
-    cached = (tables.visits_on_device, tables.mask_on_device, kinds)
+    known = import_module("dash_attn.attention.known")._known
+    cached = (tables.visits_on_device, tables.mask_on_device, known)
     with ExitStack() as stack:
         for module, name, value in changes:
             stack.enter_context(patch.object(module, name, value))

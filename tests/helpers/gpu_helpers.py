@@ -108,7 +108,7 @@ def forget_kernels_and_calls() -> None:
     for cached in (hopper("driver.compile").source_key, hopper("driver.launch").load_kernel, hopper("driver.launch").takes_shipped):
         cached.cache_clear()
     hopper("calls.backward_setup")._kept_setup.cache_clear()
-    import_module("dash_attn.attention.known")._kind.cache_clear()
+    import_module("dash_attn.attention.known")._known.cache_clear()
     for name in ("calls.forward", "calls.backward", "calls.decode"):
         hopper(name)._calls.clear()
 

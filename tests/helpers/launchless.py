@@ -106,8 +106,8 @@ def _changes(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
 @contextmanager
 def launchless_driver() -> Iterator[Driver]:
     tables = import_module("dash_attn.backends.hopper.calls.tables")
-    kinds = import_module("dash_attn.attention.known")._kind
-    kept = (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device, kinds)
+    known = import_module("dash_attn.attention.known")._known
+    kept = (tables.plan_on_device, tables.visits_on_device, tables.mask_on_device, known)
     driver = Driver()
     with ExitStack() as stack:
         for module, name, value in _changes(driver):

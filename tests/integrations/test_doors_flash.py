@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dash_attn import Full, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn.attention import known
 from dash_attn.call import options
 from dense import dense
 from doors import assert_as_good, random_tensor, refused
@@ -309,6 +310,7 @@ def test_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_any(call)
     monkeypatch.setattr(options, name, fault)
     options._kept.cache_clear()
+    known._known.cache_clear()
     with pytest.raises(AssertionError, match=r"off by|raised by chance"):
         check_any(call)
     options._kept.cache_clear()

@@ -61,7 +61,7 @@ class FirstGradientsOnly(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """Attention.apply(q, k, v, sinks, options, offsets, modifiers) -> (out, lse). Differentiable once, through both.
 
-    A last argument says how to run the forward of a kind of call that is known.
+    A last argument says how to run the forward of a call that is known.
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ from ..masks import BooleanMask, Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
-from .known import Kind, kind_of
+from .known import KnownCall, known_of
 from .pytorch import is_traced, refuse_transforms
 from .signatures import AnyResults, Keywords, OutAndLse, OutLseNone
 from .torch_ops import traced_attention
@@ -113,13 +113,13 @@ def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttent
         alibi=alibi_slopes is not None,
     )
     plain = sinks is None and dropout_seed is None and alibi_slopes is None
-    kind = kind_of((q, k, v), choices, deterministic, return_attn_probs, return_lse) if plain else None
-    if kind is not None and kind.options is not None:
-        out, lse = kind.attention(q, k, v)
+    known = known_of((q, k, v), choices, deterministic, return_attn_probs, return_lse) if plain else None
+    if known is not None and known.options is not None:
+        out, lse = known.attention(q, k, v)
     else:
         check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
         check_determinism(deterministic, accumulation)
-        out, lse = new_attention(q, k, v, sinks, choices, dropout_seed, alibi_slopes, kind)
+        out, lse = new_attention(q, k, v, sinks, choices, dropout_seed, alibi_slopes, known)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
@@ -133,7 +133,7 @@ def new_attention(
     choices: Choices,
     dropout_seed: Tensor | None,
     alibi_slopes: Tensor | None,
-    kind: Kind | None,
+    known: KnownCall | None,
 ) -> tuple[Tensor, Tensor]:
     """Of a call that is looked at for the first time, or each time anew."""
     check_dropout(choices.dropout_p)
@@ -143,9 +143,9 @@ def new_attention(
         return traced_attention(q, k, v, sinks, None, choices, modifiers)
     options, elements = options_of(q, k, v, sinks, choices)
     modifiers = with_elements(modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes), elements)
-    if kind is not None and modifiers is None:
-        kind.options = options
-        return kind.attention(q, k, v)
+    if known is not None and modifiers is None:
+        known.options = options
+        return known.attention(q, k, v)
     result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
     return result
 

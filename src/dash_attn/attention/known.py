@@ -23,11 +23,11 @@ from .autograd import Attention, attention_forward
 from .call_log import LOG_CALLS, log_cache_call
 from .observers import observers
 
-MOST_KINDS = 1024
+MOST_KNOWN = 1024
 
 
-class Kind:
-    """Of calls. `options` are there once one of this kind has passed all checks."""
+class KnownCall:
+    """All calls of these shapes and choices. `options` are there once one of them has passed all checks."""
 
     __slots__ = ("options", "prepared")
     run_new: Callable[[Any], Saved] = staticmethod(attention_forward)
@@ -38,7 +38,7 @@ class Kind:
         self.prepared: Callable[[], Prepared | None] = _nothing
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, offsets: SequenceOffsets | None = None) -> tuple[Tensor, Tensor]:
-        """Of a kind that has options."""
+        """Once there are options."""
         options = self.options
         assert options is not None
         if has_gradient(q, k, v):
@@ -63,7 +63,7 @@ def attend(call: CacheCall) -> Saved:
     return cache_backend_for(call.options.backend, call.q.device).attention_with_cache(call)
 
 
-class CacheKind(Kind):
+class KnownCacheCall(KnownCall):
     """Of calls with a cache."""
 
     __slots__ = ()
@@ -87,24 +87,24 @@ def _nothing() -> None:
     """Is prepared where no call was made yet, or where the backend prepares none."""
 
 
-def kind_of(tensors: tuple[Tensor, ...], choices: Choices, *others: Any) -> Kind | None:
+def known_of(tensors: tuple[Tensor, ...], choices: Choices, *others: Any) -> KnownCall | None:
     """Of calls with tensors like these and these choices; None where they are not all plain values, or the call is traced."""
     mask = choices.mask
     if torch.compiler.is_compiling() or not isinstance(choices.schedule, str) or not (mask is None or isinstance(mask, Mask)):
         return None
     try:
-        return kind_for(tensors, *choices, *choices.window_size, *others)
+        return known_for(tensors, *choices, *choices.window_size, *others)
     except TypeError:  # no pair is a window
         return None
 
 
-def kind_for(tensors: tuple[Tensor, ...], *decides: Any, of: type[Kind] = Kind) -> Kind | None:
+def known_for(tensors: tuple[Tensor, ...], *decides: Any, of: type[KnownCall] = KnownCall) -> KnownCall | None:
     try:
-        return _kind(of, tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, t.layout) for t in tensors]), *decides)  # type: ignore[arg-type]
+        return _known(of, tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, t.layout) for t in tensors]), *decides)  # type: ignore[arg-type]
     except (TypeError, AttributeError, RuntimeError):  # no tensor, one without strides, or something without a hash
         return None
 
 
-@lru_cache(maxsize=MOST_KINDS, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
-def _kind(of: type[Kind], *decides: Any) -> Kind:
+@lru_cache(maxsize=MOST_KNOWN, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
+def _known(of: type[KnownCall], *decides: Any) -> KnownCall:
     return of()

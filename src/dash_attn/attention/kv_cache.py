@@ -20,7 +20,7 @@ from ..call.options import AttentionOptions, BackendName, Choices, choose_mask, 
 from ..call.tensor_checks import check_flags, check_strided
 from ..masks import Mask, is_whole
 from ..masks.encoding import decode_mask, encode_mask
-from .known import CacheKind, Kind, attend, has_gradient, kind_for
+from .known import KnownCacheCall, KnownCall, attend, has_gradient, known_for
 from .pytorch import is_traced, refuse_transforms
 from .signatures import CacheKeywords, OutAndLse
 from .torch_ops import check_version, empty_results, has_symbols, offsets_of
@@ -105,12 +105,12 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     Returns out, (batch, new queries, q_heads, dim of v); (out, lse) with `return_softmax_lse`, lse as in flash_attn_func.
     """
     refuse_transforms()
-    kind, tensors = None, (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    known, tensors = None, (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     if cache_seqlens is not None and sinks is None and rotary_cos is None and rotary_sin is None and alibi_slopes is None:
         flags = causal, num_splits, return_softmax_lse, rotary_interleaved
-        kind = _kind_of(tensors, first_position, window_size, *flags, softmax_scale, softcap, backend)
-    if kind is not None and kind.options is not None:
-        out, lse = kind.forward(CacheCall(q, k_cache, v_cache, kind.options, k, v, None, *tensors[5:]))  # type: ignore[arg-type]
+        known = _known_of(tensors, first_position, window_size, *flags, softmax_scale, softcap, backend)
+    if known is not None and known.options is not None:
+        out, lse = known.forward(CacheCall(q, k_cache, v_cache, known.options, k, v, None, *tensors[5:]))  # type: ignore[arg-type]
         return (out, lse) if return_softmax_lse else out
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
@@ -128,7 +128,7 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
         first_position=first_position,
     )
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = _run(with_lengths(call, cache_seqlens), None, choices, kind)
+    out, lse = _run(with_lengths(call, cache_seqlens), None, choices, known)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -146,18 +146,18 @@ def with_lengths(call: CacheCall, cache_seqlens: int | Tensor | None) -> CacheCa
     return call._replace(cache_seqlens=cache_seqlens)
 
 
-def _kind_of(tensors: tuple[Any, ...], first_position: Any, window_size: Any, *choices: Any) -> Kind | None:
+def _known_of(tensors: tuple[Any, ...], first_position: Any, window_size: Any, *choices: Any) -> KnownCall | None:
     """None where a gradient would be refused, or a number says where keys are: it would be another one in every step."""
     there = tuple([x for x in tensors if x is not None])
     if torch.compiler.is_compiling() or type(first_position) is not int or first_position or type(window_size) is not tuple:
         return None
     if not all([isinstance(x, Tensor) for x in there]) or has_gradient(*there):  # noqa: C419 (quicker so)
         return None
-    return kind_for(there, *[x is None for x in tensors], *window_size, *choices, of=CacheKind)
+    return known_for(there, *[x is None for x in tensors], *window_size, *choices, of=KnownCacheCall)
 
 
 def _run(
-    call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices, kind: Kind | None = None
+    call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices, known: KnownCall | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE. packed: SequenceOffsets' fields."""
     if is_traced(*(x for x in (*call, *(packed or ())) if isinstance(x, Tensor))):
@@ -167,10 +167,10 @@ def _run(
         call = call._replace(offsets=SequenceOffsets(*packed))
     check_cache(call)
     call = call._replace(options=options_for(choices, call.q.shape[-1]))
-    if kind is None:
+    if known is None:
         return attend(call)
-    kind.options = call.options
-    return kind.forward(call)
+    known.options = call.options
+    return known.forward(call)
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from ..masks import check_mask
 from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
-from .known import Kind, kind_for
+from .known import KnownCall, known_for
 
 TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
 MORE_TENSORS = TENSORS.count("Tensor?")
@@ -126,8 +126,8 @@ def schedule_text(schedule: str | Schedule) -> str:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    call, kind = _call(q, k, v, sinks, Arguments(*rest))
-    out, lse = attention_forward(call) if kind is None else kind.forward(call)
+    call, known = _call(q, k, v, sinks, Arguments(*rest))
+    out, lse = attention_forward(call) if known is None else known.forward(call)
     return out, lse
 
 
@@ -140,25 +140,25 @@ def _run_backward(
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments) -> tuple[Call, Kind | None]:
-    """And its kind, where no other tensors come with it than those of packed sequences."""
+def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments) -> tuple[Call, KnownCall | None]:
+    """And where it is known, unless other tensors come with it than those of packed sequences."""
     ends, others, numbers = arguments[:2], arguments[2:MORE_TENSORS], arguments[MORE_TENSORS:]
-    kind = None
+    known = None
     if sinks is None and others == (None, None, None):
         packed = () if ends[0] is None else ends
-        kind = kind_for((q, k, v, *packed), "operator", *numbers[:3], tuple(arguments.mask_sizes), *numbers[4:])
-    if kind is not None and kind.options is not None:
+        known = known_for((q, k, v, *packed), "operator", *numbers[:3], tuple(arguments.mask_sizes), *numbers[4:])
+    if known is not None and known.options is not None:
         offsets = None if ends[0] is None else SequenceOffsets.known(*ends, *numbers[:2])  # type: ignore[arg-type]
-        return Call(q, k, v, kind.options, offsets), kind
+        return Call(q, k, v, known.options, offsets), known
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
     modifiers = arguments.modifiers
     if arguments.mask_tensor is not None:  # what it keeps is known when a program runs: in every run it is planned anew
         mask, elements = take_mask(arguments.mask_tensor, q, k)
         options, modifiers = replace(options, mask=mask), with_elements(modifiers, elements)
-    if kind is not None:
-        kind.options = options
-    return Call(q, k, v, options, offsets, sinks, modifiers), kind
+    if known is not None:
+        known.options = options
+    return Call(q, k, v, options, offsets, sinks, modifiers), known
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from ..masks import Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .autograd import Attention
-from .known import Kind, kind_of
+from .known import KnownCall, known_of
 from .kv_cache import attention_of_pages
 from .pytorch import is_traced, refuse_transforms
 from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
@@ -131,9 +131,9 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     plain = sinks is None and dropout_seed is None and alibi_slopes is None and block_table is None
     flags = deterministic, return_attn_probs, return_lse
-    kind = kind_of((q, k, v, cu_seqlens_q, cu_seqlens_k), choices, max_seqlen_q, max_seqlen_k, *flags) if plain else None
-    if kind is not None and kind.options is not None:
-        out, lse = kind.attention(q, k, v, SequenceOffsets.known(*packed))
+    known = known_of((q, k, v, cu_seqlens_q, cu_seqlens_k), choices, max_seqlen_q, max_seqlen_k, *flags) if plain else None
+    if known is not None and known.options is not None:
+        out, lse = known.attention(q, k, v, SequenceOffsets.known(*packed))
     else:
         check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
         check_determinism(deterministic, accumulation)
@@ -141,7 +141,7 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
         if block_table is not None:
             out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
         else:
-            out, lse = new_attention(q, k, v, sinks, packed, choices, dropout_seed, alibi_slopes, kind)
+            out, lse = new_attention(q, k, v, sinks, packed, choices, dropout_seed, alibi_slopes, known)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
@@ -156,7 +156,7 @@ def new_attention(
     choices: Choices,
     dropout_seed: Tensor | None,
     alibi_slopes: Tensor | None,
-    kind: Kind | None,
+    known: KnownCall | None,
 ) -> tuple[Tensor, Tensor]:
     """Of a call that is looked at for the first time, or each time anew. packed: SequenceOffsets' fields."""
     ends = packed[:2]
@@ -166,9 +166,9 @@ def new_attention(
         return traced_attention(q, k, v, sinks, packed, choices, modifiers)
     options, offsets = packed_options_of(q, k, v, sinks, packed, choices)
     modifiers = modifiers_of(q, len(ends[0]) - 1, choices.dropout_p, dropout_seed, alibi_slopes)
-    if kind is not None and modifiers is None:
-        kind.options = options
-        return kind.attention(q, k, v, offsets)
+    if known is not None and modifiers is None:
+        known.options = options
+        return known.attention(q, k, v, offsets)
     result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
     return result
 
