@@ -163,3 +163,11 @@ def test_tensors_without_a_count_of_changes_are_read_each_time() -> None:
         first = flash_attn_func(q, k, v, mask=matrix)
         matrix[5, 9] = True
         assert not torch.equal(flash_attn_func(q, k, v, mask=matrix), first)
+
+
+def test_a_backend_that_prepares_nothing_is_asked_once() -> None:
+    q, k, v = inputs(1, 20, 2, 8)
+    with patch("dash_attn.backends.cpu.prepared", return_value=None) as asked:
+        for _ in range(3):
+            flash_attn_func(q, k, v)
+    assert asked.call_count == 1

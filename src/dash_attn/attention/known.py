@@ -35,7 +35,7 @@ class KnownCall:
 
     def __init__(self) -> None:
         self.options: AttentionOptions | None = None
-        self.prepared: Callable[[], Prepared | None] = _nothing
+        self.prepared: Callable[[], Prepared | None] = _not_asked
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, offsets: SequenceOffsets | None = None) -> tuple[Tensor, Tensor]:
         """Once there are options."""
@@ -51,8 +51,9 @@ class KnownCall:
         saved = None if prepared is None or observers or LOG_CALLS else prepared.forward(call)
         if saved is None:
             saved = self.run_new(call)
-            if call.options.ordered:  # unordered sums look at PyTorch's settings each time
-                self.prepared = self.prepare(call) or _nothing
+            if prepared is None and self.prepared is not _nothing:
+                # Unordered sums look at PyTorch's settings each time.
+                self.prepared = (self.prepare(call) if call.options.ordered else None) or _nothing
         return saved
 
 
@@ -83,8 +84,12 @@ def has_gradient(*tensors: Tensor) -> bool:
 apply_attention = super(torch.autograd.Function, Attention).apply
 
 
+def _not_asked() -> None:
+    """What is prepared before the first call."""
+
+
 def _nothing() -> None:
-    """Is prepared where no call was made yet, or where the backend prepares none."""
+    """What is prepared where the backend was asked and prepares nothing: it is not asked again."""
 
 
 def known_of(tensors: tuple[Tensor, ...], choices: Choices, *others: Any) -> KnownCall | None:

@@ -18,7 +18,7 @@ from ..driver.workspace import Workspace
 from ..support import is_modified
 from ..tiles import DECODE_ROWS
 from .decode import DecodeCall
-from .layout import Layout, cut
+from .layout import Layout, PreparedForward, cut
 from .packed import SequenceLayout, sequence_sizes
 from .tables import mask_on_device
 
@@ -48,7 +48,7 @@ def as_cache(call: Call, layout: Layout, row: Tensor | None) -> CacheCall:
     )
 
 
-class FewQueries:
+class FewQueries(PreparedForward):
     """Everything about a call that does not change with the addresses of its tensors."""
 
     holds_tables = False
@@ -64,13 +64,6 @@ class FewQueries:
             tiles = layout.tiles_of_queries(tile[0])
             self.lengths = SequenceLayout(layout, mask, "{}, {}".format(*tile), tiles, tickets_are_chains=False)
             self.workspace = Workspace(next_ticket=8, **sequence_sizes(layout))
-
-    def forward(self, call: Call) -> Saved | None:
-        """Of a call of the kind that this was prepared for."""
-        q, k, v = call.tensors
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or torch.cuda.is_current_stream_capturing():
-            return None
-        return self.run((q, k, v), call)
 
     def run(self, tensors: tuple[Tensor, ...], call: Call) -> Saved:
         q, k, v = tensors

@@ -24,7 +24,7 @@ from ..support import is_modified, sm_count
 from ..tiles import CONSUMER_CHOICES, forward_dims, forward_tiles
 from .few_queries import FewQueries, are_few
 from .kernel_names import PACKED, KernelName, Variant, forward_kernel
-from .layout import CallCache, Layout, cut, empty_contiguous, kernel_scales
+from .layout import CallCache, Layout, PreparedForward, cut, empty_contiguous, kernel_scales
 from .mask_bits import MaskBits
 from .modified import ForwardModifiers
 from .packed import PackedTiler
@@ -79,7 +79,7 @@ def forward_setup(call: Call) -> ForwardSetup:
     return ForwardSetup(Layout.of(call), call.options)
 
 
-class ForwardCall:
+class ForwardCall(PreparedForward):
     """Everything about a call that does not change with the addresses of its tensors."""
 
     def __init__(self, layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> None:
@@ -144,13 +144,6 @@ class ForwardCall:
         bytes_per_head = (layout.longest[1] or 1) * (k.shape[-1] + v.shape[-1]) * k.element_size() / layout.group
         heads, last = layout.batch * layout.q_heads, -(-LAST_ROUNDS * sm_count(layout.device) // max(1, places))
         return max(1, min(heads, int(CACHED_BYTES // bytes_per_head))), min(heads, last)
-
-    def forward(self, call: Call) -> Saved | None:
-        """Of a call of the kind that this was prepared for."""
-        q, k, v = call.tensors
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or torch.cuda.is_current_stream_capturing():
-            return None
-        return self.run((q, k, v), call)
 
     def run(self, tensors: tuple[Tensor, ...], call: Call) -> Saved:
         raise_if_troubled()

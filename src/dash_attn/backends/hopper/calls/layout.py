@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients
+from ....call.call import Call, Gradients, Saved
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....scheduling.problem import Problem
@@ -131,6 +132,21 @@ class Prepared(Protocol):
 
     device: torch.device
     holds_tables: bool
+
+
+class PreparedForward(ABC):
+    """Runs a call as it is prepared for its shapes, strides and options."""
+
+    def forward(self, call: Call) -> Saved | None:
+        """None where TMA cannot read the tensors at their addresses, or a graph is captured, which has to be noted."""
+        q, k, v = call.tensors
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or torch.cuda.is_current_stream_capturing():
+            return None
+        return self.run((q, k, v), call)
+
+    @abstractmethod
+    def run(self, tensors: tuple[Tensor, ...], call: Call) -> Saved:
+        """tensors: q, k and v, as TMA can read them."""
 
 
 Made = TypeVar("Made", bound=Prepared)
