@@ -31,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())  # tests have another one, which is lost with their process
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without a Hopper GPU, `make test` does not read the thousands of GPU tests only to skip them. `make test-all` does."""
+    quick = config.option.markexpr == "not exhaustive"
+    return True if quick and collection_path == Path(__file__).parent / "gpu" and not has_hopper() else None
+
+
 def leave_to_test_all(items: list[pytest.Item]) -> None:
     """Of families that repeat one promise over a grid or over seeds, `make test` runs as many parameters as tests/sampled.txt says, evenly
     spread. The others are `make test-all`'s.
