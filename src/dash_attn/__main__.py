@@ -1,7 +1,5 @@
 """`python -m dash_attn` is the command `dash-attn`."""
 
-from __future__ import annotations
-
 import sys
 
 from .cli.main import main

@@ -1,7 +1,5 @@
 """Every kind of error that is dash-attn's own. `except DashAttnError` catches them all; each is also a built-in error."""
 
-from __future__ import annotations
-
 
 class DashAttnError(Exception):
     """The family. Wrong arguments that no rule of ours explains are plain ValueError and TypeError."""

@@ -1,7 +1,5 @@
 """Self-attention as a module: projections around flash_attn_func."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

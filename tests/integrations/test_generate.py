@@ -12,6 +12,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
 from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
 from dash_attn.integrations import _caches, huggingface  # noqa: E402
@@ -43,10 +45,10 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     huggingface.enable()
-    made = Recorder()
+    made, ours = Recorder(), ALL_ATTENTION_FUNCTIONS[huggingface.NAME]
     transformers.AttentionInterface.register(huggingface.NAME, made.attention)
     yield made
-    huggingface.enable()
+    transformers.AttentionInterface.register(huggingface.NAME, ours)
 
 
 def model_of(name: str, implementation: str = "dash_attn", dtype: torch.dtype = torch.float32) -> Any:

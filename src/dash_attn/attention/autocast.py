@@ -1,7 +1,5 @@
 """What PyTorch's autocast does to the arguments of scaled_dot_product_attention, for functions that stand in its place."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Attention as a differentiable function of tensors and options. The backend does the arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

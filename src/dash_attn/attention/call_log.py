@@ -4,8 +4,6 @@ The variable is read once, when this module is imported; setting it later has no
 pays for one look at a boolean.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from ..scheduling.schedule import Schedule
 from .autograd import Attention
 from .known import KnownCall, known_of
 from .pytorch import is_traced, refuse_transforms
-from .signatures import AnyResults, Keywords, OutAndLse, OutLseNone
+from .signatures import AnyResults, Keywords, No, OutAndLse, OutLseNone, Yes
 from .torch_ops import traced_attention
 
 if TYPE_CHECKING:
@@ -25,27 +25,15 @@ if TYPE_CHECKING:
 
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *positional: Any,
-    return_lse: Literal[True],
-    return_attn_probs: Literal[False] = ...,
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_lse: Yes, return_attn_probs: No = ..., **options: Unpack[Keywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_attn_probs: Literal[True], return_lse: bool = ..., **options: Unpack[Keywords]
+    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_attn_probs: Yes, return_lse: bool = ..., **options: Unpack[Keywords]
 ) -> OutLseNone: ...
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *positional: Any,
-    return_lse: Literal[False] = ...,
-    return_attn_probs: Literal[False] = ...,
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *positional: Any, return_lse: No = ..., return_attn_probs: No = ..., **options: Unpack[Keywords]
 ) -> Tensor: ...
 @overload
 def flash_attn_func(

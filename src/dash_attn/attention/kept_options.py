@@ -1,7 +1,5 @@
 """Options that are kept for later calls: checked when they are given, and with a schedule as text, which traced programs also take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

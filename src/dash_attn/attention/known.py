@@ -3,8 +3,6 @@
 Shapes, strides, dtypes, devices and choices decide all of it. What remains per call is addresses, allocations and launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

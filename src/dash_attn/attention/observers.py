@@ -1,7 +1,5 @@
 """Who wants to hear of calls of attention while they run. With nobody, a call pays for one look at an empty list."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 

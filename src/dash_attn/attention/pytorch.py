@@ -1,7 +1,5 @@
 """What PyTorch is doing around a call: tracing, transforming, or asking for deterministic algorithms."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

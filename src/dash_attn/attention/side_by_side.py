@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
 from .functions import flash_attn_func
-from .signatures import AnyResults, Keywords, OutAndLse, OutLseNone
+from .signatures import AnyResults, Keywords, No, OutAndLse, OutLseNone, Yes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, *positional: Any, return_lse: Literal[True], return_attn_probs: Literal[False] = ..., **options: Unpack[Keywords]
+    qkv: Tensor, *positional: Any, return_lse: Yes, return_attn_probs: No = ..., **options: Unpack[Keywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, *positional: Any, return_attn_probs: Literal[True], return_lse: bool = ..., **options: Unpack[Keywords]
+    qkv: Tensor, *positional: Any, return_attn_probs: Yes, return_lse: bool = ..., **options: Unpack[Keywords]
 ) -> OutLseNone: ...
 @overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, *positional: Any, return_lse: Literal[False] = ..., return_attn_probs: Literal[False] = ..., **options: Unpack[Keywords]
+    qkv: Tensor, *positional: Any, return_lse: No = ..., return_attn_probs: No = ..., **options: Unpack[Keywords]
 ) -> Tensor: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -53,20 +53,15 @@ def flash_attn_qkvpacked_func(  # type: ignore[misc]  # positional choices are F
 
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, *positional: Any, return_lse: Literal[True], return_attn_probs: Literal[False] = ..., **options: Unpack[Keywords]
+    q: Tensor, kv: Tensor, *positional: Any, return_lse: Yes, return_attn_probs: No = ..., **options: Unpack[Keywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, *positional: Any, return_attn_probs: Literal[True], return_lse: bool = ..., **options: Unpack[Keywords]
+    q: Tensor, kv: Tensor, *positional: Any, return_attn_probs: Yes, return_lse: bool = ..., **options: Unpack[Keywords]
 ) -> OutLseNone: ...
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    *positional: Any,
-    return_lse: Literal[False] = ...,
-    return_attn_probs: Literal[False] = ...,
-    **options: Unpack[Keywords],
+    q: Tensor, kv: Tensor, *positional: Any, return_lse: No = ..., return_attn_probs: No = ..., **options: Unpack[Keywords]
 ) -> Tensor: ...
 @overload
 def flash_attn_kvpacked_func(

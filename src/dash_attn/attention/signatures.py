@@ -4,9 +4,7 @@ Overloads tell type checkers what a call returns. They name the options once, as
 in its order, too.
 """
 
-from __future__ import annotations
-
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from torch import Tensor
 
@@ -15,6 +13,8 @@ from ..masks import BooleanMask, Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 
+Yes = Literal[True]
+No = Literal[False]
 OutAndLse = tuple[Tensor, Tensor]
 OutLseNone = tuple[Tensor, Tensor, None]
 AnyResults = Tensor | OutAndLse | OutLseNone

@@ -5,8 +5,6 @@ autograd.Attention; both ways run the same two functions. Of tensor subclasses, 
 have no rule for the operator (DTensor) raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache

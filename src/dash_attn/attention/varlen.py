@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from .autograd import Attention
 from .known import KnownCall, known_of
 from .kv_cache import attention_of_pages
 from .pytorch import is_traced, refuse_transforms
-from .signatures import AnyResults, OutAndLse, OutLseNone, PackedKeywords
+from .signatures import AnyResults, No, OutAndLse, OutLseNone, PackedKeywords, Yes
 from .torch_ops import traced_attention
 
 if TYPE_CHECKING:
@@ -35,33 +35,15 @@ if TYPE_CHECKING:
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *lengths: Any,
-    return_lse: Literal[True],
-    return_attn_probs: Literal[False] = ...,
-    **options: Unpack[PackedKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_lse: Yes, return_attn_probs: No = ..., **options: Unpack[PackedKeywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *lengths: Any,
-    return_attn_probs: Literal[True],
-    return_lse: bool = ...,
-    **options: Unpack[PackedKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_attn_probs: Yes, return_lse: bool = ..., **options: Unpack[PackedKeywords]
 ) -> OutLseNone: ...
 @overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *lengths: Any,
-    return_lse: Literal[False] = ...,
-    return_attn_probs: Literal[False] = ...,
-    **options: Unpack[PackedKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, return_lse: No = ..., return_attn_probs: No = ..., **options: Unpack[PackedKeywords]
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(

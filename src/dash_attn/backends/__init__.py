@@ -3,8 +3,6 @@
 Backends never import each other, and an explicit request never falls back to another one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module

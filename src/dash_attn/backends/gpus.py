@@ -1,7 +1,5 @@
 """Which GPUs have which kernels."""
 
-from __future__ import annotations
-
 import torch
 
 HOPPER = (9, 0)  # the compute capability that the kernels of backend 'hopper' are compiled for, alone

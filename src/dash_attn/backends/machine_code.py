@@ -1,7 +1,5 @@
 """What of a cubin decides bits: its instructions and the sizes of its parameters and shared memory. The rest names things."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

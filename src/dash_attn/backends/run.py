@@ -1,7 +1,5 @@
 """Runs a call on its backend. What every backend would do alike is done here: documents in a row, and masks that differ between heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The argument `mask` where it is a boolean matrix: its pattern is planned, its elements are data."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -18,8 +18,6 @@ fragment has all four of them, whether it holds the scores or their transpose: o
     the pair's bits: word half(column), its low 16 bits where half(row) is 0, else its high 16
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a call would do, and what decides its bits: asked for without running it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A cache of keys and values: which of its slots are whose. Shapes are looked at here; values by the backends, which read them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

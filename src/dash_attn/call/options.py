@@ -1,7 +1,5 @@
 """The choices of one attention call in one frozen value; forward and backward are pure functions of tensors and this."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

@@ -9,8 +9,6 @@ differ in their patterns, each is computed as if it had keys and values of its o
 first head to last. So bits never depend on the masks of other groups or sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache

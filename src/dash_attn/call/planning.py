@@ -3,8 +3,6 @@
 Backends that can keep dK and dV of a chain in memory while it rests have plans on any number of workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache

@@ -1,7 +1,5 @@
 """What the tensors of a call must look like. Looks at shapes, dtypes and devices only, never at values."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Command line arguments that ask for schedules of a problem, on a machine or on several ranks, and what they mean."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`dash-attn calibrate`: measure what a task costs on this machine and write the constants that the simulator reads."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

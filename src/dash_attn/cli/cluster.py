@@ -1,7 +1,5 @@
 """`dash-attn plan --ranks P`: one sequence on several ranks, beside ring attention and Ulysses."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`dash-attn explore`: a local page on which schedules can be looked at. viewing/explore has the page and its server."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

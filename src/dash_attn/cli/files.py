@@ -1,7 +1,5 @@
 """Files that a command will write are looked at before any work, because nobody wants to hear of a typo an hour later."""
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: `dash-attn plan`, `demo` and the other commands. Bad input is one line on stderr and exit code 2."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a command found as a table, rich where it is installed, aligned text elsewhere; or as JSON. Before that, how far it has come."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

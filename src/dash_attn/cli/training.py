@@ -1,7 +1,5 @@
 """A small training run that keeps a ledger, to see whether two runs agree bit for bit, and where they part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

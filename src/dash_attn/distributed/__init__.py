@@ -1,7 +1,5 @@
 """Training on several ranks of torch.distributed with the bits of one. It is imported only where it is used."""
 
-from __future__ import annotations
-
 from ..scheduling.ranks.sharding import Sharding
 from .context.attention import context_parallel_attention
 from .context.explain import SharedExplanation

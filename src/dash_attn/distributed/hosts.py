@@ -8,8 +8,6 @@ Ranks that work on one sequence compare what they were asked to do at every call
 disagree, every rank raises. Work that was queued on a GPU goes on meanwhile.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Which chain moves next while a plan runs on the CPU: chosen for a block of code, so that tests can try every order of arrival."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

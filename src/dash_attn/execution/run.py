@@ -6,8 +6,6 @@ random one, or real threads. In ordered mode the bits are the same under all of 
 arrival and is the control. On threads, one thread is one worker, and the operating system decides the interleaving.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from random import Random

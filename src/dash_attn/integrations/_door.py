@@ -1,7 +1,5 @@
 """A door into another library: functions of ours stand where that library looks for its own. `enable()` opens it, `disable()` closes it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The pattern is read in blocks of rows, so memory stays linear in the length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from inspect import getclosurevars
 from types import FunctionType

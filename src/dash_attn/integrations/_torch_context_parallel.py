@@ -4,8 +4,6 @@ These are DTensors of this rank's rows, on the mesh of its ranks. They do not sa
 Names that start with an underscore are PyTorch's own. Where one is missing we raise, because then nothing is known.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What torchtitan asks of an inner attention, computed or refused. Nothing here imports torchtitan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ transformers asks once per forward for a mask (`mask_for`) and hands the answer 
 padded. What we have no mask for raises, as does a model whose attention does not go through here; nothing is dropped silently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Megatron is imported inside functions, so this module can be imported without it. Its enums are known by their names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial

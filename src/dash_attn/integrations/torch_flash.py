@@ -10,8 +10,6 @@ The operators have their own arguments (aten's schemas) and layouts. They run be
 has kept, the backward.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 

@@ -3,8 +3,6 @@
 torchtitan looks overrides up in the module that it imports, so this module imports torchtitan.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ On Hopper GPUs a kernel has the same sums, in the time that reading the tensors 
 are made of PyTorch's operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

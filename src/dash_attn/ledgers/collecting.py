@@ -9,8 +9,6 @@ changes in place, and could change the order in which gradients are added.) So a
 Of every call of attention there is what decides its bits: schedule, hash of the order, hashes of the kernels.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import weakref

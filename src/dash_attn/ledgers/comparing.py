@@ -1,7 +1,5 @@
 """Do two runs agree; if not, where they part first, what else is different about them, and how the difference spreads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 Files are read record by record, and sums when they are asked for: a long run need not fit in memory.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 import zlib

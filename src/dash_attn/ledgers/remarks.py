@@ -5,8 +5,6 @@ And what is different about them besides what they computed: environments, atten
 A run that lacks an end, files of ranks, steps or phases agrees with another at most as far as both go.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

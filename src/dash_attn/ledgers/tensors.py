@@ -1,8 +1,6 @@
 """Tensors by name: inside nested values (batches, arguments and results of modules), and what a training carries from step to step
 (gradients, weights, optimizer state, random number generators)."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Which query attends which key. rules.py: masks that a few numbers describe. The others: any boolean matrix (docs/masks.md)."""
 
-from __future__ import annotations
-
 from .block_mask import from_block_mask as from_block_mask
 from .boolean_mask import BooleanMask as BooleanMask
 from .boolean_mask import PatternPerHead as PatternPerHead

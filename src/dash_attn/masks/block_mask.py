@@ -1,7 +1,5 @@
 """FlexAttention's BlockMask, with its mask_mod, as a boolean mask."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Masks as text, as JSON and as arguments of a torch operator, and back. Whoever adds a mask that a few numbers describe adds its line
 to FORMS; its class says its word and its numbers (`encoded`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ Every mask answers two questions: `tile_map` (which tiles are empty, partial or 
 differ, the last query is aligned with the last key (bottom-right), as FlashAttention does.
 """
 
-from __future__ import annotations
-
 import reprlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

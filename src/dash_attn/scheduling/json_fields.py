@@ -1,7 +1,5 @@
 """JSON that somebody else may have written: every value is looked at, and whatever is wrong is a ValueError that names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

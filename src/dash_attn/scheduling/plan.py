@@ -5,8 +5,6 @@ of a kind and all sequences, and full, causal, window, document and prefix masks
 in tokens and independent of batch x heads. A tile map without regularity lists every kept tile of a head.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

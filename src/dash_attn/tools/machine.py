@@ -3,8 +3,6 @@
 Results of benchmarks, heads of ledgers, certificates and the doctor have their facts from here. Their names stand in files, so they stay.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

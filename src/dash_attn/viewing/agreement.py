@@ -1,7 +1,5 @@
 """A picture of pairs of runs: modules over steps, and where the two differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

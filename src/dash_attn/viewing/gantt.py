@@ -4,8 +4,6 @@ Small runs are crisp: one rectangle per phase of a task, labelled with its Q til
 workers x time in which every pixel is the exact average of what its worker did meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -3,8 +3,6 @@
 The number in a bar is the chunk of its keys. The chunk of its queries is one of the rank's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Colours, sizes and files that all pictures share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Of a measured run: what a kernel or an executor noted of every task, put into the index of the plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple

@@ -5,8 +5,6 @@ behind the computes get threads of their own, one per drain, because slices of a
 model time is shown as one microsecond, as measured times are.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Problems, machines and numbers in words, for people."""
 
-from __future__ import annotations
-
 from ..scheduling.problem import Problem
 from ..simulation.cluster import Cluster, RankTimeline
 from ..simulation.simulate import Machine, Timeline

@@ -1,7 +1,5 @@
 """Attention on the CPU: the reference for what a GPU kernel computes, and in which order."""
 
-from __future__ import annotations
-
 from ...call.call import Call
 from .explain import explain, order_in_words
 from .passes import backward, forward

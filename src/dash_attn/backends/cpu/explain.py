@@ -1,7 +1,5 @@
 """What decides the bits of a call on the CPU: the plan's order. Times are never predicted: nobody trains on this backend."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ...call import planning

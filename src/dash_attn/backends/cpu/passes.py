@@ -3,8 +3,6 @@
 Packed sequences are computed one after another, each as if it were alone, so their bits are those of each alone.
 """
 
-from __future__ import annotations
-
 import secrets
 
 import torch

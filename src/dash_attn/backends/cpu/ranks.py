@@ -1,7 +1,5 @@
 """One of several ranks that share a sequence, on the CPU: the forward of its queries, and its units of the backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """One backward on the CPU in real threads, with the times of every task: a measured Gantt chart without a GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ...call.call import Call, Grads, Saved

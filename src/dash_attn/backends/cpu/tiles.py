@@ -4,8 +4,6 @@ Memory is linear in the lengths. Every product is a 2-d product of two contiguou
 thread, so that bits cannot depend on the batch, other heads, strides or the number of threads.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Attention on Hopper GPUs (sm_90a): kernels in kernels/, compiled by NVRTC on first use."""
 
-from __future__ import annotations
-
 from .calls.backward import backward
 from .calls.explain import backward_plan as check_schedule
 from .calls.explain import explain, order_in_words

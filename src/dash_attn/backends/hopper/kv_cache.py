@@ -1,7 +1,5 @@
 """Attention to a cache of keys and values on Hopper GPUs."""
 
-from __future__ import annotations
-
 from .calls.decode import attention_with_cache, prepared
 from .calls.explain import explain_cache
 

@@ -1,7 +1,5 @@
 """One of several ranks that share a sequence, on a Hopper GPU: the forward of its queries, and its units of the backward."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """What the Hopper kernels can do. Everything else raises: nothing falls back."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Tile sizes and shared memory of the kernels, by head dim. The .cuh files say the same; a test compares them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # Head dims the kernels are written for. Others run on the next larger one: the TMA unit fills in zeros.

@@ -3,8 +3,6 @@
 Each sum belongs to one program, which adds in a fixed order: nothing is handed over, so no number of SMs can change a bit.
 """
 
-from __future__ import annotations
-
 from ...call.call import Call
 from .explain import explain, order_in_words
 from .passes import backward, forward

@@ -1,7 +1,5 @@
 """What decides the bits of a call on this backend: its tiles, the fixed order of two passes, and the machine code."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """One kernel, its arguments and its grid: known without a GPU, so that tests can compile it for any."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """What this backend can do, and on which GPUs. Everything else raises: nothing falls back."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib.util import find_spec

@@ -2,8 +2,6 @@
 on the machine. What decides is the GPU's architecture, the width of a number and the head dims; never a length or the batch.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

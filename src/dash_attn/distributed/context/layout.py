@@ -1,7 +1,5 @@
 """What a rank has: tokens, labels and positions of a sequence that ranks share, and heads of a model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

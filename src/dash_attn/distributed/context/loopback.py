@@ -1,7 +1,5 @@
 """One process plays all ranks that share a row: rows change hands, then unit by unit. To test and to prove, without processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rows that go to the ranks that work on them, and back: copies, in one exchange between all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache

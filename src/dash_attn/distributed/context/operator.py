@@ -1,7 +1,5 @@
 """context_parallel_attention as torch operators, for torch.compile. They are never looked into: messages are part of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which rows a rank has, and the documents that they belong to: as they were given, checked."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ other rows of its own heads. So the group acts as one rank with more rows, and r
 sequence of fewer heads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Before partial sums are added, all ranks tell what they have. Where they disagree, every rank raises the same error.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 from weakref import ref
 

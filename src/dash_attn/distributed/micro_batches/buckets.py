@@ -3,8 +3,6 @@
 Additions are element by element, so buckets and shares never change bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

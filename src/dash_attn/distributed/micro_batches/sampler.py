@@ -1,7 +1,5 @@
 """Which samples a rank gets: the global order is one for every number of ranks."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

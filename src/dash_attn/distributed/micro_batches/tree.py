@@ -4,8 +4,6 @@ A tree of n leaves is a single leaf (n = 1), or the sum of a left tree and a rig
 the largest power of two below n, the right one has the rest. Leaves are micro-batches, in global order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Every schedule under its own name. To add one: write a file, list it here, record a golden file (CONTRIBUTING.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, get_args
 

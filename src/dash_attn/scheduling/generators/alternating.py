@@ -11,8 +11,6 @@ delays do not add up to much, and chains of many query heads drift apart from on
 On causal masks few are many: the second class ends a walk later than the first, which a few heads alone do not hide.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..order import ALL_GUARANTEES, HeadOrder, Order, turn_within

@@ -4,8 +4,6 @@ The run is one head on a fixed nominal machine with constants shipped here, so t
 alone. It helps only where the walk spreads the chains: walks are cyclic from each chain's own first Q tile.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

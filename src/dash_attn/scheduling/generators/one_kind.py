@@ -1,7 +1,5 @@
 """Schedules with one kind of head, whose chains have their turns in the order in which they start, and the walks of other schedules."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ On full masks, KV tiles are cut into blocks. Chain i of a block starts `i * spac
 consecutive turns are `spacing` steps apart. The chains of a block wait for each other in a circle: a gang.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -11,8 +11,6 @@ chains of even length read most tiles of their head, each at another time, and a
 are large, so that few heads are in flight.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

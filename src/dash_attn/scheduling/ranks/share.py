@@ -5,8 +5,6 @@ end. The chains of a gang wait for each other in a circle, but single tasks do n
 without a circle; states rest in memory between them. It costs the time to load and store the states.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass

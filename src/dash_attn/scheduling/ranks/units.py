@@ -10,8 +10,6 @@ after those that it waits for, and each rank runs its own in that sequence. So t
 ranks cannot hang, whatever the timing.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Both compute a task as fast as one rank does on average, and neither pays for la
 bits that are independent of the number of ranks in the way that dash-attn has: ring attention adds dQ in another order for each.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

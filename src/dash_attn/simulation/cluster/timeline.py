@@ -3,8 +3,6 @@
 There are two models of a unit. Both run the units of all ranks in their global sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

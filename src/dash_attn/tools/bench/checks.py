@@ -1,7 +1,5 @@
 """No speed without correctness: results against dense attention, and bits against bits where a candidate claims them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -3,8 +3,6 @@
 Timing is interleaved: every repetition runs every candidate once, so that clocks and heat meet all of them alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol

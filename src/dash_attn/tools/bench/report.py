@@ -1,7 +1,5 @@
 """Results: a JSON file, the few numbers that sum it up, and tables: one per pass and kind of shape, candidates below each other."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -8,8 +8,6 @@ positive, and one that no observation depends on stays where it was. A schedule 
 than the steps between two turns, so there are several valleys: the fit starts on both sides of such cliffs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

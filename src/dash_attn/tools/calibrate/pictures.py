@@ -1,7 +1,5 @@
 """Pictures of what `dash-attn calibrate` or benchmarks/predict.py wrote: measured times over predicted ones, and errors by schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What in a process breaks reproducibility. `dash_attn.doctor()` is the way in."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The checks: how each one looks at a process, and what it says about what it finds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A certificate: what was verified, where, with which outcome, and hashes to compare with other machines. Made, read, shown, compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The promises, each as a test of one case. The control must fail to keep them, or the tests have shown nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

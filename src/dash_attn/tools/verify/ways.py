@@ -4,8 +4,6 @@ Its tokens through a cache, in chunks and one by one: each must have the bits of
 Its sequence on several ranks: one process plays them all, on the backend under test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Where the simulator has no exact critical path, the page finds one: what came last before each event began.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from typing import Any

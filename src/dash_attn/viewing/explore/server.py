@@ -3,8 +3,6 @@
 The server serves it to this machine alone. docs/explore.md says who may ask for what.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Launches the backward on the current stream: packed sequences are planned, then preprocess, the attention kernel, postprocess."""
 
-from __future__ import annotations
-
 import threading
 from ctypes import addressof
 from typing import Any

@@ -3,8 +3,6 @@
 The call that runs is built from it, and `explain` asks it. Its kernels' parameters, as far as sizes decide them, are filled in here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 

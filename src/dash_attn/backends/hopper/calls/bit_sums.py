@@ -1,7 +1,5 @@
 """Sums over the bits of tensors on a Hopper GPU (ledgers/bit_sums.py defines them): many tensors per launch, and nothing waits."""
 
-from __future__ import annotations
-
 import ctypes
 import warnings
 from collections.abc import Sequence

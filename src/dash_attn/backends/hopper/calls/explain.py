@@ -1,7 +1,5 @@
 """What decides the bits of a call on this backend: the plan's order and the machine code of its kernels. The calls' own setups tell."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 kernel for whole sequences fills tiles of 128 queries. The bits are the same.
 """
 
-from __future__ import annotations
-
 import threading
 
 import torch

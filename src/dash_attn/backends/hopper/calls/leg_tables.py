@@ -6,8 +6,6 @@ first one. A band that masks rows of a chunk begins as many rows further on as t
 Tables are uploaded once for a shared schedule, then used by every backward of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Dropout and ALiBi: the parameters of kernels that have them (kernels/common/modifiers.cuh)."""
 
-from __future__ import annotations
-
 from ctypes import addressof
 from typing import Any
 

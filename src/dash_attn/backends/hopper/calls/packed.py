@@ -1,7 +1,5 @@
 """Packed sequences: tables that are made on the device, from cu_seqlens, before every pass."""
 
-from __future__ import annotations
-
 from ctypes import addressof
 from typing import Any
 

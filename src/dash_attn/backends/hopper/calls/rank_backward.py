@@ -5,8 +5,6 @@ Semaphores, dQ and the sums of dK and dV live through all units. Between units t
 A GPU, or a slice of one, with too few SMs for the gangs of an order runs as a rank that is alone. Same bits; many launches instead of one.
 """
 
-from __future__ import annotations
-
 from ctypes import addressof
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 A kernel of its own does it (template parameter RECORD); the one that trains has no such instruction.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

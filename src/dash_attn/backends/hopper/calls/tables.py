@@ -1,7 +1,5 @@
 """Plans and masks on the device: uploaded once, then shared by every call that needs them."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -3,8 +3,6 @@
 Apart from the header of all other kernels: what the ledger needs does not compile attention again.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -6,8 +6,6 @@ and changed sources find none: both compile.
 That needs no GPU and no CUDA toolkit: `nvidia-cuda-nvrtc` and `cuda-bindings` come with torch's CUDA builds (or from PyPI).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The structures that Python and the kernels share, as C. `shared_header` writes the header of them; Python imports each by its name."""
 
-from __future__ import annotations
-
 from ctypes import c_int, c_int64
 from enum import IntEnum
 from typing import Any

@@ -3,8 +3,6 @@
 Python decides; the kernels read this header, and static assertions compare how the compiler lays structures out.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from ....call import dropout

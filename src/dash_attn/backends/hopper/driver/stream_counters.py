@@ -5,8 +5,6 @@ A stream is known by its handle: one that is destroyed while a forward of it sti
 (PyTorch's own streams live as long as the process.)
 """
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

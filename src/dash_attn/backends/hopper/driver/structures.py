@@ -2,8 +2,6 @@
 generated headers have them with assertions (`declaration`): where the compiler lays one out otherwise than Python, it says so.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from ctypes import c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p

@@ -1,7 +1,5 @@
 """TMA descriptors of (batch, length, heads, head dim) tensors, and of packed (tokens, heads, head dim) ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ corrupt); cu_seqlens, which only the device reads, are not valid lengths; or the
 The CUDA context is then lost; this says why.
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
 import threading

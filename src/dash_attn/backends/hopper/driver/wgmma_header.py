@@ -3,8 +3,6 @@
 D[64 x n] (+)= A[64 x 16] B[16 x n]: D in registers, B in shared memory, A in shared memory (ss) or registers (rs).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 WIDTHS = (8, 16, 32, 64, 80, 96, 112, 128, 192, 256)

@@ -1,7 +1,5 @@
 """All scratch memory of a call in one allocation."""
 
-from __future__ import annotations
-
 import torch
 
 ALIGNMENT = 256
