@@ -23,14 +23,18 @@ BLOCK, BLOCKS = 32, 4  # most chains of a block, least blocks of a head: more ba
 DISTANCES = (HAND_OVER, 1)  # steps between chains on a Q tile: enough for a hand-over, or what the mask has room for
 EVEN = 0.7  # mean over longest chain length from which one block balances well enough
 WASTE = 0.05  # nominal waiting per task that one block may have
+CROWDED = 0.25  # ... beyond which more heads go side by side than the cache holds: chains of one head then start farther apart
 DENSE, DENSE_BLOCK = 0.4, 64  # mean chain length over Q tiles from which blocks are large, and their most chains
 
 
 def weave(problem: Problem, workers: int) -> Schedule:
     blocks = _choose_blocks(problem)
     walks: list[NDArray[np.int64]] = [np.arange(0)] * problem.kv_tiles
+    waiting = 0.0
     for block in blocks:
-        for kv_tile, walk in zip(block, _walks(problem, block, DISTANCES[0])[0], strict=True):
+        found, waits = _walks(problem, block, DISTANCES[0])
+        waiting += waits * sum(map(len, found))
+        for kv_tile, walk in zip(block, found, strict=True):
             walks[kv_tile] = walk
     start = np.concatenate(blocks)
     place = np.argsort(start)
@@ -40,8 +44,8 @@ def weave(problem: Problem, workers: int) -> Schedule:
     first_step = block_of * int(problem.chain_lengths.max())
     kind = HeadOrder.build(chain, q_tile, turn_within(q_tile, place[chain]), first_step)
     sizes = tuple(map(len, blocks))
-    fillings = 2 if _is_dense(problem) else 1
-    return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, sizes, fillings=fillings)
+    fillings, only_cached = 2 if _is_dense(problem) else 1, len(blocks) > 1 and _has_holes(problem) and waiting <= CROWDED * len(q_tile)
+    return Schedule.build(problem, Order("weave", (kind,), ALL_GUARANTEES), (start,), workers, sizes, False, fillings, only_cached)
 
 
 def _choose_blocks(problem: Problem) -> list[NDArray[np.int64]]:
@@ -59,11 +63,15 @@ def _is_even(problem: Problem) -> bool:
 
 
 def _is_dense(problem: Problem) -> bool:
-    is_large, kept = min(problem.q_tiles, problem.kv_tiles) > BLOCK, problem.kept
-    # A hole: a Q tile skips KV tiles between two that it keeps. Without holes, chains walk the same tiles together.
+    is_large, mean = min(problem.q_tiles, problem.kv_tiles) > BLOCK, problem.chain_lengths.mean()
+    return bool(is_large and _has_holes(problem) and _is_even(problem) and mean >= DENSE * problem.q_tiles)
+
+
+def _has_holes(problem: Problem) -> bool:
+    """Whether a Q tile skips KV tiles between two that it keeps. Otherwise chains walk the same tiles together."""
+    kept = problem.kept
     first, behind_last = kept.argmax(1), problem.kv_tiles - kept[:, ::-1].argmax(1)
-    has_holes = (kept.any(1) & (kept.sum(1) < behind_last - first)).any()
-    return bool(is_large and has_holes and _is_even(problem) and problem.chain_lengths.mean() >= DENSE * problem.q_tiles)
+    return bool((kept.any(1) & (kept.sum(1) < behind_last - first)).any())
 
 
 def _walks(problem: Problem, block: NDArray[np.int64], distance: int) -> tuple[list[NDArray[np.int64]], float]:
