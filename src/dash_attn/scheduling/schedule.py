@@ -166,11 +166,13 @@ class Schedule:
         segments: tuple[int, ...] | None = None,
         in_rounds: bool = False,
         fillings: int = 1,
+        only_cached: bool = False,
     ) -> Schedule:
         """Place an order on `workers`, gangs never torn.
 
         in_rounds: a turn of each kind is a round, so that the next segment of its heads finds their tiles in the cache.
         fillings: of the workers by heads of one kind that go side by side, as far as the cache holds their tiles.
+        only_cached: no more heads than that, though they fill fewer workers: the next ones follow.
         """
         workers = whole_number("workers", workers)
         starts = tuple(map(frozen_ints, starts))
@@ -181,7 +183,8 @@ class Schedule:
             lanes = 1  # the chains of a gang start together, so that few of them hold a worker and wait for the rest
         elif len(starts) == 1:
             cached = fillings * CACHED * problem.tile_kv // (problem.q_tiles * problem.most_members)
-            lanes = max(1, workers // max(segments), min(cached, fillings * workers // max(segments)))
+            least = 1 if only_cached else workers // max(segments)
+            lanes = max(1, least, min(cached, fillings * workers // max(segments)))
         else:
             lanes, segments = _in_turns(problem, workers, len(starts), segments)
         in_round = lanes if in_rounds and len(segments) > 1 else 0
