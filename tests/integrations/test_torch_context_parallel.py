@@ -32,7 +32,7 @@ ERRORS = {
 GROUP = Group(torch_context_workers.everything, torch_context_workers.RANKS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found() -> Found:
     """By rank."""
     return GROUP.found

@@ -19,7 +19,7 @@ Found = list[dict[str, Any]]
 GROUP = Group(context_misuse.everything, RANKS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found() -> Found:
     """By rank."""
     return GROUP.found

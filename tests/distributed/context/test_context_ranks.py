@@ -16,7 +16,7 @@ Found = list[dict[str, Any]]
 GROUP = Group(context_workers.grid, RANKS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found() -> Found:
     """By rank."""
     return GROUP.found

@@ -18,7 +18,7 @@ Found = list[dict[str, Any]]
 GROUP = Group(every_call.everything, RANKS, group_limit=20, limit=120)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found() -> Found:
     """By rank."""
     return GROUP.found

@@ -15,7 +15,7 @@ Found = list[dict[str, Any]]
 GROUP = Group(context_misuse.lost_ranks, 4, limit=120)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found() -> Found:
     """By rank. That the processes end is part of the promise: `limit` is not reached."""
     return GROUP.found

@@ -17,7 +17,7 @@ GROUP = Group(tree_workers.everything, RANKS)
 ONE_DIES = Group(tree_workers.a_rank_dies, 2)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found() -> Found:
     """By rank."""
     return GROUP.found
