@@ -52,8 +52,9 @@ kernels: $(VENV)/installed
 	cp .venv-nvrtc/others $$(.venv-nvrtc/bin/python -c "import site; print(site.getsitepackages()[0])")/zz_others.pth
 	PYTHONPATH=src .venv-nvrtc/bin/python -m benchmarks.kernels
 
+# One thread in each process: on two cores more would wait for each other. `make test-all` has as many as PyTorch takes.
 test: check
-	$(BIN)/pytest -n 2 --dist worksteal -m "not exhaustive"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not exhaustive"
 
 # Everything, also what takes minutes: every model of transformers, long searches. Before a release, or a change of the doors.
 test-all: check

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -276,8 +275,7 @@ def costs_of_rank(_: int) -> dict[str, float | None]:
 
 
 def costs(count: int, file: Path | None) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_processes(costs_of_rank, count, Path(folder), limit=3600)[0]
+    found = run_processes(costs_of_rank, count, limit=3600)[0]
     for name, value in found.items():
         print(f"{name:24} {'-' if value is None else f'{value:.0f} us'}")
     if file:

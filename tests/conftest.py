@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ LIMIT = 600  # seconds of a test with its fixtures; the slowest of `make test` t
 LONG_LIMIT = 3600  # of those that are exhaustive, or repeat their work as often as DASH_ATTN_REPEATS says
 GRACE = 60
 STDERR = pytest.StashKey[int]()
+AHEAD = pytest.StashKey[list[Any]]()
 
 
 def has_hopper() -> bool:
@@ -89,7 +91,33 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         faulthandler.cancel_dump_traceback_later()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Imported modules and collected tests stay to the end. Looking through them for garbage again and again would take long."""
     gc.collect()
     gc.freeze()
+    session.config.stash[AHEAD] = groups_ahead(session)
+
+
+def groups_ahead(session: pytest.Session) -> list[Any]:
+    """Groups of ranks mostly wait. In `make test` a process lets those of its tests run beside earlier tests, one at a time."""
+    number, count = (os.environ.get(f"PYTEST_XDIST_WORKER{name}", "") for name in ("", "_COUNT"))
+    if session.config.option.markexpr != "not exhaustive" or not number:
+        return []
+    from processes import Group
+
+    share = -(-len(session.items) // int(count))  # pytest-xdist deals that many tests in their order to each process
+    first = share * int(number.removeprefix("gw"))
+    modules = dict.fromkeys(item.module for item in session.items[first : first + share])  # type: ignore[attr-defined]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Group)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    groups = item.config.stash[AHEAD]
+    waiting = [group for group in groups if group.context is None]
+    if waiting and not any(group.is_running() for group in groups):
+        waiting[0].start()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for group in session.config.stash.get(AHEAD, []):
+        group.stop()

@@ -7,8 +7,6 @@ turn is used as they would use it, and memory that was not made for it is refuse
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix, TileMap, Window, flash_attn_func
+from dash_attn import Causal, Documents, Full, TileMap, Window, flash_attn_func
 from dash_attn.call.call import Call, Saved
 from dash_attn.call.options import AttentionOptions, Choices, options_for
 from dash_attn.call.parts import of_a_document
@@ -26,123 +24,25 @@ from dash_attn.distributed.context.shared_call import SharedCall
 from dash_attn.scheduling import Problem
 from dash_attn.scheduling.plan import Plan
 from dash_attn.scheduling.ranks.sharding import Sharding
-from dash_attn.scheduling.ranks.share import heads_that_fill, in_legs
+from dash_attn.scheduling.ranks.share import in_legs
 from dash_attn.scheduling.ranks.units import SharedSchedule
-from emulated_kernels import EmulatedDriver, EmulatedMap, Memory
+from emulated_kernels import Memory
+from emulated_ranks import calls, emulated_memory, leg_tables, of_hopper, setups
 from played_ranks import Case, Played, in_random_order, play_ranks
-
-NAMES = ("rank_backward", "kernel_names", "leg_tables", "tables", "backward_setup")
-calls, kernel_names, leg_tables, tables, setups = (import_module(f"dash_attn.backends.hopper.calls.{name}") for name in NAMES)
-of_hopper = import_module("dash_attn.backends.hopper.ranks")
-workspaces = import_module("dash_attn.backends.hopper.driver.workspace")
-recently_used = import_module("dash_attn.backends.kept")
-
-
-class Stream:
-    def synchronize(self) -> None:
-        """The tables are there."""
+from rank_cases import CASES, assert_near, inputs_of
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
-    driver = EmulatedDriver()
-    memory = driver.memory
-
-    class Tables(tables.DeviceTables):  # type: ignore[misc, name-defined]
-        def __init__(self, arrays: dict[str, Any], device: torch.device) -> None:
-            super().__init__(arrays, device)
-            memory.kept.append(self.memory)
-            for name, array in arrays.items():
-                memory.add(name, self[name], 4 * np.size(array))
-
-        def copy_of(self, name: str) -> Tensor:
-            return memory.add_tensor(name, super().copy_of(name))
-
-    class Workspace(workspaces.Workspace):  # type: ignore[misc, name-defined]
-        def __init__(self, **sizes: int) -> None:
-            super().__init__(**sizes)
-            self.sizes = sizes
-
-        def allocate(self, device: torch.device) -> tuple[Tensor, dict[str, int]]:
-            kept, at = super().allocate(device)
-            kept.fill_(0x7F)  # nobody may rely on zeros
-            memory.kept.append(kept)
-            for name, size in self.sizes.items():
-                memory.add(name, at[name], size)
-            return kept, at
-
-    monkeypatch.setattr(kernel_names, "load_kernel", driver.load)
-    ready = calls.tma_ready
-    stand_ins = {
-        "sm_count": lambda index: 132,
-        "TensorMap": EmulatedMap,
-        "current_stream": lambda index: 0,
-        "raise_if_troubled": lambda: None,
-        "on_device": lambda index: nullcontext(),
-        "device_index": lambda device: 0,
-        "Workspace": Workspace,
-        "tma_ready": lambda x: memory.add_tensor("tensor", ready(x)),
-    }
-    for name, value in stand_ins.items():
-        monkeypatch.setattr(calls, name, value)
-    monkeypatch.setattr(setups, "report_address", lambda: 0)
-    for module in (tables, leg_tables):
-        monkeypatch.setattr(module, "DeviceTables", Tables)
-    monkeypatch.setattr(leg_tables, "_kept", recently_used.Kept(64))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
-    tables.mask_on_device.cache_clear()
-    yield memory
-    tables.mask_on_device.cache_clear()
-    EmulatedMap.made.clear()
+    yield from emulated_memory(monkeypatch)
 
 
-UNEVEN = Sharding((128, 256, 128, 128, 256, 200), (0, 1, 2, 2, 1, 0))
-CASES = {
-    "causal": Case(Causal(), Sharding.zigzag(1024, 2), (2, 2)),
-    "causal, fp16, uneven": Case(Causal(), UNEVEN, (2, 2), (128, 128), dtype=torch.float16),
-    "causal, contiguous, batch": Case(Causal(), Sharding.contiguous(1024, 4), (2, 2), (128, 128), batch=2, together=3),
-    "a group in parts": Case(Causal(), Sharding.zigzag(2560, 2), (6, 2), (64, 64), together=4),
-    "a group in parts, batch": Case(Full(), Sharding.contiguous(2304, 2), (2, 1), (64, 64), batch=2, together=4),
-    "parts of several heads": Case(Causal(), Sharding.zigzag(1536, 3), (10, 2), (64, 64), together=2, head_offset=1),
-    "window": Case(Window(300, 0), Sharding.zigzag(1024, 4), (2, 2), (128, 128)),
-    "window ahead": Case(Window(150, 90), UNEVEN, (3, 1), (192, 128), head_offset=1),
-    "full": Case(Full(), Sharding.contiguous(2560, 2), (2, 1), (64, 64)),
-    "full, few tiles": Case(Full(), Sharding.zigzag(512, 2), (2, 1), (256, 256)),
-    "full, one rank, many chunks": Case(Full(), Sharding((640,) * 4, (0,) * 4), (2, 2), (64, 64), together=2),
-    "padded head dims": Case(Causal(), Sharding.zigzag(512, 2), (2, 2), (59, 40)),
-    "values of another dim": Case(Causal(), Sharding.zigzag(512, 2), (2, 1), (96, 40)),
-    "head dim 192": Case(Causal(), Sharding.zigzag(512, 2), (4, 2), (192, 192), together=2),
-    "prefix": Case(Prefix(700), Sharding.zigzag(1024, 2), (2, 2), (128, 128), schedule="alternating"),
-    "documents": Case(Documents((300, 21, 775)), UNEVEN, (2, 2), (64, 64), schedule="alternating"),
-    "weave, listed entries": Case(Window(-1, 100), Sharding((512,), (0,)), (2, 2), (64, 64), schedule="weave"),
-}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def play(case: Case, memory: Memory, inputs: tuple[Tensor, ...], **rest: Any) -> Played:
     """On emulated kernels, which know what memory there is."""
     return play_ranks(case, inputs, made=memory.add_tensor, **rest)
-
-
-def inputs_of(case: Case, sinks: Tensor | None = None) -> tuple[tuple[Tensor, ...], list[Tensor], Tensor | None]:
-    """What the ranks get, and what float32 on the CPU says of it; dlse, where there are sinks."""
-    torch.manual_seed(0)
-    (q_heads, kv_heads), (dim, v_dim), rows = case.heads, case.dims, case.sharding.rows
-    shapes = [(q_heads, dim), (kv_heads, dim), (kv_heads, v_dim), (q_heads, v_dim)]
-    q, k, v, dout = (torch.randn(case.batch, rows, *shape).to(case.dtype) for shape in shapes)
-    q32, k32, v32 = (x.float().requires_grad_() for x in (q, k, v))
-    options = {"mask": case.mask, "schedule": case.schedule, "return_lse": True, "head_offset": case.head_offset}
-    out, lse = flash_attn_func(q32, k32, v32, sinks=sinks, **options)
-    dlse = None if sinks is None else torch.randn_like(lse)
-    torch.autograd.backward([out, lse], [dout.float(), torch.zeros_like(lse) if dlse is None else dlse])
-    return (dout, q, k, v, out.detach().to(case.dtype), lse.detach()), [q32.grad, k32.grad, v32.grad], dlse
-
-
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
-    for name, one, other in zip(("dq", "dk", "dv"), found, expected, strict=True):
-        worst = (one.float() - other).abs().max() / other.abs().max()
-        assert worst < 0.02, f"{name}: off by {worst:.3f} of the largest"
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
@@ -296,68 +196,6 @@ def test_sinks_and_gradients_of_the_lse(memory: Memory) -> None:
     torch.testing.assert_close(played.backwards[1].sink_gradients(rows, sinks).sum(0), logits.grad, rtol=0.02, atol=0.05)
 
 
-@each_case
-def test_records_stay_inside_of_their_tables(case: Case) -> None:
-    """What the kernels index with 32 bits, and what a state's semaphore must not touch."""
-    shared, plan = case.shared, case.plan
-    dims = import_module("dash_attn.backends.hopper.tiles").backward_dims(*case.dims)
-    tiles = import_module("dash_attn.backends.hopper.tiles").backward_tiles(*dims)
-    for rank in range(case.sharding.ranks):
-        made = leg_tables.LegTables(plan, shared, rank, tiles)
-        sizes, records = made.sizes, {name: made.records[:, i] for i, name in enumerate(leg_tables.CHAIN_FIELDS)}
-        assert (made.runs[:, leg_tables.LENGTH] > 0).all()
-        assert (records["first_run"] < len(made.runs)).all()
-        assert (records["first_sum"] >= sizes.dq_tiles).all()
-        assert (records["first_sum"] + tiles.sum_pieces <= sizes.first_sum).all()
-        assert (records["first_dq_tile"] + sizes.q_tiles <= sizes.dq_tiles).all()
-        assert (records["steps"] > 0).all(), "a leg has tasks"
-        assert sum(unit.leg is not None for unit in made.units) == len(made.counters)
-        assert (made.endings[:, leg_tables.ENDING_FIELDS.index("sum")] < sizes.all_sums).all()
-        assert len(set(records["first_sum"].tolist())) == len(made.records) == sizes.states, "a semaphore for every state"
-        for unit in made.units:
-            if unit.leg is None:
-                first, count = made.ends[unit.number]
-                ending = dict(zip(leg_tables.ENDING_FIELDS, made.endings[first : first + count].T, strict=True))
-                assert (ending["first"] + (ending["count"] - 1) * ending["stride"] < shared.state_tiles(unit)).all()
-
-
-@each_case
-def test_legs_put_together_are_the_whole_walk(case: Case) -> None:
-    """Every task of the plan is in one leg of one rank, with its turn."""
-    shared, plan = case.shared, case.plan
-    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for rank in range(case.sharding.ranks):
-        rows = leg_tables.RankRows(case.problem, case.sharding, rank)
-        own = rows.q_tiles
-        for kind, trips in enumerate(shared.trips):
-            for column in trips.columns:
-                for number, leg in enumerate(column.legs):
-                    if leg.chunk not in rows.moved:
-                        continue
-                    runs = leg_tables.LegRuns(plan)
-                    for kv_tile in leg.kv_tiles:
-                        steps = trips.steps(kv_tile, number)
-                        first = runs.add(kind, kv_tile, steps, rows.moved[leg.chunk] // plan.problem.tile_q)
-                        walked = _decoded(runs, first)
-                        assert all(0 <= q_tile < len(own) for q_tile, *_ in walked)
-                        expected = plan.steps(kind, kv_tile)[steps].tolist()
-                        assert [[int(own[q_tile]), *rest] for q_tile, *rest in walked] == expected
-                        found.setdefault((kind, kv_tile), []).extend(map(tuple, expected))
-    for kind in range(plan.kinds):
-        for kv_tile in range(plan.problem.kv_tiles):
-            assert sorted(found.get((kind, kv_tile), [])) == sorted(map(tuple, plan.steps(kind, kv_tile).tolist()))
-
-
-def _decoded(runs: Any, first: int) -> list[list[int]]:
-    listed = [entry for entries in runs.entries for entry in entries.tolist()]
-    whole: list[list[int]] = []
-    for q_first, q_stride, length, turn_mul, turn_add, turn_div, partial, entries in np.array(runs.runs[first:]).tolist():
-        for i in range(length):
-            regular = [q_first + i * q_stride, (turn_mul * i + turn_add) // turn_div, partial]
-            whole.append(regular if entries < 0 else listed[entries + i])
-    return whole
-
-
 # What is refused
 
 
@@ -435,73 +273,6 @@ def test_what_a_device_cannot_do(memory: Memory) -> None:
         calls.RankBackward(blocks.plan, blocks.shared, 0, blocks.options, (rows, rows, rows), (lse, None))
     with pytest.raises(NotImplementedError, match="one interval of keys per query; got"):
         of_hopper.forward(Call(rows, rows, rows, blocks.options), blocks.problem, blocks.sharding, 0)
-
-
-# The forward
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Full(),
-        Causal(),
-        Window(200, 0),
-        Window(100, 70),
-        Window(-1, 300),
-        Window(300, -1),
-        Window(0, 2000),
-        Window(2000, 5),
-        Prefix(400),
-        Documents((100, 300, 600)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rows", [range(256), range(256, 512), range(768, 1000)], ids=str)
-def test_the_mask_of_some_rows(mask: Mask, rows: range) -> None:
-    """Aligned with the last key of those that are given, it keeps what the mask of the whole keeps there."""
-    own, keys = of_hopper.mask_of_rows(mask, rows, 1000)
-    whole = mask.keep(slice(rows.start, rows.stop), slice(0, 1000), 1000, 1000)
-    some = own.keep(slice(0, len(rows)), slice(0, keys), len(rows), keys)
-    assert np.array_equal(whole[:, :keys], some)
-    tiles = own.tile_map(len(rows), keys, 64, 128)
-    assert ((tiles > 0) == [[some[i : i + 64, j : j + 128].any() for j in range(0, keys, 128)] for i in range(0, len(rows), 64)]).all()
-    assert not whole[:, keys:].any()
-
-
-@pytest.mark.parametrize(
-    ("mask", "keys"),
-    [(Window(150, 40), (168, 1096, 424, 936, 552, 680)), (Causal(), (128, 1096, 384, 896, 512, 640)), (Prefix(400), (1096,) * 6)],
-)
-def test_the_forward_of_a_device(monkeypatch: pytest.MonkeyPatch, mask: Mask, keys: tuple[int, ...]) -> None:
-    seen = []
-
-    def plain(call: Call) -> Saved:
-        seen.append((call.q.shape[1], call.k.shape[1], call.options.mask, call.options.schedule))
-        return Saved(*flash_attn_func(*call.tensors, mask=call.options.mask, sinks=call.sinks, return_lse=True))
-
-    monkeypatch.setattr(of_hopper, "forward_of_batch", plain)
-    case = Case(mask, UNEVEN, (2, 1), schedule="alternating")
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, UNEVEN.rows, heads, 64) for heads in (2, 1, 1))
-    out, lse = flash_attn_func(q, k, v, mask=case.mask, return_lse=True)
-    for rank in range(UNEVEN.ranks):
-        mine = torch.from_numpy(UNEVEN.rows_of(rank).copy()).long()
-        found = of_hopper.forward(Call(q[:, mine], k, v, case.options), case.problem, UNEVEN, rank)
-        torch.testing.assert_close(found, (out[:, mine], lse[:, :, mine]))
-    assert [entry[:2] for entry in seen] == list(zip((128, 200, 256, 256, 128, 128), keys, strict=True))
-    assert {entry[3] for entry in seen} == {"auto"}, "a forward needs no schedule"
-    assert len({hash(entry[2]) for entry in seen}) > 0, "calls are found by their masks"
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_heads_of_a_unit_fill_the_machine(batch: int, mask: Mask, ranks: int) -> None:
-    """As the trips of the schedule say, which take time to find."""
-    problem = Problem(mask, 16384, 16384, 64, 128, 8, 4, batch)
-    sharding = Sharding.zigzag(16384, ranks)
-    expected = heads_that_fill(schedule_for(problem, "auto", 132), sharding, 132)
-    assert expected / 1.5 <= of_hopper.heads_together(problem, sharding) <= expected * 1.5
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +53,6 @@ def differences(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_bits_of_one_process(count: int, tmp_path: Path) -> None:
-    found = run_processes(worker, count, tmp_path, limit=200)
+def test_bits_of_one_process(count: int) -> None:
+    found = run_processes(worker, count, limit=200)
     assert found == [{key: [] for key in CASES}] * count

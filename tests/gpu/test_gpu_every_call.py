@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,10 +104,9 @@ def while_the_gpu_is_busy() -> tuple[float, bool]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found() -> list[dict[str, Any]]:
     """By rank."""
-    folder: Path = tmp_path_factory.mktemp("calls")
-    return run_processes(worker, RANKS, folder, group_limit=30, limit=200)
+    return run_processes(worker, RANKS, group_limit=30, limit=200)
 
 
 @pytest.mark.parametrize("fact", KNOWN)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import tree_workers
@@ -14,8 +12,8 @@ from tree_workers import MODELS
 pytestmark = pytest.mark.gpu
 
 
-def test_every_number_of_ranks_has_the_mean_by_definition(tmp_path: Path) -> None:
-    found = run_processes(tree_workers.means_on_one_gpu, 4, tmp_path)
+def test_every_number_of_ranks_has_the_mean_by_definition() -> None:
+    found = run_processes(tree_workers.means_on_one_gpu, 4)
     for name, count, ranks in found[0]:
         expected = bits(mean_by_definition(MODELS[name]().cuda(), count).values())
         assert [found[rank][name, count, ranks] for rank in range(ranks)] == [expected] * ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,8 +49,8 @@ def differences(mesh: DeviceMesh, tensors: list[Tensor], whole: list[Tensor]) ->
         return [name for name, a, b in zip(("out", "dq", "dk", "dv"), buffers[4:], found, strict=True) if not torch.equal(a, b)]
 
 
-def test_bits_of_one_process(tmp_path: Path) -> None:
-    found = run_processes(worker, 2, tmp_path, limit=120)
+def test_bits_of_one_process() -> None:
+    found = run_processes(worker, 2, limit=120)
     assert [one["ours"] for one in found] == [[], []]
     # The control: one process by another kernel. (PyTorch's own ring would crash here: over gloo it takes no tensors of a GPU.)
     assert all(one["pytorch"] == ["out", "dq", "dk", "dv"] for one in found)

@@ -116,7 +116,7 @@ def build(folder: Path, *defined: str) -> Machine:
         (folder / name).write_text((HERE / name).read_text() if name in ON_HOST else text)
     for name in ("shim.h", "library.cpp"):
         shutil.copy(HERE / name, folder / name)
-    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi", "-I", str(folder)]
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi", "-I", str(folder)]
     options += [f"-D{name}" for name in defined]
     subprocess.run([needs_gxx(), *options, str(folder / "library.cpp"), "-o", str(folder / "kernels.so")], check=True)
     library = ctypes.CDLL(str(folder / "kernels.so"))

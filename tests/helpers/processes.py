@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,23 +22,49 @@ Worker = Callable[[int], Any]
 multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "dash_attn.attention"])
 
 
-def run_processes(worker: Worker, count: int, folder: Path, group_limit: float = 60, limit: float = 240) -> list[Any]:
-    """By rank; None of a process that ended early. `worker` is a function of a module, so that processes can import it.
+class Group:
+    """`worker` on `count` ranks. As a variable of a test module it may run beside other tests (tests/conftest.py): most groups wait.
 
-    group_limit: seconds a rank waits for another. limit: seconds for all; processes that run longer are killed.
+    worker: a function of a module, so that processes can import it. group_limit: seconds a rank waits for another. limit: seconds for all;
+    processes that run longer are killed.
     """
-    arguments = (worker, count, str(folder), group_limit)
-    context = mp.start_processes(_enter, arguments, nprocs=count, join=False, start_method="forkserver")
-    end = time.monotonic() + limit
-    try:
-        while not context.join(timeout=1):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{worker.__name__} on {count} processes has not ended after {limit} s")
-    finally:
-        for process in context.processes:
+
+    def __init__(self, worker: Worker, count: int, group_limit: float = 60, limit: float = 240) -> None:
+        self.worker, self.count, self.group_limit, self.limit = worker, count, group_limit, limit
+        self.context: mp.ProcessContext | None = None
+
+    def start(self) -> None:
+        self.folder = TemporaryDirectory()
+        arguments = (self.worker, self.count, self.folder.name, self.group_limit)
+        self.context = mp.start_processes(_enter, arguments, nprocs=self.count, join=False, start_method="forkserver")
+
+    def is_running(self) -> bool:
+        return self.context is not None and any(process.is_alive() for process in self.context.processes)
+
+    def stop(self) -> None:
+        for process in self.context.processes if self.context else ():
             process.kill()
-    files = [folder / f"result-{rank}" for rank in range(count)]
-    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+    @cached_property
+    def found(self) -> list[Any]:
+        """By rank; None of a process that ended early."""
+        if self.context is None:
+            self.start()
+        end = time.monotonic() + self.limit
+        try:
+            while not self.context.join(timeout=1):  # type: ignore[union-attr]
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{self.worker} on {self.count} processes has not ended after {self.limit} s")
+        finally:
+            self.stop()
+        with self.folder as folder:
+            files = [Path(folder) / f"result-{rank}" for rank in range(self.count)]
+            return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def run_processes(worker: Worker, count: int, **limits: float) -> list[Any]:
+    """What a group found."""
+    return Group(worker, count, **limits).found
 
 
 def said(action: Callable[[], object]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,8 +144,8 @@ def test_without_groups_the_ranks_of_megatron_are_taken() -> None:
 
 
 @pytest.mark.exhaustive
-def test_tensor_parallel_ranks_keep_the_bits_of_the_whole_model(tmp_path: Path) -> None:
-    ranks = run_processes(sharded_gpt, 2, tmp_path)
+def test_tensor_parallel_ranks_keep_the_bits_of_the_whole_model() -> None:
+    ranks = run_processes(sharded_gpt, 2)
     for rank in ranks:
         assert rank["losses"][0] == pytest.approx(rank["losses"][1], rel=1e-5)
         assert rank["same_inputs"] == rank["same"] == [True] * 3

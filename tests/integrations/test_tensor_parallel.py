@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from torch import nn
 
 pytest.importorskip("transformers")
 
 from dash_attn.integrations.huggingface import first_kv_head
-from processes import run_processes
+from processes import Group
 from tensor_parallel_workers import RANKS, sharded_llama
+
+GROUP = Group(sharded_llama, RANKS)
 
 
 @pytest.mark.slow
-def test_ranks_of_a_tp_plan_keep_the_bits_of_the_whole_model(tmp_path: Path) -> None:
-    ranks = run_processes(sharded_llama, RANKS, tmp_path)
+def test_ranks_of_a_tp_plan_keep_the_bits_of_the_whole_model() -> None:
+    ranks = GROUP.found
     assert [rank["head_offset"] for rank in ranks] == [0, 1]
     for rank in ranks:
         assert rank["logits_off"] < 1e-5

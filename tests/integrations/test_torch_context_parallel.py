@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 import torch_context_workers
 from dash_attn.integrations import _torch_context_parallel, sdpa
-from processes import run_processes
+from processes import Group, run_processes
 
 Found = list[dict[str, Any]]
 ERRORS = {
@@ -30,13 +29,13 @@ ERRORS = {
     "replicated": "shards dimension 2, the sequence",
     "mixed": "key differs from query",
 }
+GROUP = Group(torch_context_workers.everything, torch_context_workers.RANKS)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """By rank."""
-    ranks = torch_context_workers.RANKS
-    return run_processes(torch_context_workers.everything, ranks, tmp_path_factory.mktemp("torch_context"))
+    return GROUP.found
 
 
 @pytest.mark.parametrize("dealt", ["zigzag", "contiguous"])
@@ -100,16 +99,16 @@ def test_accelerate(found: Found) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_part_of_a_mesh_and_traced_calls(tmp_path: Path) -> None:
-    for found in run_processes(torch_context_workers.slower, 2 * torch_context_workers.RANKS, tmp_path):
+def test_a_part_of_a_mesh_and_traced_calls() -> None:
+    for found in run_processes(torch_context_workers.slower, 2 * torch_context_workers.RANKS):
         assert all(all(bits.values()) for bits in found.values()), found
 
 
 @pytest.mark.exhaustive
-def test_a_model_of_transformers_with_accelerate(tmp_path: Path) -> None:
+def test_a_model_of_transformers_with_accelerate() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate.parallelism_config")
-    for found in run_processes(torch_context_workers.model_of_transformers, torch_context_workers.RANKS, tmp_path):
+    for found in run_processes(torch_context_workers.model_of_transformers, torch_context_workers.RANKS):
         assert found["ours"] < 1e-5
     assert found["control"] > 1e-4
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,8 +200,8 @@ def test_ranks_know_their_heads() -> None:
 
 
 @pytest.mark.exhaustive
-def test_tensor_parallel_ranks_keep_the_bits_of_the_whole_model(tmp_path: Path) -> None:
-    first, second = run_processes(models.sharded_llama, 2, tmp_path)
+def test_tensor_parallel_ranks_keep_the_bits_of_the_whole_model() -> None:
+    first, second = run_processes(models.sharded_llama, 2)
     for rank in (first, second):
         assert rank["offset"] == [True]
         assert rank["same_inputs"] == rank["same"] == [True] * 3

@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = train_example.copy_with("ends after step 4", tmp_path_factory.mktemp("copy"))
     with pytest.raises(KeyboardInterrupt):
         train_example.train(folder / ledger_workers.MOVED, path, checkpoint_every=3)
-    found = run_processes(partial(ledger_workers.everything, str(folder)), RANKS, tmp_path_factory.mktemp("ranks"))
+    found = run_processes(partial(ledger_workers.everything, str(folder)), RANKS)
     (folder / "weights").write_text(" ".join(one[name] for name in ("example", ledger_workers.MOVED) for one in found))
     return folder
 

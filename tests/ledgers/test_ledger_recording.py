@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn.attention.observers import observers
-from dash_attn.ledgers import LedgerError, collecting, compare_runs, read_run
+from dash_attn.ledgers import collecting, compare_runs, read_run
 from dash_attn.ledgers.collecting import HostCopies
 from dash_attn.ledgers.comparing import _compare_rank
 from dash_attn.ledgers.reading import RankPair, Step, read_rank
@@ -189,7 +188,7 @@ def test_activations_are_not_kept_alive(tmp_path: Path) -> None:
         ledger.watch(model)
         model(torch.ones(7, 3))
         gc.collect()
-        alive = [found for found in gc.get_objects() if type(found) is Tensor and found.shape == (7, 3)]
+        alive = [found for found in gc.get_objects() if type(found) is Tensor and not found.is_nested and found.shape == (7, 3)]
         assert not alive
 
 
@@ -340,90 +339,3 @@ def test_the_rank_is_that_of_the_process(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RANK", "5")
     dash_attn.ledger(tmp_path).close()
     assert [path.name for path in tmp_path.iterdir()] == ["rank-5.ledger"]
-
-
-def test_sparse_gradients(tmp_path: Path) -> None:
-    model = nn.Embedding(10, 4, sparse=True)
-    (step,) = record(tmp_path, model, torch.tensor([1, 1, 3]), detail=())
-    assert {name for _, _, name, _ in keys(step, "gradient")} == {"weight.indices", "weight.values"}
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-def test_shards_are_recorded_where_they_are(tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    model = nn.Linear(4, 4, bias=False)
-    weight = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
-    model.weight = nn.Parameter(weight)
-    with dash_attn.ledger(tmp_path) as ledger:
-        ledger.step(model)
-    (step,) = read_rank(tmp_path / FILE).steps.values()
-    assert sums(step)["weight", "", "weight"] == bit_sum(weight.to_local())
-
-
-def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
-    """DataParallel on the CPU calls its module; a compiled model is one module from outside, but has the parameters' names."""
-    names = []
-    for place, model in enumerate((nn.Sequential(nn.Linear(2, 2)), nn.DataParallel(nn.Sequential(nn.Linear(2, 2))))):
-        (step,) = record(tmp_path / str(place), model, torch.ones(1, 2))
-        names.append([entry.key for entry in step.layout.entries if entry.phase != "rng"])
-    assert names[0] == names[1]
-
-
-@pytest.mark.slow
-def test_a_compiled_model(tmp_path: Path) -> None:
-    compiled = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
-    first, second = record(tmp_path / "a", compiled, torch.ones(1, 2), steps=2)
-    assert {module for module, *_ in keys(second, "forward")} == {""}
-    assert keys(first, "gradient") == [("0", "", "bias", 0), ("0", "", "weight", 0)]
-    inside = nn.Linear(2, 2)
-    inside.compile(backend="eager")
-    for place, model in enumerate((inside, nn.DataParallel(inside))):
-        with dash_attn.ledger(tmp_path / f"b{place}", detail=range(5000, 5003)) as ledger:
-            with pytest.raises(LedgerError, match=r"model\.compile\(\) leaves none"):
-                ledger.watch(model)
-            with pytest.raises(LedgerError, match=r"model\.compile\(\) leaves none"):
-                ledger.step(model)
-    record(tmp_path / "c", inside, torch.ones(1, 2), detail=range(0))  # without detail
-
-
-def test_what_cannot_be_recorded_raises(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    with dash_attn.ledger(tmp_path / "a", detail=[1]) as ledger:
-        ledger.step(model)
-        # The model is known now, but did not run.
-        with pytest.raises(LedgerError, match="detail of step 1: no module of the model ran"):
-            ledger.step(model)
-    with dash_attn.ledger(tmp_path / "b", detail=True) as ledger, pytest.raises(LedgerError, match=r"call ledger.watch\(model\) before it"):
-        ledger.step(model)
-    with dash_attn.ledger(tmp_path / "c") as ledger, pytest.raises(TypeError, match=r"got <class 'object'> in batch\['x'\]"):
-        ledger.step(model, batch={"x": object()})
-    for wrong in ({"keep": -1}, {"keep": 1.5}, {"optimizer_every": 0}, {"resume_from": -1}, {"keep": True}):
-        with pytest.raises(ValueError, match="must be a whole number >= "):
-            dash_attn.ledger(tmp_path / "d", **wrong)
-    for wrong_steps in (3, "all", None):
-        with pytest.raises(TypeError, match="detail must be a range, a set or a list of steps, or True for all"):
-            dash_attn.ledger(tmp_path / "d", detail=wrong_steps)  # type: ignore[arg-type]
-    assert not (tmp_path / "d").exists()
-
-
-def test_a_run_that_raised_says_so(tmp_path: Path) -> None:
-    def raises() -> None:
-        with dash_attn.ledger(tmp_path) as ledger:
-            ledger.step(nn.Linear(2, 2))
-            raise ZeroDivisionError("a test")
-
-    with pytest.raises(ZeroDivisionError):
-        raises()
-    found = read_rank(tmp_path / FILE)
-    assert found.ending() == "ended by ZeroDivisionError: a test"
-    assert len(found.heads) == 1

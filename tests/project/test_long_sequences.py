@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +13,16 @@ from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.units import SharedSchedule
 from doc_pages import DOCS, rows, run_long_sequences
-from processes import run_processes
+from processes import Group
 
 PAGE = (DOCS / "long-sequences.md").read_text()
+GROUP = Group(run_long_sequences, 2)
 HEAD_DIM = 16
 STATE_OF_A_KEY = 8 * HEAD_DIM  # bytes: a row of dK and one of dV, in float32
 
 
-def test_the_blocks_run_on_two_ranks(tmp_path: Path) -> None:
-    assert run_processes(run_long_sequences, 2, tmp_path) == [True, True]
+def test_the_blocks_run_on_two_ranks() -> None:
+    assert GROUP.found == [True, True]
 
 
 def test_lengths_fit_that_are_said_to_fit() -> None:

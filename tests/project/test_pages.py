@@ -12,6 +12,7 @@ import call_picture
 import errors_page
 import pictures
 import support_page
+from dash_attn.backends import DEVICE_OF
 from dash_attn.backends.hopper import support
 from dash_attn.masks import rules
 from page_parts import cells, numbers_in_words, row
@@ -42,10 +43,10 @@ def test_every_mask_is_on_the_page() -> None:
 
 def test_the_page_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what the backend refuses is refused on the page."""
-    assert support_page.by_backend("dtype", [Question("bf16")])[-1] == "| bf16 | yes | yes | yes |"
+    assert support_page.by_backend("dtype", [Question("bf16")])[-1] == row(["bf16", *("yes" for _ in DEVICE_OF)])
     monkeypatch.setattr(support, "DTYPES", {})
-    _, _, row, _, error = support_page.by_backend("dtype", [Question("bf16")])
-    assert row == "| bf16 | yes | raises | yes |"
+    _, _, found, _, error = support_page.by_backend("dtype", [Question("bf16")])
+    assert found == row(["bf16", *("raises" if backend == "hopper" else "yes" for backend in DEVICE_OF)])
     assert error.startswith("- `hopper`, bf16: `backend 'hopper' takes")
 
 

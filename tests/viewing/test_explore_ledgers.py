@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chromium import Chromium, needs_chromium
+from chromium import Chromium
 from dash_attn.cli.explore import ledgers_answer
 from dash_attn.cli.main import main
 from dash_attn.ledgers.comparing import spread
@@ -32,13 +31,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """Two that agree, and one that does not."""
     folder = tmp_path_factory.mktemp("runs")
     return train(folder / "a"), train(folder / "same"), train(folder / "other", flip=True)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    needs_chromium()
-    with Chromium(tmp_path_factory.mktemp("profile")) as made:
-        yield made
 
 
 def opened(browser: Chromium, folder: Path, answer: dict[str, Any]) -> None:

@@ -12,16 +12,17 @@ from torch import Tensor
 import context_misuse
 from context_misuse import DIFFERENCES, ODD, REFUSED, ROWS, SMALL, WRONG
 from dash_attn import flash_attn_func
-from processes import run_processes
+from processes import Group
 from shared_cases import RANKS, Case, Inputs, on_one_process, rows_of
 
 Found = list[dict[str, Any]]
+GROUP = Group(context_misuse.everything, RANKS)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """By rank."""
-    return run_processes(context_misuse.everything, RANKS, tmp_path_factory.mktemp("calls"))
+    return GROUP.found
 
 
 @pytest.mark.parametrize("fact", DIFFERENCES)

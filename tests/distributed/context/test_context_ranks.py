@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import context_workers
-from processes import run_processes
+from processes import Group, run_processes
 from shared_cases import CASES, RANKS, SEQUENCE_DIM, Case, on_one_process, rows_of
 from shared_problems import wide_cases
 
 Found = list[dict[str, Any]]
+GROUP = Group(context_workers.grid, RANKS)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """By rank."""
-    return run_processes(context_workers.grid, RANKS, tmp_path_factory.mktemp("ranks"))
+    return GROUP.found
 
 
 def of_case(found: Found, name: str) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def test_the_grid_has_a_control_for_each_number_of_ranks(found: Found) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_wide_grid_has_the_bits_of_one_process(tmp_path: Path) -> None:
-    found = run_processes(context_workers.wide_grid, RANKS, tmp_path, limit=1800)
+def test_a_wide_grid_has_the_bits_of_one_process() -> None:
+    found = run_processes(context_workers.wide_grid, RANKS, limit=1800)
     for name, case in wide_cases().items():
         check_results(case, of_case(found, name))

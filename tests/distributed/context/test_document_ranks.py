@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +9,17 @@ import torch
 
 import context_workers
 from document_cases import ROWS, RowCase, each_alone, packed, wide_rows
-from processes import run_processes
+from processes import Group, run_processes
 from shared_cases import RANKS, SEQUENCE_DIM, Inputs, rows_of
 
 Found = list[dict[str, Any]]
+GROUP = Group(context_workers.documents_grid, RANKS)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """By rank."""
-    return run_processes(context_workers.documents_grid, RANKS, tmp_path_factory.mktemp("ranks"))
+    return GROUP.found
 
 
 def check(given: RowCase, name: str, found: Found) -> None:
@@ -76,7 +76,7 @@ def of_rank(case: Any, mine: torch.Tensor) -> Inputs:
 
 
 @pytest.mark.exhaustive
-def test_a_wide_grid_of_documents(tmp_path: Path) -> None:
-    found = run_processes(context_workers.wide_documents_grid, RANKS, tmp_path, limit=1800)
+def test_a_wide_grid_of_documents() -> None:
+    found = run_processes(context_workers.wide_documents_grid, RANKS, limit=1800)
     for name, given in wide_rows().items():
         check(given, name, found)

@@ -12,15 +12,16 @@ import every_call
 from dash_attn import flash_attn_func
 from dash_attn.distributed.hosts import MOST, NUMBERS
 from every_call import BACKWARDS, DIM, HEADS, KNOWN, LIMIT, ODD, RANKS, ROWS
-from processes import run_processes
+from processes import Group
 
 Found = list[dict[str, Any]]
+GROUP = Group(every_call.everything, RANKS, group_limit=20, limit=120)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """By rank."""
-    return run_processes(every_call.everything, RANKS, tmp_path_factory.mktemp("calls"), group_limit=20, limit=120)
+    return GROUP.found
 
 
 @pytest.mark.parametrize("fact", KNOWN)

@@ -9,15 +9,16 @@ import pytest
 
 import context_misuse
 from context_misuse import LATE_LIMIT, LIMIT
-from processes import run_processes
+from processes import Group, run_processes
 
 Found = list[dict[str, Any]]
+GROUP = Group(context_misuse.lost_ranks, 4, limit=120)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """By rank. That the processes end is part of the promise: `limit` is not reached."""
-    return run_processes(context_misuse.lost_ranks, 4, tmp_path_factory.mktemp("lost"), limit=120)
+    return GROUP.found
 
 
 def test_a_rank_that_dies_in_the_forward(found: Found) -> None:
@@ -55,8 +56,8 @@ def test_a_rank_that_dies_in_the_backward(found: Found) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_dies_in_the_backward_of_documents(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = run_processes(context_misuse.lost_among_documents, 3, tmp_path_factory.mktemp("lost"), limit=120)
+def test_a_rank_that_dies_in_the_backward_of_documents() -> None:
+    found = run_processes(context_misuse.lost_among_documents, 3, limit=120)
     assert found[2] is None
     for rank in range(2):
         words, seconds = found[rank].values()

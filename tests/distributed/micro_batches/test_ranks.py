@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tree_workers
 from dash_attn.distributed.micro_batches.tree import fitting_ranks
-from processes import run_processes
+from processes import Group, run_processes
 from tree_models import OddModel, bits, mean_by_definition
 from tree_workers import COUNTS, DDP_OPTIONS, LATE_LIMIT, MANY_RANKS, MODELS, RANKS
 
 Found = list[dict[str, dict[Any, Any]]]
+GROUP = Group(tree_workers.everything, RANKS)
+ONE_DIES = Group(tree_workers.a_rank_dies, 2)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
     """By rank."""
-    return run_processes(tree_workers.everything, RANKS, tmp_path_factory.mktemp("ranks"))
+    return GROUP.found
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,16 +104,16 @@ def test_a_late_rank_is_an_error_within_the_limit(found: Found) -> None:
 
 
 @pytest.mark.exhaustive
-def test_more_ranks_more_micro_batches_and_small_buckets(tmp_path: Path) -> None:
-    found = run_processes(tree_workers.many_means, MANY_RANKS, tmp_path, limit=600)
+def test_more_ranks_more_micro_batches_and_small_buckets() -> None:
+    found = run_processes(tree_workers.many_means, MANY_RANKS, limit=600)
     for (count, ranks, size), outcome in found[0].items():
         expected = bits(mean_by_definition(OddModel(), count).values())
         assert [found[rank][count, ranks, size] for rank in range(ranks)] == [expected] * ranks, (count, ranks, size, outcome)
     assert {ranks for _, ranks, _ in found[0]} == set(range(1, MANY_RANKS + 1))
 
 
-def test_a_dead_rank_is_an_error_at_once(tmp_path: Path) -> None:
-    survivor, dead = run_processes(tree_workers.a_rank_dies, 2, tmp_path, group_limit=60)
+def test_a_dead_rank_is_an_error_at_once() -> None:
+    survivor, dead = ONE_DIES.found
     assert dead is None
     assert survivor["words"].startswith("RuntimeError: rank 0 of 2 could not reach the others: another rank has ended, has not come within")
     assert survivor["seconds"] < 30

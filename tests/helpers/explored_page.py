@@ -1,0 +1,51 @@
+"""A page of `dash-attn explore` that is served, and the browser that shows it."""
+
+from __future__ import annotations
+
+import json
+from threading import Thread
+from typing import Any
+
+from chromium import Chromium
+from dash_attn.cli import explore
+from dash_attn.scheduling import Problem, generate
+from dash_attn.simulation import Machine, Timeline, simulate
+from dash_attn.viewing.explore.server import PageServer, served_page
+
+
+class Page:
+    """A served page, the browser that shows it, and what it was asked."""
+
+    def __init__(self, browser: Chromium) -> None:
+        self.browser, self.asked = browser, 0
+        self.server = PageServer(lambda: served_page(explore.start_of_form(explore.START)), self.answer)
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, options: Any) -> dict[str, Any]:
+        self.asked += 1
+        return explore.answer(options)
+
+    def show(self, options: dict[str, Any]) -> None:
+        """As the form would: set its fields, press the button, wait for the charts."""
+        self.browser.run(f"explore.form.set({json.dumps(options)})\nawait explore.form.ask()")
+
+    @property
+    def error(self) -> str:
+        return str(self.browser.run('document.getElementById("error").textContent'))
+
+    @property
+    def details(self) -> str:
+        return str(self.browser.run('document.getElementById("details").innerText'))
+
+
+def small_timeline(name: str = "ascending") -> Timeline:
+    return simulate(generate(name, Problem.from_tiles("causal", 8, 8, heads=4), 8), Machine(compute=3, reduce=1))
+
+
+def place_of(page: Page, chart: int, time: float, lane: int) -> tuple[float, float]:
+    """Where a moment of a worker is on the screen."""
+    x, y = page.browser.run(
+        f"const chart = explore.state.charts[{chart}]\nconst box = chart.lower.getBoundingClientRect()\n"
+        f"[box.left + chart.x({time}), box.top + chart.laneTop({lane}) + 0.3 * chart.laneHeight]"
+    )
+    return x, y
