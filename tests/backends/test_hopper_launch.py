@@ -48,6 +48,17 @@ def shapes(*tensors: Tensor | None) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in tensors if t is not None]
 
 
+def test_addresses_are_told_again_only_where_they_changed() -> None:
+    workspace = import_module("dash_attn.backends.hopper.driver.workspace").Workspace(first=300, second=8)
+    memory = [torch.zeros(1024, dtype=torch.uint8) for _ in range(2)]
+    with patch("torch.empty_strided", side_effect=[memory[0], memory[0], memory[1], memory[0]]):
+        (_, first), (_, again), (_, other), (_, back) = (workspace.allocate(torch.device("cpu")) for _ in range(4))
+    assert again is first
+    assert other is not first
+    assert [at["second"] - at["first"] for at in (first, other)] == [512, 512]
+    assert [at["first"] for at in (first, other, back)] == [memory[n].data_ptr() for n in (0, 1, 0)]
+
+
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(100, 0), Documents((200, 100))], ids=str)
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (59, 59), (40, 72)])
 def test_a_dense_call(driver: Driver, dim: int, v_dim: int, mask: Mask) -> None:

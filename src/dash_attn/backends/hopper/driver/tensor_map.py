@@ -54,10 +54,15 @@ class TensorMap:
 
 
 def is_tma_ready(tensor: Tensor) -> bool:
-    """Whether TMA can read the tensor where it lies: last axis contiguous, other strides multiples of 16 bytes."""
+    """Whether TMA can read the tensor where it lies."""
+    return tensor.data_ptr() % 16 == 0 and has_tma_strides(tensor)
+
+
+def has_tma_strides(tensor: Tensor) -> bool:
+    """Last axis contiguous, other strides multiples of 16 bytes."""
     outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     regular = all(size == 1 or (stride > 0 and stride * tensor.element_size() % 16 == 0) for size, stride in outer)
-    return tensor.stride(-1) == 1 and regular and tensor.data_ptr() % 16 == 0
+    return tensor.stride(-1) == 1 and regular
 
 
 def tma_ready(tensor: Tensor) -> Tensor:
