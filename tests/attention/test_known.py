@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -10,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import BooleanMask, Causal, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn import BooleanMask, Causal, backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn.attention import known as known_calls
 from dash_attn.attention.observers import observers
 from dash_attn.call import boolean_masks
+from launchless import launchless_driver
 
 ENDS = torch.tensor([0, 9, 20], dtype=torch.int32)
+DOUT = torch.ones(1, 200, 2, 64, dtype=torch.bfloat16)
 
 
 def inputs(*shape: int, gradients: bool = False) -> list[Tensor]:
@@ -163,6 +168,108 @@ def test_tensors_without_a_count_of_changes_are_read_each_time() -> None:
         first = flash_attn_func(q, k, v, mask=matrix)
         matrix[5, 9] = True
         assert not torch.equal(flash_attn_func(q, k, v, mask=matrix), first)
+
+
+def test_a_matrix_is_known_with_its_gradients_until_it_changes() -> None:
+    leaves = inputs(1, 128, 2, 8, gradients=True)
+    matrix = torch.rand(128, 128, generator=torch.Generator().manual_seed(1)) < 0.5
+
+    def gradients(mask: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(flash_attn_func(*leaves, mask=mask).square().sum(), leaves)
+
+    first, _ = gradients(matrix), gradients(matrix)
+    with patch("dash_attn.attention.functions.new_attention") as looked:
+        again = gradients(matrix)
+        of_a_mask = BooleanMask(matrix)
+    assert not looked.called
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    matrix[5] = ~matrix[5]
+    for _ in range(3):
+        assert not torch.equal(gradients(matrix)[0], first[0])
+        assert torch.equal(gradients(of_a_mask)[0], first[0])
+
+
+def test_dropout_with_a_known_matrix_draws_each_time() -> None:
+    q, k, v = inputs(1, 128, 2, 8)
+    matrix = torch.ones(128, 128, dtype=torch.bool).tril()
+    outs = [flash_attn_func(q, k, v, mask=matrix, dropout_p=0.5) for _ in range(4)]
+    assert not any(torch.equal(outs[0], other) for other in outs[1:])
+
+
+def test_calls_with_a_matrix_go_with_it() -> None:
+    q, k, v = inputs(1, 128, 2, 8)
+    gc.collect()
+    before = len(known_calls._of_masks)
+    matrix = torch.ones(128, 128, dtype=torch.bool).tril()
+    for _ in range(3):
+        flash_attn_func(q, k, v, mask=matrix)
+    assert len(known_calls._of_masks) == before + 1
+    del matrix
+    gc.collect()
+    assert len(known_calls._of_masks) == before
+
+
+# Backwards on a driver that launches nothing
+
+
+@pytest.fixture
+def hopper() -> Iterator[Any]:
+    with launchless_driver() as driver, patch.dict(backends.DEVICE_OF, hopper="cpu"):
+        yield driver
+
+
+def on_hopper(*leaves: Tensor, **options: Any) -> Any:
+    return flash_attn_func(*(x.bfloat16() for x in leaves), causal=True, backend="hopper", **options)
+
+
+def test_a_known_backward_is_found_without_a_key(hopper: Any) -> None:
+    leaves = inputs(1, 200, 2, 64, gradients=True)
+    for _ in range(2):
+        torch.autograd.grad(on_hopper(*leaves), leaves, DOUT)
+    hopper.launched.clear()
+    with patch("dash_attn.backends.hopper.calls.backward._calls.find") as find:
+        torch.autograd.grad(on_hopper(*leaves), leaves, DOUT)
+    assert not find.called
+    assert [name for name, _ in hopper.launched][1:] == ["backward_preprocess", "attention_backward", "backward_postprocess"]
+
+
+def test_gradients_of_other_strides_and_tensors_of_hooks_are_prepared_for(hopper: Any) -> None:
+    leaves = inputs(1, 200, 2, 64, gradients=True)
+    kept = import_module("dash_attn.backends.hopper.calls.backward")._calls._kept.values
+
+    def backward(dout: Tensor, pack: Any = lambda x: x) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = on_hopper(*leaves)
+        torch.autograd.grad(out, leaves, dout)
+
+    plain = DOUT
+    turned = torch.ones(1, 2, 200, 64, dtype=torch.bfloat16).transpose(1, 2)
+    for dout in (plain, turned, plain, turned):
+        backward(dout)
+    assert len(kept) == 2
+    wide = torch.zeros(1, 200, 2, 128, dtype=torch.bfloat16)
+    backward(plain, lambda x: wide[..., :64].copy_(x) if x.shape == plain.shape else x)
+    assert len(kept) == 3
+
+
+def test_a_backward_of_legs_is_never_taken_for_prepared(hopper: Any) -> None:
+    leaves = inputs(1, 200, 2, 64, gradients=True)
+    backward = import_module("dash_attn.backends.hopper.calls.backward")
+    with patch.object(backward, "BackwardInLegs", backward.BackwardCall):  # as if every call were one
+        for _ in range(2):
+            torch.autograd.grad(on_hopper(*leaves), leaves, DOUT)
+        with patch.object(backward._calls, "find", wraps=backward._calls.find) as find:
+            torch.autograd.grad(on_hopper(*leaves), leaves, DOUT)
+    assert find.called
+
+
+def test_a_gradient_that_tma_cannot_read_leaves_others_prepared(hopper: Any) -> None:
+    leaves = inputs(1, 200, 2, 64, gradients=True)
+    for dout in (DOUT[:, :, :1, :1].expand_as(DOUT), DOUT):
+        torch.autograd.grad(on_hopper(*leaves), leaves, dout)
+    with patch("dash_attn.backends.hopper.calls.backward._calls.find") as find:
+        torch.autograd.grad(on_hopper(*leaves), leaves, DOUT)
+    assert not find.called
 
 
 def test_a_backend_that_prepares_nothing_is_asked_once() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import addressof, c_uint64
 from importlib import import_module
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 from weakref import WeakSet
 
 import pytest
@@ -46,6 +48,53 @@ def made(length: int, heads: int, dim: int, batch: int = 2) -> Tensor:
 
 def shapes(*tensors: Tensor | None) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in tensors if t is not None]
+
+
+def test_addresses_are_told_again_only_where_they_changed() -> None:
+    workspace = import_module("dash_attn.backends.hopper.driver.workspace").Workspace(first=300, second=8)
+    memory = [torch.zeros(1024, dtype=torch.uint8) for _ in range(2)]
+    with patch("torch.empty_strided", side_effect=[memory[0], memory[0], memory[1], memory[0]]):
+        (_, first), (_, again), (_, other), (_, back) = (workspace.allocate(torch.device("cpu")) for _ in range(4))
+    assert again is first
+    assert other is not first
+    assert [at["second"] - at["first"] for at in (first, other)] == [512, 512]
+    assert [at["first"] for at in (first, other, back)] == [memory[n].data_ptr() for n in (0, 1, 0)]
+
+
+class Descriptors:
+    """A driver whose descriptors begin with their address, or end with it."""
+
+    def __init__(self, place: int) -> None:
+        self.place, self.replaced = place, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return MagicMock()
+
+    def cuTensorMapEncodeTiled(self, kind: Any, rank: int, address: int, *_: Any) -> tuple[int, Any]:
+        words = (c_uint64 * 16)()
+        words[self.place] = address
+        return 0, SimpleNamespace(words=words, getPtr=lambda: addressof(words))
+
+    def cuTensorMapReplaceAddress(self, made: Any, address: int) -> tuple[int]:
+        self.replaced += 1
+        made.words[self.place] = address
+        return (0,)
+
+
+@pytest.mark.parametrize(("place", "replaced"), [(0, 0), (15, 2)])
+def test_descriptors_are_written_only_where_it_is_known_how(place: int, replaced: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_map, driver = import_module("dash_attn.backends.hopper.driver.tensor_map"), Descriptors(place)
+    monkeypatch.setattr(tensor_map, "cuda_driver", lambda: driver)
+    tensor = made(16, 2, 64)
+    one = tensor_map.TensorMap(tensor, 64)
+    words = (c_uint64 * 16).from_address(one.address)
+    before, driver.replaced = list(words), 0
+    assert before[place] == tensor.data_ptr()
+    for pointer in (4096, 4096, 8192):
+        one.point_to(pointer)
+        assert words[place] == pointer
+    assert driver.replaced == replaced
+    assert [word for at, word in enumerate(words) if at != place] == [0] * 15
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(100, 0), Documents((200, 100))], ids=str)

@@ -124,12 +124,34 @@ def test_the_cost_of_determinism_is_the_committed_one() -> None:
     assert f"by up to a factor of {max(max(times) / min(times) for times in ours):.1f} on one shape" in RESULTS
 
 
+HOSTS = {
+    "dash-attn": "dash-attn",
+    "dash-attn, packed": "dash-attn, packed sequences",
+    "dash-attn, boolean tensor": "dash-attn, a boolean tensor as mask",
+    "dash-attn, compiled": "dash-attn, compiled (`fullgraph=True`)",
+    "PyTorch flash": "PyTorch SDPA, flash",
+    "PyTorch flash, compiled": "PyTorch SDPA, flash, compiled",
+    "cuDNN": "PyTorch SDPA, cuDNN",
+}
+
+
+def test_the_backwards_that_the_host_limits_are_the_committed_ones() -> None:
+    rows = [(Shape.from_json(row["shape"]), row["launched"], row["graphs"]["ratio_to_cudnn"]) for row in compared("host-limits")["rows"]]
+    assert [row[1:] for row in table("| tokens | launched | cuDNN, launched |")] == [
+        [f"{launched['dash-attn']:.0f}", f"{launched[CUDNN]:.0f}", f"{launched['ratio_to_cudnn']:.2f}", f"{graphs:.2f}"]
+        for _, launched, graphs in rows
+    ]
+    assert [row[0] for row in table("| tokens | launched | cuDNN, launched |")] == [
+        f"{shape.batch} x {shape.seqlen}, {shape.q_heads} heads of {shape.head_dim}, {shape.mask}" for shape, *_ in rows
+    ]
+
+
 def test_other_figures_are_the_committed_ones() -> None:
     flash = [row["ratio_to_cudnn"] for row in measured("paper") if row["candidate"] == "PyTorch flash deterministic"]
     assert f"deterministic flash backward reaches {min(flash):.2f} to {max(flash):.2f} of cuDNN" in RESULTS
     hosts = json.loads((ROOT / "benchmarks/results/h200-host.json").read_text())["host"]
     took = {row["candidate"]: round(row["median_us"]) for row in hosts}
-    for name, shown in (("dash-attn", "dash-attn"), ("PyTorch flash", "PyTorch SDPA, flash"), ("cuDNN", "PyTorch SDPA, cuDNN")):
+    for name, shown in HOSTS.items():
         times = [str(took[f"{name}, {what}"]) for what in ("forward without gradients", "forward", "backward")]
         assert f"| {shown} | {' | '.join(times)} |" in RESULTS
     assert f"A step with a cache (`flash_attn_with_kvcache`) takes {took['dash-attn, cache']}." in RESULTS

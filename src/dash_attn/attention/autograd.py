@@ -1,6 +1,6 @@
 """Attention as a differentiable function of tensors and options. The backend does the arithmetic."""
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,10 +32,15 @@ def attention_backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
     return run.backward(call, saved, grads)
 
 
-def _as_recomputed(modifiers: Modifiers | None, seeds: Tensor | None, slopes: Tensor | None) -> Modifiers | None:
-    """With activation checkpointing the saved output is that of a second forward, so seeds and slopes must be those of it, too."""
+ANEW = SimpleNamespace(forward=attention_forward, backward=attention_backward)  # for calls that are not known
+
+
+def _as_recomputed(modifiers: Modifiers | None, saved: list[Tensor | None]) -> Modifiers | None:
+    """With activation checkpointing the saved output is that of a second forward, so seeds and slopes, the last that were saved, must be
+    those of it, too."""
     if modifiers is None:
         return None
+    *_, seeds, slopes = saved
     if seeds is not None and modifiers.seeds is not None and seeds.is_cpu and not torch.equal(seeds, modifiers.seeds):
         raise RuntimeError(
             "activation checkpointing has drawn other seeds for dropout than the forward had: leave preserve_rng_state=True, or give"
@@ -59,7 +64,7 @@ class FirstGradientsOnly(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """Attention.apply(q, k, v, sinks, options, offsets, modifiers) -> (out, lse). Differentiable once, through both.
 
-    A last argument says how to run the forward of a call that is known.
+    A last argument runs the passes: a KnownCall, where there is one.
     """
 
     @staticmethod
@@ -72,33 +77,33 @@ class Attention(torch.autograd.Function):
         options: AttentionOptions,
         offsets: SequenceOffsets | None,
         modifiers: Modifiers | None,
-        run_forward: Callable[[Call], Saved] = attention_forward,
+        passes: Any = ANEW,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = run_forward(Call(q, k, v, options, offsets, sinks, modifiers))
+        out, lse = passes.forward(Call(q, k, v, options, offsets, sinks, modifiers))
         # Saved like the other tensors, so that changing them in place before the backward is noticed.
-        ends = (None, None) if offsets is None else (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *ends, *(modifiers or Modifiers())[:2])
-        ctx.options, ctx.offsets, ctx.modifiers = options, offsets, modifiers
+        ends = () if offsets is None else (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *ends, *(() if modifiers is None else modifiers[:2]))
+        ctx.rest = options, offsets, modifiers, passes
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, _, _, *given = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *others = ctx.saved_tensors
         if dout is None:
             if dlse is None:
                 return (None,) * 8
             dout = torch.zeros_like(out)  # only the LSE was used
-        call = Call(q, k, v, ctx.options, ctx.offsets, sinks, _as_recomputed(ctx.modifiers, *given))
+        options, offsets, modifiers, passes = ctx.rest
+        call = Call(q, k, v, options, offsets, sinks, _as_recomputed(modifiers, others))
         gradients: tuple[Tensor | None, ...]
         if not torch.is_grad_enabled():
-            gradients = attention_backward(call, Saved(out, lse), Grads(dout, dlse))
+            gradients = passes.backward(call, Saved(out, lse), Grads(dout, dlse))
         else:  # create_graph=True
             with torch.no_grad():
-                gradients = attention_backward(call, Saved(out, lse), Grads(dout, dlse))
+                gradients = passes.backward(call, Saved(out, lse), Grads(dout, dlse))
             gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, sinks, dlse)  # type: ignore[no-untyped-call]
-        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None, None, None, None
+        return *gradients, None, None, None, None  # PyTorch drops those that nobody asked for
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from ..call.boolean_masks import take_mask
+from ..call.boolean_masks import seen_mask, take_mask
 from ..call.call import modifiers_of, with_elements
 from ..call.options import Accumulation, AttentionOptions, BackendName, Choices, check_determinism, check_dropout, options_for
 from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
@@ -87,23 +87,13 @@ def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttent
     Where a query attends nothing, out is 0 and lse the sink, or -inf without one.
     """
     refuse_transforms()
-    choices = Choices(
-        mask=mask,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        schedule=schedule,
-        accumulation=accumulation,
-        backend=backend,
-        head_offset=head_offset,
-        dropout_p=dropout_p,
-        alibi=alibi_slopes is not None,
-    )
+    of_scores = mask, causal, window_size, softmax_scale, softcap
+    choices = Choices(*of_scores, schedule, accumulation, backend, head_offset, dropout_p, alibi_slopes is not None)  # quicker by position
     plain = sinks is None and dropout_seed is None and alibi_slopes is None
-    known = known_of((q, k, v), choices, deterministic, return_attn_probs, return_lse) if plain else None
+    seen = None if mask is None or not plain else seen_mask(mask, q, k)
+    known = known_of((q, k, v), choices, deterministic, return_attn_probs, return_lse, seen=seen) if plain else None
     if known is not None and known.options is not None:
-        out, lse = known.attention(q, k, v)
+        out, lse = known.attention(q, k, v, None, seen)
     else:
         check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
         check_determinism(deterministic, accumulation)
@@ -130,10 +120,11 @@ def new_attention(
         modifiers = modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes)
         return traced_attention(q, k, v, sinks, None, choices, modifiers)
     options, elements = options_of(q, k, v, sinks, choices)
-    modifiers = with_elements(modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes), elements)
+    modifiers = modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes)
     if known is not None and modifiers is None:
         known.options = options
-        return known.attention(q, k, v)
+        return known.attention(q, k, v, None, elements)
+    modifiers = with_elements(modifiers, elements)
     result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
     return result
 

@@ -6,43 +6,48 @@ Shapes, strides, dtypes, devices and choices decide all of it. What remains per 
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import Prepared, cache_backend_for, run
-from ..call.call import Call, Saved
+from ..call.call import Call, Gradients, Grads, Modifiers, Saved
 from ..call.kv_cache import CacheCall
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices
-from ..masks import Mask
-from .autograd import Attention, attention_forward
+from ..masks import BooleanMask, Mask
+from .autograd import Attention, attention_backward, attention_forward
 from .call_log import LOG_CALLS, log_cache_call
 from .observers import observers
 
-MOST_KNOWN = 1024
+MOST_KNOWN, MOST_OF_A_MASK = 1024, 16
 
 
 class KnownCall:
     """All calls of these shapes and choices. `options` are there once one of them has passed all checks."""
 
-    __slots__ = ("options", "prepared")
+    __slots__ = ("options", "prepared", "prepared_backward")
     run_new: Callable[[Any], Saved] = staticmethod(attention_forward)
     prepare: Callable[[Any], Callable[[], Prepared | None] | None] = staticmethod(run.prepared)
 
     def __init__(self) -> None:
         self.options: AttentionOptions | None = None
         self.prepared: Callable[[], Prepared | None] = _not_asked
+        self.prepared_backward: Callable[[], Prepared | None] = _not_asked
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, offsets: SequenceOffsets | None = None) -> tuple[Tensor, Tensor]:
-        """Once there are options."""
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, offsets: SequenceOffsets | None = None, seen: BooleanMask | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Once there are options. seen: the mask, where it is a matrix."""
         options = self.options
         assert options is not None
+        modifiers = None if seen is None or not seen.has_partial_blocks else Modifiers(elements=seen)
         if has_gradient(q, k, v):
-            result: tuple[Tensor, Tensor] = apply_attention(q, k, v, None, options, offsets, None, self.forward)  # type: ignore[no-untyped-call]
+            result: tuple[Tensor, Tensor] = apply_attention(q, k, v, None, options, offsets, modifiers, self)  # type: ignore[no-untyped-call]
             return result
-        return self.forward(Call(q, k, v, options, offsets))
+        return self.forward(Call(q, k, v, options, offsets, None, modifiers))
 
     def forward(self, call: Call | CacheCall) -> Saved:
         prepared = self.prepared()
@@ -53,6 +58,15 @@ class KnownCall:
                 # Unordered sums look at PyTorch's settings each time.
                 self.prepared = (self.prepare(call) if call.options.ordered else None) or _nothing
         return saved
+
+    def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients:
+        prepared = self.prepared_backward()
+        gradients = None if prepared is None else prepared.backward(call, saved, grads)
+        if gradients is None:
+            gradients = attention_backward(call, saved, grads)
+            if call.options.ordered:  # asked each time: strides of the gradient may be others than those that were prepared for
+                self.prepared_backward = run.prepared(call, saved, grads) or _not_asked
+        return gradients
 
 
 def attend(call: CacheCall) -> Saved:
@@ -75,7 +89,7 @@ class KnownCacheCall(KnownCall):
 
 def has_gradient(*tensors: Tensor) -> bool:
     """Whether somebody may differentiate the call. Within forward-mode levels every call goes through autograd, which refuses them."""
-    return forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    return forward_ad._current_level >= 0 or (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors))
 
 
 # Attention.apply without what it does for torch.func's transforms, which are refused before.
@@ -90,24 +104,38 @@ def _nothing() -> None:
     """What is prepared where the backend was asked and prepares nothing: it is not asked again."""
 
 
-def known_of(tensors: tuple[Tensor, ...], choices: Choices, *others: Any) -> KnownCall | None:
-    """Of calls with tensors like these and these choices; None where they are not all plain values, or the call is traced."""
+def known_of(tensors: tuple[Tensor, ...], choices: Choices, *others: Any, seen: BooleanMask | None = None) -> KnownCall | None:
+    """Of calls with tensors like these and these choices; None where they are not all plain values, or the call is traced.
+    seen: the mask, where it is a matrix, as long as which calls with it are known."""
     mask = choices.mask
-    if torch.compiler.is_compiling() or not isinstance(choices.schedule, str) or not (mask is None or isinstance(mask, Mask)):
+    if torch.compiler.is_compiling() or not isinstance(choices.schedule, str):
         return None
     try:
-        return known_for(tensors, *choices, *choices.window_size, *others)
+        if seen is not None:
+            tensors = (*tensors, mask) if isinstance(mask, Tensor) else tensors
+            return known_for(tensors, *choices[1:], *choices.window_size, *others, known=_known_with(seen))
+        return known_for(tensors, *choices, *choices.window_size, *others) if mask is None or isinstance(mask, Mask) else None
     except TypeError:  # no pair is a window
         return None
 
 
-def known_for(tensors: tuple[Tensor, ...], *decides: Any, of: type[KnownCall] = KnownCall) -> KnownCall | None:
+def known_for(
+    tensors: tuple[Tensor, ...], *decides: Any, of: type[KnownCall] = KnownCall, known: Callable[..., KnownCall] | None = None
+) -> KnownCall | None:
     try:
-        return _known(of, tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, t.layout) for t in tensors]), *decides)  # type: ignore[arg-type]
+        return (known or _known)(of, tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, t.layout) for t in tensors]), *decides)  # type: ignore[arg-type]
     except (TypeError, AttributeError, RuntimeError):  # no tensor, one without strides, or something without a hash
         return None
 
 
-@lru_cache(maxsize=MOST_KNOWN, typed=True)  # typed: 1, 1.0 and True are equal, but not all of them are allowed everywhere
-def _known(of: type[KnownCall], *decides: Any) -> KnownCall:
+def _new(of: type[KnownCall], *decides: Any) -> KnownCall:
     return of()
+
+
+_known = lru_cache(maxsize=MOST_KNOWN, typed=True)(_new)  # typed: 1, 1.0 and True are equal, but not all are allowed everywhere
+_of_masks: WeakKeyDictionary[BooleanMask, Callable[..., KnownCall]] = WeakKeyDictionary()
+
+
+def _known_with(mask: BooleanMask) -> Callable[..., KnownCall]:
+    known = _of_masks.get(mask)
+    return _of_masks.setdefault(mask, lru_cache(maxsize=MOST_OF_A_MASK, typed=True)(_new)) if known is None else known

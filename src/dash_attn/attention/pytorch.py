@@ -36,7 +36,7 @@ def refuse_transforms() -> None:
             "dash_attn attention does not run under torch.func transforms (grad, vjp, jvp, vmap, ...);"
             " take gradients with loss.backward() or torch.autograd.grad, and batches as the first dimension"
         )
-    if not torch.compiler.is_compiling() and torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
         raise NotImplementedError("dash_attn attention does not run under torch.jit.trace; use torch.compile or torch.export")
 
 

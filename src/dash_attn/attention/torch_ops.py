@@ -24,6 +24,7 @@ from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
 from .known import KnownCall, known_for
+from .operators import define_operator
 
 TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
 MORE_TENSORS = TENSORS.count("Tensor?")
@@ -124,7 +125,7 @@ def schedule_text(schedule: str | Schedule) -> str:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    call, known = _call(q, k, v, sinks, Arguments(*rest))
+    call, known = _call(q, k, v, sinks, rest)
     out, lse = attention_forward(call) if known is None else known.forward(call)
     return out, lse
 
@@ -133,21 +134,24 @@ def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    call, _ = _call(q, k, v, sinks, Arguments(*rest))
-    dq, dk, dv, dsinks = attention_backward(call, Saved(out, lse), Grads(dout, dlse))
+    call, known = _call(q, k, v, sinks, rest)
+    run = attention_backward if known is None else known.backward
+    dq, dk, dv, dsinks = run(call, Saved(out, lse), Grads(dout, dlse))
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments) -> tuple[Call, KnownCall | None]:
-    """And where it is known, unless other tensors come with it than those of packed sequences."""
-    ends, others, numbers = arguments[:2], arguments[2:MORE_TENSORS], arguments[MORE_TENSORS:]
+def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: tuple[Any, ...]) -> tuple[Call, KnownCall | None]:
+    """And where it is known, unless other tensors come with it than those of packed sequences. rest: Arguments' fields."""
+    cu_seqlens_q, cu_seqlens_k, *others, max_seqlen_q, max_seqlen_k, mask, mask_sizes = rest[: MORE_TENSORS + 4]
     known = None
-    if sinks is None and others == (None, None, None):
-        packed = () if ends[0] is None else ends
-        known = known_for((q, k, v, *packed), "operator", *numbers[:3], tuple(arguments.mask_sizes), *numbers[4:])
+    if sinks is None and others == [None, None, None]:
+        packed = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+        choices = "operator", max_seqlen_q, max_seqlen_k, mask, tuple(mask_sizes), *rest[MORE_TENSORS + 4 :]
+        known = known_for((q, k, v, *packed), *choices)
     if known is not None and known.options is not None:
-        offsets = None if ends[0] is None else SequenceOffsets.known(*ends, *numbers[:2])  # type: ignore[arg-type]
+        offsets = None if cu_seqlens_q is None else SequenceOffsets.known(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return Call(q, k, v, known.options, offsets), known
+    arguments = Arguments(*rest)
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
     modifiers = arguments.modifiers
@@ -279,13 +283,6 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return dq, dk, dv, None if sinks is None else dsinks, *unused
 
 
-def _define(name: str, tags: tuple[torch.Tag, ...] = ()) -> None:
-    forward = torch.library.custom_op(f"dash_attn::{name}", _run, mutates_args=(), schema=FORWARD, tags=tags)
-    backward = torch.library.custom_op(f"dash_attn::{name}_backward", _run_backward, mutates_args=(), schema=BACKWARD, tags=tags)
-    forward.register_fake(_shapes)
-    backward.register_fake(_shapes_backward)
-    forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
-
-
-_define("attention")
-_define("attention_of_matrix", (torch.Tag.cudagraph_unsafe,))
+for name, tags in (("attention", ()), ("attention_of_matrix", (torch.Tag.cudagraph_unsafe,))):
+    define_operator(name + FORWARD, _run, _shapes, (_differentiate, _keep_for_backward), tags)
+    define_operator(f"{name}_backward{BACKWARD}", _run_backward, _shapes_backward, tags=tags)

@@ -30,6 +30,9 @@ class Prepared(Protocol):
     def forward(self, call: Any) -> Saved | None:
         """Of a Call or a CacheCall. None where tensors lie so that it cannot be used, or a graph is captured."""
 
+    def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients | None:
+        """Likewise, or where strides are others."""
+
 
 class Backend(Protocol):
     """Calls have at least one query and one key. Documents in a row come as packed sequences (run.py)."""
@@ -40,8 +43,9 @@ class Backend(Protocol):
     def forward(self, call: Call) -> Saved: ...
     def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients: ...
 
-    def prepared(self, call: Call) -> Callable[[], Prepared | None] | None:
-        """How to come back to what was prepared for a call, as long as it is kept. None: nothing is prepared."""
+    def prepared(self, call: Call, *of_backward: Any) -> Callable[[], Prepared | None] | None:
+        """How to come back to what was prepared for a forward, or with Saved and Grads for a backward, as long as it is kept. None: nothing
+        is prepared."""
 
     def check_schedule(self, call: Call) -> None:
         """Raise where a schedule that was given does not fit."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,11 +46,11 @@ def _forward(backend: Backend, call: Call) -> Saved:
     return backend.forward(call)
 
 
-def prepared(call: Call) -> Callable[[], Prepared | None] | None:
+def prepared(call: Call, *of_backward: Any) -> Callable[[], Prepared | None] | None:
     """What the backend keeps for calls like this one, where it runs them whole and has nothing more to check."""
     options = call.options
     splits = isinstance(options.mask, (Documents, PatternPerHead)) or options.gives_schedule or no_pairs(call)
-    return None if splits else backend_for(options.backend, call.q.device).prepared(call)
+    return None if splits else backend_for(options.backend, call.q.device).prepared(call, *of_backward)
 
 
 def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:

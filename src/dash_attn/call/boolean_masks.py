@@ -28,28 +28,52 @@ def take_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, BooleanMask | None]
     return mask.pattern, mask if mask.has_partial_blocks else None
 
 
-def _mask_of(tensor: Tensor, q_len: int, kv_len: int) -> BooleanMask:
+def seen_mask(mask: Any, q: Tensor, k: Tensor) -> BooleanMask | None:
+    """A mask that was made, or that of a tensor that was read before, for a call that nobody traces or captures."""
+    if torch.compiler.is_compiling() or type(mask) is not Tensor:
+        return mask if type(mask) is BooleanMask else None
+    try:
+        captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+        return None if captured else _seen_as(mask, q.shape[1], k.shape[1])
+    except (AttributeError, IndexError, RuntimeError):  # no tensors, or others than attention has
+        return None
+
+
+def _seen_as(tensor: Tensor, q_len: int, kv_len: int) -> BooleanMask | None:
     """A tensor that was seen before has the mask that it had, unless it was changed since: PyTorch counts changes of tensors in place
-    (not those by kernels that it does not know, nor through `.data`). Else the host reads it, and waits for it.
+    (not those by kernels that it does not know, nor through `.data`).
     """
     if tensor.is_inference():  # nobody counts
-        return _read(tensor, q_len, kv_len)
-    owner = tensor if tensor._base is None else tensor._base
-    key = tensor.data_ptr(), tensor.shape, tensor.stride(), q_len, kv_len
+        return None
     with _lock:
-        of_owner: dict[Any, tuple[int, BooleanMask]] = _seen.setdefault(owner, {})
-        version, mask = of_owner.pop(key, (-1, None))
-    if mask is None or version != tensor._version:
-        version, mask = tensor._version, _read(tensor, q_len, kv_len)
-    with _lock:
-        of_owner[key] = version, mask  # the last one used is the last to go
-        if len(of_owner) > MOST_VIEWS:
-            del of_owner[next(iter(of_owner))]
+        views, key = _views_of(tensor), (tensor.data_ptr(), tensor.shape, tensor.stride(), q_len, kv_len)
+        version, mask = views.pop(key, (-1, None))
+        if version != tensor._version:
+            return None
+        views[key] = version, mask  # the last one used is the last to go
+    found: BooleanMask | None = mask
+    return found
+
+
+def _views_of(tensor: Tensor) -> dict[Any, Any]:
+    views: dict[Any, Any] = _seen.setdefault(tensor if tensor._base is None else tensor._base, {})
+    return views
+
+
+def _mask_of(tensor: Tensor, q_len: int, kv_len: int) -> BooleanMask:
+    """What was not seen before the host reads, and waits for it."""
+    mask = _seen_as(tensor, q_len, kv_len)
+    if mask is not None:
+        return mask
+    version = None if tensor.is_inference() else tensor._version
+    mask = BooleanMask(tensor.expand(*tensor.shape[:-2], q_len, kv_len))
+    if version is not None:
+        with _lock:
+            views = _views_of(tensor)
+            views[tensor.data_ptr(), tensor.shape, tensor.stride(), q_len, kv_len] = version, mask
+            if len(views) > MOST_VIEWS:
+                del views[next(iter(views))]
     return mask
-
-
-def _read(tensor: Tensor, q_len: int, kv_len: int) -> BooleanMask:
-    return BooleanMask(tensor.expand(*tensor.shape[:-2], q_len, kv_len))
 
 
 def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:

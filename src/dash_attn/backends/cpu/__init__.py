@@ -1,5 +1,7 @@
 """Attention on the CPU: the reference for what a GPU kernel computes, and in which order."""
 
+from typing import Any
+
 from ...call.call import Call
 from .explain import explain, order_in_words
 from .passes import backward, forward
@@ -11,5 +13,5 @@ EXACT_PARTS = True
 __all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words", "prepared"]
 
 
-def prepared(call: Call) -> None:
+def prepared(call: Call, *of_backward: Any) -> None:
     """Nothing: what is kept is found again by each call."""

@@ -3,6 +3,8 @@
 Each sum belongs to one program, which adds in a fixed order: nothing is handed over, so no number of SMs can change a bit.
 """
 
+from typing import Any
+
 from ...call.call import Call
 from .explain import explain, order_in_words
 from .passes import backward, forward
@@ -14,5 +16,5 @@ EXACT_PARTS = False
 __all__ = ["EXACT_PARTS", "HEADS_AT_ONCE", "backward", "check_schedule", "explain", "forward", "order_in_words", "prepared"]
 
 
-def prepared(call: Call) -> None:
+def prepared(call: Call, *of_backward: Any) -> None:
     """Nothing: what is kept is found again by each call."""

@@ -1,6 +1,9 @@
 """Launches the backward on the current stream: packed sequences are planned, then preprocess, the attention kernel, postprocess."""
 
+from __future__ import annotations
+
 import threading
+from collections.abc import Callable
 from ctypes import addressof
 from typing import Any
 
@@ -16,6 +19,7 @@ from ..driver.tensor_map import TensorMap
 from ..driver.trouble import raise_if_troubled
 from ..tiles import helper_blocks, threads_per_row
 from .backward_setup import BackwardSetup, Parameters, setup_of
+from .forward import prepared as prepared_forward
 from .layout import CallCache, Layout, empty_contiguous, row_strides
 from .mask_bits import MaskBits
 from .modified import BackwardModifiers
@@ -27,6 +31,14 @@ from .tables import mask_on_device, masks_by_bits, plan_on_device
 def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
     prepared, tensors = _calls.find(call, grads.out, saved.out)
     return prepared.run(tensors, call, saved.lse, grads.lse)
+
+
+def prepared(call: Call, saved: Saved | None = None, grads: Grads | None = None) -> Callable[[], Any] | None:
+    """Of the backward, or without gradients of the forward. Legs are set up by each call."""
+    if saved is None or grads is None:
+        return prepared_forward(call)
+    found = _calls.weakly(call, grads.out, saved.out)
+    return None if found is None or isinstance(found(), BackwardInLegs) else found
 
 
 class BackwardCall:
@@ -41,6 +53,9 @@ class BackwardCall:
         self.mask = mask_on_device(setup.options.mask, self.layout.q_len, self.layout.kv_len, self.device)
         self.planner = PackedPlanner(self.layout, self.mask, setup.split, setup.options) if self.layout.packed else None
         self.bits: MaskBits | None = None  # of a boolean mask
+        self.shapes = [(t.shape, t.stride()) for t in tensors]
+        self.padded = (tensors[0].shape[-1], tensors[2].shape[-1]) != (self.layout.q_dim, self.layout.v_dim)
+        self.at: dict[str, int] = {}  # addresses of the last workspace
         self.lock = threading.Lock()
         self._fill_parameters(tensors)
         self._prepare_launches()
@@ -87,6 +102,15 @@ class BackwardCall:
         if masks_by_bits(plan.problem):
             self.bits = MaskBits(plan.problem, False, self.device)
 
+    def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients | None:
+        """None where strides are others, TMA cannot read the tensors at their addresses, or a graph is captured, which has to be noted."""
+        q, k, v = call.tensors
+        tensors = q, k, v, grads.out, saved.out
+        unaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | grads.out.data_ptr() | saved.out.data_ptr()) % 16
+        if unaligned or torch.cuda.is_current_stream_capturing() or [(t.shape, t.stride()) for t in tensors] != self.shapes:
+            return None
+        return self.run(tensors, call, saved.lse, grads.lse)
+
     def run(self, tensors: tuple[Tensor, ...], call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
         """tensors: q, k, v, dout and out, as TMA can read them."""
         raise_if_troubled()
@@ -101,6 +125,8 @@ class BackwardCall:
                 dlse = dlse.contiguous()
             stream = current_stream(index)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
+                if at is not self.at:
+                    self._work_in(at)
                 for_q, for_k, for_v, for_dout, for_dk, for_dv = self.maps
                 for_q.point_to(q.data_ptr())
                 for_k.point_to(k.data_ptr())
@@ -108,11 +134,14 @@ class BackwardCall:
                 for_dout.point_to(dout.data_ptr())
                 for_dk.point_to(dk.data_ptr())
                 for_dv.point_to(dv.data_ptr())
-                self.params.point_to(at, out, dout, lse, dlse)
-                self._point_to(at, dq, dk, dv)
+                self.params.read(out, dout, lse, dlse)
+                self.after.dq = dq.data_ptr()
+                if self.setup.sizes.sums:
+                    self.after.sums.dk, self.after.sums.dv = dk.data_ptr(), dv.data_ptr()
                 held = None if self.bits is None else self.bits.give(self.main.mask, call.elements)
                 if self.planner is not None:
-                    self._plan_on_device(self.planner, call, at, stream)
+                    assert call.offsets is not None
+                    self.planner.launch(call.offsets, stream)
                 lasting = []
                 if self.modifiers is not None:
                     lasting = self.modifiers.launch(call.modifiers, self.before.tiles, at["modifier_notes"], stream)
@@ -121,21 +150,22 @@ class BackwardCall:
                 self.postprocess.on(stream)
                 dsinks = None if call.sinks is None else self._sink_gradient(call.sinks, at, stream)
         del memory, held, lasting  # stream order keeps it alive long enough
-        return self.layout.without_padding(dq, dk, dv, dsinks)
+        return self.layout.without_padding(dq, dk, dv, dsinks) if self.padded else Gradients(dq, dk, dv, dsinks)
 
-    def _point_to(self, at: dict[str, int], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        before, main, after = self.before, self.main, self.after
+    def _work_in(self, at: dict[str, int]) -> None:
+        """Where the workspace is. PyTorch's allocator gives the same memory again, so that few calls come here."""
+        self.at, before, main, after = at, self.before, self.main, self.after
+        self.params.work_in(at)
         before.tickets = main.tickets = at["tickets"]
         before.dq_to_zero = None if self.ordered else at["dq"]
-        after.dq = dq.data_ptr()
         if self.setup.sizes.sums:
             main.sums = after.sums.sums = at["sums"]
-            after.sums.dk, after.sums.dv = dk.data_ptr(), dv.data_ptr()
+        if self.planner is not None:
+            self._take_tables(self.planner, at)
 
-    def _plan_on_device(self, planner: PackedPlanner, call: Call, at: dict[str, int], stream: Any) -> None:
+    def _take_tables(self, planner: PackedPlanner, at: dict[str, int]) -> None:
         """Packed sequences: two kernels plan before the others."""
-        assert call.offsets is not None
-        planner.launch(call.offsets, at, stream)
+        planner.work_in(at)
         for params in (self.before, self.after, self.sink):
             params.tiles.sequences, params.tiles.tile_places = at["sequences"], at["tile_places"]
         self.main.chains = at["chains"]

@@ -127,11 +127,14 @@ class Parameters:
         self.after.dim = self.after.sums.dk_dim = q.shape[-1]
         self.before.v_dim = self.after.sums.dv_dim = dout.shape[-1]
 
-    def point_to(self, at: dict[str, int], out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        """The workspace, and what is read of each row."""
-        before, main, after = self.before, self.main, self.after
+    def read(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        """What there is of each row."""
+        before = self.before
         before.out, before.grad_out, before.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
         before.grad_lse = None if dlse is None else dlse.data_ptr()
+
+    def work_in(self, at: dict[str, int]) -> None:
+        before, main, after = self.before, self.main, self.after
         before.lse_log2 = main.lse = at["lse"]
         before.delta = main.delta = at["delta"]
         before.semaphores = main.semaphores = after.semaphores = at["semaphores"]

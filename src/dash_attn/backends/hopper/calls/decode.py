@@ -20,7 +20,7 @@ from ....masks import Mask
 from ...kept import Kept, refuse_capture
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
 from ..driver.parameters import AppendParams, CacheParams, DecodeParams
-from ..driver.tensor_map import TensorMap, is_tma_ready, tma_ready
+from ..driver.tensor_map import TensorMap, has_tma_strides, is_tma_ready, tma_ready
 from ..driver.trouble import raise_if_troubled, register_call, report_address
 from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, refuse_modifiers, sm_count
@@ -143,6 +143,9 @@ class DecodeCall:
         self.append = Append(call, self.params.cache, self.index) if call.new and count else None
         self.out_shape = (*q.shape[:-1], v_cache.shape[-1])
         self.lse_shape = (*q.shape[:-3], q_heads, q.shape[-3])
+        self.out_strides, self.lse_strides = (torch.empty(shape, device="meta").stride() for shape in (self.out_shape, self.lse_shape))
+        self.reads_q = q.shape[-1] % 8 == 0 and has_tma_strides(q)
+        self.q_strides: tuple[int, ...] = ()  # of the last call
         self.lock = threading.Lock()
 
     def forward(self, call: CacheCall) -> Saved | None:
@@ -154,21 +157,25 @@ class DecodeCall:
     def run(self, call: CacheCall) -> Saved:
         raise_if_troubled()
         with on_device(self.index):
-            q, sinks, offsets = tma_ready(call.q), call.sinks, call.offsets
-            out = q.new_empty(self.out_shape)
-            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+            q, sinks, offsets = call.q, call.sinks, call.offsets
+            if not self.reads_q or q.data_ptr() % 16:
+                q = tma_ready(q)
+            out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=self.device)
+            lse = torch.empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32, device=self.device)
             logits = None if sinks is None else sinks.detach().float().contiguous()
             stream = current_stream(self.index)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 params = self.params
                 _point_to(params.cache, call)
                 kept = self.append.run(call, params.cache, stream) if self.append is not None else None
-                params.q, params.q_strides = q.data_ptr(), row_strides(q)
-                params.out, params.lse = out.data_ptr(), lse.data_ptr()
+                if q.stride() != self.q_strides:
+                    self.q_strides, params.q_strides = q.stride(), row_strides(q)
+                params.q, params.out, params.lse = q.data_ptr(), out.data_ptr(), lse.data_ptr()
                 params.sinks = None if logits is None else logits.data_ptr()
                 params.cu_q = None if offsets is None else offsets.cu_seqlens_q.data_ptr()
-                for tensor_map, tensor in zip(self.maps, (call.k_cache, call.v_cache), strict=True):
-                    tensor_map.point_to(tensor.data_ptr())
+                for_k, for_v = self.maps
+                for_k.point_to(call.k_cache.data_ptr())
+                for_v.point_to(call.v_cache.data_ptr())
                 if self.grid:
                     self.launch.on(stream)
         del kept  # stream order keeps it alive long enough
@@ -227,8 +234,9 @@ def _point_to(params: CacheParams, call: CacheCall) -> None:
     lengths, positions = call.cache_seqlens, call.first_position
     params.lengths, params.length = (lengths.data_ptr(), 0) if isinstance(lengths, Tensor) else (None, lengths)
     params.positions, params.position = (positions.data_ptr(), 0) if isinstance(positions, Tensor) else (None, positions)
-    for field, values in (("left_padding", call.cache_leftpad), ("rows", call.cache_batch_idx), ("pages", call.block_table)):
-        setattr(params, field, None if values is None else values.data_ptr())
+    params.left_padding = None if call.cache_leftpad is None else call.cache_leftpad.data_ptr()
+    params.rows = None if call.cache_batch_idx is None else call.cache_batch_idx.data_ptr()
+    params.pages = None if call.block_table is None else call.block_table.data_ptr()
 
 
 def _longest(call: CacheCall) -> int:

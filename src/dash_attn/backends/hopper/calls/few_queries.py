@@ -69,7 +69,8 @@ class FewQueries(PreparedForward):
         with on_device(self.layout.device), self.lock:
             if call.offsets is not None:  # a sequence that is not one would leave rows unwritten
                 memory, at = self.workspace.allocate(self.device)
-                self.lengths.launch(call.offsets, at, current_stream(self.layout.device))
+                self.lengths.work_in(at)
+                self.lengths.launch(call.offsets, current_stream(self.layout.device))
                 del memory  # stream order keeps it alive long enough
             if self.decode is None:
                 self.decode = DecodeCall(cache)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from ctypes import addressof
 from typing import Any
@@ -42,9 +41,7 @@ def forward(call: Call) -> Saved:
 
 
 def prepared(call: Call) -> Callable[[], ForwardCall | FewQueries | None] | None:
-    """Weakly, so that it goes when the cache lets it go. Copies for TMA are made call by call."""
-    found, tensors = _calls.find(call)
-    return weakref.ref(found) if all(own is given for own, given in zip(tensors, call.tensors, strict=True)) else None
+    return _calls.weakly(call)
 
 
 class ForwardSetup:
@@ -98,7 +95,8 @@ class ForwardCall(PreparedForward):
             **kernel_scales(options),
         )
         self.out_shape = (*q.shape[:-1], v.shape[-1])
-        self.out_like_q = self.out_shape == tuple(q.shape)
+        self.out_like_q, self.padded = self.out_shape == tuple(q.shape), v.shape[-1] != layout.v_dim
+        self.at: dict[str, int] = {}  # addresses of the last workspace
         self.lse_shape, self.lse_strides = layout.lse_shape, layout.lse_strides
         out = q.new_empty(self.out_shape)
         boxes = ((q, CONSUMER_ROWS), (k, self.setup.kv_rows), (v, self.setup.kv_rows), (out, CONSUMER_ROWS))
@@ -157,7 +155,6 @@ class ForwardCall(PreparedForward):
                 out.zero_()
                 lse.fill_(-torch.inf) if logits is None else lse.copy_(logits[:, None].expand(self.lse_shape))
             stream = current_stream(index)
-            memory, at = self._tickets(stream)
             with self.lock:  # the parameter structures are shared by all threads; a launch copies them
                 for_q, for_k, for_v, for_out = self.maps
                 for_q.point_to(q.data_ptr())
@@ -166,26 +163,35 @@ class ForwardCall(PreparedForward):
                 for_out.point_to(out.data_ptr())
                 params = self.params
                 params.lse, params.sinks = lse.data_ptr(), None if logits is None else logits.data_ptr()
-                params.next_ticket = at["next_ticket"]
                 held = None if self.bits is None else self.bits.give(params.mask, call.elements)
                 lasting = [] if self.modifiers is None else self.modifiers.point_to(call.modifiers)
-                if self.tiler is not None:
-                    assert call.offsets is not None
-                    self.tiler.launch(call.offsets, at, stream)
-                    params.sequences, params.tiles = at["sequences"], at["tiles"]
+                if self.tiler is None:
+                    memory, params.next_ticket = self._tickets(stream)
+                else:
+                    memory = self._lay_out(self.tiler, call, stream)
                 self.launch.on(stream)
         del memory, held, lasting  # stream order keeps it alive long enough
-        return Saved(cut(out, self.layout.v_dim), lse)
+        return Saved(cut(out, self.layout.v_dim) if self.padded else out, lse)
 
-    def _tickets(self, stream: Any) -> tuple[Tensor | None, dict[str, int]]:
-        """Memory to keep until the launches are done, and the address of every part of it. A tiler resets its tickets itself."""
-        counter = shared_counter(self.layout.device, int(stream)) if self.tiler is None else None
+    def _tickets(self, stream: Any) -> tuple[Tensor | None, int]:
+        """Memory to keep until the launches are done, and the address of the next ticket, which is 0."""
+        counter = shared_counter(self.layout.device, int(stream))
         if counter is not None:
-            return None, {"next_ticket": counter}
+            return None, counter
         memory, at = self.workspace.allocate(self.device)
-        if self.tiler is None:
-            check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
-        return memory, at
+        check(cuda_driver().cuMemsetD32Async(at["next_ticket"], 0, 1, stream))
+        return memory, at["next_ticket"]
+
+    def _lay_out(self, tiler: PackedTiler, call: Call, stream: Any) -> Tensor:
+        """Packed sequences: kernels lay out their tiles and reset the tickets. Returns memory to keep until the launches are done."""
+        assert call.offsets is not None
+        memory, at = self.workspace.allocate(self.device)
+        if at is not self.at:
+            self.at, params = at, self.params
+            tiler.work_in(at)
+            params.sequences, params.tiles, params.next_ticket = at["sequences"], at["tiles"], at["next_ticket"]
+        tiler.launch(call.offsets, stream)
+        return memory
 
 
 def prepare(layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> ForwardCall | FewQueries:

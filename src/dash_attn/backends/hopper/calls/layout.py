@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -171,6 +172,11 @@ class CallCache(Generic[Made]):
         key = _key(call, tensors)
         prepared = self._kept.get(key)
         return (self._make(key, layout, tensors, call.options) if prepared is None else prepared), tensors
+
+    def weakly(self, call: Call, *others: Tensor) -> Callable[[], Made | None] | None:
+        """How to come back to what is prepared, until it goes. None where TMA cannot read the tensors: copies are made call by call."""
+        made, tensors = self.find(call, *others)
+        return weakref.ref(made) if all(own is given for own, given in zip(tensors, (*call.tensors, *others), strict=True)) else None
 
     def _make(self, key: tuple[Any, ...], layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> Made:
         refuse_capture()

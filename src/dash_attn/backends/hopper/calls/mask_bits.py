@@ -123,17 +123,17 @@ class BitsOfMask:
             of_heads = np.broadcast_to(places.reshape(elements.numbers.shape) * tiles.count, tiles.shape).astype(np.int32)
             self.numbers = torch.cat([tiles.numbers, _sent(of_heads.ravel(), tiles.device)])
             self.first_of_heads = len(tiles.numbers)
-        self._stream = torch.cuda.current_stream(tiles.device)
+        self._index, self._stream = index, int(current_stream(index))
         self._made = torch.cuda.Event()
-        self._made.record(self._stream)
+        self._made.record(torch.cuda.current_stream(tiles.device))
 
     def use(self) -> None:
         """On the current stream, which may be another one than they were made on. A graph that is captured finds them made: whoever
         captures waits for the device first."""
-        stream = torch.cuda.current_stream(self.memory.device)
-        if stream == self._stream:
+        if int(current_stream(self._index)) == self._stream:
             return
         if not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(self.memory.device)
             stream.wait_event(self._made)
             for memory in (self.memory, self.numbers):
                 memory.record_stream(stream)

@@ -37,10 +37,13 @@ class SequenceLayout:
         )
         self._launch = kernel.prepare(helper_blocks(layout.count), [addressof(self.params)])
 
-    def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
+    def work_in(self, at: dict[str, int]) -> None:
+        params = self.params
+        params.sequences, params.starts, params.ticket_count = at["sequences"], at["starts"], at["next_ticket"] + 4
+
+    def launch(self, offsets: SequenceOffsets, stream: Any) -> None:
         params = self.params
         params.cu_q, params.cu_k = offsets.cu_seqlens_q.data_ptr(), offsets.cu_seqlens_k.data_ptr()
-        params.sequences, params.starts, params.ticket_count = at["sequences"], at["starts"], at["next_ticket"] + 4
         self._launch.on(stream)
 
 
@@ -84,11 +87,13 @@ class PackedPlanner:
         kernel = KernelName("planning/chains.cuh", f"packed_plan<{rows}>").load(layout.device)
         self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
 
-    def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
-        params = self._sequences.params  # both kernels take the same
+    def work_in(self, at: dict[str, int]) -> None:
+        self._sequences.work_in(at)
         for name in ("tile_places", "q_turns", "chains", "sum_places", "tickets"):
-            setattr(params, name, at[name])
-        self._sequences.launch(offsets, at, stream)
+            setattr(self._sequences.params, name, at[name])  # both kernels take the same
+
+    def launch(self, offsets: SequenceOffsets, stream: Any) -> None:
+        self._sequences.launch(offsets, stream)
         self._launch.on(stream)
 
 
@@ -106,8 +111,11 @@ class PackedTiler:
     def sizes(self, layout: Layout) -> dict[str, int]:
         return {**sequence_sizes(layout), "tiles": PackedTile.bytes() * self.room}
 
-    def launch(self, offsets: SequenceOffsets, at: dict[str, int], stream: Any) -> None:
-        self._sequences.launch(offsets, at, stream)
+    def work_in(self, at: dict[str, int]) -> None:
+        self._sequences.work_in(at)
         for name in ("sequences", "starts", "tiles", "next_ticket"):
             setattr(self._params, name, at[name])
+
+    def launch(self, offsets: SequenceOffsets, stream: Any) -> None:
+        self._sequences.launch(offsets, stream)
         self._launch.on(stream)

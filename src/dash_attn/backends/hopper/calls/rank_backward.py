@@ -125,7 +125,8 @@ class RankBackward:
         self.params = Parameters(sizes, self.tiles, options, mask)
         self.params.take_shapes(self.q, self.out, self.dout)
         lse, dlse = lse.detach().contiguous(), None if dlse is None else dlse.detach().contiguous()
-        self.params.point_to(self.at, self.out, self.dout, lse, dlse)
+        self.params.work_in(self.at)
+        self.params.read(self.out, self.dout, lse, dlse)
         self.main, self.leg, after = self.params.main, LegParams(), self.params.after
         self.main.runs, self.main.entries, after.q_turns = tables["runs"], tables["entries"], tables["q_turns"]
         self.end = EndingParams(sums=self.at["sums"], semaphores=self.at["semaphores"] + 4 * sizes.first_sum)
