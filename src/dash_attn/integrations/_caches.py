@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..attention.kv_cache import flash_attn_with_kvcache
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
+from ..door import Change
 from ..masks import Causal, Full, Mask, Window
 from ._documents import offsets_of_arguments
-from ._door import Change
 from ._layer_mask import NAME, LayerMask
 
 FEW_QUERIES = 64  # up to which the kernel for caches is the faster one; the bits are the same

@@ -16,10 +16,10 @@ from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
+from ..door import Change, Door, refuse_unknown
 from ..masks import Causal, Full, Mask, Window
 from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
 from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
-from ._door import Change, Door, refuse_unknown
 from ._layer_mask import NAME, LayerMask, Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._mask_functions import MaskFunction, is_plain, is_plain_window, mask_of_pattern, read_causal, read_chunks
 from ._model_check import check, checks_of_models, note_call, watched_model
@@ -44,7 +44,7 @@ WITHOUT_EFFECT = {
 ONLY_FALSE = ("output_attentions",)  # the weights are never there to give
 KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "key", "qkv_proj", "query_key_value")  # of which the keys' heads are the rows, in order
 _positions = PositionReader()
-DOOR = Door("huggingface")
+DOOR = Door("integrations.huggingface")
 
 
 def enable() -> AbstractContextManager[object]:
