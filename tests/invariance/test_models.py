@@ -11,6 +11,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from continuous_batching import batched_together  # noqa: E402
 from dash_attn import invariance  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
 from dense import same_bits  # noqa: E402
@@ -145,3 +146,16 @@ def test_seeds_give_a_sequence_its_tokens_in_any_batch() -> None:
             chosen = together[row][-NEW:]
             assert same_bits(invariance.log_probs(logits[row], chosen), invariance.log_probs(alone(model, together[row]), chosen))
         assert len({tuple(sequence[-NEW:].tolist()) for sequence in together}) == 5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2"])
+def test_continuous_batching_has_the_log_probabilities_of_training(name: str) -> None:
+    """transformers takes the logarithm of a softmax. Prompts of 1 to 90 tokens; the longest come in chunks."""
+    model = model_of(name)
+    tokens = torch.randint(1, 131, (5, 90), generator=torch.Generator().manual_seed(9))
+    given = [tokens[row, :length].tolist() for row, length in enumerate((1, 7, 30, 64, 90))]
+    with invariance.enable():
+        for prompt, request in zip(given, batched_together(model, given, NEW, return_logprobs=True), strict=True):
+            sequence = torch.tensor(prompt + request.generated_tokens)
+            trained = alone(model, sequence).softmax(-1).gather(1, sequence[-NEW:, None])[:, 0].log()
+            assert same_bits(torch.tensor(request.logprobs), trained)

@@ -44,6 +44,7 @@ WITHOUT_EFFECT = {
 ONLY_FALSE = ("output_attentions",)  # the weights are never there to give
 KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "key", "qkv_proj", "query_key_value")  # of which the keys' heads are the rows, in order
 _positions = PositionReader()
+PAGED = f"paged|{NAME}"  # as continuous batching of older versions names implementations
 DOOR = Door("integrations.huggingface")
 
 
@@ -58,7 +59,9 @@ def enable() -> AbstractContextManager[object]:
     from transformers.masking_utils import AttentionMaskInterface
 
     tables = ((AttentionInterface, attention), (AttentionMaskInterface, mask_for))
-    return DOOR.open(*(Change(table._global_mapping, NAME, ours) for table, ours in tables), *checks_of_models(), *kept_implementation())
+    names = (NAME, PAGED) if "paged|sdpa" in AttentionInterface._global_mapping else (NAME,)  # later versions take off the prefix
+    named = (Change(table._global_mapping, name, ours) for table, ours in tables for name in names)
+    return DOOR.open(*named, *checks_of_models(), *kept_implementation())
 
 
 def disable() -> None:
