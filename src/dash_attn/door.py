@@ -82,10 +82,11 @@ def names_of(layer: type) -> set[str]:
         for member in vars(base).values():
             function = unwrap(member) if callable(member) else member
             if isinstance(function, FunctionType):
-                found |= _names_of_code(function.__code__)
+                found |= names_of_code(function.__code__)
     return found
 
 
-def _names_of_code(code: CodeType) -> set[str]:
-    inner = [_names_of_code(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+def names_of_code(code: CodeType) -> set[str]:
+    """And of functions in it."""
+    inner = [names_of_code(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import unwrap
+from types import FunctionType
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..door import names_of
+from ..door import names_of, names_of_code
 from .enabling import enable
 from .products import way_of
 from .rows import BLOCK, OF_NORMS, OF_PRODUCTS
@@ -98,9 +100,9 @@ def _not_covered(module: nn.Module) -> str | None:
     for layer, why in OTHER_LAYERS:
         if isinstance(module, layer):
             return why
-    if not owner.__module__.startswith("torch.") and (found := names_of(owner) & OTHER_SUMS):
-        return f"its code calls {', '.join(sorted(found))}"
-    return None
+    forward = unwrap(owner.forward)
+    found = names_of_code(forward.__code__) & OTHER_SUMS if isinstance(forward, FunctionType) else set()
+    return f"its code calls {', '.join(sorted(found))}" if found else None
 
 
 def _named(names: list[str]) -> str:

@@ -48,13 +48,17 @@ def _computed(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if rows.device.type == "cpu":
         return in_blocks(lambda block: _linear(block, weight, bias), rows)
     with LOCK:
-        way = ways.of_product(_linear, rows, weight, bias)
-        if way.block:
-            return in_blocks(lambda block: _linear(block, weight, bias), rows, way.block)
-        if len(rows) <= way.most:
-            out: Tensor = _linear(at_least(OF_PRODUCTS, rows), weight, bias)
-            return out if len(out) == len(rows) else out[: len(rows)]
-        return torch.cat([_computed(part, weight, bias) for part in rows.split(way.most)])
+        return _in_proved_way(rows, weight, bias)
+
+
+def _in_proved_way(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    way = ways.of_product(_linear, rows, weight, bias)
+    if way.block:
+        return in_blocks(lambda block: _linear(block, weight, bias), rows, way.block)
+    if len(rows) > way.most:
+        return torch.cat([_in_proved_way(part, weight, bias) for part in rows.split(way.most)])
+    out: Tensor = _linear(at_least(OF_PRODUCTS, rows), weight, bias)
+    return out if len(out) == len(rows) else out[: len(rows)]
 
 
 def way_of(weight: Tensor, bias: Tensor | None) -> Way:
