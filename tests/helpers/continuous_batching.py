@@ -17,4 +17,4 @@ def batched_together(model: Any, prompts: list[list[int]], tokens: int, **choice
     choices = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **choices}
     config = transformers.GenerationConfig(max_new_tokens=tokens, **choices)
     found = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=pages)
-    return [found[name] for name in sorted(found)]
+    return [found[name] for name in sorted(found, key=lambda name: int(name.split("_")[-1]))]

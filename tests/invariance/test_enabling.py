@@ -18,7 +18,7 @@ from dash_attn.invariance.products import _Product
 from dash_attn.invariance.switches import SWITCHES, WITHOUT_SPLITS
 from dense import same_bits
 
-PLACES = [(functional, "linear"), (torch, "matmul"), (torch, "mean"), (functional, "layer_norm"), (functional, "silu")]
+PLACES = [(functional, "linear"), (torch, "matmul"), (torch, "mean"), (torch, "layer_norm"), (functional, "silu")]
 METHODS = ["mean", "matmul", "mm", "__matmul__", "sigmoid"]
 
 

@@ -91,7 +91,7 @@ def _kept_function(name: str) -> Callable[[Any, Tensor], Tensor]:
 
 REPLACED = (
     *((owner, "mean", _mean_of_rows) for owner in (torch, Tensor)),
-    *((owner, name, _norm_of_rows) for name in ("layer_norm", "rms_norm") for owner in (functional, torch)),
+    *((torch, name, _norm_of_rows) for name in ("layer_norm", "rms_norm")),  # those of functional call them
     *((functional, name, _whole_vectors) for name in ("silu", "gelu", "softplus", "mish", "elu", "selu", "sigmoid")),
     *((owner, "sigmoid", _whole_vectors) for owner in (torch, Tensor)),
 )
