@@ -26,7 +26,7 @@ VOCABULARY, NEW = 24, 6  # tokens that a completion has
 PROMPTS, GROUP = 4, 8  # of a step: prompts, and completions of each
 AT_ONCE = 7  # tokens of a batch of the sampler; with so few, the library of a CPU also takes other kernels than in training
 MICRO_BATCH = 8  # sequences
-CLIP, RATE = 0.2, 3e-3
+CLIP, RATE = 0.2, 1e-2
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -41,8 +41,9 @@ class Rollout:
 
 
 def reward(prompt: list[int], completion: list[int]) -> float:
-    """The task: repeat the first token of the prompt."""
-    return sum(token == prompt[0] for token in completion) / len(completion)
+    """The task: count upwards. How many tokens are larger than the one before."""
+    steps = zip([prompt[-1], *completion], completion, strict=False)
+    return sum(token > before for before, token in steps) / len(completion)
 
 
 def make_model() -> Any:
