@@ -126,8 +126,8 @@ def main() -> None:
             judge(rollouts)
             differ, worst = train(model, optimizer, rollouts)
             total += differ
-            mean = sum(rollout.reward for rollout in rollouts) / len(rollouts)
-            print(f"step {step:3}  reward {mean:.3f}  {differ:3} of {len(rollouts) * NEW} log-probabilities differ  |ratio - 1| <= {worst:.1e}")
+            mean, tokens = sum(rollout.reward for rollout in rollouts) / len(rollouts), len(rollouts) * NEW
+            print(f"step {step:3}  reward {mean:.3f}  {differ:3} of {tokens} log-probabilities differ  |ratio - 1| <= {worst:.1e}")
     weights = b"".join(x.detach().float().cpu().numpy().tobytes() for x in model.parameters())
     print(f"{total} of {arguments.steps * PROMPTS * GROUP * NEW} log-probabilities differ")
     print(f"weights {hashlib.sha256(weights).hexdigest()[:16]}")
