@@ -21,7 +21,7 @@ from .rows import BLOCK, OF_NORMS, OF_PRODUCTS, as_rows, at_least, in_blocks
 
 MOST = 2**14  # rows of a call
 SCALE = 8.0  # of inputs: what is left of them is no subnormal number in fp16
-SHARE = 8  # of the free memory, a probe takes this part at most
+MEMORY = 2**32  # bytes that rows and results of a probe take at most
 TILES = (64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -93,7 +93,7 @@ def proved(multiply: Multiply, asked: Product, device: torch.device, record: Rec
 
 
 def _tried(multiply: Multiply, asked: Product, device: torch.device) -> Way:
-    most = _rows_that_fit(asked, device)
+    most = _rows_that_fit(asked)
     x, weight, bias = _inputs(asked, most, device)
     whole = multiply(x, weight, bias)
     if not _differing(lambda rows: multiply(at_least(OF_PRODUCTS, rows), weight, bias)[: len(rows)], x, whole):
@@ -140,10 +140,10 @@ def _bits_differ(some: Tensor, others: Tensor) -> bool:
     return bool(_compared(some, others))
 
 
-def _rows_that_fit(asked: Product, device: torch.device) -> int:
+def _rows_that_fit(asked: Product) -> int:
+    """Whatever memory is free: verdicts are kept, and must not depend on it."""
     n, k = asked.shape
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**28
-    rows = free // SHARE // ((k + 2 * n) * asked.dtype.itemsize)
+    rows = MEMORY // ((k + 2 * n) * asked.dtype.itemsize)
     return max(min(rows // 64 * 64, MOST), 4 * BLOCK)
 
 
@@ -152,16 +152,17 @@ def _inputs(asked: Product, rows: int, device: torch.device) -> tuple[Tensor, Te
     n, k = asked.shape
     chance = torch.Generator(device).manual_seed(k * 2**20 + n)
     places = torch.randperm(k, generator=chance, device=device)
-    x = _paired(rows, k, -1.0, chance)[:, places].to(asked.dtype)
+    x = _paired((rows, k), -1.0, asked.dtype, chance)[:, places]
     weight = torch.empty_strided(asked.shape, asked.stride, dtype=asked.dtype, device=device)
-    weight.copy_(_paired(n, k, 1.0, chance)[:, places])
+    weight.copy_(_paired((n, k), 1.0, asked.dtype, chance)[:, places])
     bias = 1e-3 * torch.randn(n, generator=chance, device=device) if asked.has_bias else None
     return x, weight, None if bias is None else bias.to(asked.dtype)
 
 
-def _paired(rows: int, columns: int, sign: float, chance: torch.Generator) -> Tensor:
-    half = SCALE * torch.randn(rows, columns // 2, generator=chance, device=chance.device)
-    rest = torch.full((rows, columns % 2), 1e-3, device=chance.device)
+def _paired(shape: tuple[int, int], sign: float, dtype: torch.dtype, chance: torch.Generator) -> Tensor:
+    rows, columns = shape
+    half = (SCALE * torch.randn(rows, columns // 2, generator=chance, device=chance.device)).to(dtype)
+    rest = torch.full((rows, columns % 2), 1e-3, device=chance.device, dtype=dtype)
     return torch.cat([half, sign * half, rest], 1)
 
 
@@ -178,6 +179,6 @@ def prove_norm(norm: Any, width: int, dtype: torch.dtype, record: Record, device
 
 def _norm_differs(compute: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device) -> bool:
     chance = torch.Generator(device).manual_seed(width)
-    x = _paired(max(min(MOST, 2**24 // width), 4 * OF_NORMS), width, -1.0, chance)
-    x = x[:, torch.randperm(width, generator=chance, device=device)].to(dtype)
+    x = _paired((max(min(MOST, 2**24 // width), 4 * OF_NORMS), width), -1.0, dtype, chance)
+    x = x[:, torch.randperm(width, generator=chance, device=device)]
     return _differing(lambda rows: compute(at_least(OF_NORMS, rows))[: len(rows)], x, compute(x))
