@@ -93,7 +93,7 @@ REPLACED = (
     *((owner, "mean", _mean_of_rows) for owner in (torch, Tensor)),
     *((torch, name, _norm_of_rows) for name in ("layer_norm", "rms_norm")),  # those of functional call them
     *((functional, name, _whole_vectors) for name in ("silu", "gelu", "softplus", "mish", "elu", "selu", "sigmoid")),
-    *((owner, "sigmoid", _whole_vectors) for owner in (torch, Tensor)),
+    *((owner, name, _whole_vectors) for name in ("sigmoid", "rsqrt") for owner in (torch, Tensor)),
 )
 KEEPERS = {"GELUTanh": "gelu", "GELUActivation": "gelu", "MishActivation": "mish"}
 _MADE = [(Change(owner, name, make(getattr(owner, name))), getattr(owner, name)) for owner, name, make in REPLACED]

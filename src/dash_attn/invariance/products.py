@@ -32,7 +32,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"dash_attn.invariance takes plain tensors; got a product of {type(x).__name__} and {type(weight).__name__}, whose parts"
             " may be on other ranks or in another format"
         )
-    if x.is_meta or not x.numel() or not x.is_floating_point():
+    if x.is_meta or x.layout != torch.strided or not x.numel() or not x.is_floating_point():
         out: Tensor = _linear(x, weight, bias)
         return out
     device = x.device.type
