@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from dash_attn.door import Change, Door
 from dash_attn.integrations import sdpa
-from dash_attn.integrations._door import Change, Door
 
 PYTORCH = functional.scaled_dot_product_attention
 
@@ -41,7 +41,7 @@ def test_disable_closes_however_often_it_was_opened() -> None:
         door.close()
         assert owner == library()
     assert owner == library()
-    with pytest.raises(RuntimeError, match=r"dash_attn.integrations.test is not enabled"):
+    with pytest.raises(RuntimeError, match=r"dash_attn.test is not enabled"):
         door.close()
 
 
@@ -56,7 +56,7 @@ def test_what_another_library_did_since_is_not_undone_in_silence() -> None:
     door, owner = Door("test"), library()
     opened(door, owner)
     owner.attend = "another"
-    with pytest.raises(RuntimeError, match=r"attend was changed again after dash_attn.integrations.test.enable\(\): .* found 'another'"):
+    with pytest.raises(RuntimeError, match=r"attend was changed again after dash_attn.test.enable\(\): .* found 'another'"):
         door.close()
     owner.attend = "ours"  # undone
     door.close()

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
+from continuous_batching import batched_together  # noqa: E402
 from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
 from dash_attn.integrations import _caches, huggingface  # noqa: E402
@@ -281,10 +282,7 @@ PROMPTS = [PROMPT[0, :7].tolist(), PROMPT[1, :30].tolist(), PROMPT[0, :90].tolis
 
 
 def sampled_together(model: Any, prompts: list[list[int]] = PROMPTS, tokens: int = 10) -> list[Any]:
-    pages = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=60, max_batch_tokens=64)
-    choices = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(inputs=prompts, generation_config=choices, continuous_batching_config=pages)
-    return [found[name] for name in sorted(found)]
+    return batched_together(model, prompts, tokens)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -345,3 +343,36 @@ def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "set_attn_implementation", lambda self, name: pytest.fail(f"set to {name}"))
         sampled_together(model, PROMPTS[:1], tokens=2)
+
+
+def test_the_prefix_of_paged_implementations() -> None:
+    """Later versions take it off, earlier ones look for the whole name."""
+    huggingface.enable()
+    model = model_of("llama")
+    expected = sampled_together(model)
+    model.set_attn_implementation("paged|dash_attn")
+    assert [request.generated_tokens for request in sampled_together(model)] == [request.generated_tokens for request in expected]
+
+
+class OldPages:
+    """The cache of transformers before 5.19: it gives (tokens, heads, dim), and lengths have other names."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Any, write_index: Any) -> tuple[Tensor, Tensor]:
+        return key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_lengths_of_earlier_versions(kinds: int) -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    query, key, value = (torch.randn(1, heads, 9, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 3, 9], dtype=torch.int32)
+    of_layer: dict[str, Any] = {"cu_seq_lens_k": ends, "max_seqlen_k": 6}
+    if kinds == 2:
+        of_layer = {name: {"full_attention": given, "sliding_attention": None} for name, given in of_layer.items()}
+    arguments = {"cache": OldPages(), "read_index": [], "write_index": [], "cu_seq_lens_q": ends, "max_seqlen_q": 6, **of_layer}
+    given = huggingface.mask_for(1, 9, 9, mask_function=transformers.masking_utils.causal_mask_function)
+    out, _ = huggingface.attention(module, query, key, value, given, **arguments)
+    for rows in (slice(0, 3), slice(3, 9)):
+        alone = flash_attn_func(*(x[:, :, rows].transpose(1, 2) for x in (query, key, value)), causal=True)
+        assert same_bits(out[:, rows], alone)

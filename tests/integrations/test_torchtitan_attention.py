@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import flash_attn_func
-from dash_attn.integrations._door import refuse_unknown
+from dash_attn.door import refuse_unknown
 from dash_attn.integrations._torchtitan_calls import WHO, WITHOUT_EFFECT, Asked, attend, attend_documents, refuse_masks
 from dense import same_bits
 

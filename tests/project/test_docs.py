@@ -39,6 +39,15 @@ def test_blocks_run(code: str) -> None:
     run(code)
 
 
+def test_blocks_of_rollouts_run() -> None:
+    """One after another, in a process of its own: doors stay open."""
+    pytest.importorskip("transformers")
+    code = "\n".join(blocks((DOCS / "rollouts.md").read_text(), "python"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "by construction  Linear: in blocks of 32 rows" in done.stdout
+
+
 @pytest.mark.parametrize("command", [line for block in blocks(DETERMINISM, "sh") for line in block.splitlines()])
 def test_determinism_commands_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..invariance.record import in_words
     from ..tools.doctor import examine, print_findings, to_json
     from ..tools.doctor.checks import backend_in_words
     from ..tools.machine import Snapshot, current_gpu
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(OWN_PROCESS, file=sys.stderr)
     else:
         print_findings(findings)
-        print(f"{backend_in_words(process)}\n\n{OWN_PROCESS}")
+        print(f"{backend_in_words(process)}\n{in_words()}\n\n{OWN_PROCESS}")
     return 1 if is_bad(findings) else 0
 
 

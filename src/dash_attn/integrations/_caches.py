@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from ..attention.kv_cache import flash_attn_with_kvcache
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
+from ..door import Change
 from ..masks import Causal, Full, Mask, Window
 from ._documents import offsets_of_arguments
-from ._door import Change
 from ._layer_mask import NAME, LayerMask
 
 FEW_QUERIES = 64  # up to which the kernel for caches is the faster one; the bits are the same
 # What the model is given for the cache of continuous batching, and not for us.
-FOR_THE_CACHE = ("cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
+OLDER = ("max_seqlen_q", "max_seqlen_k")  # names of lengths before transformers 5.19
+FOR_THE_CACHE = ("cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", *OLDER)
 
 
 def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tensor | None) -> bool:
@@ -100,7 +101,7 @@ def attend_to_pages(
     if arguments.get("block_table") is not None:
         raise NotImplementedError("dash_attn lets the cache gather its pages in continuous batching: set max_blocks_per_request=0")
     (window,) = given.windows
-    key, value = arguments["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
+    key, value = _from_pages(module, key, value, arguments, "full_attention" if window is None else "sliding_attention")
     offsets = offsets_of_arguments(arguments)
     assert offsets is not None, "continuous batching always gives them"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -111,6 +112,21 @@ def attend_to_pages(
     mask = Causal() if window is None else Window(window - 1, 0)
     out: Tensor = flash_attn_varlen_func(q, k, v, **offsets.named(), mask=mask, **options)
     return out[None]
+
+
+def _from_pages(module: nn.Module, key: Tensor, value: Tensor, arguments: dict[str, Any], kind: str) -> tuple[Tensor, Tensor]:
+    """The keys and values of all requests, (1, heads, tokens, dim). What `arguments` say of lengths becomes this layer's."""
+    cache, layer = arguments["cache"], module.layer_idx
+    if arguments.get(OLDER[0]) is None:
+        found: tuple[Tensor, Tensor] = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=arguments)
+        return found
+    # transformers before 5.19 has other names, and lengths for each kind of layers where there are two
+    indices = {name: arguments[name] for name in ("read_index", "write_index")}
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
+    lengths = {"cu_seq_lens_k": arguments["cu_seq_lens_k"], "max_length_k": arguments[OLDER[1]]}
+    arguments |= {name: given[kind] if isinstance(given, dict) else given for name, given in lengths.items()}
+    arguments["max_length_q"] = arguments[OLDER[0]]
+    return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
 
 
 def _first_positions(offsets: SequenceOffsets, positions: Tensor | None, window: int) -> list[int]:

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from inspect import unwrap
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..door import Change, names_of
 from ._documents import InThisThread, noting_documents
-from ._door import Change
 from ._layer_mask import NAME
 
 INTERFACE = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
@@ -66,7 +65,7 @@ def _is_attention(layer: type) -> bool:
 
 def _check_one(model: Any) -> None:
     for layer in sorted({type(layer) for layer in _own_layers(model)}, key=lambda layer: layer.__name__):
-        if _is_attention(layer) and not _names(layer) & INTERFACE and _names(layer) & OWN_ATTENTION:
+        if _is_attention(layer) and not names_of(layer) & INTERFACE and names_of(layer) & OWN_ATTENTION:
             raise ValueError(_not_ours(type(model).__name__, f"{layer.__name__} computes attention of its own"))
 
 
@@ -78,24 +77,6 @@ def _own_layers(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         if not isinstance(child, PreTrainedModel) or child.config._attn_implementation == NAME:
             yield from _own_layers(child)
-
-
-def _names(layer: type) -> set[str]:
-    """All names that the code of a class uses, also those it inherits from classes that are not PyTorch's."""
-    found: set[str] = set()
-    for base in layer.__mro__:
-        if base.__module__.startswith("torch.") or base is object:
-            continue
-        for member in vars(base).values():
-            function = unwrap(member) if callable(member) else member
-            if isinstance(function, FunctionType):
-                found |= _names_of_code(function.__code__)
-    return found
-
-
-def _names_of_code(code: CodeType) -> set[str]:
-    inner = [_names_of_code(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def checks_of_models() -> Iterator[Change]:

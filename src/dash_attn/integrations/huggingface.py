@@ -16,10 +16,10 @@ from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
+from ..door import Change, Door, refuse_unknown
 from ..masks import Causal, Full, Mask, Window
 from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
 from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
-from ._door import Change, Door, refuse_unknown
 from ._layer_mask import NAME, LayerMask, Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
 from ._mask_functions import MaskFunction, is_plain, is_plain_window, mask_of_pattern, read_causal, read_chunks
 from ._model_check import check, checks_of_models, note_call, watched_model
@@ -44,7 +44,8 @@ WITHOUT_EFFECT = {
 ONLY_FALSE = ("output_attentions",)  # the weights are never there to give
 KEY_PROJECTIONS = ("k_proj", "kv_b_proj", "key", "qkv_proj", "query_key_value")  # of which the keys' heads are the rows, in order
 _positions = PositionReader()
-DOOR = Door("huggingface")
+PAGED = f"paged|{NAME}"  # as continuous batching of older versions names implementations
+DOOR = Door("integrations.huggingface")
 
 
 def enable() -> AbstractContextManager[object]:
@@ -58,7 +59,9 @@ def enable() -> AbstractContextManager[object]:
     from transformers.masking_utils import AttentionMaskInterface
 
     tables = ((AttentionInterface, attention), (AttentionMaskInterface, mask_for))
-    return DOOR.open(*(Change(table._global_mapping, NAME, ours) for table, ours in tables), *checks_of_models(), *kept_implementation())
+    names = (NAME, PAGED) if "paged|sdpa" in AttentionInterface._global_mapping else (NAME,)  # later versions take off the prefix
+    named = (Change(table._global_mapping, name, ours) for table, ours in tables for name in names)
+    return DOOR.open(*named, *checks_of_models(), *kept_implementation())
 
 
 def disable() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
+from ..door import refuse_unknown
 from ..masks import Causal, Full, Mask, Window
-from ._door import refuse_unknown
 
 __all__ = ["DashCoreAttention", "enable"]
 REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")

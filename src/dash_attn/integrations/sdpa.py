@@ -20,13 +20,13 @@ from ..attention.functions import flash_attn_func
 from ..attention.kept_options import kept_options
 from ..call.options import check_dropout, is_finite, is_zero
 from ..call.tensor_checks import DTYPES, check_flags, check_strided, shape_problem
+from ..door import Change, Door
 from ..masks import Causal, Full, Mask, Window
-from ._door import Change, Door
 from ._torch_context_parallel import HERE, check_block, has_placement, placed_like, rows_of_torch
 
 OF_GROUPS = ("context_parallel", "sharding", "ulysses")
 OPTIONS = ("schedule", "accumulation", "backend", "head_offset", *OF_GROUPS)
-DOOR = Door("sdpa")
+DOOR = Door("integrations.sdpa")
 
 
 def enable(**options: Any) -> AbstractContextManager[object]:

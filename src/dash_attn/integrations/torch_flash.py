@@ -23,12 +23,12 @@ from ..call.call import Call, Grads, Saved
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
-from ._door import Change, Door, refuse_unknown
+from ..door import Change, Door, refuse_unknown
 
 NAME = "dash_attn"
 OTHER_KERNELS = ("mem_efficient_sdp", "math_sdp", "cudnn_sdp")  # of scaled_dot_product_attention, beside flash
 NAMED = ("scale", "window_size_left", "window_size_right")  # keyword arguments of the operators that are honoured
-DOOR = Door("torch_flash")
+DOOR = Door("integrations.torch_flash")
 
 
 def enable() -> AbstractContextManager[object]:

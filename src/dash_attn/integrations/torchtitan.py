@@ -14,7 +14,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 
-from ._door import refuse_unknown
+from ..door import refuse_unknown
 from ._torchtitan_calls import WHO, WITHOUT_EFFECT, Asked, attend, attend_documents, refuse_masks
 
 __all__ = ["DashDocumentAttention", "DashScaledDotProductAttention", "dash_attention", "enable"]

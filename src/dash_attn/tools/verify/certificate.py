@@ -11,6 +11,7 @@ import torch
 
 from ...backends import resolve
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
+from ...invariance.record import records
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
 from ..machine import device_facts, version_facts
@@ -60,6 +61,7 @@ def verify(
         "inputs": {"generator": INPUT_GENERATOR, "seed": SEED},
         "device": device_facts(device),
         "versions": version_facts(device, backend),
+        "invariance": records(),  # which products of whole models were probed on this machine, beside attention
         "cases": entries,
     }
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
+from inspect import unwrap
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 
@@ -16,7 +18,9 @@ class Change(NamedTuple):
         return self.owner.get(self.name) if isinstance(self.owner, dict) else getattr(self.owner, self.name)
 
     def put(self, value: Any) -> None:
-        if not isinstance(self.owner, dict):
+        if isinstance(self.owner, type) and any(vars(base).get(self.name) is value for base in self.owner.__mro__[1:]):
+            delattr(self.owner, self.name)  # it was inherited
+        elif not isinstance(self.owner, dict):
             setattr(self.owner, self.name, value)
         elif value is None:
             self.owner.pop(self.name, None)
@@ -46,7 +50,7 @@ class Door:
     def close(self) -> None:
         """However often it was opened. Raises rather than undo what another library has done since."""
         if not self._made:
-            raise RuntimeError(f"dash_attn.integrations.{self.module} is not enabled, so that there is nothing to disable")
+            raise RuntimeError(f"dash_attn.{self.module} is not enabled, so that there is nothing to disable")
         self._put_back(0, insist=True)
 
     def _put_back(self, length: int, insist: bool = False) -> None:
@@ -54,7 +58,7 @@ class Door:
             change, before = self._made[-1]
             if insist and change.found() not in (change.ours, before):
                 raise RuntimeError(
-                    f"{change.name} was changed again after dash_attn.integrations.{self.module}.enable(): undo that before disable();"
+                    f"{change.name} was changed again after dash_attn.{self.module}.enable(): undo that before disable();"
                     f" found {change.found()!r}"
                 )
             change.put(before)
@@ -67,3 +71,22 @@ def refuse_unknown(who: str, given: dict[str, Any], known: Collection[str], wher
     if unknown:
         named = (f"{name}={x}" if isinstance(x, (bool, int, float, str)) else f"{name} (a {type(x).__name__})" for name, x in unknown)
         raise ValueError(f"{who} does not support {', '.join(named)}, {where}")
+
+
+def names_of(layer: type) -> set[str]:
+    """All names that the code of a class uses, also those it inherits from classes that are not PyTorch's."""
+    found: set[str] = set()
+    for base in layer.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            continue
+        for member in vars(base).values():
+            function = unwrap(member) if callable(member) else member
+            if isinstance(function, FunctionType):
+                found |= names_of_code(function.__code__)
+    return found
+
+
+def names_of_code(code: CodeType) -> set[str]:
+    """And of functions in it."""
+    inner = [names_of_code(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)

@@ -1,0 +1,31 @@
+"""The door: PyTorch's functions for sums of rows are ours while it is open, and its settings are those that the sums need."""
+
+from contextlib import AbstractContextManager
+
+from torch.overrides import get_overridable_functions
+
+from ..door import Door
+from . import norms, products
+from .switches import SWITCHES
+
+DOOR = Door("invariance")
+
+
+def enable() -> AbstractContextManager[object]:
+    """From now on a row's result in the forward of a model depends on that row alone: until `disable()`, or with this as a context manager
+    inside its block. So does the gradient of a product's input; gradients of weights are summed as ever.
+
+    Functions of PyTorch are replaced, for the whole process: enter and leave blocks on one thread. Settings come back at the end, also
+    after errors. Compiled programs run eagerly inside, because inductor cuts sums by size. What cannot be promised raises.
+    """
+    get_overridable_functions()  # PyTorch makes this list once: made from now on, it would have our functions in it for good
+    changes = [*products.changes(), *norms.changes()]
+    for change, original in changes:
+        if change.found() not in (change.ours, original):
+            raise RuntimeError(f"dash_attn.invariance would undo what replaced PyTorch's {change.name}: {change.found()!r}")
+    return DOOR.open(*SWITCHES.changes(), *(change for change, _ in changes))
+
+
+def disable() -> None:
+    """PyTorch's functions and settings as they were, however often `enable()` was called."""
+    DOOR.close()

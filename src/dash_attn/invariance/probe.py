@@ -1,0 +1,184 @@
+"""Proof, on the GPU at hand, that a row's bits do not depend on how many rows come with it.
+
+What cuBLAS does is promised by nobody, so each kind of product is tried out when it is met for the first time: rows in calls of many
+sizes and at other places against the same rows in one large call. Terms cancel in pairs, so that a result is nothing but what rounding
+left: there every other order of a sum shows, also after rounding to 16 bits. Verdicts are kept on disk (`record.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.kept import refuse_capture
+from ..errors import Unsupported
+from .record import Record, record_of
+from .rows import BLOCK, OF_NORMS, OF_PRODUCTS, as_rows, at_least, in_blocks
+
+MOST = 2**14  # rows of a call
+SCALE = 8.0  # of inputs: what is left of them is no subnormal number in fp16
+MEMORY = 2**32  # bytes that rows and results of a probe take at most
+TILES = (64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Way(NamedTuple):
+    """How a product is computed: at once up to `most` rows, or, if `block` is not 0, in calls of that many."""
+
+    most: int
+    block: int = 0
+
+    def __str__(self) -> str:
+        return f"in blocks of {self.block} rows" if self.block else f"at once, up to {self.most} rows"
+
+
+class Product(NamedTuple):
+    """What cuBLAS chooses a kernel by, beside the number of rows."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the weight: (N, K)
+    stride: tuple[int, ...]
+    has_bias: bool
+
+    def __str__(self) -> str:
+        n, k = self.shape
+        layouts: dict[tuple[int, ...], str] = {(k, 1): "", (1, n): " transposed"}
+        layout = layouts.get(self.stride, f" strides {self.stride}")
+        return f"K {k}, N {n}, {str(self.dtype).removeprefix('torch.')}{layout}{' with bias' if self.has_bias else ''}"
+
+
+class Ways:
+    """The verdicts of this process, by device."""
+
+    def __init__(self) -> None:
+        self._products: dict[Any, Way] = {}
+        self._norms: set[Any] = set()
+
+    def of_product(self, multiply: Multiply, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
+        key = (rows.dtype, weight.shape, weight.stride(), bias is None, rows.device)
+        way = self._products.get(key)
+        if way is None:
+            refuse_capture()
+            asked = Product(rows.dtype, tuple(weight.shape), tuple(weight.stride()), bias is not None)
+            way = self._products[key] = proved(multiply, asked, rows.device, record_of(rows.device))
+        return way
+
+    def check_norm(self, norm: Any, x: Tensor) -> None:
+        key = (norm.__name__, x.shape[-1], x.dtype, x.device)
+        if key not in self._norms:
+            refuse_capture()
+            prove_norm(norm, x.shape[-1], x.dtype, record_of(x.device), x.device)
+            self._norms.add(key)
+
+    def clear(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+ways = Ways()
+
+
+def proved(multiply: Multiply, asked: Product, device: torch.device, record: Record) -> Way:
+    """From the record, or tried now. Raises where not even blocks of one size keep their bits."""
+    kept = record.get(str(asked))
+    if kept is None:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            way = _tried(multiply, asked, device)
+        record.put(str(asked), list(way))
+        return way
+    return Way(*kept)
+
+
+def _tried(multiply: Multiply, asked: Product, device: torch.device) -> Way:
+    most = _rows_that_fit(asked)
+    x, weight, bias = _inputs(asked, most, device)
+    whole = multiply(x, weight, bias)
+    if not _differing(lambda rows: multiply(at_least(OF_PRODUCTS, rows), weight, bias)[: len(rows)], x, whole):
+        return Way(most)
+    few = x[: 2 * BLOCK]
+    first = in_blocks(lambda rows: multiply(rows, weight, bias), few)
+    moved = in_blocks(lambda rows: multiply(rows, weight, bias), few[1:])
+    if _bits_differ(first[1:], moved):
+        raise Unsupported(
+            f"a product of {asked} on {device} gives a row other bits at another place, even in blocks of {BLOCK} rows:"
+            " dash_attn.invariance cannot be used with it; leave out that layer, or choose another dtype"
+        )
+    return Way(MOST, BLOCK)
+
+
+def _differing(compute: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
+    """Whether some call has other bits than the one of all rows. The host waits once."""
+    found = [_compared(compute(as_rows(x[rows])), whole[rows]) for rows in _tries(len(x))]
+    return bool(torch.stack(found).any())
+
+
+def _tries(most: int) -> Iterator[slice]:
+    """All small numbers of rows, those around tiles, some others; each at some place."""
+    chance = random.Random(0)
+    sizes = [
+        *range(1, 34),
+        *(tile + step for tile in TILES for step in (-1, 0, 1)),
+        *(chance.randint(34, most) for _ in range(8)),
+        most - 1,
+    ]
+    for size in sizes:
+        for _ in range(1 + 3 * (size <= OF_NORMS)):  # few rows show little at a time
+            if size < most:
+                start = chance.randint(0, most - size)
+                yield slice(start, start + size)
+
+
+def _compared(some: Tensor, others: Tensor) -> Tensor:
+    number = {2: torch.int16, 4: torch.int32, 8: torch.int64}[some.element_size()]
+    return (some.contiguous().view(number) != others.contiguous().view(number)).any()
+
+
+def _bits_differ(some: Tensor, others: Tensor) -> bool:
+    return bool(_compared(some, others))
+
+
+def _rows_that_fit(asked: Product) -> int:
+    """Whatever memory is free: verdicts are kept, and must not depend on it."""
+    n, k = asked.shape
+    rows = MEMORY // ((k + 2 * n) * asked.dtype.itemsize)
+    return max(min(rows // 64 * 64, MOST), 4 * BLOCK)
+
+
+def _inputs(asked: Product, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows and a weight whose products cancel in pairs, at random places."""
+    n, k = asked.shape
+    chance = torch.Generator(device).manual_seed(k * 2**20 + n)
+    places = torch.randperm(k, generator=chance, device=device)
+    x = _paired((rows, k), -1.0, asked.dtype, chance)[:, places]
+    weight = torch.empty_strided(asked.shape, asked.stride, dtype=asked.dtype, device=device)
+    weight.copy_(_paired((n, k), 1.0, asked.dtype, chance)[:, places])
+    bias = 1e-3 * torch.randn(n, generator=chance, device=device) if asked.has_bias else None
+    return x, weight, None if bias is None else bias.to(asked.dtype)
+
+
+def _paired(shape: tuple[int, int], sign: float, dtype: torch.dtype, chance: torch.Generator) -> Tensor:
+    rows, columns = shape
+    half = (SCALE * torch.randn(rows, columns // 2, generator=chance, device=chance.device)).to(dtype)
+    rest = torch.full((rows, columns % 2), 1e-3, device=chance.device, dtype=dtype)
+    return torch.cat([half, sign * half, rest], 1)
+
+
+def prove_norm(norm: Any, width: int, dtype: torch.dtype, record: Record, device: torch.device) -> None:
+    """Of PyTorch; in float32 as well, where rounding hides nothing. Raises if a row of 16 or more depends on the others."""
+    kind = f"{norm.__name__} of {width} columns, {str(dtype).removeprefix('torch.')}"
+    if record.get(kind) is None:
+        compute = (lambda x: norm(x, -1, True)) if norm.__name__ == "mean" else (lambda x: norm(x + 1, (width,)))
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            record.put(kind, not any(_norm_differs(compute, width, each, device) for each in {dtype, torch.float32}))
+    if not record.get(kind):
+        raise Unsupported(f"the {kind}, depends on how many rows come with a row, on {device}: dash_attn.invariance cannot be used with it")
+
+
+def _norm_differs(compute: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    chance = torch.Generator(device).manual_seed(width)
+    x = _paired((max(min(MOST, 2**24 // width), 4 * OF_NORMS), width), -1.0, dtype, chance)
+    x = x[:, torch.randperm(width, generator=chance, device=device)]
+    return _differing(lambda rows: compute(at_least(OF_NORMS, rows))[: len(rows)], x, compute(x))

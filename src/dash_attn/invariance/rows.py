@@ -1,0 +1,31 @@
+"""How many rows a sum must come with, and how tensors are laid out so that rows are all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# With fewer rows PyTorch or cuBLAS takes another kernel. Below 16 rows PyTorch's reductions give a row more threads.
+OF_PRODUCTS, OF_NORMS = 2, 16
+BLOCK = 32  # rows of every product, where products are computed in blocks
+ALIGNMENT = 64  # bytes: libraries choose their kernels by it, too
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Of the last dimension, one behind the other, aligned."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def at_least(fewest: int, rows: Tensor) -> Tensor:
+    """These rows, and again until there are enough."""
+    return rows if len(rows) >= fewest else rows.repeat(-(-fewest // len(rows)), 1)
+
+
+def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, block: int = BLOCK) -> Tensor:
+    """By calls of one size each, so that all rows are summed alike."""
+    padded = pad(rows, (0, 0, 0, -len(rows) % block))
+    return torch.cat([compute(part) for part in padded.split(block)])[: len(rows)]
