@@ -211,6 +211,8 @@ RANK_CASES = (
     Shape("full", 2048, 1, 16, 16, 64),
     Shape("full", TOKENS, 1, 16, 16, 128, lengths=UNEQUAL),
 )
+# Few heads of many tokens: what a head reads does not stay in the cache, and the GPU is at its power limit.
+LONG_CASES = tuple(Shape("causal", length, 1, heads, heads, 128) for length, heads in ((16384, 8), (65536, 8), (131072, 2), (262144, 2)))
 # Servers: one query per sequence, many sequences or few, keys in rows or pages; several queries that speculate; a window.
 DECODE_CASES = (
     *(Shape("causal", keys, batch, 32, 8, 128, q_seqlen=1, cache="rows") for batch, keys in ((64, 4096), (128, 8192), (16, 8192))),
@@ -229,6 +231,7 @@ SUITES: dict[str, Shapes] = {
     "llama": Suite((4096, 8192, 16384), (128,), ("causal",), ((32, 8), (64, 8), (128, 8))),  # 8B, 70B, 405B
     "masks": Cases(MASK_CASES),
     "ranks": Cases(RANK_CASES),
+    "long": Cases(LONG_CASES),
     "decode": Cases(DECODE_CASES),
 }
 FLEX_SUITES = ("paper", "masks")  # FlexAttention compiles for many seconds per shape: not in the short ones

@@ -176,6 +176,17 @@ def test_packed_sequences_start_and_walk_as_each_would_alone(device: ctypes.CDLL
         assert walk[:steps, 1].tolist() == order.turns(kv_tile).tolist()
 
 
+@pytest.mark.parametrize("tiles", TILES)
+def test_packed_sequences_that_the_cache_does_not_hold_start_in_fillings(device: ctypes.CDLL, tiles: tuple[int, int]) -> None:
+    """Those of tiles that need no classes. The second would leave workers idle, the third is too short."""
+    lengths = [8 * 128 * 64 + 1, 73_000, 8 * 128 * 64 - 64]
+    batch = Batch(Causal(), tiles, lengths, lengths, heads=2, group=1, head_offset=0, workers=132)
+    schedules = {i: generate("auto", batch.problem(i), batch.workers) for i in batch.start_order()}
+    cut = {i for i, schedule in schedules.items() if len(schedule.placement.segments) > 2}
+    assert cut == ({0} if tiles == (64, 128) else set())
+    assert batch.plan(device) == laid_end_to_end([starts_alone(i, schedule) for i, schedule in schedules.items()])
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_packed_sequences_add_as_each_would_alone(device: ctypes.CDLL, seed: int) -> None:
     """Query heads, sums and turns of every chain, and how many parts the postprocess finds in every sum."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import SERVED
-from dash_attn import Causal, ScheduleError
+from dash_attn import Causal, ScheduleError, Window
 from dash_attn.scheduling import GENERATORS, Placement, Problem, Schedule, generate, lower
 from dash_attn.scheduling.order import HeadOrder, Order, turn_within
 from reference import mirrored
@@ -153,6 +153,25 @@ def test_both_kinds_start_in_pieces_where_there_are_too_few_heads_of_one() -> No
     few, many = (generate("alternating", Problem(Causal(), 1024, 8192, 64, 128, heads=16, batch=b), 132).placement for b in (1, 4))
     assert (few.segments, few.lanes, few.heads_in_round) == ((8,) * 8, 8, 8)
     assert (many.segments, many.heads_in_round) == ((64,), 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "tokens", "tiles", "workers", "segments"),
+    [
+        (Causal(), 65536, (64, 128), 132, (128,) * 4),
+        (Causal(), 100_000, (64, 128), 132, (131,) * 5 + (127,)),
+        (Causal(), 73728, (64, 128), 132, (576,)),  # five of 116 would leave workers idle
+        (Causal(), 57344, (64, 128), 132, (448,)),  # the cache holds it
+        (Causal(), 131072, (128, 128), 132, (512,) * 2),  # classes
+        (Causal(), 65536, (64, 128), 512, (512,)),  # all chains run at the same time
+        (Window(4096, 0), 65536, (64, 128), 132, (512,)),  # neighbours do not drift apart
+    ],
+)
+def test_a_head_that_the_cache_does_not_hold_starts_in_fillings(
+    mask: Causal | Window, tokens: int, tiles: tuple[int, int], workers: int, segments: tuple[int, ...]
+) -> None:
+    placement = generate("alternating", Problem(mask, tokens, tokens, *tiles, heads=4), workers).placement
+    assert (placement.segments, placement.heads_in_round) == (segments, int(len(segments) > 1))
 
 
 def test_the_chains_of_a_gang_start_together() -> None:

@@ -98,6 +98,7 @@ HAND_OVER = 2  # steps it takes on an H200 until the next turn of a dQ tile may 
 CACHED = 2  # Q tiles of a filling of heads that stay in the cache of an H200, per row of a KV tile (the wider a head, the fewer rows)
 SIXTEENTHS = 16  # of a step: in which lags are counted
 LATE = 56  # sixteenths that a chain lags behind the one before it, in both kinds of head: nearly all start at the same Q tile
+TOO_LONG = 4  # times as many Q tiles as CACHED says: the cache of an H200 (60 MB) does not hold such a head
 
 
 def _in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -108,6 +109,10 @@ def _in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, .
     two fillings, which hand over more smoothly. Where the chains of a head wait to start one after the other, it takes more
     heads to keep the workers busy: as many as the cache holds. If one kind has less than half of them, the other one takes its turn
     as soon as it helps: segments are cut into as many chains as can run at the same time.
+
+    A head of one segment that the cache does not hold is cut into fillings, if they fill the workers. Its chains end one by one. If its own
+    took their place, neighbours would drift apart by a hand-over per filling, and each would read from memory what the one before it
+    had in the cache. Chains of the other kind start one by one and end together.
     """
     segment, lag = max(segments), _lag(problem, len(segments))
     fillings = 2 if problem.most_members == 1 and segment == problem.kv_tiles >= MANY_KV_TILES else 1
@@ -115,9 +120,13 @@ def _in_turns(problem: Problem, workers: int, kinds: int, segments: tuple[int, .
     enough = -(-FILLED[0] * fillings * workers // (FILLED[1] * segment))
     busy = -(-FILLED[0] * workers // (FILLED[1] * _chains_under_way(problem, lag)))
     enough = max(enough, min(busy, CACHED * problem.tile_kv // problem.q_tiles))
+    piece = segment
     if 2 * heads <= busy and lag >= LATE:
         piece = -(-problem.q_tiles * problem.most_members // HAND_OVER)
-        segments = tuple(min(piece, size - first) for size in segments for first in range(0, size, piece))
+    elif lag >= SIXTEENTHS and segment == problem.kv_tiles and problem.q_tiles >= TOO_LONG * CACHED * problem.tile_kv:
+        even = -(-segment // -(-segment // workers))
+        piece = even if FILLED[1] * even >= FILLED[0] * workers else segment
+    segments = tuple(min(piece, size - first) for size in segments for first in range(0, size, piece))
     return -(-heads // max(1, heads // enough)), segments
 
 

@@ -10,7 +10,7 @@ from ....scheduling.generators import FEW_KV_TILES
 from ....scheduling.generators.alternating import MANY_MEMBERS, ONE_CAUSAL_CLASS, ONE_CLASS
 from ....scheduling.generators.shift import LARGEST_BLOCK, SINGLE_CHAINS
 from ....scheduling.problem import ROWS_OF_A_CHAIN
-from ....scheduling.schedule import CACHED, FILLED, HAND_OVER, LATE, MANY_KV_TILES, SIXTEENTHS
+from ....scheduling.schedule import CACHED, FILLED, HAND_OVER, LATE, MANY_KV_TILES, SIXTEENTHS, TOO_LONG
 from ..tiles import BACKWARD_DIMS, FORWARD_DIMS, backward_tiles, forward_tiles
 from .parameters import RAGGED, STRUCTURES, Trouble
 from .structures import declaration
@@ -52,6 +52,7 @@ def _constants() -> str:
         "CACHED": CACHED,
         "SIXTEENTHS": SIXTEENTHS,
         "LATE": LATE,
+        "TOO_LONG": TOO_LONG,
         "RAGGED": RAGGED,
     }
     return "\n".join(f"constexpr int {name} = {value};" for name, value in found.items())

@@ -44,7 +44,13 @@ template <int Q_ROWS, int KV_ROWS> struct SequenceOrder {
     const int under_way = FILLED_OF * max(1, min(kv_tiles, SIXTEENTHS * pace.lengths * members / max(1, pace.lag)));
     const int busy = (FILLED_WORKERS * p.workers + under_way - 1) / under_way, most = (heads + 1) / 2;
     const int enough = max(filling, min(busy, CACHED * KV_ROWS / q_tiles));
-    piece = 2 * most <= busy && pace.lag >= LATE ? min(widest, tiles_of(q_tiles * members, HAND_OVER)) : widest;
+    const int even = tiles_of(widest, tiles_of(widest, p.workers));
+    piece = widest;
+    if (2 * most <= busy && pace.lag >= LATE)
+      piece = min(widest, tiles_of(q_tiles * members, HAND_OVER));
+    else if (pace.lag >= SIXTEENTHS && classes == 1 && q_tiles >= TOO_LONG * CACHED * KV_ROWS &&
+             FILLED_OF * even >= FILLED_WORKERS * p.workers)
+      piece = even;
     const int walk_up = (heads + 1 - p.head_offset * parts % 2) / 2;
     turns = tiles_of(max(walk_up, heads - walk_up), tiles_of(most, max(1, most / enough)));
     up = Dealt::to(turns, walk_up), down = Dealt::to(turns, heads - walk_up);
