@@ -16,15 +16,3 @@ DEVICE void arrive_as_warp(Barrier barrier, int lane) {
   __syncwarp();
   if (lane == 0) barrier.arrive();
 }
-
-// Of named barriers that follow each other, that of warpgroup `wg`: their numbers are parts of instructions.
-template <int FIRST> DEVICE void sync_with_others(int wg, int threads) {
-  if (wg == 0) named_barrier_sync<FIRST>(threads);
-  if (wg == 1) named_barrier_sync<FIRST + 1>(threads);
-  if (wg == 2) named_barrier_sync<FIRST + 2>(threads);
-}
-template <int FIRST> DEVICE void arrive_for_others(int wg, int threads) {
-  if (wg == 0) named_barrier_arrive<FIRST>(threads);
-  if (wg == 1) named_barrier_arrive<FIRST + 1>(threads);
-  if (wg == 2) named_barrier_arrive<FIRST + 2>(threads);
-}

@@ -21,6 +21,14 @@ DEVICE void mbarrier_wait(u32 bar, u32 phase) {
       "r"(phase)
       : "memory");
 }
+DEVICE bool mbarrier_test(u32 bar, u32 phase) {
+  u32 done;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}\n"
+               : "=r"(done)
+               : "r"(bar), "r"(phase)
+               : "memory");
+  return done;
+}
 
 // A barrier in shared memory, by its address; [i] is the i-th of an array of them.
 struct Barrier {
@@ -28,6 +36,7 @@ struct Barrier {
   DEVICE Barrier operator[](u32 i) const { return {address + 8 * i}; }
   DEVICE void init(u32 count) const { mbarrier_init(address, count); }
   DEVICE void wait(u32 phase) const { mbarrier_wait(address, phase); }
+  DEVICE bool is_over(u32 phase) const { return mbarrier_test(address, phase); }
   DEVICE void arrive() const { mbarrier_arrive(address); }
   DEVICE void arrive_expect(u32 bytes) const { mbarrier_arrive_expect(address, bytes); }
   DEVICE void expect(u32 bytes) const { mbarrier_expect(address, bytes); }
@@ -160,6 +169,9 @@ template <int N> DEVICE void registers_decrease() { asm volatile("setmaxnreg.dec
 template <int N> DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int ID> DEVICE void named_barrier_sync(int threads) { asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory"); }
 template <int ID> DEVICE void named_barrier_arrive(int threads) { asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory"); }
+// The same by a number that is found out on the way, as that of a warpgroup.
+DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- arithmetic and shared-memory access
 DEVICE float exp2_approx(float x) {

@@ -45,6 +45,10 @@ template <typename V> struct ForwardConsumer {
   // With two buffers for weights, a softmax waits for no output. With one, weights would overwrite those that it still reads.
   // Beyond 128, and with dropout, registers are short; up to 96 it does not pay.
   static constexpr int BUFFERS = D > 96 && D <= 128 && !DROPOUT ? 2 : 1;
+  // Beyond 128 the exponentials of a thread's first row hide the search for the maximum of the second.
+  static constexpr bool ROW_BY_ROW = V_DIM > 128;
+  // Whether the descriptors of Q stay in uniform registers during a tile. With two buffers it does not pay, elsewhere others would spill.
+  static constexpr bool HOLD_Q = BUFFERS == 1 && (D <= 192 || (!DROPOUT && MASK != MaskKind::Blocks));
   const ForwardParams& p;
   const ModifierParams* m;  // of dropout and ALiBi
   u32 shared, base;
@@ -52,6 +56,7 @@ template <typename V> struct ForwardConsumer {
   int wg, warp, lane;  // warp inside the warpgroup
   float s[C::SCORES], out[C::OUTPUTS];
   u32 weights[BUFFERS][C::SCORES / 2];  // P in 16 bits
+  bool k_is_there;               // that of the next visit, found out early (two buffers)
   float row_max[2], row_sum[2];  // rows lane / 4 and lane / 4 + 8 of the warp; the sum over this thread's columns only
 
   DEVICE ForwardConsumer(const ForwardRole& role, int warp_of_block, int lane_of_warp)
@@ -88,14 +93,10 @@ template <typename V> struct ForwardConsumer {
  private:
   DEVICE void arrive(Barrier barrier) { arrive_as_warp(barrier, lane); }
   DEVICE void await_turn() {
-    if constexpr (TAKE_TURNS) sync_with_others<TURN>(wg, 2 * WARPGROUP);
+    if constexpr (TAKE_TURNS) named_barrier_sync(TURN + wg, 2 * WARPGROUP);
   }
   DEVICE void pass_turn(bool now = true) {
-    if constexpr (!TAKE_TURNS) return;
-    const int next = wg == CONSUMERS - 1 ? 0 : wg + 1;  // written out: in a function, the condition would be asked once, before
-    if (now && next == 0) named_barrier_arrive<TURN>(2 * WARPGROUP);
-    if (now && next == 1) named_barrier_arrive<TURN + 1>(2 * WARPGROUP);
-    if (now && next == 2) named_barrier_arrive<TURN + 2>(2 * WARPGROUP);
+    if (TAKE_TURNS && now) named_barrier_arrive(TURN + (wg == CONSUMERS - 1 ? 0 : wg + 1), 2 * WARPGROUP);
   }
   DEVICE int query_of(const TileNote& tile) { return tile.query + wg * 64 + warp * 16 + (lane >> 2); }
 
@@ -108,28 +109,31 @@ template <typename V> struct ForwardConsumer {
 
   DEVICE void visit(const TileNote& tile, u32 q_stage, u32 load, u32 slot) {
     const u32 first = load, last = load + tile.visits - 1;
-    float rescale[2], shift[2];
+    float rescale[2];
+    const u32 queries = HOLD_Q ? place_of_queries(q_stage) : q_stage;
     await_k(load);
     const VisitNote note = note_of(load & 1);
     const Bits bits = bits_of(note);
     await_turn();
-    multiply_s(q_stage, load & 1);
+    multiply_s(queries, load & 1);
     if constexpr (BUFFERS == 1) pass_turn();
     const int query = query_of(tile);
     const Rows rows{query, {p.mask, query, tile.q_len, tile.kv_len}, {p.mask, query + 8, tile.q_len, tile.kv_len}, slot};
     wgmma_wait<0>();
     take_scores(rows, note, bits, load & 1);
-    find_maxima<BUFFERS == 2>(rescale, shift);
-    make_weights<0>(rows, note, rescale, shift);
+    weigh_scores<false>(rescale, [&] {
+      if constexpr (BUFFERS == 2) k_is_there = is_k_there(load + 1);
+    });
+    pack_weights<0>(rows, note);
     rescale[0] = rescale[1] = 1.f;  // there is no output yet
     if (BUFFERS == 1 && load < last) await_k(load + 1);
 #pragma unroll 1
     while (load < last) {
-      visit_next<0>(rows, q_stage, load, load > first, last, rescale);
+      visit_next<0>(rows, queries, load, load > first, last, rescale);
       load++;
       if constexpr (BUFFERS == 2) {
         if (load == last) break;
-        visit_next<1>(rows, q_stage, load, true, last, rescale);
+        visit_next<1>(rows, queries, load, true, last, rescale);
         load++;
       }
     }
@@ -147,30 +151,32 @@ template <typename V> struct ForwardConsumer {
 
   // S of the next KV tile, then O += P V of this one, whose weights are in buffer B. The softmax of the next one runs under the latter.
   // Little may stand between the wait for K and the products: the tensor cores may be idle then.
-  template <int B> DEVICE void visit_next(const Rows& rows, u32 q_stage, u32 load, bool is_under_way, u32 last, float (&rescale)[2]) {
+  template <int B> DEVICE void visit_next(const Rows& rows, u32 queries, u32 load, bool is_under_way, u32 last, float (&rescale)[2]) {
     const u32 now = load & 1, next = now ^ 1;
-    float shift[2];
-    if constexpr (BUFFERS == 2) await_k(load + 1);
+    if (BUFFERS == 2 && !k_is_there) await_k(load + 1);
     const VisitNote note = note_of(next);
     const Bits bits = bits_of(note);
     if constexpr (BUFFERS == 2) take_output(next, is_under_way);
     await_turn();
-    multiply_s(q_stage, next);
+    multiply_s(queries, next);
     bars.v_full(now).wait((load >> 1) & 1);
     if constexpr (BUFFERS == 2) rescale_output(rescale);
     multiply_out<B>(now);
     if constexpr (BUFFERS == 1) pass_turn();
     wgmma_wait<1>();  // S
     take_scores(rows, note, bits, next);
-    find_maxima<BUFFERS == 2>(rescale, shift);  // passes the turn: late, so that warpgroups do not compete for the units of exp2
-    if constexpr (BUFFERS == 1) {
-      if (load + 1 < last) await_k(load + 2);
-      take_output(now, true);
-      rescale_output(rescale);
-    }
-    make_weights<(B + 1) % BUFFERS>(rows, note, rescale, shift);
+    weigh_scores<BUFFERS == 1>(rescale, [&] {
+      if constexpr (BUFFERS == 2) {
+        k_is_there = is_k_there(load + 2);
+      } else {
+        if (load + 1 < last) await_k(load + 2);
+        take_output(now, true);
+      }
+    });
+    pack_weights<(B + 1) % BUFFERS>(rows, note);
   }
   DEVICE void await_k(u32 load) { bars.k_full(load & 1).wait((load >> 1) & 1); }
+  DEVICE bool is_k_there(u32 load) { return bars.k_full(load & 1).is_over((load >> 1) & 1); }
   // Waits for the output under way, if there is one, and gives back its V. ptxas moves such a wait up to the last branch before it. That
   // is the wait for K: with two buffers it stands behind the softmax, with one behind its maxima.
   DEVICE void take_output(u32 stage, bool is_under_way) {
@@ -183,6 +189,11 @@ template <typename V> struct ForwardConsumer {
     if (BUFFERS == 2 && !__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) return;
 #pragma unroll
     for (int i = 0; i < C::OUTPUTS; i++) out[i] *= rescale[(i >> 1) & 1];
+  }
+  DEVICE void rescale_row(int r, float rescale) {
+#pragma unroll
+    for (int i = 0; i < C::OUTPUTS; i++)
+      if (((i >> 1) & 1) == r) out[i] *= rescale;
   }
   DEVICE void take_scores(const Rows& rows, VisitNote note, const Bits& bits, u32 stage) {
     pin(s);
@@ -198,10 +209,13 @@ template <typename V> struct ForwardConsumer {
 
   DEVICE VisitNote note_of(u32 stage) { return {load_shared_i32(shared + C::VISIT_NOTES + 4 * stage)}; }
 
-  DEVICE void multiply_s(u32 q_stage, u32 stage) {  // S = Q K^T
-    const u32 a = opaque(base) + q_stage * (C::Q_BYTES / DESCRIPTOR_UNIT) + wg * (C::HALF_BYTES / DESCRIPTOR_UNIT),
-              b = opaque(base) + stage * (C::K_BYTES / DESCRIPTOR_UNIT);
-    multiply<Half, D>(s, RowsOf{a, C::Q, C::PANEL}, RowsOf{b, C::K, C::KV_PANEL});
+  DEVICE u32 place_of_queries(u32 q_stage) {
+    return opaque(base) + q_stage * (C::Q_BYTES / DESCRIPTOR_UNIT) + wg * (C::HALF_BYTES / DESCRIPTOR_UNIT);
+  }
+  DEVICE void multiply_s(u32 queries, u32 stage) {  // S = Q K^T; queries: their place, or their stage
+    if constexpr (!HOLD_Q) queries = place_of_queries(queries);
+    const u32 keys = opaque(base) + stage * (C::K_BYTES / DESCRIPTOR_UNIT);
+    multiply<Half, D>(s, RowsOf{queries, C::Q, C::PANEL}, RowsOf{keys, C::K, C::KV_PANEL});
   }
   template <int B> DEVICE void multiply_out(u32 stage) {  // O += P V
     multiply_add<Half>(out, weights[B], ColumnsOf{opaque(base) + stage * (C::V_BYTES / DESCRIPTOR_UNIT), C::V, C::KV_PANEL});
@@ -227,21 +241,35 @@ template <typename V> struct ForwardConsumer {
   DEVICE ForwardModifiers modifiers_of(const Rows& rows, int kv_tile) {
     return {load_shared_i32x4(shared + C::SHARED_BYTES + rows.slot * MODIFIER_NOTE_BYTES), rows.query, kv_tile * C::KV_ROWS, lane};
   }
-  // `rescale` is what the output so far must be multiplied by, `shift` what scores are reduced by.
-  template <bool PASS = false> DEVICE void find_maxima(float (&rescale)[2], float (&shift)[2]) {
-    float largest[2];
-    if constexpr (V_DIM <= 128) {
-      find_by_bits<PASS>(largest);
-    } else {
-      largest[0] = largest_score(0);
-      largest[1] = largest_score(1);
+  // P = exp2((S - max) scale), still in 32 bits. `rescale` is what the output so far must be multiplied by. `meanwhile` comes once maxima
+  // are known; with one buffer it brings that output.
+  template <bool HAS_OUTPUT, typename Meanwhile> DEVICE void weigh_scores(float (&rescale)[2], const Meanwhile& meanwhile) {
+    float shift[2];
+    if constexpr (!ROW_BY_ROW) {
+      float largest[2];
+      find_by_bits<BUFFERS == 2>(largest);
+#pragma unroll
+      for (int r = 0; r < 2; r++) rise_to(largest[r], r, rescale[r], shift[r]);
+      meanwhile();
+      if constexpr (HAS_OUTPUT) rescale_output(rescale);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      shift[r] = shift_of(largest[r], p.scale_log2);
-      rescale[r] = rescale_of(row_max[r], p.scale_log2, shift[r]);  // just 1 if the maximum stays: extra visits change nothing
-      row_max[r] = largest[r];
+      if constexpr (ROW_BY_ROW) {
+        rise_to(largest_score(r), r, rescale[r], shift[r]);
+        if (r == 0) meanwhile();
+        if constexpr (HAS_OUTPUT) rescale_row(r, rescale[r]);
+      }
+      float part[LANES];
+      weigh(s, r, p.scale_log2, shift[r], part);
+      row_sum[r] = add_to_sum(row_sum[r], rescale[r], part);
     }
+  }
+  // `shift` is what scores are reduced by.
+  DEVICE void rise_to(float largest, int r, float& rescale, float& shift) {
+    shift = shift_of(largest, p.scale_log2);
+    rescale = rescale_of(row_max[r], p.scale_log2, shift);  // just 1 if the maximum stays: extra visits change nothing
+    row_max[r] = largest;
   }
   // Of a row so far, with this tile.
   DEVICE float largest_score(int r) {
@@ -257,11 +285,13 @@ template <typename V> struct ForwardConsumer {
   // The same by integers, of which the machine compares three at once. Floats have the order of their bits; negative ones the opposite one.
   template <bool PASS> DEVICE void find_by_bits(float (&largest)[2]) {
     int most[2] = {of_thread<true>(0), of_thread<true>(1)};
+    // Whether a row may have met negative scores only: asked of threads, before they know their rows, so that the answer costs no time.
+    const bool is_negative = __any_sync(0xffffffffu, (most[0] | most[1]) < 0);
     // ptxas moves an arrive freely, but not in front of what decides whether there is one. No arithmetic makes a NaN like this.
     if constexpr (PASS) pass_turn(most[0] != 0x7fa5a5a5);
 #pragma unroll
     for (int r = 0; r < 2; r++) most[r] = of_row<true>(most[r]);
-    if (__any_sync(0xffffffffu, (most[0] | most[1]) < 0)) {
+    if (is_negative) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int least = of_row<false>(of_thread<false>(r));
@@ -289,14 +319,8 @@ template <typename V> struct ForwardConsumer {
     }
     return most;
   }
-  // P = exp2((S - max) scale), in 16 bits in buffer B.
-  template <int B> DEVICE void make_weights(const Rows& rows, VisitNote note, const float (&rescale)[2], const float (&shift)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float part[LANES];
-      weigh(s, r, p.scale_log2, shift[r], part);
-      row_sum[r] = add_to_sum(row_sum[r], rescale[r], part);
-    }
+  // In 16 bits in buffer B.
+  template <int B> DEVICE void pack_weights(const Rows& rows, VisitNote note) {
     if constexpr (DROPOUT) modifiers_of(rows, note.kv_tile()).drop(s, m->threshold);  // behind the sum, which has all weights
 #pragma unroll
     for (int i = 0; i < C::SCORES / 2; i++) weights[B][i] = pack<Half>(s[2 * i], s[2 * i + 1]);
@@ -339,9 +363,9 @@ template <typename V> struct ForwardConsumer {
       stmatrix(half + (g / 4) * C::PANEL + row * PANEL_ROW + chunk * 16, r);
     }
     fence_async_shared();
-    arrive_for_others<OUTPUT>(wg, WARPGROUP + WARP);
+    named_barrier_arrive(OUTPUT + wg, WARPGROUP + WARP);
   }
   DEVICE void await_room() {  // until the output of the tile before has left its memory
-    if constexpr (!C::OUT_OVER_Q) sync_with_others<ROOM>(wg, WARPGROUP + WARP);
+    if constexpr (!C::OUT_OVER_Q) named_barrier_sync(ROOM + wg, WARPGROUP + WARP);
   }
 };

@@ -149,16 +149,16 @@ template <typename V> struct ForwardStorer : ForwardRole {
   DEVICE void run() {
     tell_room();
     for (u32 tiles = 0;; tiles++) {
-      const u32 slot = tiles & 1, at = shared + C::TILE_NOTES + (u32)sizeof(TileNote) * slot;
+      const u32 slot = tiles & 1;
       bars.tile_full(slot).wait((tiles >> 1) & 1);
-      const int4 a = load_shared_i32x4(at);
-      if (a.x < 0) break;
-      const int plane = load_shared_i32(at + 16);
+      const TileNote tile = note_of_tile<C>(shared, slot);
+      if (tile.visits < 0) break;
       arrive_as_warp(bars.tile_empty(slot), lane);
-      sync_with_others<OUTPUT>(wg, WARPGROUP + WARP);
+      named_barrier_sync(OUTPUT + wg, WARPGROUP + WARP);
       if (lane == 0) {
         for (int i = 0; i < C::V_PANELS; i++)
-          tma_store<V::PACKED>(maps.out, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, a.y, a.z + a.w + wg * 64, plane);
+          tma_store<V::PACKED>(maps.out, shared + C::OUT + wg * C::OUT_HALF + i * C::PANEL, i * 64, tile.q_head,
+                               tile.query + tile.q_shift + wg * 64, tile.q_plane);
         bulk_commit();
         bulk_wait_read();
       }
@@ -173,6 +173,6 @@ template <typename V> struct ForwardStorer : ForwardRole {
 
  private:
   DEVICE void tell_room() {
-    if constexpr (!C::OUT_OVER_Q) arrive_for_others<ROOM>(wg, WARPGROUP + WARP);
+    if constexpr (!C::OUT_OVER_Q) named_barrier_arrive(ROOM + wg, WARPGROUP + WARP);
   }
 };
