@@ -35,6 +35,7 @@ struct Barrier {
   DEVICE Barrier operator[](u32 i) const { return {address + 8 * i}; }
   DEVICE void init(u32 count) const { mbarrier_init(address, count); }
   DEVICE void wait(u32 phase) const { mbarrier_wait(address, phase); }
+  DEVICE bool is_over(u32 phase) const { return barrier_at(address).phase != (int)phase; }
   DEVICE void arrive() const { mbarrier_arrive(address); }
   DEVICE void arrive_expect(u32 bytes) const { mbarrier_arrive_expect(address, bytes); }
 };
@@ -102,8 +103,10 @@ DEVICE u32 opaque(u32 x) { return x; }
 constexpr u32 descriptor_low(int byte_offset, int leading_bytes = 16) { return (u32)(byte_offset >> 4) | ((u32)(leading_bytes >> 4) << 16); }
 template <int N> DEVICE void registers_decrease() {}
 template <int N> DEVICE void registers_increase() {}
-template <int ID> DEVICE void named_barrier_sync(int threads) { meet(ID, threads, true); }
-template <int ID> DEVICE void named_barrier_arrive(int threads) { meet(ID, threads, false); }
+DEVICE void named_barrier_sync(int id, int threads) { meet(id, threads, true); }
+DEVICE void named_barrier_arrive(int id, int threads) { meet(id, threads, false); }
+template <int ID> DEVICE void named_barrier_sync(int threads) { named_barrier_sync(ID, threads); }
+template <int ID> DEVICE void named_barrier_arrive(int threads) { named_barrier_arrive(ID, threads); }
 
 // ---- arithmetic and shared-memory access
 DEVICE float exp2_approx(float x) { return std::exp2(x); }
