@@ -14,7 +14,6 @@ small calls with and without the comparison. On a GPU all ranks share the first 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -113,11 +112,10 @@ def checked_cases() -> Iterator[tuple[Case, int]]:
         yield case_of(16384, count, (16, 16), mask=Window(4096, 0)), 10
 
 
-def long_cases(least: int = 0) -> Iterator[tuple[Case, int]]:
+def long_cases() -> Iterator[tuple[Case, int]]:
     lengths = ((16384, 100), (32768, 100), (65536, 6), (131072, 6))
     for (tokens, repeats), count, heads in product(lengths, (2, 4, 8, 16), ((32, 8), (16, 16))):
-        if tokens >= least:
-            yield case_of(tokens, count, heads), repeats
+        yield case_of(tokens, count, heads), repeats
 
 
 def play(case: Case, tensors: tuple[Tensor, ...], overlap: bool, change: Callable[[Unit, Tensor], None] | None = None) -> list[Tensor]:
@@ -284,7 +282,7 @@ def costs(count: int, file: Path | None) -> None:
 
 def asked(chosen: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """The part of the results, and what is to be found for it, case by case."""
-    for cases in (*([checked_cases()] if chosen.check else []), *([long_cases(chosen.least)] if chosen.long else [])):
+    for cases in (*([checked_cases()] if chosen.check else []), *([long_cases()] if chosen.long else [])):
         yield from (("check", partial(check_bits, *case)) for case in cases)
     yield from (("time", partial(measure, case)) for case in timed_cases() if chosen.time)
 
@@ -294,14 +292,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="compile all kernels at once")
     parser.add_argument("--check", action="store_true", help="compare bits")
     parser.add_argument("--long", action="store_true", help="compare bits of long sequences")
-    parser.add_argument("--least", type=int, default=0, help="long sequences of so many tokens or more")
     parser.add_argument("--time", action="store_true", help="time the slowest rank")
     parser.add_argument("--cost", action="store_true", help="time what hosts do; nothing else")
     parser.add_argument("--ranks", type=int, default=2, metavar="P", help="processes of --cost (default: 2)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--json", type=Path, help="write what was found there, after every case")
     chosen = parser.parse_args(arguments)
-    began = time.time()
     if chosen.cost:
         return costs(chosen.ranks, chosen.json)
     if chosen.compile:
@@ -310,9 +305,6 @@ def main(arguments: list[str] | None = None) -> None:
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": [], "time": []}
     for part, find in asked(chosen):
-        if time.time() - began > chosen.seconds:
-            print("out of time", file=sys.stderr)
-            break
         results[part].append(find())
         if chosen.json:
             save(results, chosen.json)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from dash_attn import Causal, Documents, Full, Mask, Prefix
-from dash_attn.backends.triton import passes, tiles
+from dash_attn.backends.triton import passes
 from dash_attn.backends.triton.explain import _as_run, _launches
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.support import architecture_of, triton_version
@@ -329,15 +329,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=12, help="that compile at once")
     parser.add_argument("--table", type=Path, metavar="FILE", help="--sweep writes tiles.json with the best tiles there")
     parser.add_argument("--limits", type=Path, metavar="FILE", help="--sweep prefers tiles that reach the targets beside the peers in FILE")
-    parser.add_argument("--tiles", type=Path, metavar="FILE", help="take tiles from there, not from the package")
     parser.add_argument("--output", type=Path, default=Path("triton-backend.json"), metavar="FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU; PyTorch finds none")
     if arguments.repeats is None:
         arguments.repeats = 20 if arguments.time else 7
-    if arguments.tiles is not None:
-        tiles.TABLE = arguments.tiles
     return next(run for name, run in RUNS.items() if getattr(arguments, name))(arguments)
 
 

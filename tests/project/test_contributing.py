@@ -31,12 +31,12 @@ def run(clone: Path, *words: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def tests(clone: Path, *words: str, **environment: str) -> None:
+def run_tests(clone: Path, *words: str, **environment: str) -> None:
     run(clone, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *words, **environment)
 
 
 def record_the_surface(clone: Path) -> None:
-    tests(clone, "tests/project/test_surface.py", DASH_ATTN_UPDATE_GOLDEN="1")
+    run_tests(clone, "tests/project/test_surface.py", DASH_ATTN_UPDATE_GOLDEN="1")
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -66,9 +66,9 @@ def test_a_schedule_is_added_in_three_steps(clone: Path) -> None:
     edit(folder / "__init__.py", "from .shift import", "from .rising import rising\nfrom .shift import")
     edit(folder / "__init__.py", "alternating, arrival, weave)", "alternating, arrival, weave, rising)")
     edit(folder / "__init__.py", '"arrival", "weave"\n', '"arrival", "weave", "rising"\n')
-    tests(clone, "tests/scheduling/test_golden.py", DASH_ATTN_UPDATE_GOLDEN="1")
-    tests(clone, "tests/scheduling/test_golden.py")
-    tests(clone, "tests/scheduling/test_generators.py", "-k", "rising")
+    run_tests(clone, "tests/scheduling/test_golden.py", DASH_ATTN_UPDATE_GOLDEN="1")
+    run_tests(clone, "tests/scheduling/test_golden.py")
+    run_tests(clone, "tests/scheduling/test_generators.py", "-k", "rising")
     golden = {"tests/golden/rising.json", "tests/golden/order_hashes.txt"}
     assert changed(clone) == {f"{GENERATORS}/__init__.py", f"{GENERATORS}/rising.py", *golden}
 
@@ -120,7 +120,7 @@ def test_a_mask_is_added_in_four_steps(clone: Path) -> None:
     run(clone, "tools/write_pages.py")
     record_the_surface(clone)
     run(clone, "-c", CALL_WITH_CHUNKS)
-    tests(clone, "tests/project/test_pages.py", "tests/project/test_surface.py", "tests/project/test_glossary.py")
+    run_tests(clone, "tests/project/test_pages.py", "tests/project/test_surface.py", "tests/project/test_glossary.py")
     files = {"__init__.py", "masks/__init__.py", "masks/encoding.py", "masks/rules.py"}
     written = {"docs/errors.md", "docs/support.md", "tests/golden/public_surface.txt"}
     assert changed(clone) == {*(f"src/dash_attn/{file}" for file in files), "tools/support_page.py", *written}
@@ -231,7 +231,7 @@ def test_a_backend_is_a_folder_and_three_lines(clone: Path) -> None:
     edit(clone / "tools/support_page.py", '"triton": torch.bfloat16}', '"triton": torch.bfloat16, "plain": torch.float32}')
     run(clone, "tools/write_pages.py")
     run(clone, "-c", CALL_OF_BACKEND)
-    tests(clone, "tests/project/test_pages.py", "tests/project/test_imports.py", "tests/project/test_surface.py")
+    run_tests(clone, "tests/project/test_pages.py", "tests/project/test_imports.py", "tests/project/test_surface.py")
     files = {"src/dash_attn/backends/plain/__init__.py", "src/dash_attn/backends/__init__.py", "src/dash_attn/call/options.py"}
     assert changed(clone) == {*files, "tools/support_page.py", "docs/support.md", "docs/errors.md"}
 
@@ -286,6 +286,6 @@ def test_a_door_is_a_module_and_its_docs(clone: Path) -> None:
     edit(clone / "docs/api.md", "::: dash_attn.integrations.sdpa.enable\n", f"{names}::: dash_attn.integrations.sdpa.enable\n")
     record_the_surface(clone)
     run(clone, "-c", THROUGH_THE_DOOR)
-    tests(clone, "tests/project/test_surface.py", "tests/project/test_imports.py", "tests/project/test_glossary.py")
+    run_tests(clone, "tests/project/test_surface.py", "tests/project/test_imports.py", "tests/project/test_glossary.py")
     written = {"docs/api.md", "tests/golden/public_surface.txt"}
     assert changed(clone) == {"src/dash_attn/integrations/library.py", *written}
