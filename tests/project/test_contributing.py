@@ -244,7 +244,7 @@ from typing import Any
 
 from ..attention.functions import flash_attn_func
 from ..attention.kept_options import kept_options
-from ._door import Change, Door
+from ..door import Change, Door
 
 DOOR = Door("library")
 
