@@ -26,7 +26,8 @@ LEFT_OUT = {"integrations/megatron.py", "integrations/torchtitan.py", "integrati
 KINDS = (".py", ".cuh", ".cubin", ".json")
 MAY_IMPORT = {"numpy", "torch", "triton", *sys.stdlib_module_names}  # PyTorch's GPU builds bring Triton
 BACKENDS: dict[str, dict[str, Any]] = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0", "9.0", "10.0", "12.0"]}}
-OUR_NAMES = re.compile(r"\bops\.dash_attn\b|dash_attn::|[\"']dash_attn\.[\w.]+[\"']")
+OPERATORS = ("dash_attn::", "torch.ops.dash_attn.", 'NAMESPACE = "dash_attn"')
+OUR_NAMES = re.compile(r"\bops\.dash_attn\b|dash_attn::|(?:NAMESPACE = |Library\()[\"']dash_attn\b|[\"']dash_attn\.[\w.]+[\"']")
 
 # What a kernel has, by the module that it comes from.
 NAMES = {
@@ -67,7 +68,9 @@ def write_kernel(folder: Path) -> None:
         written = dict(files)
         for path, content in files.items():
             if path.endswith(".py"):  # operators are global, and the installed package may be there too
-                text = content.decode().replace("dash_attn::", f"{name}::").replace("torch.ops.dash_attn.", f"torch.ops.{name}.")
+                text = content.decode()
+                for ours in OPERATORS:
+                    text = text.replace(ours, ours.replace("dash_attn", name))
                 check_source(path, text)
                 written[path] = text.encode()
             (variant / path).parent.mkdir(parents=True, exist_ok=True)

@@ -216,6 +216,7 @@ def test_calls_with_a_matrix_go_with_it() -> None:
 def hopper() -> Iterator[Any]:
     with launchless_driver() as driver, patch.dict(backends.DEVICE_OF, hopper="cpu"):
         yield driver
+    backends.backend_for.cache_clear()  # without the patch, the one for CPU tensors is an error again
 
 
 def on_hopper(*leaves: Tensor, **options: Any) -> Any:

@@ -12,7 +12,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch._library.autograd import Info, make_autograd_impl
 
-LIBRARY = torch.library.Library("dash_attn", "FRAGMENT")
+NAMESPACE = "dash_attn"  # a kernel of the Hub has another one (tools/hub_kernel.py)
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
@@ -27,8 +28,8 @@ def define_operator(
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dash_attn::{name}", shapes, lib=LIBRARY)
-    differentiate = make_autograd_impl(getattr(torch.ops.dash_attn, name).default, Info(*formula))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=LIBRARY)
+    differentiate = make_autograd_impl(getattr(getattr(torch.ops, NAMESPACE), name).default, Info(*formula))
 
     def enter(keys: Any, *given: Any) -> Any:
         has_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
