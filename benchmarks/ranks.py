@@ -34,9 +34,10 @@ from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kerne
 from dash_attn.backends.hopper.calls.tables import mask_kind
 from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
+from dash_attn.call.call import Given
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
-from dash_attn.distributed.context.asked import Asked, Given, Sharing
+from dash_attn.distributed.context.asked import Asked, Sharing
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers

@@ -15,10 +15,10 @@ from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
 from ..call.boolean_masks import check_mask_tensor, take_mask
-from ..call.call import Call, Grads, Modifiers, Saved, with_elements
-from ..call.offsets import SequenceOffsets
+from ..call.call import Call, Given, Grads, Saved, with_elements
+from ..call.offsets import Packed, SequenceOffsets
 from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule, text_of
-from ..call.tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
+from ..call.tensor_checks import check_sinks, check_tensors
 from ..masks import check_mask
 from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
@@ -64,23 +64,9 @@ class Arguments(NamedTuple):
     dropout_p: float
     version: int
 
-    @property
-    def modifiers(self) -> Modifiers | None:
-        if self.dropout_seed is None and self.alibi_slopes is None:
-            return None
-        return Modifiers(self.dropout_seed, self.alibi_slopes)
 
-
-def traced_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    packed: tuple[Tensor, Tensor, int, int] | None,
-    choices: Choices,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The operator. packed: SequenceOffsets' fields."""
+def traced_attention(q: Tensor, k: Tensor, v: Tensor, given: Given, packed: Packed | None, choices: Choices) -> tuple[Tensor, Tensor]:
+    """The operator."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
     chosen = choose_mask(choices.mask, choices.causal, choices.window_size)
     matrix = chosen if isinstance(chosen, Tensor) else None
@@ -88,8 +74,8 @@ def traced_attention(
     arguments = Arguments(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        dropout_seed=None if modifiers is None else modifiers.seeds,
-        alibi_slopes=None if modifiers is None else modifiers.slopes,
+        dropout_seed=given.dropout_seed,
+        alibi_slopes=given.alibi_slopes,
         mask_tensor=matrix,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -104,7 +90,7 @@ def traced_attention(
         dropout_p=choices.dropout_p,
         version=VERSION,
     )
-    out, lse = _operator(matrix)(q, k, v, sinks, *arguments)
+    out, lse = _operator(matrix)(q, k, v, given.sinks, *arguments)
     return out, lse
 
 
@@ -154,7 +140,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: tuple[Any
     arguments = Arguments(*rest)
     offsets, options = _read(q, k, v, sinks, arguments)
     assert options is not None, "a program that runs has no symbols"
-    modifiers = arguments.modifiers
+    modifiers = Given(sinks, arguments.dropout_seed, arguments.alibi_slopes).modifiers
     if arguments.mask_tensor is not None:  # what it keeps is known when a program runs: in every run it is planned anew
         mask, elements = take_mask(arguments.mask_tensor, q, k)
         options, modifiers = replace(options, mask=mask), with_elements(modifiers, elements)
@@ -222,8 +208,7 @@ def _check_matrix(q: Tensor, k: Tensor, arguments: Arguments) -> None:
 
 def _check_modifiers(q: Tensor, arguments: Arguments) -> None:
     sequences = q.shape[0] if arguments.cu_seqlens_q is None else len(arguments.cu_seqlens_q) - 1
-    check_seeds(arguments.dropout_seed, q, sequences)
-    check_slopes(arguments.alibi_slopes, q, sequences)
+    Given(None, arguments.dropout_seed, arguments.alibi_slopes).check(q, sequences)
     if arguments.dropout_p and arguments.dropout_seed is None:
         raise ValueError(f"dropout needs a seed for each sequence; got dropout_p={arguments.dropout_p} and no dropout_seed")
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from dash_attn import Documents, backends, explain, flash_attn_func
 from dash_attn.backends.cpu.ranks import RankBackward
+from dash_attn.call.call import Given
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
-from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
+from dash_attn.distributed.context.asked import Asked, Part, Sharing
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.mail import Keys
 from dash_attn.distributed.context.of_rank import BackwardPass, OfRank

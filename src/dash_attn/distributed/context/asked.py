@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...backends import resolve
-from ...call.call import Modifiers, given_modifiers
-from ...call.options import AttentionOptions, Choices, in_words, options_for
+from ...call.call import Given
+from ...call.options import AttentionOptions, Choices, in_words, is_zero, options_for
 from ...call.planning import hash_of
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
@@ -30,27 +30,6 @@ class Sharing(NamedTuple):
     sharding: str | Sharding
     ulysses: int
     cu_seqlens: Offsets | None
-
-
-class Given(NamedTuple):
-    """Tensors of a call that every rank has alike."""
-
-    sinks: Tensor | None = None
-    dropout_seed: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-
-    @property
-    def modifiers(self) -> Modifiers | None:
-        return None if self.dropout_seed is None and self.alibi_slopes is None else Modifiers(self.dropout_seed, self.alibi_slopes)
-
-    def of_heads(self, heads: slice) -> Given:
-        """Of some query heads."""
-        sinks, slopes = (None if x is None else x[..., heads] for x in (self.sinks, self.alibi_slopes))
-        return Given(sinks, self.dropout_seed, slopes)
-
-    @property
-    def facts(self) -> Facts:
-        return {name: _in_words(x) for name, x in zip(NAMES, self, strict=True)}
 
 
 def _in_words(x: Tensor | None) -> str:
@@ -76,7 +55,13 @@ class Asked(NamedTuple):
         q, k, v = self[:3]
         check_tensors(q, k, v)
         check_sinks(self.given.sinks, q)
-        given_modifiers(q, q.shape[0], self.choices.dropout_p, *self.given[1:])
+        dropout_p = self.choices.dropout_p
+        if self.given.dropout_seed is None and not is_zero(dropout_p):
+            raise ValueError(
+                "ranks that share a sequence must drop the same pairs, but each has a generator of its own: give dropout_seed, the same"
+                f" {q.shape[0]} numbers of torch.int64 on every rank; got dropout_p={dropout_p!r} and no dropout_seed"
+            )
+        self.given.check(q, q.shape[0])
         options, sharding = options_for(self.choices, q.shape[-1]), sharding_of_rank(self.sharing.sharding, q.shape[1], self.ranks)
         who, some = ("a rank of this sharding", range(self.ranks)) if rank is None else (f"rank {rank}", range(rank, rank + 1))
         fitting = sorted({len(sharding.rows_of(one)) for one in some})
@@ -96,7 +81,8 @@ class Asked(NamedTuple):
         facts |= {"softmax_scale": options.scale, "backend": resolve(options.backend, self.q.device), "the dtype": self.q.dtype}
         facts |= {"mask": _with_hash(options.mask), "schedule": _with_hash(options.schedule), "the batch size": self.q.shape[0]}
         facts |= {"the numbers of heads": (self.q.shape[2], self.k.shape[2]), "the head dims": (self.q.shape[3], self.v.shape[3])}
-        facts |= {"sharding": sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents, **self.given.facts}
+        facts |= {"sharding": sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents}
+        facts |= {name: _in_words(x) for name, x in zip(NAMES, self.given, strict=True)}
         code = None if part.call is None else part.call.backend.machine_code()
         return part, facts | {"whether gradients are needed": differentiable, "the machine code": code}
 

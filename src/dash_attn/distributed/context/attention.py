@@ -10,6 +10,7 @@ from torch import Tensor
 from ...attention.autograd import FirstGradientsOnly
 from ...attention.pytorch import is_traced, refuse_transforms
 from ...attention.signatures import ChoiceKeywords
+from ...call.call import Given
 from ...call.options import Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask
@@ -17,7 +18,7 @@ from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..hosts import ATTENTION
 from ..peers import Group, Peers
-from .asked import Asked, Given, Sharing
+from .asked import Asked, Sharing
 from .of_rank import OfRank
 from .rows import Offsets
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...attention.explain import explains
 from ...backends import import_backend, resolve_to_explain
-from ...call.call import Call
+from ...call.call import Call, Given
 from ...call.explain import Explanation, size_in_words
 from ...call.options import AttentionOptions, Choices
 from ...call.planning import describe_call, hash_of
@@ -26,7 +26,7 @@ from ...scheduling.problem import whole_number
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.units import highest, most_states
 from ..peers import Peers
-from .asked import Asked, Given, Part, Sharing
+from .asked import Asked, Part, Sharing
 from .attention import context_parallel_attention
 from .moves import moves_of
 from .shared_call import Lengths, OwnDocument, SharedCall, own_documents

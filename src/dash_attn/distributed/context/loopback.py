@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.call import Modifiers
+from ...call.call import Given, Modifiers
 from ...scheduling.ranks.units import Unit
-from .asked import Given
 from .mail import Mailbox, whole_keys
 from .moves import Movement, apart, moves_of, side_by_side
 from .of_rank import BackwardPass, RowBackward, forward_of_rank, sum_of_sinks

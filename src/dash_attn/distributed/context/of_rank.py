@@ -21,13 +21,13 @@ from torch import Tensor
 from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
 from ...backends import RankBackward
-from ...call.call import Call, Gradients, Grads, Saved, sum_in_order
+from ...call.call import Call, Given, Gradients, Grads, Saved, sum_in_order
 from ...call.offsets import SequenceOffsets
 from ...call.parts import backward_end_to_end, document_ends, end_to_end, in_rows
 from ...scheduling.ranks.units import Unit
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
-from .asked import Asked, Given, Part
+from .asked import Asked, Part
 from .mail import Keys, Mailbox, RankMail, whole_keys
 from .moves import move, moves_of
 from .shared_call import OwnDocument, SharedCall, own_documents

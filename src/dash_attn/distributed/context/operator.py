@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from ...attention.torch_ops import check_version, empty_gradients, empty_results, schedule_text
+from ...call.call import Given
 from ...call.options import Choices, choose_mask
 from ...masks.encoding import decode_mask, encode_mask
 from ...scheduling.ranks.sharding import Sharding
 from ..peers import Group, Peers, process_group
-from .asked import Asked, Given, Sharing
+from .asked import Asked, Sharing
 from .of_rank import OfRank
 
 # Part of every traced program, so that one whose operators meant something else is refused, not run.
