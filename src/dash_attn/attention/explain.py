@@ -8,13 +8,13 @@ from types import FunctionType
 from typing import Any
 
 from ..backends import import_backend, import_cache, resolve_to_explain
-from ..call.call import Call, Given, no_pairs
+from ..call.call import Call, Given, no_pairs, options_of, sequences_in
 from ..call.explain import CacheExplanation, Explanation
 from ..call.kv_cache import CacheCall, check_cache
 from ..call.options import Choices, check_options, options_for
 from ..call.parts import each_planned_alone
 from ..call.tensor_checks import check_flags
-from .functions import flash_attn_func, options_of, sequences_in
+from .functions import flash_attn_func
 from .kv_cache import flash_attn_with_kvcache, refuse_unsupported, with_lengths
 from .side_by_side import flash_attn_kvpacked_func, flash_attn_qkvpacked_func, split
 from .varlen import flash_attn_varlen_func

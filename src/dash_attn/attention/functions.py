@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from ..call.boolean_masks import seen_mask, take_mask
-from ..call.call import Given, with_elements
-from ..call.offsets import Packed, SequenceOffsets
-from ..call.options import Accumulation, AttentionOptions, BackendName, Choices, check_options, options_for, refuse_given_schedule
-from ..call.tensor_checks import check_sinks, check_strided, check_tensors
+from ..call.boolean_masks import seen_mask
+from ..call.call import Given, options_of, sequences_in, with_elements
+from ..call.offsets import Packed
+from ..call.options import Accumulation, BackendName, Choices, check_options
+from ..call.tensor_checks import check_strided
 from ..masks import BooleanMask, Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
@@ -121,31 +121,3 @@ def new_attention(
     modifiers = with_elements(modifiers, elements)
     result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, given.sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
     return result
-
-
-def sequences_in(q: Tensor, packed: Packed | None) -> int:
-    return q.shape[0] if packed is None else len(packed[0]) - 1
-
-
-def options_of(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices, packed: Packed | None
-) -> tuple[AttentionOptions, SequenceOffsets | None, BooleanMask | None]:
-    """The options of a call of these tensors; everything is checked that can be without a plan or lengths. And the offsets of packed
-    sequences, or the elements of a boolean mask."""
-    check_tensors(q, k, v, ndim=4 if packed is None else 3)
-    check_sinks(sinks, q)
-    if packed is not None:
-        offsets = SequenceOffsets(*packed)
-        if not q.is_meta:
-            offsets.check_device(q.device)
-        options = options_for(choices, q.shape[-1])
-        refuse_given_schedule(options)
-        return options, offsets, None
-    elements = None
-    if choices.mask is not None:
-        mask, elements = take_mask(choices.mask, q, k)
-        choices = choices._replace(mask=mask)
-    options = options_for(choices, q.shape[-1])
-    if options.mask.sides is None:  # others fit any lengths
-        options.mask.check(q.shape[1], k.shape[1])
-    return options, None, elements

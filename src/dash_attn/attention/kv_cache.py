@@ -23,7 +23,7 @@ from ..masks.encoding import decode_mask, encode_mask
 from .known import KnownCacheCall, KnownCall, attend, has_gradient, known_for
 from .pytorch import is_traced, refuse_transforms
 from .signatures import CacheKeywords, OutAndLse
-from .torch_ops import check_version, empty_results, has_symbols, offsets_of
+from .torch_ops import check_version, empty_results, has_symbols, packed_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -296,7 +296,8 @@ def _read(tensors: tuple[Tensor, ...], arguments: CacheArguments) -> CacheCall:
     lengths = arguments.cache_length if arguments.cache_seqlens is None else arguments.cache_seqlens
     positions = arguments.first_position if arguments.first_positions is None else arguments.first_positions
     rest = {name: getattr(arguments, name) for name in ("sinks", "cache_batch_idx", "cache_leftpad", "block_table")}
-    offsets = offsets_of(arguments)
+    packed = packed_of(arguments)
+    offsets = None if packed is None else SequenceOffsets(*packed)
     call = CacheCall(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, first_position=positions, offsets=offsets, **rest)
     check_cache(call)
     scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale

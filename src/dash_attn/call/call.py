@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..masks import BooleanMask
-from .offsets import SequenceOffsets
-from .options import AttentionOptions, is_zero
-from .tensor_checks import check_seeds, check_slopes
+from .boolean_masks import take_mask
+from .offsets import Packed, SequenceOffsets
+from .options import AttentionOptions, Choices, is_zero, options_for, refuse_given_schedule
+from .tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
 
 MOST_SEED = 2**63 - 1
 
@@ -82,6 +83,34 @@ class Given(NamedTuple):
 
 def with_elements(modifiers: Modifiers | None, elements: BooleanMask | None) -> Modifiers | None:
     return modifiers if elements is None else (modifiers or Modifiers())._replace(elements=elements)
+
+
+def sequences_in(q: Tensor, packed: Packed | None) -> int:
+    return q.shape[0] if packed is None else len(packed[0]) - 1
+
+
+def options_of(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices, packed: Packed | None
+) -> tuple[AttentionOptions, SequenceOffsets | None, BooleanMask | None]:
+    """The options of a call of these tensors; everything is checked that can be without a plan or lengths. And the offsets of packed
+    sequences, or the elements of a boolean mask."""
+    check_tensors(q, k, v, ndim=4 if packed is None else 3)
+    check_sinks(sinks, q)
+    if packed is not None:
+        offsets = SequenceOffsets(*packed)
+        if not q.is_meta:
+            offsets.check_device(q.device)
+        options = options_for(choices, q.shape[-1])
+        refuse_given_schedule(options)
+        return options, offsets, None
+    elements = None
+    if choices.mask is not None:
+        mask, elements = take_mask(choices.mask, q, k)
+        choices = choices._replace(mask=mask)
+    options = options_for(choices, q.shape[-1])
+    if options.mask.sides is None:  # others fit any lengths
+        options.mask.check(q.shape[1], k.shape[1])
+    return options, None, elements
 
 
 class Call(NamedTuple):
