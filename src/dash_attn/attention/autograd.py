@@ -10,7 +10,6 @@ from ..backends import run
 from ..call.call import Call, Gradients, Grads, Modifiers, Saved, no_pairs
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
-from .call_log import LOG_CALLS, log_call
 from .observers import observers, tell_observers
 from .pytorch import alert_if_unordered
 
@@ -19,8 +18,6 @@ def attention_forward(call: Call) -> Saved:
     if not call.options.ordered:
         alert_if_unordered()
     saved = run.forward(call)
-    if LOG_CALLS and not no_pairs(call):
-        log_call(call)
     if observers and not no_pairs(call):
         tell_observers(call)
     return saved

@@ -115,35 +115,23 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
-    call = CacheCall(
-        q,
-        k_cache,
-        v_cache,
-        k=k,
-        v=v,
-        sinks=sinks,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-        first_position=first_position,
-    )
+    call = CacheCall(q, k_cache, v_cache, None, k, v, sinks, *tensors[5:], first_position)  # type: ignore[arg-type]
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = _run(with_lengths(call, cache_seqlens), None, choices, known)
+    out, lse = _run(with_lengths(call), None, choices, known)
     return (out, lse) if return_softmax_lse else out
 
 
-def with_lengths(call: CacheCall, cache_seqlens: int | Tensor | None) -> CacheCall:
+def with_lengths(call: CacheCall) -> CacheCall:
     """Without lengths every slot is in use."""
     if (call.k is None) != (call.v is None):
         raise ValueError(f"k and v must be given together; got {'v' if call.k is None else 'k'} alone")
-    if cache_seqlens is None:
-        if call.k is not None:
-            raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
-        check_strided(k_cache=call.k_cache)
-        cache_seqlens, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
-        if isinstance(table, Tensor) and table.ndim == 2:
-            cache_seqlens *= table.shape[1]
-    return call._replace(cache_seqlens=cache_seqlens)
+    if call.cache_seqlens is not None:
+        return call
+    if call.k is not None:
+        raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
+    check_strided(k_cache=call.k_cache)
+    slots, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
+    return call._replace(cache_seqlens=slots * table.shape[1] if isinstance(table, Tensor) and table.ndim == 2 else slots)
 
 
 def _known_of(tensors: tuple[Any, ...], first_position: Any, window_size: Any, *choices: Any) -> KnownCall | None:
