@@ -20,7 +20,7 @@ from dash_attn.call.call import Given
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
-from dash_attn.distributed.context.asked import Asked, Part, Sharing
+from dash_attn.distributed.context.asked import Asked, Part
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.mail import Keys
 from dash_attn.distributed.context.of_rank import BackwardPass, OfRank
@@ -122,14 +122,14 @@ class Case:
         group, place = divmod(rank, self.ulysses)
         inside = Recording(None, place, self.ulysses)
         outside = Recording(None, group, self.ranks // self.ulysses)
-        asked = Asked(*self.tensors(len(self.chosen.rows_of(rank)), "cpu"), Given(), Choices(), self.sharing, self.ranks)
+        asked = Asked(*self.tensors(len(self.chosen.rows_of(rank)), "cpu"), Given(), Choices(), *self.sharing)
         options = options_for(Choices(**{name: value for name, value in self.mask.items() if name != "cu_seqlens"}), 16)
         part = Part.of(asked, options, self.chosen, rank)
         return OfRank(part, HeadExchange(inside, self.chosen, rank - place), outside, Peers.alone(), 0), inside, outside
 
     @property
-    def sharing(self) -> Sharing:
-        return Sharing(self.sharding, self.ulysses, self.mask.get("cu_seqlens"))
+    def sharing(self) -> tuple[Any, ...]:
+        return self.sharding, self.ulysses, self.mask.get("cu_seqlens")
 
 
 OFFSETS = {"cu_seqlens": (0, 300, 324, 1024), "window_size": (200, 0)}

@@ -18,7 +18,7 @@ from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..hosts import ATTENTION
 from ..peers import Group, Peers
-from .asked import Asked, Sharing
+from .asked import Asked
 from .of_rank import OfRank
 from .rows import Offsets
 
@@ -95,30 +95,21 @@ def context_parallel_attention(
     Returns out, or (out, lse) with `return_lse`. Masks whose order would make ranks wait in a circle raise and name
     schedule="alternating".
     """
-    choices = Choices(
-        mask=mask,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        schedule=schedule,
-        backend=backend,
-        head_offset=head_offset,
-        dropout_p=dropout_p,
-        alibi=alibi_slopes is not None,
-    )
-    given, sharing = Given(sinks, dropout_seed, alibi_slopes), Sharing(sharding, ulysses, cu_seqlens)
+    of_scores = mask, causal, window_size, softmax_scale, softcap
+    choices = Choices(*of_scores, schedule, "ordered", backend, head_offset, dropout_p, alibi_slopes is not None)
+    given = Given(sinks, dropout_seed, alibi_slopes)
+    asked = Asked(q, k, v, given, choices, sharding, ulysses, cu_seqlens)
     if is_traced(q, k, v, *given):
         from .operator import traced_attention
 
         _check_program(return_lse)
-        out, lse = traced_attention(q, k, v, given, group, choices, sharing)
+        out, lse = traced_attention(asked, group)
     else:
         peers = Peers.of(group)
         with peers.hosts.refusing(ATTENTION):
             _check_program(return_lse)
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        rank = OfRank.agreed(Asked(q, k, v, given, choices, sharing, peers.count), peers, differentiable)
+        rank = OfRank.agreed(asked, peers, differentiable)
         out, lse = SharedAttention.apply(q, k, v, sinks, rank, given)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 

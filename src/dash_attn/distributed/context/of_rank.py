@@ -52,16 +52,15 @@ class OfRank:
     @classmethod
     def agreed(cls, asked: Asked, peers: Peers, differentiable: bool, backward_of: int | None = None) -> OfRank:
         """The same on every rank, or an error on every rank. backward_of: the call that this was, where its backward is run."""
-        ulysses = asked.sharing.ulysses
         if backward_of is None:
-            part = agree(peers.hosts, ATTENTION, lambda: asked.part(peers.rank, differentiable))
+            part = agree(peers.hosts, ATTENTION, lambda: asked.part(peers.count, peers.rank, differentiable))
             peers.hosts.keep(asked.given)
         else:
-            part = agree(peers.hosts, BACKWARD, lambda: (asked.part(peers.rank, differentiable)[0], {}), backward_of)
+            part = agree(peers.hosts, BACKWARD, lambda: (asked.part(peers.count, peers.rank, differentiable)[0], {}), backward_of)
         number = peers.hosts.number if backward_of is None else backward_of
         with peers.hosts.telling():
-            inside, outside = inside_and_outside(peers, ulysses)  # may make groups, which needs all their ranks
-        return cls(part, HeadExchange(inside, part.sharding, peers.rank - peers.rank % ulysses), outside, peers, number)
+            inside, outside = inside_and_outside(peers, asked.ulysses)  # may make groups, which needs all their ranks
+        return cls(part, HeadExchange(inside, part.sharding, peers.rank - peers.rank % asked.ulysses), outside, peers, number)
 
     def saved(self, ctx: Any) -> tuple[Tensor, ...]:
         """What autograd kept of this call, if all ranks are in its backward."""

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ...attention.torch_ops import check_version, empty_gradients, empty_results, schedule_text
 from ...call.call import Given
-from ...call.options import Choices, choose_mask
+from ...call.options import choose_mask
 from ...masks.encoding import decode_mask, encode_mask
 from ...scheduling.ranks.sharding import Sharding
 from ..peers import Group, Peers, process_group
-from .asked import Asked, Sharing
+from .asked import Asked
 from .of_rank import OfRank
 
 # Part of every traced program, so that one whose operators meant something else is refused, not run.
@@ -45,11 +45,9 @@ BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor number, 
 TENSORS = 3 + len(Given._fields)  # of these
 
 
-def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, given: Given, group: Group, choices: Choices, sharing: Sharing
-) -> tuple[Tensor, Tensor]:
+def traced_attention(asked: Asked, group: Group) -> tuple[Tensor, Tensor]:
     """The operator."""
-    sharding, ulysses, cu_seqlens = sharing
+    q, k, v, given, choices, sharding, ulysses, cu_seqlens = asked
     if isinstance(cu_seqlens, Tensor):
         raise TypeError("a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist(), made outside of the program")
     chunks = ("", list(sharding.lengths), list(sharding.owners)) if isinstance(sharding, Sharding) else (sharding, list[int](), list[int]())
@@ -75,14 +73,12 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int
     """rest: what follows these tensors."""
     found = dict(zip(REST, rest, strict=True))
     check_version(found["version"], VERSION, "operators")
-    given, ends = Given(*(found[name] for name in Given._fields)), found["cu_seqlens"]
+    ends, mask = found["cu_seqlens"], decode_mask(found["mask"], found["mask_sizes"])
     peers = Peers.named(found["group"]) if found["group"] else Peers.alone()
     sharding = found["sharding"] or Sharding(tuple(found["lengths"]), tuple(found["owners"]))
-    sharing = Sharing(sharding, found["ulysses"], None if ends is None else list(ends))
-    mask, chosen = decode_mask(found["mask"], found["mask_sizes"]), {name: found[name] for name in CHOSEN}
-    choices = Choices(mask=mask, alibi=given.alibi_slopes is not None, **chosen)
-    asked = Asked(q, k, v, given, choices, sharing, peers.count)
-    return OfRank.agreed(asked, peers, found["differentiable"], backward_of), given
+    read = {"q": q, "k": k, "v": v, "mask": mask, "sharding": sharding, "cu_seqlens": None if ends is None else list(ends)}
+    asked = Asked.by_name({**found, **read})
+    return OfRank.agreed(asked, peers, found["differentiable"], backward_of), asked.given
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
