@@ -28,6 +28,7 @@ class KnownCall:
     """All calls of these shapes and choices. `options` are there once one of them has passed all checks."""
 
     __slots__ = ("options", "prepared", "prepared_backward")
+    alone = True
     run_new: Callable[[Any], Saved] = staticmethod(attention_forward)
     prepare: Callable[[Any], Callable[[], Prepared | None] | None] = staticmethod(run.prepared)
 

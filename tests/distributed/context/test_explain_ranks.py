@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dash_attn import Documents, backends, explain, flash_attn_func
 from dash_attn.backends.cpu.ranks import RankBackward
-from dash_attn.call.call import Given
+from dash_attn.call.call import Call, Given, Grads
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
@@ -155,14 +155,14 @@ def test_a_rank_sends_what_it_says(case: Case) -> None:
     for number, said in enumerate(found.each):
         rank, inside, outside = case.rank(number)
         q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
-        sinks = case.sink_values("cpu")
-        out, lse = rank.forward(q, k, v, Given(sinks))
+        call = Call(q, k, v, rank.part.options, None, case.sink_values("cpu"))
+        out, lse = saved = rank.forward(call)
         gathered = outside.sent["gathered"] + outside.sent["rows"]
         assert (inside.sent["rows"], gathered) == (said.forward.heads, said.forward.keys + said.forward.rows)
         assert said.forward.total == said.forward.heads + said.forward.keys + said.forward.rows
         for peers in (inside, outside):
             peers.sent.clear()
-        rank.backward((out, q, k, v, out), (lse, lse if case.return_lse else None), Given(sinks))
+        rank.backward(call, saved, Grads(out, lse if case.return_lse else None))
         assert inside.sent["rows"] == said.backward.heads
         gathered = inside.sent["gathered"] + outside.sent["gathered"] + outside.sent["rows"]
         assert gathered == said.backward.keys + said.backward.sinks + said.backward.rows
@@ -177,8 +177,9 @@ def test_ranks_that_have_whole_documents_send_nothing() -> None:
     for number in range(case.ranks):
         rank, _, outside = case.rank(number)
         q, k, v = case.tensors(512, "cpu")
-        out, lse = rank.forward(q, k, v, Given())
-        rank.backward((out, q, k, v, out), (lse, lse), Given())
+        call = Call(q, k, v, rank.part.options)
+        saved = rank.forward(call)
+        rank.backward(call, saved, Grads(*saved))
         assert not outside.sent
 
 
@@ -211,9 +212,10 @@ def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPat
     for number, said in enumerate(case.explain().each):
         rank, *_ = case.rank(number)
         q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
-        out, lse = rank.forward(q, k, v, Given())
+        call = Call(q, k, v, rank.part.options)
+        saved = rank.forward(call)
         dropped = most = 0
-        rank.backward((out, q, k, v, out), (lse, None), Given())
+        rank.backward(call, saved, Grads(saved.out))
         assert said.memory.keys == most * group
         assert most >= 2
 

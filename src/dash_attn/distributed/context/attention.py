@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ...attention.autograd import FirstGradientsOnly
+from ...attention.autograd import Attention
 from ...attention.pytorch import is_traced, refuse_transforms
 from ...attention.signatures import ChoiceKeywords
 from ...call.call import Given
@@ -110,40 +110,10 @@ def context_parallel_attention(
             _check_program(return_lse)
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
         rank = OfRank.agreed(asked, peers, differentiable)
-        out, lse = SharedAttention.apply(q, k, v, sinks, rank, given)  # type: ignore[no-untyped-call]
+        out, lse = Attention.apply(q, k, v, sinks, rank.part.options, None, given.modifiers, rank)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
 def _check_program(return_lse: bool) -> None:
     refuse_transforms()
     check_flags(return_lse=return_lse)
-
-
-class SharedAttention(torch.autograd.Function):
-    """SharedAttention.apply(q, k, v, sinks, rank, given) -> (out, lse). Only this rank's rows are saved for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank, given: Given) -> tuple[Tensor, Tensor]:
-        """sinks: those of `given`, where autograd sees them."""
-        with rank.everybody.hosts.telling():
-            out, lse = rank.forward(q, k, v, given)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *given[1:])
-        ctx.rank = rank
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *given = ctx.rank.saved(ctx)
-        # Unlike one rank alone, this one cannot leave out what it does not need: others wait for its states.
-        dout = torch.zeros_like(out) if dout is None else dout
-        with torch.no_grad(), ctx.rank.everybody.hosts.telling():
-            gradients = ctx.rank.backward((dout, q, k, v, out), (lse, dlse), Given(*given))
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, given[0], dlse)  # type: ignore[no-untyped-call]
-        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("dash_attn attention has no forward-mode derivative; use loss.backward() or torch.autograd.grad")

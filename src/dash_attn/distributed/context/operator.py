@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...attention.torch_ops import check_version, empty_gradients, empty_results, schedule_text
-from ...call.call import Given
+from ...call.call import Call, Given, Grads, Saved
 from ...call.options import choose_mask
 from ...masks.encoding import decode_mask, encode_mask
 from ...scheduling.ranks.sharding import Sharding
@@ -69,7 +69,7 @@ def _name_of(group: Group) -> str:
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int | None = None) -> tuple[OfRank, Given]:
+def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int | None = None) -> tuple[OfRank, Call]:
     """rest: what follows these tensors."""
     found = dict(zip(REST, rest, strict=True))
     check_version(found["version"], VERSION, "operators")
@@ -78,15 +78,15 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int
     sharding = found["sharding"] or Sharding(tuple(found["lengths"]), tuple(found["owners"]))
     read = {"q": q, "k": k, "v": v, "mask": mask, "sharding": sharding, "cu_seqlens": None if ends is None else list(ends)}
     asked = Asked.by_name({**found, **read})
-    return OfRank.agreed(asked, peers, found["differentiable"], backward_of), asked.given
+    rank = OfRank.agreed(asked, peers, found["differentiable"], backward_of)
+    return rank, Call(q, k, v, rank.part.options, None, asked.given.sinks, asked.given.modifiers)
 
 
 @torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
 def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The last result is the number of the call, on the host, for its backward."""
-    rank, given = _rank(q, k, v, rest)
-    with rank.everybody.hosts.telling():
-        out, lse = rank.forward(q, k, v, given)
+    rank, call = _rank(q, k, v, rest)
+    out, lse = rank.forward(call)
     return out, lse, torch.tensor(rank.number, device="cpu")
 
 
@@ -95,9 +95,8 @@ def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, number: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    rank, given = _rank(q, k, v, rest, int(number))
-    with rank.everybody.hosts.telling():
-        dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), (lse, dlse), given)
+    rank, call = _rank(q, k, v, rest, int(number))
+    dq, dk, dv, dsinks = rank.backward(call, Saved(out, lse), Grads(dout, dlse))
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
