@@ -25,9 +25,6 @@ def kept_options(options: dict[str, Any], dropout_p: float = 0.0) -> dict[str, A
 
 def options_in_words(options: dict[str, Any]) -> str:
     """name=value, name=value; a schedule that was given by its name."""
-    shown = {**options, "schedule": _name(options["schedule"])} if "schedule" in options else options
+    schedule = options.get("schedule")
+    shown = {**options, "schedule": in_words(schedule)} if isinstance(schedule, str) else options
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
-
-
-def _name(schedule: Any) -> Any:
-    return in_words(schedule) if isinstance(schedule, str) else schedule
